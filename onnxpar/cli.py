@@ -1,0 +1,134 @@
+"""The command line: `onnxpar shard | plan | run | check | inspect | opt`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxpar import commands
+from onnxpar.errors import OnnxparError
+from onnxpar.mesh import Mesh
+from onnxpar.search.presets import PRESETS
+
+EXAMPLES = """examples:
+  onnxpar shard gpt2.onnx --devices 4 --preset tensor-parallel -o gpt2.par
+  onnxpar run gpt2.par --inputs in.npz --outputs out.npz
+  onnxpar check gpt2.onnx --mesh dp=2,tp=2 --dim batch=4
+
+exit status: 0 good, 1 mismatch, 2 bad input or failed run"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.command(args))
+    except OnnxparError as error:
+        print(f"onnxpar: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("onnxpar: interrupted", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="onnxpar",
+        description="Shards an ONNX model over ranks that each run a stock onnxruntime.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands_of = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    shard = _add(commands_of, "shard", "write a sharded model", commands.shard)
+    _add_model(shard)
+    shard.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write: model.par")
+
+    plan = _add(commands_of, "plan", "show what shard would do; nothing is written", commands.plan)
+    _add_model(plan)
+    plan.add_argument("--json", action="store_true", help="the plan as JSON")
+
+    run = _add(commands_of, "run", "run a sharded model, one process per rank", commands.run)
+    run.add_argument("par", metavar="model.par", help="what shard wrote")
+    run.add_argument("--inputs", required=True, metavar="NPZ", help="arrays by input name")
+    run.add_argument("--outputs", metavar="NPZ", help="where to put the arrays, by output name")
+    run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times, print times")
+    _add_runtime(run)
+
+    check = _add(
+        commands_of, "check", "shard, run, and compare with onnxruntime on the whole model", commands.check
+    )
+    _add_model(check)
+    check.add_argument("--inputs", metavar="NPZ", help="arrays by input name; made up where missing")
+    check.add_argument("--seed", type=int, default=0, help="for inputs that are made up")
+    _add_runtime(check)
+
+    inspect = _add(commands_of, "inspect", "show the plan of a sharded model", commands.inspect)
+    inspect.add_argument("par", metavar="model.par", help="what shard wrote")
+    inspect.add_argument("--json", action="store_true", help="the plan as JSON")
+
+    opt = _add(commands_of, "opt", "run passes and print the graph", commands.opt)
+    _add_model(opt)
+    opt.add_argument("--passes", required=True, metavar="LIST", help=commands.passes_help())
+    opt.add_argument("--print-after", action="append", default=[], metavar="PASS", help="or 'all'")
+    opt.add_argument("--dump", metavar="DIR", help="write the graph behind every pass: 01-NAME.onnxtxt")
+    return top
+
+
+def _add(commands_of: Any, name: str, text: str, command: Any) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands_of.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + "."
+    )
+    made.set_defaults(command=command)
+    return made
+
+
+def _add_model(to: argparse.ArgumentParser) -> None:
+    to.add_argument("model", metavar="model.onnx", type=Path)
+    to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
+    to.add_argument("--mesh", type=_mesh, metavar="dp=2,tp=4", help="named axes and their sizes")
+    how = to.add_mutually_exclusive_group()
+    how.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="default: data-parallel where the batch divides by N, else tensor-parallel; "
+        "hybrid for a mesh of dp and another axis",
+    )
+    how.add_argument("--strategy", metavar="FILE", help="YAML: mesh, shard (by node), tensors")
+    to.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+    )
+    to.add_argument(
+        "--state",
+        action="append",
+        default=[],
+        metavar="IN=OUT",
+        help="an output that is fed back as an input (caches that grow are found)",
+    )
+    to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
+
+
+def _add_runtime(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for every wait, seconds")
+    to.add_argument("--log-dir", metavar="DIR", help="ranks' output, under rank.N/")
+
+
+def _mesh(text: str) -> Mesh:
+    try:
+        return Mesh.parse(text)
+    except OnnxparError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def print_json(value: Any) -> None:
+    """Indented JSON on standard output."""
+    print(json.dumps(value, indent=1))

@@ -1,0 +1,410 @@
+"""The factors of a whole graph: what each dimension of each tensor is made of.
+
+Rules relate the dimensions of one node; unifying them over the graph refines every dimension down to
+*atoms*, the index variables that no op cuts further: the 192 columns of a fused QKV weight become
+`h d + h d + h d`, because a Reshape far behind it separates heads. Layouts are then an assignment of
+mesh axes to atoms, so that granularity needs no further thought: what is split is never cut inside an
+atom that some op treats as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.layout import Concat, Dim, Factor, Product
+from onnxpar.layout import leaves as leaves_of
+from onnxpar.mesh import Axes
+from onnxpar.rules.rule import (
+    Cat,
+    Expr,
+    Prod,
+    Rule,
+    Spec,
+    Var,
+    expr_vars,
+    rule_of,
+    tensor_shape,
+)
+
+_CUT_HERE = "its dimensions do not line up here"
+_UNKNOWN = "a size that only a run can tell"
+
+
+class _Node:
+    """A dimension, or a piece of one, while it is being refined (union-find)."""
+
+    __slots__ = ("children", "kind", "parent", "size")
+
+    def __init__(self, size: int, kind: str = "", children: tuple[_Node, ...] = ()) -> None:
+        self.size = size
+        self.kind = kind
+        self.children = children
+        self.parent: _Node | None = None
+
+    def root(self) -> _Node:
+        node = self
+        while node.parent is not None:
+            if node.parent.parent is not None:
+                node.parent = node.parent.parent
+            node = node.parent
+        return node
+
+
+def _flat(node: _Node, kind: str) -> list[_Node]:
+    node = node.root()
+    if node.kind != kind:
+        return [node]
+    neutral = 1 if kind == "product" else 0
+    return [n for c in node.children for n in _flat(c, kind) if n.size != neutral]
+
+
+def _refine(node: _Node, kind: str, sizes: tuple[int, ...]) -> list[_Node] | None:
+    """Makes an atom a product or concatenation of these sizes; None where it is already otherwise."""
+    node = node.root()
+    if node.kind:
+        return None
+    node.kind, node.children = kind, tuple(_Node(s) for s in sizes)
+    return list(node.children)
+
+
+def _unify(a: _Node, b: _Node) -> bool:
+    a, b = a.root(), b.root()
+    if a is b:
+        return True
+    if a.size != b.size:
+        return False
+    if a.size <= 1:
+        return True
+    if not a.kind or not b.kind:
+        child, parent = (a, b) if not a.kind else (b, a)
+        child.parent = parent
+        return True
+    if a.kind != b.kind:
+        return False
+    walk = _align_product if a.kind == "product" else _align_concat
+    if not walk(_flat(a, a.kind), _flat(b, b.kind)):
+        return False
+    if a.root() is not b.root():
+        a.root().parent = b.root()
+    return True
+
+
+def _align_product(a: list[_Node], b: list[_Node]) -> bool:
+    a, b = a[::-1], b[::-1]
+    while a and b:
+        x, y = a.pop(), b.pop()
+        if x.size == y.size:
+            if not _unify(x, y):
+                return False
+            continue
+        common = math.gcd(x.size, y.size)
+        if common == 1:
+            return False
+        for node, rest in ((x, a), (y, b)):
+            pieces = [node]
+            if node.size != common:
+                refined = _refine(node, "product", (common, node.size // common))
+                if refined is None:
+                    return False
+                pieces = refined
+            rest.extend(pieces[::-1])
+    return not a and not b
+
+
+def _align_concat(a: list[_Node], b: list[_Node]) -> bool:
+    a, b = a[::-1], b[::-1]
+    while a and b:
+        x, y = a.pop(), b.pop()
+        if x.size == y.size:
+            if not _unify(x, y):
+                return False
+            continue
+        long, rest, short = (x, a, y) if x.size > y.size else (y, b, x)
+        pieces = _refine(long, "concat", (short.size, long.size - short.size))
+        if pieces is None or not _unify(pieces[0], short):
+            return False
+        rest.append(pieces[1])
+    return not a and not b
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An occurrence of an atom in a tensor: only leaves of two elements or more can be split."""
+
+    atom: int
+    size: int
+
+
+Pairs = frozenset[tuple[int, int]]
+"""Pairs of leaves (both orders) that stand in different segments, and so may use the same axis."""
+
+
+@dataclass(frozen=True)
+class TensorFactors:
+    """Dimensions of a tensor as unsplit trees, and their splittable leaves in order."""
+
+    dims: tuple[Dim, ...]
+    leaves: tuple[Leaf, ...]
+    dim_of_leaf: tuple[int, ...]
+    apart: Pairs = frozenset()
+
+
+@dataclass(frozen=True)
+class OpLeaf:
+    """A splittable index variable of a node: a piece of one of its rule's factors."""
+
+    atom: int
+    size: int
+    factor: str
+
+
+@dataclass(eq=False)
+class OpFactors:
+    """A node's rule over atoms. `inputs[i][j]` is the op leaf behind leaf j of operand i, or None
+    where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit."""
+
+    node: gs.Node
+    rule: Rule
+    leaves: tuple[OpLeaf, ...]
+    inputs: tuple[tuple[int | None, ...], ...]
+    outputs: tuple[tuple[int | None, ...], ...]
+    whole: dict[str, str] = field(default_factory=dict)
+    trees: dict[str, Dim] = field(default_factory=dict)
+    apart: Pairs = frozenset()
+
+    def operands(self) -> Iterator[tuple[gs.Tensor, tuple[int | None, ...]]]:
+        """Every operand and result with its links."""
+        yield from zip(self.node.inputs, self.inputs, strict=True)
+        yield from zip(self.node.outputs, self.outputs, strict=True)
+
+    def reduction(self, leaf: int) -> str | None:
+        """The reduction that results need where this leaf is split, if any."""
+        return self.rule.reduce.get(self.leaves[leaf].factor)
+
+
+@dataclass(eq=False)
+class GraphFactors:
+    """The factors of all tensors (by name) and all nodes (in graph order)."""
+
+    tensors: dict[str, TensorFactors]
+    ops: list[OpFactors]
+
+    def op(self, name: str) -> OpFactors:
+        """The factors of the node of that name."""
+        return self._by_name[name]
+
+    def __post_init__(self) -> None:
+        self._by_name = {op.node.name: op for op in self.ops}
+
+
+def analyse(graph: gs.Graph, pairs: Iterable[tuple[str, str]] = ()) -> GraphFactors:
+    """Refines every dimension of the graph to atoms.
+
+    `pairs` are tensors whose dimensions correspond though no op joins them (state pairs); where
+    their sizes differ (a cache that grows), those dimensions stay apart.
+    """
+    return _Analysis(graph, pairs).run()
+
+
+class _Analysis:
+    def __init__(self, graph: gs.Graph, pairs: Iterable[tuple[str, str]]) -> None:
+        self.graph = graph
+        self.pairs = list(pairs)
+        self.dims: dict[str, list[_Node] | None] = {}
+        self.rules: list[tuple[gs.Node, Rule, dict[str, _Node]]] = []
+        self.atoms: dict[int, int] = {}
+
+    def run(self) -> GraphFactors:
+        for node in self.graph.nodes:
+            self._join(node, rule_of(node))
+        for a, b in self.pairs:
+            for x, y in zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False):
+                _unify(x, y)
+        tensors = {}
+        for name, dims in self.dims.items():
+            if dims is not None:
+                tensors[name] = self._tensor(dims)
+        for tensor in [*self.graph.inputs, *self.graph.outputs]:
+            if tensor.name not in tensors and tensor_shape(tensor) is not None:
+                tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
+        return GraphFactors(tensors, [self._op(*entry, tensors) for entry in self.rules])
+
+    def _dims(self, tensor: gs.Tensor) -> list[_Node] | None:
+        if tensor.name not in self.dims:
+            shape = tensor_shape(tensor)
+            self.dims[tensor.name] = (
+                None if shape is None else [_Node(-1 if s is None else s) for s in shape]
+            )
+        return self.dims[tensor.name]
+
+    def _join(self, node: gs.Node, rule: Rule) -> None:
+        factors = {f: _Node(-1 if s is None else s) for f, s in rule.sizes.items()}
+        for tensor, spec in _operands(node, rule):
+            dims = self._dims(tensor) if tensor.name else None
+            if spec is None or dims is None:
+                continue
+            assert len(spec) == len(dims), f"{node.op} '{node.name}': {rule.text()}"
+            for expr, dim in zip(spec, dims, strict=True):
+                _unify(dim, _compose(expr, factors))
+        self.rules.append((node, rule, factors))
+
+    def _tree(self, node: _Node) -> Dim:
+        """The resolved tree of a piece, unsplit."""
+        node = node.root()
+        if not node.kind or node.size <= 1:
+            return Factor(node.size)
+        kind = Product if node.kind == "product" else Concat
+        children = tuple(self._tree(c) for c in _flat(node, node.kind))
+        return children[0] if len(children) == 1 else kind(children)
+
+    def _leaves(self, node: _Node) -> Iterator[Leaf]:
+        node = node.root()
+        if node.kind:
+            for child in _flat(node, node.kind):
+                yield from self._leaves(child)
+        elif node.size > 1:
+            yield Leaf(self.atoms.setdefault(id(node), len(self.atoms)), node.size)
+
+    def _tensor(self, dims: list[_Node]) -> TensorFactors:
+        per_dim = [list(self._leaves(d)) for d in dims]
+        trees = tuple(self._tree(d) for d in dims)
+        apart: set[tuple[int, int]] = set()
+        at = 0
+        for tree, found in zip(trees, per_dim, strict=True):
+            apart |= _apart(tree, at)
+            at += len(found)
+        return TensorFactors(
+            trees,
+            tuple(leaf for found in per_dim for leaf in found),
+            tuple(i for i, found in enumerate(per_dim) for _ in found),
+            frozenset(apart),
+        )
+
+    def _op(
+        self,
+        node: gs.Node,
+        rule: Rule,
+        factors: dict[str, _Node],
+        tensors: Mapping[str, TensorFactors],
+    ) -> OpFactors:
+        whole = dict(rule.whole)
+        for name, size in rule.sizes.items():
+            if size is None:
+                whole.setdefault(name, _UNKNOWN)
+        for tensor, spec in _operands(node, rule):
+            for expr, dim in zip(spec or (), self.dims.get(tensor.name) or (), strict=False):
+                if not _same(_compose(expr, factors), dim):
+                    whole.update({v: whole.get(v, _CUT_HERE) for v in expr_vars(expr)})
+        leaves: list[OpLeaf] = []
+        index: dict[str, list[int | None]] = {}
+        for name, factor in factors.items():
+            index[name] = []
+            for leaf in self._leaves(factor):
+                index[name].append(None if name in whole else len(leaves))
+                if name not in whole:
+                    leaves.append(OpLeaf(leaf.atom, leaf.size, name))
+
+        def links(tensor: gs.Tensor, spec: Spec | None) -> tuple[int | None, ...]:
+            have = tensors.get(tensor.name)
+            if have is None or spec is None:
+                return (None,) * (len(have.leaves) if have else 0)
+            out: list[int | None] = []
+            for i, expr in enumerate(spec):
+                count = have.dim_of_leaf.count(i)
+                found = [j for v in expr_vars(expr) for j in index[v]]
+                out += found if len(found) == count else [None] * count
+            return tuple(out)
+
+        specs = [links(t, s) for t, s in _operands(node, rule)]
+        n = len(node.inputs)
+        trees = {name: self._tree(factor) for name, factor in factors.items()}
+        operands = [(t.name, links) for (t, _), links in zip(_operands(node, rule), specs, strict=True)]
+        return OpFactors(
+            node,
+            rule,
+            tuple(leaves),
+            tuple(specs[:n]),
+            tuple(specs[n:]),
+            whole,
+            trees,
+            _op_apart(operands, tensors),
+        )
+
+
+def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
+    """Pairs of leaves, counted from `at`, whose paths part at a concatenation."""
+    if isinstance(dim, Factor):
+        return set()
+    pairs: set[tuple[int, int]] = set()
+    spans = []
+    for child in dim.children:
+        count = sum(leaf.size > 1 for leaf in leaves_of(child))
+        pairs |= _apart(child, at)
+        spans.append(range(at, at + count))
+        at += count
+    if isinstance(dim, Concat):
+        pairs |= {(i, j) for a in spans for b in spans if a is not b for i in a for j in b}
+    return pairs
+
+
+def _op_apart(
+    operands: Iterable[tuple[str, tuple[int | None, ...]]], tensors: Mapping[str, TensorFactors]
+) -> Pairs:
+    """Op leaves that stand in different segments wherever they meet."""
+    apart: set[tuple[int, int]] = set()
+    together: set[tuple[int, int]] = set()
+    for name, links in operands:
+        pairs = tensors[name].apart if name in tensors else frozenset[tuple[int, int]]()
+        for i, a in enumerate(links):
+            for j, b in enumerate(links):
+                if i != j and a is not None and b is not None:
+                    (apart if (i, j) in pairs else together).add((a, b))
+    return frozenset(apart - together)
+
+
+def _operands(node: gs.Node, rule: Rule) -> Iterator[tuple[gs.Tensor, Spec | None]]:
+    inputs = [*rule.inputs, *[None] * (len(node.inputs) - len(rule.inputs))]
+    outputs = [*rule.outputs, *[None] * (len(node.outputs) - len(rule.outputs))]
+    yield from zip([*node.inputs, *node.outputs], [*inputs, *outputs], strict=True)
+
+
+def _compose(expr: Expr, factors: Mapping[str, _Node]) -> _Node:
+    if isinstance(expr, Var):
+        return factors[expr.name]
+    children = tuple(_compose(c, factors) for c in expr.children)
+    sizes = [c.size for c in children]
+    if isinstance(expr, Prod):
+        return _Node(math.prod(sizes), "product", children)
+    assert isinstance(expr, Cat)
+    return _Node(sum(sizes), "concat", children)
+
+
+def _same(a: _Node, b: _Node) -> bool:
+    """Whether two pieces resolved to the same atoms in the same structure."""
+    a, b = a.root(), b.root()
+    if a is b or (a.size == b.size and a.size in (0, 1)):
+        return True
+    if a.size != b.size:
+        return False
+    kind = a.kind or b.kind
+    if not kind:
+        return False
+    x, y = _flat(a, kind), _flat(b, kind)
+    if len(x) == 1 and len(y) == 1:
+        return x[0] is y[0] if x[0] is a or y[0] is b else _same(x[0], y[0])
+    return len(x) == len(y) and all(_same(p, q) for p, q in zip(x, y, strict=True))
+
+
+def with_axes(dim: Dim, axes: Iterator[tuple[Axes, tuple[int, ...] | None]]) -> Dim:
+    """The tree with its splittable leaves given, in order, (axes, parts) from the iterator."""
+    if isinstance(dim, Factor):
+        if dim.size <= 1:
+            return dim
+        over, parts = next(axes)
+        return Factor(dim.size, over, parts)
+    return type(dim)(tuple(with_axes(c, axes) for c in dim.children))
+

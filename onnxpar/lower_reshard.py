@@ -1,0 +1,184 @@
+"""How a reshard becomes nodes that a rank runs: everything follows from which positions it holds.
+
+Collectives of the runtime cut and join contiguous parts. Where a rank's positions in a dimension are not
+one run (a split of an inner factor, or of segments), the parts are ordered by a Gather before or behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.layout import Dim, Factor, Layout, indices, local_size, neutral, normalize, split_count
+from onnxpar.mesh import Axes, Mesh
+from onnxpar.plan import DOMAIN, numpy_dtype
+from onnxpar.rules.local import PerRank
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class ReshardBuilder:
+    """Replaces one reshard node by a rank's own nodes."""
+
+    node: gs.Node
+    mesh: Mesh
+    per_rank: PerRank
+    tag: int
+
+    def __post_init__(self) -> None:
+        self.axes: Axes = self.node.attrs["axes"]
+        self.before: Layout = self.node.attrs["before"]
+        self.after: Layout = self.node.attrs["after"]
+        self.x, self.y = self.node.inputs[0], self.node.outputs[0]
+        self.node.inputs.clear()
+        self.node.outputs.clear()
+        self.built: list[gs.Node] = []
+
+    def build(self) -> list[gs.Node]:
+        """The nodes, in order; the last makes the reshard's result."""
+        getattr(self, "_" + self.node.op)(self.x, self.y)
+        return self.built
+
+    def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        self._collective("AllReduce", x, y, op=self.before.reduce)
+
+    def _AllGather(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        (axis,) = self._changed()
+        before, after = self.before.dims[axis], self.after.dims[axis]
+        joined = y if _is_run(before) else self._fresh(y, "joined")
+        self._collective("AllGather", x, joined, axis=axis, sizes=self._sizes(before))
+        if joined is not y:
+            self._order(joined, y, axis, lambda rank: self._joined(before, rank), after)
+
+    def _ReduceScatter(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        (axis,) = self._changed()
+        before, after = self.before.dims[axis], self.after.dims[axis]
+        x = self._by_member(x, axis, before, after)
+        sizes = self._sizes(after)
+        self._collective("ReduceScatter", x, y, axis=axis, sizes=sizes, op=self.before.reduce)
+
+    def _AllToAll(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        changed = self._changed()
+        gains = split_count(self.after.dims[changed[0]]) > split_count(self.before.dims[changed[0]])
+        split, concat = changed if gains else changed[::-1]
+        x = self._by_member(x, split, self.before.dims[split], self.after.dims[split])
+        before = self.before.dims[concat]
+        joined = y if _is_run(before) else self._fresh(y, "joined")
+        self._collective(
+            "AllToAll",
+            x,
+            joined,
+            split_axis=split,
+            concat_axis=concat,
+            split_sizes=self._sizes(self.after.dims[split]),
+            concat_sizes=self._sizes(before),
+        )
+        if joined is not y:
+            after = self.after.dims[concat]
+            self._order(joined, y, concat, lambda rank: self._joined(before, rank), after)
+
+    def _LocalSlice(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        (axis,) = self._changed()
+        before, after = self.before.dims[axis], self.after.dims[axis]
+        if not (_is_run(before) and _is_run(after)):
+            self._order(x, y, axis, lambda rank: indices(before, self.mesh, rank), after)
+            return
+
+        def start(rank: int) -> Array:
+            held = indices(before, self.mesh, rank)
+            return np.array([indices(after, self.mesh, rank)[0] - held[0]], np.int64)
+
+        def end(rank: int) -> Array:
+            return start(rank) + local_size(after, self.mesh, rank)
+
+        axes = self._constant("axes", np.array([axis], np.int64))
+        bounds = [self._varying("start", start), self._varying("end", end), axes]
+        self._add("Slice", [x, *bounds], y)
+
+    def _Select(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        dtype = numpy_dtype(x)
+        zero = self._constant("neutral", np.asarray(neutral(self.after.reduce, dtype), dtype))
+        first = self._varying("first", lambda rank: np.array(not self.mesh.coordinate(self.axes, rank)))
+        self._add("Where", [first, x, zero], y)
+
+    def _by_member(self, x: gs.Tensor, axis: int, before: Dim, after: Dim) -> gs.Tensor:
+        """The operand with each member's part in one run."""
+        if _is_run(before) and _is_run(after):
+            return x
+        ordered = self._fresh(x, "ordered")
+
+        def wanted(rank: int) -> Array:
+            members = self.mesh.group(self.axes, rank)
+            return np.concatenate([indices(after, self.mesh, m) for m in members])
+
+        self._pick(x, ordered, axis, lambda rank: indices(before, self.mesh, rank), wanted)
+        return ordered
+
+    def _order(
+        self, x: gs.Tensor, y: gs.Tensor, axis: int, held: Callable[[int], Array], after: Dim
+    ) -> None:
+        self._pick(x, y, axis, held, lambda rank: indices(after, self.mesh, rank))
+
+    def _pick(
+        self,
+        x: gs.Tensor,
+        y: gs.Tensor,
+        axis: int,
+        held: Callable[[int], Array],
+        wanted: Callable[[int], Array],
+    ) -> None:
+        """Gathers global positions `wanted` from an operand that has them in the order `held`."""
+
+        def index(rank: int) -> Array:
+            have = held(rank)
+            order = np.argsort(have, kind="stable")
+            return np.asarray(order[np.searchsorted(have, wanted(rank), sorter=order)], np.int64)
+
+        self._add("Gather", [x, self._varying("order", index)], y, axis=axis)
+
+    def _joined(self, before: Dim, rank: int) -> Array:
+        members = self.mesh.group(self.axes, rank)
+        return np.concatenate([indices(before, self.mesh, m) for m in members])
+
+    def _sizes(self, dim: Dim) -> Callable[[int], list[int]]:
+        """The extent of each member's part."""
+        return lambda rank: [
+            local_size(dim, self.mesh, m) for m in self.mesh.group(self.axes, rank)
+        ]
+
+    def _changed(self) -> list[int]:
+        pairs = zip(self.before.dims, self.after.dims, strict=True)
+        return [i for i, (a, b) in enumerate(pairs) if a != b]
+
+    def _collective(self, kind: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
+        name = self.node.name
+        attrs["group"] = lambda rank: list(self.mesh.group(self.axes, rank))
+        for key, value in attrs.items():
+            if callable(value):
+                self.per_rank.attributes[name, key] = value
+        now = {k: v(0) if callable(v) else v for k, v in attrs.items()}
+        self.built.append(gs.Node(kind, name, {**now, "tag": self.tag}, [x], [y], domain=DOMAIN))
+
+    def _add(self, op: str, inputs: Sequence[gs.Tensor], y: gs.Tensor, **attrs: Any) -> None:
+        name = f"{self.node.name}::{op}{len(self.built)}"
+        self.built.append(gs.Node(op, name, attrs, list(inputs), [y]))
+
+    def _fresh(self, like: gs.Tensor, what: str) -> gs.Variable:
+        return gs.Variable(f"{self.node.name}::{what}", like.dtype)
+
+    def _constant(self, what: str, value: Array) -> gs.Constant:
+        return gs.Constant(f"{self.node.name}::{what}", value)
+
+    def _varying(self, what: str, value: Callable[[int], Array]) -> gs.Constant:
+        constant = self._constant(what, value(0))
+        self.per_rank.constants[constant.name] = value
+        return constant
+
+
+def _is_run(dim: Dim) -> bool:
+    return isinstance(normalize(dim), Factor)

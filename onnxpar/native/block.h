@@ -1,0 +1,35 @@
+// The part of a tensor that goes to, or comes from, one member of a group.
+#pragma once
+
+#include <cstddef>
+
+namespace onnxpar {
+
+/// `rows` runs of `row_bytes`, each `stride` bytes after the one before; the first is at `offset`.
+struct Block {
+  int member;  // of the group
+  size_t offset;
+  size_t rows;
+  size_t row_bytes;
+  size_t stride;
+
+  size_t Bytes() const { return rows * row_bytes; }
+  bool Contiguous() const { return rows <= 1 || row_bytes == stride; }
+};
+
+/// A block that is one run of bytes.
+inline Block Run(int member, size_t bytes, size_t offset = 0) {
+  return {member, offset, 1, bytes, bytes};
+}
+
+/// Copies a block to one of as many bytes, row-major on both sides.
+void CopyBlock(const void* from, const Block& source, void* to, const Block& target);
+
+/// Part `index` when `total` is cut into `parts`, the larger parts first.
+struct Range {
+  size_t begin;
+  size_t size;
+};
+Range PartOf(size_t total, size_t parts, size_t index);
+
+}  // namespace onnxpar

@@ -1,0 +1,65 @@
+// The plain C interface that onnxpar.runtime.groups binds.
+//
+// Functions return 0, or 1 after which onnxpar_last_error() tells this thread why.
+#include <chrono>
+#include <exception>
+#include <string>
+
+#include "world.h"
+
+#define ONNXPAR_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+thread_local std::string last_error;
+
+template <typename Body>
+int Guard(const Body& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  } catch (...) {
+    last_error = "unknown error";
+  }
+  return 1;
+}
+
+}  // namespace
+
+/// The message of this thread's last failure; valid until its next call.
+ONNXPAR_EXPORT const char* onnxpar_last_error() { return last_error.c_str(); }
+
+/// Joins a world of `size` ranks as `rank`, to be known in this process as `id`.
+ONNXPAR_EXPORT int onnxpar_world_create(const char* id, int rank, int size, const char* store,
+                                        const char* bind_address, int64_t timeout_ms) {
+  return Guard([&] {
+    onnxpar::WorldConfig config;
+    config.id = id;
+    config.rank = rank;
+    config.size = size;
+    config.store = store;
+    config.bind_address = bind_address;
+    config.timeout = std::chrono::milliseconds(timeout_ms);
+    onnxpar::World::Create(config);
+  });
+}
+
+/// Leaves a world. Its sessions' collectives fail from then on.
+ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
+  return Guard([&] {
+    if (!onnxpar::World::Destroy(id)) {
+      throw std::runtime_error("no world '" + std::string(id) + "'");
+    }
+  });
+}
+
+/// Makes every running and later collective of a world, on all ranks, fail with `message`.
+ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
+  return Guard([&] {
+    const auto world = onnxpar::World::Find(id);
+    if (!world) throw std::runtime_error("no world '" + std::string(id) + "'");
+    world->Abort(message);
+  });
+}

@@ -1,0 +1,61 @@
+// What the kernels of all collectives share.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hash.h"
+#include "kernels.h"
+#include "ort.h"
+#include "world.h"
+
+namespace onnxpar {
+
+/// A kernel whose members, over all ranks of its group, run together.
+class Collective : public Kernel {
+ public:
+  /// A failure here ends the world, so that no other rank waits for this one.
+  void Compute(KernelContext& context) final;
+
+ protected:
+  Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world);
+  /// One end of a message between the two ranks of `pair`.
+  Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world,
+             const std::vector<int64_t>& pair);
+
+  /// Reads an attribute that must be the same on all members.
+  int64_t AgreeInt(const KernelInfo& info, const char* attribute);
+  std::vector<int64_t> AgreeInts(const KernelInfo& info, const char* attribute);
+  std::string AgreeString(const KernelInfo& info, const char* attribute, const char* otherwise);
+  void Agree(const char* name, int64_t value);
+  /// Reads an attribute that may differ between members.
+  std::vector<int64_t> NoteInts(const KernelInfo& info, const char* attribute);
+
+  /// Computes all outputs but the last, the token.
+  virtual void Execute(KernelContext& context) = 0;
+
+  /// Calls body(transport, call) once the members agree on the type of `x`, on `common`, the part of
+  /// its shape that they share, and on the attributes.
+  template <typename Body>
+  void Run(const Tensor& x, const Shape& common, const Body& body) {
+    const uint64_t signature =
+        Mix(Mix(signature_, static_cast<uint64_t>(static_cast<int>(x.type))), common);
+    world_->Run({name_, details_, group_, signature, x.type, x.shape}, body);
+  }
+
+  /// Copies `x` to `y` if this rank is the only member.
+  bool Alone(const Tensor& x, void* y) const;
+
+  const std::shared_ptr<World> world_;
+  Group& group_;
+
+ private:
+  void AddDetail(const char* attribute, const std::string& value);
+
+  std::string name_;     // e.g. AllReduce 'node' (tag 3)
+  std::string details_;  // e.g. axis=0, sizes=[2, 3]
+  uint64_t signature_;
+};
+
+}  // namespace onnxpar

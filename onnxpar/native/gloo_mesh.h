@@ -1,0 +1,65 @@
+// Gloo connections to all other ranks, and messages on them that can be interrupted.
+#pragma once
+
+#include <gloo/rendezvous/context.h>
+#include <gloo/rendezvous/store.h>
+#include <gloo/transport/device.h>
+#include <gloo/transport/unbound_buffer.h>
+
+#include <chrono>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace onnxpar {
+
+/// Bytes to or from one rank. A message arrives where the slot is equal at both ends.
+struct Message {
+  int rank;
+  uint64_t slot;
+  void* data;
+  size_t bytes;
+};
+
+/// The connections of one rank.
+class GlooMesh {
+ public:
+  GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+           std::chrono::milliseconds timeout);
+
+  /// Messages that have been posted and are waited for together.
+  class Flight {
+   public:
+    Flight(GlooMesh& mesh, const std::vector<Message>& sends, const std::vector<Message>& receives);
+    ~Flight();
+    Flight(const Flight&) = delete;
+    Flight& operator=(const Flight&) = delete;
+
+    /// Returns when all have been sent and received; throws if a connection breaks or on Abort.
+    void Wait();
+
+   private:
+    friend class GlooMesh;
+    using Buffers = std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>>;
+
+    GlooMesh& mesh_;
+    Buffers sends_;
+    Buffers receives_;
+  };
+
+  /// Makes the flights in the air, and all later ones, throw. Any thread may call it.
+  void Abort();
+
+ private:
+  std::shared_ptr<gloo::transport::Device> device_;
+  std::shared_ptr<gloo::rendezvous::Context> context_;
+  const std::chrono::milliseconds timeout_;
+
+  std::mutex mutex_;
+  bool aborted_ = false;
+  std::list<Flight*> flights_;
+};
+
+}  // namespace onnxpar

@@ -1,0 +1,167 @@
+// The custom ops as onnxruntime sees them: names, inputs, outputs, kernels.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "ort.h"
+#include "shape_inference.h"
+#include "world.h"
+
+namespace onnxpar {
+namespace {
+
+/// The signature of an op. Its last output is a token unless the op is a constant.
+struct Schema {
+  const char* name;
+  size_t inputs;
+  size_t outputs;
+  DataType constant_type;  // of output 0 of an op without inputs
+  InferShapes infer;
+  bool in_place;  // output 0 may overwrite input 0
+};
+
+const Schema kSchemas[] = {
+    {"AllReduce", 2, 2, DataType::kAny, InferSameShape, true},
+    {"AllGather", 2, 2, DataType::kAny, InferAllGather, false},
+    {"ReduceScatter", 2, 2, DataType::kAny, InferReduceScatter, false},
+    {"AllToAll", 2, 2, DataType::kAny, InferAllToAll, false},
+    {"Broadcast", 2, 2, DataType::kAny, InferSameShape, true},
+    {"Send", 2, 1, DataType::kAny, InferTokenOnly, false},
+    {"Recv", 2, 2, DataType::kAny, InferSameShape, false},
+    {"NeighborExchange", 2, 2, DataType::kAny, InferNeighborExchange, false},
+    {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
+    {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
+};
+
+/// An op of one world. onnxruntime passes our OrtCustomOp back to each of its functions.
+struct Op : OrtCustomOp {
+  Op(const Schema& op_schema, std::shared_ptr<World> op_world);
+
+  const Schema& schema;
+  const std::shared_ptr<World> world;  // null if the session was given none
+};
+
+const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
+
+/// Calls `body` and turns what it throws into a status.
+template <typename Body>
+OrtStatus* Guard(const Body& body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return MakeStatus(error.what());
+  } catch (...) {
+    return MakeStatus("onnxpar: unknown error");
+  }
+}
+
+OrtStatus* NewKernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info,
+                     void** kernel) {
+  return Guard([&] {
+    const KernelInfo node(info);
+    const std::string name = std::string(Self(op).schema.name) + " '" + node.NodeName() + "'";
+    if (!Self(op).world) {
+      throw std::runtime_error(
+          name + ": this process is not a rank; set the session config entry onnxpar.world, or " +
+          "ONNXPAR_RANK, ONNXPAR_WORLD_SIZE and ONNXPAR_STORE in the environment");
+    }
+    try {
+      *kernel = MakeKernel(Self(op).schema.name, node, Self(op).world).release();
+    } catch (const std::exception& error) {
+      throw std::runtime_error(name + ": " + error.what());
+    }
+  });
+}
+
+OrtStatus* Compute(void* kernel, OrtKernelContext* context) {
+  return Guard([&] {
+    KernelContext node(context);
+    static_cast<Kernel*>(kernel)->Compute(node);
+  });
+}
+
+OrtStatus* InferShape(const OrtCustomOp* op, OrtShapeInferContext* context) {
+  return Guard([&] {
+    ShapeContext node(context);
+    Self(op).schema.infer(node, Self(op).world.get());
+  });
+}
+
+DataType OutputType(const OrtCustomOp* op, size_t index) {
+  const Schema& schema = Self(op).schema;
+  if (schema.inputs == 0) return schema.constant_type;
+  return index + 1 == schema.outputs ? DataType::kBool : DataType::kAny;
+}
+
+size_t InPlaceFirst(int** inputs, int** outputs) {
+  *inputs = new int[1]{0};
+  *outputs = new int[1]{0};
+  return 1;
+}
+
+void ReleaseInPlace(int* inputs, int* outputs) {
+  delete[] inputs;
+  delete[] outputs;
+}
+
+size_t InPlaceNone(int**, int**) { return 0; }
+
+Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
+    : OrtCustomOp{}, schema(op_schema), world(std::move(op_world)) {
+  version = kOrtApiVersion;
+  GetName = [](const OrtCustomOp* op) { return Self(op).schema.name; };
+  GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+  GetInputType = [](const OrtCustomOp*, size_t index) {
+    return index == 0 ? DataType::kAny : DataType::kBool;
+  };
+  GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).schema.inputs; };
+  GetOutputType = OutputType;
+  GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).schema.outputs; };
+  KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return 0; };
+  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return 0; };
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+  GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };
+  GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 0; };
+  GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  CreateKernelV2 = NewKernel;
+  KernelComputeV2 = Compute;
+  InferOutputShapeFn = InferShape;
+  GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  GetMayInplace = schema.in_place ? InPlaceFirst : InPlaceNone;
+  ReleaseMayInplace = ReleaseInPlace;
+  GetAliasMap = InPlaceNone;
+  ReleaseAliasMap = ReleaseInPlace;
+}
+
+/// The world that a session's options or the environment name; null if neither does.
+std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
+  const std::string id = SessionConfigEntry(options, "onnxpar.world");
+  if (id.empty()) return World::FromEnvironment();
+  std::shared_ptr<World> world = World::Find(id);
+  if (world) return world;
+  throw std::runtime_error("session config entry onnxpar.world='" + id +
+                           "' names no world of this process; create it first, and keep it open");
+}
+
+}  // namespace
+}  // namespace onnxpar
+
+/// Called by onnxruntime when a session registers this library.
+extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
+    OrtSessionOptions* options, const OrtApiBase* base) {
+  onnxpar::NegotiateApi(base);
+  return onnxpar::Guard([&] {
+    const std::shared_ptr<onnxpar::World> world = onnxpar::WorldOf(options);
+    // Sessions keep pointers to their ops and may outlive the options, so ops are never freed.
+    std::vector<onnxpar::OrtCustomOp*> ops;
+    for (const onnxpar::Schema& schema : onnxpar::kSchemas) {
+      ops.push_back(new onnxpar::Op(schema, world));
+    }
+    onnxpar::AddDomain(options, ops);
+  });
+}

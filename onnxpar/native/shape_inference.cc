@@ -1,0 +1,94 @@
+#include "shape_inference.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "axis.h"
+
+namespace onnxpar {
+namespace {
+
+using Dimensions = std::vector<Dimension>;
+
+void SetToken(ShapeContext& node, size_t output) {
+  node.SetOutput(output, DataType::kBool, {{0, ""}});
+}
+
+/// This rank's place in the node's group, or -1 where it is not known.
+int MemberOf(const ShapeContext& node, const World* world) {
+  if (world == nullptr) return -1;
+  const std::vector<int64_t> group = node.Ints("group");
+  if (group.empty()) return world->rank();
+  const auto me = std::find(group.begin(), group.end(), world->rank());
+  return me == group.end() ? -1 : static_cast<int>(me - group.begin());
+}
+
+/// The size that this rank has in `sizes`, as a dimension.
+Dimension Mine(const std::vector<int64_t>& sizes, int me) {
+  if (me < 0 || me >= static_cast<int>(sizes.size())) return {};
+  return {sizes[me], ""};
+}
+
+/// The axis that an attribute names, or the number of dimensions if X does not have it.
+size_t AxisOf(const ShapeContext& node, const char* attribute, const Dimensions& x) {
+  const int64_t rank = static_cast<int64_t>(x.size());
+  const int64_t axis = node.Int(attribute, rank);
+  if (axis < -rank || axis >= rank) return x.size();
+  return static_cast<size_t>(axis < 0 ? axis + rank : axis);
+}
+
+}  // namespace
+
+void InferSameShape(ShapeContext& node, const World*) {
+  const Dimensions x = node.Input(0);
+  if (!x.empty()) node.SetOutput(0, node.InputType(0), x);
+  SetToken(node, 1);
+}
+
+void InferAllGather(ShapeContext& node, const World*) {
+  SetToken(node, 1);
+  Dimensions y = node.Input(0);
+  const size_t axis = AxisOf(node, "axis", y);
+  if (axis == y.size()) return;
+  y[axis] = {SumOf(node.Ints("sizes")), ""};
+  node.SetOutput(0, node.InputType(0), y);
+}
+
+void InferReduceScatter(ShapeContext& node, const World* world) {
+  SetToken(node, 1);
+  Dimensions y = node.Input(0);
+  const size_t axis = AxisOf(node, "axis", y);
+  if (axis == y.size()) return;
+  y[axis] = Mine(node.Ints("sizes"), MemberOf(node, world));
+  node.SetOutput(0, node.InputType(0), y);
+}
+
+void InferAllToAll(ShapeContext& node, const World* world) {
+  SetToken(node, 1);
+  Dimensions y = node.Input(0);
+  const size_t split = AxisOf(node, "split_axis", y);
+  const size_t concat = AxisOf(node, "concat_axis", y);
+  if (split == y.size() || concat == y.size()) return;
+  y[split] = Mine(node.Ints("split_sizes"), MemberOf(node, world));
+  y[concat] = {SumOf(node.Ints("concat_sizes")), ""};
+  node.SetOutput(0, node.InputType(0), y);
+}
+
+void InferNeighborExchange(ShapeContext& node, const World* world) {
+  SetToken(node, 1);
+  Dimensions y = node.Input(0);
+  const size_t axis = AxisOf(node, "axis", y);
+  if (axis == y.size()) return;
+  const int me = MemberOf(node, world);
+  const Dimension before = Mine(node.Ints("before"), me);
+  const Dimension after = Mine(node.Ints("after"), me);
+  const bool known = y[axis].size >= 0 && before.size >= 0 && after.size >= 0;
+  y[axis] = known ? Dimension{before.size + y[axis].size + after.size, ""} : Dimension{};
+  node.SetOutput(0, node.InputType(0), y);
+}
+
+void InferTokenOnly(ShapeContext& node, const World*) { SetToken(node, 0); }
+
+void InferScalar(ShapeContext& node, const World*) { node.SetOutput(0, DataType::kInt64, {}); }
+
+}  // namespace onnxpar

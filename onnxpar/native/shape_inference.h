@@ -1,0 +1,20 @@
+// Shapes of the ops' outputs while onnxruntime loads a model.
+#pragma once
+
+#include "ort.h"
+#include "world.h"
+
+namespace onnxpar {
+
+/// Sets the output shapes of a node that follow from its inputs; `world` may be null.
+using InferShapes = void (*)(ShapeContext& node, const World* world);
+
+void InferSameShape(ShapeContext& node, const World* world);
+void InferAllGather(ShapeContext& node, const World* world);
+void InferReduceScatter(ShapeContext& node, const World* world);
+void InferAllToAll(ShapeContext& node, const World* world);
+void InferNeighborExchange(ShapeContext& node, const World* world);
+void InferTokenOnly(ShapeContext& node, const World* world);
+void InferScalar(ShapeContext& node, const World* world);
+
+}  // namespace onnxpar

@@ -1,0 +1,106 @@
+// One rank's membership of a world of ranks.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ort.h"
+#include "transport.h"
+
+namespace onnxpar {
+
+struct WorldConfig {
+  std::string id;  // unique in this process
+  int rank = 0;
+  int size = 1;
+  std::string store;         // "hash:NAME", "file:/dir" or "tcp://host:port"
+  std::string bind_address;  // where to listen
+  std::chrono::milliseconds timeout{60000};
+};
+
+/// Ranks that run collectives together.
+struct Group {
+  std::vector<int> ranks;
+  int me = 0;
+  uint64_t hash = 0;
+  uint64_t runs = 0;  // collectives begun, equal on all members
+};
+
+/// What one member asks of a collective, for checks and for messages.
+struct Operation {
+  const std::string& name;     // e.g. AllReduce 'node' (tag 3)
+  const std::string& details;  // e.g. axis=0, sizes=[2, 3]
+  Group& group;
+  uint64_t signature;  // equal where members agree
+  DataType type;
+  const Shape& shape;
+
+  std::string Describe() const;
+};
+
+/// A collective that did not run, and why. The world it belongs to has failed for good.
+class WorldFailure : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The world of one rank. All methods may be called from any thread; collectives run one at a time.
+class World {
+ public:
+  /// Joins the other ranks and makes the world known under `config.id`; throws within the timeout.
+  static std::shared_ptr<World> Create(const WorldConfig& config);
+  /// The world of that id, or null.
+  static std::shared_ptr<World> Find(const std::string& id);
+  /// The world that the environment describes, joined on first use; null where it describes none.
+  static std::shared_ptr<World> FromEnvironment();
+  /// Leaves the world of that id; false if there is none.
+  static bool Destroy(const std::string& id);
+
+  World(const WorldConfig& config);
+  ~World();
+
+  int rank() const { return config_.rank; }
+  int size() const { return config_.size; }
+  /// The group of these world ranks; throws unless they are distinct and this rank is one of them.
+  Group& GroupOf(const std::vector<int64_t>& ranks);
+
+  /// Calls body(transport, call), or throws what stopped the collective.
+  template <typename Body>
+  void Run(const Operation& operation, const Body& body) {
+    std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
+    const uint64_t key = Enter(operation);
+    try {
+      body(*transport_, Call{operation.group.ranks, operation.group.me, key});
+    } catch (const std::exception& error) {
+      Fail(operation, error.what());
+    }
+    Leave();
+  }
+
+  /// Ends the world because this rank cannot run the collective `name`, and throws.
+  [[noreturn]] void Reject(const std::string& name, const std::string& reason);
+
+  /// Makes every collective of this world, on all ranks, fail with that message.
+  void Abort(const std::string& message);
+  void Close();
+
+ private:
+  uint64_t Enter(const Operation& operation);
+  void Leave();
+  [[noreturn]] void Fail(const Operation& operation, const std::string& error);
+
+  const WorldConfig config_;
+  std::unique_ptr<Transport> transport_;
+  std::mutex run_mutex_;
+  std::mutex mutex_;
+  std::map<std::vector<int>, std::unique_ptr<Group>> groups_;
+  std::string failure_;
+};
+
+}  // namespace onnxpar

@@ -1,0 +1,133 @@
+"""The one default order of passes, and the calls that run it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.factors import analyse
+from onnxpar.mesh import Mesh
+from onnxpar.model import Model, load
+from onnxpar.passes.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.insert_collectives import InsertCollectives
+from onnxpar.passes.localize_ops import LocalizeOps
+from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.plan import Plan
+from onnxpar.search.presets import choose_preset, preset_mesh
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import Strategy
+from onnxpar.summary import summarize
+
+DEFAULT_PASSES: tuple[type[Pass], ...] = (
+    AnnotateStrategy,
+    PropagateLayouts,
+    InsertCollectives,
+    LocalizeOps,
+    OrderCollectives,
+)
+"""Everything between load and split-ranks."""
+
+Watch = Callable[[Pass, Model, PassContext], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `shard`, `plan` and `check` have in common; see `onnxpar shard --help`."""
+
+    devices: int | None = None
+    mesh: Mesh | None = None
+    preset: str | None = None
+    strategy: Strategy | None = None
+    dims: Mapping[str, int] | None = None
+    states: Sequence[tuple[str, str]] = ()
+    strict: bool = False
+
+
+def make_context(model: Model, options: Options) -> PassContext:
+    """Analyses the model and settles the mesh and the preset. Errors: StrategyError."""
+    mesh, preset = _mesh_and_preset(model, options)
+    factors = analyse(model.graph, model.states)
+    return PassContext(
+        model, Sharding.open(mesh, factors), strategy=options.strategy, preset=preset
+    )
+
+
+def _mesh_and_preset(model: Model, options: Options) -> tuple[Mesh, str | None]:
+    mesh, preset, strategy = options.mesh, options.preset, options.strategy
+    if mesh is not None and options.devices not in (None, mesh.size):
+        raise StrategyError(f"mesh {mesh} has {mesh.size} ranks, --devices says {options.devices}")
+    if mesh is None and strategy is not None and strategy.mesh is not None:
+        mesh = strategy.mesh if options.devices in (None, strategy.mesh.size) else None
+    devices = mesh.size if mesh is not None else options.devices
+    if devices is None:
+        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+    if preset is None and strategy is None:
+        preset = "hybrid" if mesh is not None and "dp" in mesh.sizes and len(mesh.shape) > 1 else None
+        preset = preset or choose_preset(model.graph, devices)
+    return mesh or preset_mesh(preset, devices), preset
+
+
+def run_passes(
+    model: Model, ctx: PassContext, passes: Iterable[Pass], watch: Watch | None = None
+) -> Plan | None:
+    """Runs passes in order; the plan is taken behind insert-collectives, and told of what comes."""
+    plan = None
+    for step in passes:
+        step.run(model.graph, ctx)
+        if isinstance(step, InsertCollectives):
+            plan = summarize(model.graph, ctx, model.path.name, ctx.preset)
+        if watch:
+            watch(step, model, ctx)
+    if plan is not None:
+        plan.collectives = list(ctx.collectives)
+    return plan
+
+
+def plan(path: str | Path, options: Options, watch: Watch | None = None) -> tuple[Plan, PassContext]:
+    """Everything that `shard` does, short of writing. Errors: OnnxparError."""
+    model = load(path, options.dims, options.states)
+    ctx = make_context(model, options)
+    made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], watch)
+    assert made is not None
+    if options.strict and made.whole:
+        first = made.whole[0]
+        raise StrategyError(
+            f"--strict: {first.op} '{first.node}' stays whole ({first.reason}), as do "
+            f"{len(made.whole) - 1} more; `onnxpar plan` lists them"
+        )
+    return made, ctx
+
+
+def shard(
+    path: str | Path,
+    output: str | Path,
+    options: Options,
+    progress: Callable[[int], None] | None = None,
+) -> Plan:
+    """Writes the model as a folder `output`, which an InferenceSession runs. Errors: OnnxparError."""
+    output = Path(output)
+    if output.exists() and not (output / "plan.json").exists():
+        raise OnnxparError(f"{output}: exists and is no sharded model; choose another -o")
+    if not output.parent.is_dir():
+        raise OnnxparError(f"{output.parent}: no such folder for the output")
+    made, ctx = plan(path, options)
+    folder = Path(tempfile.mkdtemp(prefix=".onnxpar-", dir=output.parent))
+    try:
+        extra: dict[str, Any] = {"progress": progress} if progress else {}
+        SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
+        (folder / "plan.json").write_text(made.text())
+        if output.exists():
+            shutil.rmtree(output)
+        folder.chmod(0o755)
+        folder.rename(output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return made

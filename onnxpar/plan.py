@@ -1,0 +1,150 @@
+"""What a sharded model is: the plan that people read and that the runtime follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.layout import Layout
+from onnxpar.mesh import Mesh
+from onnxpar.search.cost import bytes_sent
+
+DOMAIN = "onnxpar"
+"""The domain of the collective ops."""
+FORMAT = 1
+
+
+def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
+    """The tensor's dtype for NumPy; bfloat16 and the like are ml_dtypes'."""
+    dtype = tensor.dtype
+    if isinstance(dtype, int):
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
+    return np.dtype(dtype)
+
+
+def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
+    """Bytes of a rank's part; rank 0 has the largest of default parts."""
+    size = 1
+    for extent in layout.local_shape(mesh, rank):
+        size *= extent
+    return size * (numpy_dtype(tensor).itemsize if tensor.dtype is not None else 4)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the plan. `group` is that of rank 0, of `groups` in all; `bytes` is what each
+    rank sends."""
+
+    kind: str
+    name: str
+    group: tuple[int, ...]
+    groups: int
+    bytes: int
+    tensor: str
+    before: str
+    after: str
+
+
+def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
+    """The plan's entry for a reshard node."""
+    before, after = node.attrs["before"], node.attrs["after"]
+    group = mesh.group(node.attrs["axes"], 0)
+    source = node.inputs[0]
+    size = max(part_bytes(source, before, mesh), part_bytes(source, after, mesh))
+    sent = int(bytes_sent(node.op, len(group), size))
+    tensor = source.name.split("@")[0]
+    layouts = before.text(mesh), after.text(mesh)
+    return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A graph input or output: its global shape and its layout."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    layout: Layout | None
+
+    def to_json(self, mesh: Mesh) -> dict[str, Any]:
+        """As plan.json has it."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": None if self.shape is None else list(self.shape),
+            "layout": None if self.layout is None else self.layout.to_json(),
+            "layout_text": None if self.layout is None else self.layout.text(mesh),
+        }
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight: its layout, and the bytes of the largest part."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    bytes: int
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A node that runs whole on every rank though its operands are split, and what that costs."""
+
+    node: str
+    op: str
+    reason: str
+    bytes: int
+
+
+@dataclass
+class Plan:
+    """The plan of a sharded model; `plan.json` is its `to_json`."""
+
+    model: str
+    mesh: Mesh
+    preset: str | None
+    inputs: list[Port]
+    outputs: list[Port]
+    states: list[tuple[str, str]]
+    collectives: list[Collective]
+    weights: list[Weight]
+    whole: list[Whole]
+    memory: Mapping[str, int] = field(default_factory=dict)
+    flops: Mapping[str, int] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of plan.json, `inspect --json` and `plan --json`."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "mesh": [list(axis) for axis in self.mesh.shape],
+            "ranks": self.mesh.size,
+            "preset": self.preset,
+            "inputs": [p.to_json(self.mesh) for p in self.inputs],
+            "outputs": [p.to_json(self.mesh) for p in self.outputs],
+            "states": [{"input": i, "output": o} for i, o in self.states],
+            "ranges": {name: list(r) for name, r in self.ranges.items()},
+            "collectives": _dicts(self.collectives),
+            "weights": _dicts(self.weights),
+            "whole": _dicts(self.whole),
+            "memory": dict(self.memory),
+            "flops": dict(self.flops),
+        }
+
+    def text(self) -> str:
+        """The JSON, with one collective, weight or port a line."""
+        return json.dumps(self.to_json(), indent=1)
+
+
+def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
+    return [asdict(item) for item in items]

@@ -1,0 +1,118 @@
+"""Tables for people, in 100 columns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+WIDTH = 100
+
+
+def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
+    """Aligned columns: numbers to the right; the first column gives way where a line is too long."""
+    cells = [[_cell(c) for c in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)
+    widths[0] = min(widths[0], max(room, 12))
+    numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(head))]
+    for line in [list(head), *cells]:
+        out = [
+            _fit(c, w).rjust(w) if right else _fit(c, w).ljust(w)
+            for c, w, right in zip(line, widths, numeric, strict=True)
+        ]
+        yield ("  ".join(out)).rstrip()
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 18.4 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
+    """The plan of `plan.json` as people read it."""
+    mesh = ",".join(f"{name}={size}" for name, size in plan["mesh"])
+    preset = f", {plan['preset']}" if plan["preset"] else ""
+    yield f"{plan['model']} over {plan['ranks']} ranks (mesh {mesh}{preset})"
+    yield ""
+    ports = [("input", p) for p in plan["inputs"]] + [("output", p) for p in plan["outputs"]]
+    rows = [
+        (p["name"], kind, p["dtype"], _shape(p["shape"]), p["layout_text"] or "whole")
+        for kind, p in ports
+    ]
+    yield from table(rows, ("tensor", "", "dtype", "shape", "layout"))
+    yield ""
+    yield from _collective_lines(plan["collectives"], full)
+    yield from _weight_lines(plan["weights"], plan["ranks"], full)
+    yield from _whole_lines(plan["whole"])
+    memory, flops = plan["memory"], plan["flops"]
+    yield (
+        f"per rank: weights {size_text(memory['weights_per_rank'])}, activations at most "
+        f"{size_text(memory['activations_per_rank'])}, {flops['per_rank']:,} FLOPs "
+        f"of {flops['model']:,}"
+    )
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def _collective_lines(collectives: Sequence[Mapping[str, Any]], full: bool) -> Iterator[str]:
+    if not collectives:
+        yield "no collectives"
+        yield ""
+        return
+    counts = Counter(c["kind"] for c in collectives)
+    sent = sum(c["bytes"] for c in collectives)
+    kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    yield f"collectives in order: {kinds}; each rank sends {size_text(sent)}"
+    if full:
+        rows = [
+            (c["tensor"], c["kind"], _group(c), c["bytes"], f"{c['before']} -> {c['after']}")
+            for c in collectives
+        ]
+        yield from table(rows, ("tensor", "kind", "group", "bytes", "layouts"))
+    yield ""
+
+
+def _group(collective: Mapping[str, Any]) -> str:
+    ranks = collective["group"]
+    shown = ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]}..{ranks[-1]}"
+    return f"{shown} (x{collective['groups']})" if collective["groups"] > 1 else shown
+
+
+def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) -> Iterator[str]:
+    total = sum(w["bytes"] for w in weights)
+    held = sum(w["bytes_per_rank"] for w in weights)
+    share = f" ({held / total:.1%} of it)" if total else ""
+    yield f"weights: {size_text(total)} in all, at most {size_text(held)} per rank{share}"
+    if full:
+        large = [w for w in weights if w["bytes"] > 4096]
+        rows = [
+            (w["name"], _shape(w["shape"]), w["layout"], w["bytes"], w["bytes_per_rank"])
+            for w in large
+        ]
+        if rows:
+            yield from table(rows, ("weight over 4 kB", "shape", "layout", "bytes", "per rank"))
+    yield ""
+
+
+def _whole_lines(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not whole:
+        return
+    yield f"{len(whole)} nodes stay whole:"
+    rows = [(w["node"], w["op"], w["bytes"], w["reason"]) for w in whole]
+    yield from table(rows, ("node", "op", "gathered", "why"))
+    yield ""

@@ -1,0 +1,155 @@
+"""Matrix products: what is contracted and split leaves a partial sum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import (
+    FIRST,
+    Rule,
+    Size,
+    dims_text,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+_EITHER = (FIRST, frozenset({1}))
+
+
+def product_text(
+    a: tuple[Size, ...], b: tuple[Size, ...], out: tuple[Size, ...], left: str, right: str
+) -> tuple[str, str, str]:
+    """The operands and the result of a product with broadcast batches, as rule text."""
+    batch = names("b", max(len(a), len(b)) - 2)
+
+    def dims(shape: tuple[Size, ...], core: str) -> str:
+        lead = batch[len(batch) - max(len(shape) - 2, 0) :]
+        ones = ["1" if s == 1 else d for d, s in zip(lead, shape, strict=False)]
+        return dims_text([*ones, *core.split()])
+
+    core = ["m"] * (len(a) > 1) + ["n"] * (len(b) > 1)
+    lead = ["1" if s == 1 else d for d, s in zip(batch, out, strict=False)]
+    return (
+        dims(a, left if len(a) > 1 else "k"),
+        dims(b, right if len(b) > 1 else "k"),
+        dims_text(lead + core),
+    )
+
+
+def _product(node: gs.Node, a: int, b: int, left: str = "m k", right: str = "k n") -> Any:
+    shapes = [tensor_shape(t) or () for t in (node.inputs[a], node.inputs[b], node.outputs[0])]
+    return product_text(shapes[0], shapes[1], shapes[2], left, right)
+
+
+@rule("MatMul")
+def matmul(node: gs.Node) -> Rule:
+    """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy."""
+    left, right, out = _product(node, 0, 1)
+    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
+
+
+@rule("FusedMatMul", domain="com.microsoft")
+def fused_matmul(node: gs.Node) -> Rule:
+    """As MatMul, with either matrix transposed."""
+    if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
+        return whole_rule(node, "transposed batches")
+    a = "k m" if node.attrs.get("transA") else "m k"
+    b = "n k" if node.attrs.get("transB") else "k n"
+    left, right, out = _product(node, 0, 1, a, b)
+    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
+
+
+@rule("Gemm")
+def gemm(node: gs.Node) -> Rule:
+    """`m k, k n, n -> m n`; the bias is added once, so it is additive where k is split."""
+    a = "k m" if node.attrs.get("transA") else "m k"
+    b = "n k" if node.attrs.get("transB") else "k n"
+    bias = given(node, 2)
+    if bias is None:
+        return einsum(node, f"{a}, {b} -> m n", linear=_EITHER)
+    shape = tensor_shape(bias) or ()
+    added = ["1" if s == 1 else d for d, s in zip("mn"[2 - len(shape) :], shape, strict=True)]
+    return einsum(
+        node,
+        f"{a}, {b}, {dims_text(added)} -> m n",
+        linear=(frozenset({0, 2}), frozenset({1, 2})),
+        additive=frozenset({2}),
+    )
+
+
+@rule("MatMulInteger")
+def matmul_integer(node: gs.Node) -> Rule:
+    """`m k, k n, m, n -> m n`: zero points are subtracted before the product, on every part."""
+    points = [given(node, i) for i in (2, 3)]
+    if not all(_is_row(point) for point in points):
+        return whole_rule(node, "zero points per matrix")
+    left, right, out = _product(node, 0, 1)
+    rows = [_row(point, dim) for point, dim in zip(points, "mn", strict=True)]
+    operands = ", ".join([left, right, *rows][: len(node.inputs)])
+    return einsum(node, f"{operands} -> {out}")
+
+
+@rule("QLinearMatMul")
+def qlinear_matmul(node: gs.Node) -> Rule:
+    """`m k, m, m, k n, n, n, _, _ -> m n`, k whole: the sum is rounded to the quantized type."""
+    if not all(_is_row(node.inputs[i]) for i in (1, 2, 4, 5)):
+        return whole_rule(node, "scales per matrix")
+    left, right, out = _product(node, 0, 3)
+    of_a, of_b = (_row(node.inputs[i], dim) for i, dim in ((1, "m"), (4, "n")))
+    point_a, point_b = (_row(node.inputs[i], dim) for i, dim in ((2, "m"), (5, "n")))
+    text = f"{left}, {of_a}, {point_a}, {right}, {of_b}, {point_b}, _, _ -> {out}"
+    return einsum(node, text, whole={"k": "the sum is rounded to the quantized type"})
+
+
+def _is_row(tensor: gs.Tensor | None) -> bool:
+    """Whether a zero point or scale is absent, a scalar, or one per row or column."""
+    shape = () if tensor is None else tensor_shape(tensor)
+    return shape is not None and (len(shape) <= 1 or math.prod(s or 2 for s in shape) == 1)
+
+
+def _row(tensor: gs.Tensor | None, dim: str) -> str:
+    if tensor is None:
+        return "_"
+    return dims_text("1" if s == 1 else dim for s in tensor_shape(tensor) or ())
+
+
+@rule("Einsum")
+def einsum_op(node: gs.Node) -> Rule:
+    """Its own equation: `bij,bjk->bik` is `b i j, b j k -> b i k`."""
+    equation = str(node.attrs["equation"]).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    shapes = [tensor_shape(t) or () for t in node.inputs]
+    rank = max(len(s) - len(t.replace("...", "")) for s, t in zip(shapes, terms, strict=True))
+    if not arrow:
+        letters = sorted({c for c in left if c.isalpha() and left.count(c) == 1})
+        right = ("..." if rank else "") + "".join(letters)
+    dims = [_subscripts(t, s, rank) for t, s in zip(terms, shapes, strict=True)]
+    if any(len(set(d)) < len(d) for d in dims):
+        return whole_rule(node, "a diagonal")
+    sizes: dict[str, Size] = {}
+    for of, shape in zip(dims, shapes, strict=True):
+        for dim, size in zip(of, shape, strict=True):
+            if dim not in sizes or sizes[dim] == 1:
+                sizes[dim] = size
+    ones = [
+        dims_text("1" if s == 1 != sizes[d] else d for d, s in zip(of, shape, strict=True))
+        for of, shape in zip(dims, shapes, strict=True)
+    ]
+    out = dims_text(_subscripts(right, tensor_shape(node.outputs[0]) or (), rank))
+    linear = tuple(frozenset({i}) for i in range(len(terms)))
+    return einsum(node, f"{', '.join(ones)} -> {out}", sizes=sizes, linear=linear)
+
+
+def _subscripts(term: str, shape: tuple[Size, ...], rank: int) -> list[str]:
+    """`...ij` of a tensor as factor names; an ellipsis is aligned at its last dimension."""
+    before, dots, after = term.partition("...")
+    width = len(shape) - len(before) - len(after) if dots else 0
+    return [*before, *names("e", rank)[rank - width :], *after]

@@ -1,0 +1,170 @@
+"""Elementwise ops with NumPy broadcasting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import (
+    FIRST,
+    ONE,
+    Expr,
+    Rule,
+    Size,
+    Spec,
+    Var,
+    constant,
+    dtype_of,
+    given,
+    is_float,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+
+def broadcast(node: gs.Node, **fields: Any) -> Rule:
+    """Every operand aligned at the last dimension; a dimension of one element meets any other."""
+    shapes = [tensor_shape(t) if t.name else None for t in node.inputs]
+    out = tensor_shape(node.outputs[0]) or ()
+    sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(out) if s != 1}
+
+    def spec(shape: tuple[Size, ...] | None) -> Spec | None:
+        if shape is None:
+            return None
+        skip = len(out) - len(shape)
+        dims: list[Expr] = []
+        for i, size in enumerate(shape, skip):
+            dims.append(ONE if size == 1 else Var(f"d{i}"))
+        return tuple(dims)
+
+    outputs = tuple(spec(out) if t.name else None for t in node.outputs)
+    return Rule(tuple(map(spec, shapes)), outputs, sizes, **fields)
+
+
+def each(node: gs.Node) -> frozenset[int]:
+    """All operands."""
+    return frozenset(range(len(node.inputs)))
+
+
+@rule("Add", "Sum")
+def add(node: gs.Node) -> Rule:
+    """`d0 d1, d1 -> d0 d1`, jointly linear in all operands."""
+    return broadcast(node, linear=(each(node),), monotone=each(node))
+
+
+@rule("Sub")
+def sub(node: gs.Node) -> Rule:
+    """As Add, but decreasing in the second operand."""
+    return broadcast(node, linear=(each(node),), monotone=FIRST)
+
+
+@rule("Mean")
+def mean(node: gs.Node) -> Rule:
+    """As Sum, over the number of operands."""
+    return broadcast(node, linear=(each(node),) if is_float(node.outputs[0]) else ())
+
+
+@rule("Mul")
+def mul(node: gs.Node) -> Rule:
+    """Linear in each operand by itself."""
+    return broadcast(node, linear=(frozenset({0}), frozenset({1})))
+
+
+@rule("Div")
+def div(node: gs.Node) -> Rule:
+    """Linear in the numerator, for floating-point types."""
+    return broadcast(node, linear=(FIRST,) if is_float(node.outputs[0]) else ())
+
+
+@rule("Max", "Min")
+def extremum(node: gs.Node) -> Rule:
+    """Non-decreasing in every operand."""
+    return broadcast(node, monotone=each(node))
+
+
+@rule("Where")
+def where(node: gs.Node) -> Rule:
+    """Jointly linear in the two branches, and non-decreasing in each."""
+    return broadcast(node, linear=(frozenset({1, 2}),), monotone=frozenset({1, 2}))
+
+
+@rule("Identity")
+def identity(node: gs.Node) -> Rule:
+    """Whatever is pending passes."""
+    return broadcast(node, linear=(FIRST,), monotone=FIRST)
+
+
+@rule("Neg")
+def neg(node: gs.Node) -> Rule:
+    """Linear."""
+    return broadcast(node, linear=(FIRST,))
+
+
+@rule("Cast")
+def cast(node: gs.Node) -> Rule:
+    """Linear towards a wider floating-point type; non-decreasing from numbers to any of them."""
+    before, after = (dtype_of(t) for t in (node.inputs[0], node.outputs[0]))
+    if before is None or after is None or not is_float(node.outputs[0]):
+        return broadcast(node)
+    number = is_float(node.inputs[0]) or np.issubdtype(before, np.integer)
+    wider = is_float(node.inputs[0]) and before.itemsize < after.itemsize
+    same = before == after
+    return broadcast(
+        node,
+        linear=(FIRST,) if wider or same else (),
+        monotone=FIRST if number else frozenset(),
+    )
+
+
+@rule("CastLike")
+def cast_like(node: gs.Node) -> Rule:
+    """Of the second operand only the type counts, whatever its shape."""
+    aligned = broadcast(node)
+    return Rule((aligned.inputs[0], None), aligned.outputs, aligned.sizes)
+
+
+@rule("Dropout")
+def dropout(node: gs.Node) -> Rule:
+    """Identity, and a mask of ones, as long as it is not training."""
+    training = given(node, 2)
+    if training is not None:
+        value = constant(training)
+        if value is None or value.any():
+            return whole_rule(node, "random in training mode: every rank would draw its own mask")
+    if len(node.outputs) > 1 and node.outputs[1].name:
+        return broadcast(node)
+    return broadcast(node, linear=(FIRST,), monotone=FIRST)
+
+
+@rule(
+    "Relu Sigmoid Tanh Exp Erf Ceil Floor Round Softplus Sign Clip",
+)
+def monotone(node: gs.Node) -> Rule:
+    """Non-decreasing functions of operand 0, at the infinities too."""
+    return broadcast(node, monotone=FIRST)
+
+
+@rule("LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid", "ThresholdedRelu")
+def monotone_by_slope(node: gs.Node) -> Rule:
+    """Non-decreasing for positive slopes."""
+    slopes = (node.attrs.get(name, 1.0) for name in ("alpha", "gamma"))
+    return broadcast(node, monotone=FIRST if all(s > 0 for s in slopes) else frozenset())
+
+
+@rule(
+    "Asinh Sinh Atan Softsign Abs Reciprocal Log Sqrt Sin Cos Tan Asin Acos Cosh Acosh",
+    "Atanh Gelu HardSwish Mish Swish Shrink Not IsNaN IsInf BitwiseNot Pow Mod PRelu And Or Xor",
+    "Equal Greater GreaterOrEqual Less LessOrEqual BitShift BitwiseAnd BitwiseOr BitwiseXor",
+)
+def elementwise(node: gs.Node) -> Rule:
+    """Any other function of corresponding elements."""
+    return broadcast(node)
+
+
+@rule("Gelu", "FastGelu", "QuickGelu", "BiasGelu", domain="com.microsoft")
+def gelu(node: gs.Node) -> Rule:
+    """`d0 d1, d1 -> d0 d1`: the bias that some of them add is broadcast."""
+    return broadcast(node)

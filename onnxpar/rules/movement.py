@@ -1,0 +1,185 @@
+"""Ops that move elements without computing: reshapes, transposes, repetitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.elementwise import broadcast
+from onnxpar.rules.rule import (
+    FIRST,
+    ONE,
+    Expr,
+    Local,
+    Lowering,
+    Prod,
+    Rule,
+    Size,
+    Spec,
+    Var,
+    constant,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
+"""For ops that only move elements of operand 0: whatever is pending passes."""
+
+
+def int64(values: Sequence[int]) -> np.ndarray[Any, Any]:
+    """A shape-like constant."""
+    return np.array(values, np.int64)
+
+
+def output_shape(local: Local) -> np.ndarray[Any, Any]:
+    """The local shape of result 0, as ONNX wants shapes."""
+    return int64(local.output_shape(0))
+
+
+def regroup(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[Spec, Spec, dict[str, Size], set[str]]:
+    """The factors that two row-major shapes of one size have in common.
+
+    Returns both specs, the factors' sizes, and the factors that stand on one side only (they must
+    stay whole): `(4 6) -> (6 4)` shares a leading 2 and nothing else.
+    """
+    sizes: dict[str, Size] = {}
+    sides: tuple[list[list[Expr]], list[list[Expr]]] = ([[] for _ in before], [[] for _ in after])
+    alone: set[str] = set()
+    rest = ([*before], [*after])
+    at = [0, 0]
+
+    def take(side: int, name: str, size: int) -> None:
+        sides[side][at[side]].append(Var(name))
+        rest[side][at[side]] //= size
+        sizes[name] = size
+
+    while True:
+        for side in (0, 1):
+            while at[side] < len(rest[side]) and rest[side][at[side]] == 1:
+                at[side] += 1
+        if at[0] == len(before) or at[1] == len(after):
+            break
+        name = f"f{len(sizes)}"
+        common = math.gcd(rest[0][at[0]], rest[1][at[1]])
+        if common > 1 and not alone:
+            take(0, name, common)
+            take(1, name, common)
+            continue
+        for side in (0, 1):
+            for i in range(at[side], len(rest[side])):
+                at[side] = i
+                if rest[side][i] > 1:
+                    name = f"w{len(sizes)}"
+                    alone.add(name)
+                    take(side, name, rest[side][i])
+            at[side] = len(rest[side])
+    left, right = (tuple(_merge(dim) for dim in side) for side in sides)
+    return left, right, sizes, alone
+
+
+def _merge(dim: list[Expr]) -> Expr:
+    return dim[0] if len(dim) == 1 else Prod(tuple(dim))
+
+
+@rule("Reshape", "Flatten", "Unsqueeze")
+def reshape(node: gs.Node) -> Rule:
+    """`(b h) s d -> b h s d`: the factors that both shapes have in common."""
+    before, after = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
+    if None in before or None in after or 0 in before:
+        return whole_rule(node, "a size that only a run can tell")
+    left, right, sizes, alone = regroup(_known(before), _known(after))
+    whole = dict.fromkeys(alone, "the two shapes cut the elements differently")
+    rest: list[Spec | None] = [None] * (len(node.inputs) - 1)
+    local: Any = {1: output_shape} if node.op == "Reshape" else {}
+    return Rule((left, *rest), (right,), sizes, whole=whole, local=local, **PERMUTES)
+
+
+@rule("Squeeze")
+def squeeze(node: gs.Node) -> Rule:
+    """As Reshape; its axes are spelled out, since a part of one element is not to be dropped."""
+    same = reshape(node)
+    if "axes" in node.attrs or given(node, 1) is not None:
+        return same
+    return replace(same, lowered=frozenset(same.sizes), lower=lower_squeeze)
+
+
+def lower_squeeze(build: Lowering) -> None:
+    """Drops the dimensions that the global tensor drops."""
+    shape = tensor_shape(build.local.node.inputs[0]) or ()
+    axes = [i for i, size in enumerate(shape) if size == 1]
+    build.finish("Squeeze", [build.input(0)], axes=axes)
+
+
+def _known(shape: tuple[Size, ...]) -> tuple[int, ...]:
+    assert None not in shape
+    return tuple(s or 0 for s in shape)
+
+
+@rule("Transpose")
+def transpose(node: gs.Node) -> Rule:
+    """`a b c -> c a b`."""
+    rank = len(tensor_shape(node.inputs[0]) or ())
+    dims = names("d", rank)
+    perm = node.attrs.get("perm") or range(rank)[::-1]
+    return einsum(
+        node, f"{' '.join(dims) or '()'} -> {' '.join(dims[p] for p in perm) or '()'}", **PERMUTES
+    )
+
+
+@rule("Expand")
+def expand(node: gs.Node) -> Rule:
+    """As broadcasting against the target shape, which follows the local result."""
+    aligned = broadcast(node)
+    return Rule(
+        (aligned.inputs[0], None),
+        aligned.outputs,
+        aligned.sizes,
+        local={1: output_shape},
+        **PERMUTES,
+    )
+
+
+@rule("Tile")
+def tile(node: gs.Node) -> Rule:
+    """`d -> (r d)`: a repeated dimension is a product with the repeats as its major factor."""
+    repeats = constant(node.inputs[1])
+    if repeats is None:
+        return whole_rule(node, "repeats that only a run can tell")
+    left: list[Expr] = []
+    right: list[Expr] = []
+    sizes: dict[str, Size] = {}
+    for i, (size, times) in enumerate(
+        zip(tensor_shape(node.inputs[0]) or (), repeats.tolist(), strict=True)
+    ):
+        sizes[f"d{i}"] = size
+        left.append(Var(f"d{i}"))
+        right.append(Var(f"d{i}") if times == 1 else Prod((Var(f"r{i}"), Var(f"d{i}"))))
+        if times != 1:
+            sizes[f"r{i}"] = times
+
+    def local_repeats(local: Local) -> np.ndarray[Any, Any]:
+        return int64([local.size(f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(left))])
+
+    return Rule((tuple(left), None), (tuple(right),), sizes, local={1: local_repeats}, **PERMUTES)
+
+
+@rule("ConstantOfShape")
+def constant_of_shape(node: gs.Node) -> Rule:
+    """`_ -> d0 d1`: every rank fills its own part."""
+    if constant(node.inputs[0]) is None:
+        return whole_rule(node, "a shape that only a run can tell")
+    shape = tensor_shape(node.outputs[0]) or ()
+    spec = tuple(ONE if s == 1 else Var(f"d{i}") for i, s in enumerate(shape))
+    sizes = {f"d{i}": s for i, s in enumerate(shape) if s != 1}
+    return Rule((None,), (spec,), sizes, local={0: output_shape})

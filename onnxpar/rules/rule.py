@@ -1,0 +1,326 @@
+"""What a sharding rule is: the einsum-like text of an op, parsed against the shapes of one node.
+
+m k, k n -> m n          a factor per index; k, absent from the result, is reduced
+(b h) s -> b h s         factors merged into one dimension, the major one first
+a + b, ... -> a ; b      segments of a dimension; `;` separates results, `,` operands
+1                        a dimension of one element that is broadcast or dropped
+_                        an operand that is absent or has no layout (whole on every rank)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+Size = int | None
+"""Elements of a dimension; None where only a run of the model can tell."""
+
+
+@dataclass(frozen=True)
+class Var:
+    """A factor by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Prod:
+    """A product of factors."""
+
+    children: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Cat:
+    """A concatenation of segments."""
+
+    children: tuple[Expr, ...]
+
+
+Expr = Var | Prod | Cat
+ONE = Prod(())
+FIRST = frozenset({0})
+Spec = tuple[Expr, ...]
+
+
+class Local(Protocol):
+    """A node as one rank sees it; what `Rule.local` computes new constants and attributes from.
+
+    `node` is still the global one: its tensors have global shapes.
+    """
+
+    node: gs.Node
+
+    def input_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of the rank's part of an operand."""
+        ...
+
+    def output_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The shape of the rank's part of a result."""
+        ...
+
+    def size(self, factor: str) -> int:
+        """How many values of a factor the rank computes."""
+        ...
+
+    def positions(self, factor: str) -> np.ndarray[Any, Any]:
+        """The global values of a factor that the rank computes, in its order."""
+        ...
+
+    def is_run(self, factor: str) -> bool:
+        """Whether those are consecutive on every rank."""
+        ...
+
+
+class Lowering(Protocol):
+    """Builds a rank's own nodes in place of one node; see `rules/local.py`.
+
+    Operands may be tensors or arrays, which become constants; opset differences in how axes are
+    given (Unsqueeze, Squeeze, ReduceSum ...) are taken care of by `add` and `finish`.
+    Functions given to `per_rank` run after the node is gone: they must not read `local.node`.
+    """
+
+    local: Local
+
+    def input(self, index: int) -> gs.Tensor:
+        """An operand of the node, now the rank's part."""
+        ...
+
+    def per_rank(self, value: Callable[[Local], Any]) -> gs.Tensor:
+        """A constant that each rank computes from its own view."""
+        ...
+
+    def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
+        """Adds a node with one result."""
+        ...
+
+    def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
+        """Adds the node that makes the rank's part of result `output`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the dimensions of a node's operands and results share factors. Pure data, no mesh.
+
+    reduce    factors whose split leaves the results pending, and the reduction they then need
+    whole     factors that must not be split, and why
+    linear    groups of operands in which the results are jointly linear: Add {0,1}, Mul {0} and {1}
+    monotone  operands through which a pending max or min passes
+    additive  operands added after the reduction (a bias): they must count once
+    local     new attributes ("group") or input constants (1) of a part, from its local shapes
+    lower     replaces the node where one of `lowered` factors is split
+    """
+
+    inputs: tuple[Spec | None, ...]
+    outputs: tuple[Spec | None, ...]
+    sizes: Mapping[str, Size]
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    monotone: frozenset[int] = frozenset()
+    additive: frozenset[int] = frozenset()
+    local: Mapping[str | int, Callable[[Local], Any]] = field(default_factory=dict)
+    lowered: frozenset[str] = frozenset()
+    lower: Callable[[Lowering], None] | None = None
+
+    def text(self) -> str:
+        """The rule on one line: `m k, k n -> m n {sum: k}`."""
+        left = ", ".join(spec_text(s) for s in self.inputs)
+        right = "; ".join(spec_text(s) for s in self.outputs)
+        notes = [f"{op}: {f}" for f, op in self.reduce.items()]
+        if self.whole:
+            notes.append("whole: " + " ".join(self.whole))
+        return f"{left} -> {right}" + (" {" + ", ".join(notes) + "}" if notes else "")
+
+
+def spec_text(spec: Spec | None) -> str:
+    """The text form of an operand's dimensions; a scalar prints as `()`."""
+    return "_" if spec is None else " ".join(map(expr_text, spec)) or "()"
+
+
+def expr_text(expr: Expr, nested: bool = False) -> str:
+    """The text form of one dimension."""
+    if isinstance(expr, Var):
+        return expr.name
+    if isinstance(expr, Prod):
+        return (
+            "(" + " ".join(expr_text(c, True) for c in expr.children) + ")"
+            if expr.children
+            else "1"
+        )
+    text = " + ".join(expr_text(c, True) for c in expr.children)
+    return f"({text})" if nested else text
+
+
+def expr_vars(expr: Expr) -> Iterator[str]:
+    """The factors of a dimension, in order."""
+    if isinstance(expr, Var):
+        yield expr.name
+    else:
+        for child in expr.children:
+            yield from expr_vars(child)
+
+
+def parse_spec(text: str) -> Spec | None:
+    """Parses the dimensions of one operand; see the module's text for the form."""
+    tokens = re.findall(r"[A-Za-z_]\w*|[()+]|1", text)
+    if tokens == ["_"]:
+        return None
+    if tokens == ["(", ")"]:
+        return ()
+    spec, end = _parse_dims(tokens, 0)
+    assert end == len(tokens), text
+    return spec
+
+
+def _parse_dims(tokens: list[str], at: int) -> tuple[Spec, int]:
+    dims: list[Expr] = []
+    while at < len(tokens) and tokens[at] != ")":
+        joined = tokens[at] == "+"
+        at += joined
+        if tokens[at] == "(":
+            inner, at = _parse_dims(tokens, at + 1)
+            item: Expr = inner[0] if len(inner) == 1 else Prod(inner)
+        else:
+            item = ONE if tokens[at] == "1" else Var(tokens[at])
+        at += 1
+        if joined:
+            last = dims.pop()
+            item = Cat((*(last.children if isinstance(last, Cat) else (last,)), item))
+        dims.append(item)
+    return tuple(dims), at
+
+
+def einsum(
+    node: gs.Node,
+    text: str,
+    *,
+    sizes: Mapping[str, Size] | None = None,
+    reduce: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> Rule:
+    """The rule that `text` states for the node; factor sizes come from the node's shapes.
+
+    Factors that stand in no result are reduced by sum unless `reduce` or `whole` says otherwise.
+    """
+    left, right = text.split("->")
+    inputs = tuple(parse_spec(part) for part in left.split(","))
+    outputs = tuple(parse_spec(part) for part in right.split(";"))
+    found: dict[str, Size] = dict(sizes or {})
+    for spec, tensor in zip(inputs + outputs, [*node.inputs, *node.outputs], strict=False):
+        for expr, size in zip(spec or (), tensor_shape(tensor) or (), strict=False):
+            if isinstance(expr, Var):
+                found.setdefault(expr.name, size)
+    names = {v for s in inputs + outputs for e in s or () for v in expr_vars(e)}
+    kept = {v for s in outputs for e in s or () for v in expr_vars(e)}
+    gone = {v: "sum" for v in sorted(names - kept) if v not in fields.get("whole", {})}
+    reduced = gone if reduce is None else dict(reduce)
+    missing = names - found.keys()
+    assert not missing, f"{node.op} {text!r}: no size for {sorted(missing)}"
+    return Rule(inputs, outputs, {v: found[v] for v in sorted(names)}, reduced, **fields)
+
+
+def tensor_shape(tensor: gs.Tensor) -> tuple[Size, ...] | None:
+    """The shape of a tensor, None for an unknown rank; symbols that stayed open are None."""
+    shape = tensor.shape
+    if shape is None:
+        return None
+    return tuple(int(s) if isinstance(s, (int, np.integer)) else None for s in shape)
+
+
+def names(prefix: str, count: int) -> list[str]:
+    """Fresh factor names `d0 d1 d2`."""
+    return [f"{prefix}{i}" for i in range(count)]
+
+
+def constant(tensor: gs.Tensor) -> np.ndarray[Any, Any] | None:
+    """The value of a constant operand, None where it is computed or fed."""
+    if isinstance(tensor, gs.Constant):
+        return np.asarray(tensor.values)
+    return None
+
+
+def dtype_of(tensor: gs.Tensor) -> np.dtype[Any] | None:
+    """The element type as NumPy (or ml_dtypes) has it, None where it is unknown."""
+    if tensor.dtype is None:
+        return None
+    if isinstance(tensor.dtype, int):
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.dtype))
+    return np.dtype(tensor.dtype)
+
+
+def is_float(tensor: gs.Tensor) -> bool:
+    """Whether the elements are floating-point numbers that sums are carried out in."""
+    return str(dtype_of(tensor)) in ("float16", "bfloat16", "float32", "float64")
+
+
+def given(node: gs.Node, index: int) -> gs.Tensor | None:
+    """An operand that may be left out, None where it is."""
+    return node.inputs[index] if index < len(node.inputs) and node.inputs[index].name else None
+
+
+def dims_text(dims: Iterable[str]) -> str:
+    """The dimensions of an operand as rule text."""
+    return " ".join(dims) or "()"
+
+
+def numel(shape: Sequence[Size]) -> int:
+    """The number of elements; an unknown dimension counts as one."""
+    return math.prod(s or (1 if s is None else 0) for s in shape)
+
+
+RuleFunction = Callable[[gs.Node], Rule]
+_RULES: dict[tuple[str, str], RuleFunction] = {}
+
+
+def rule(*ops: str, domain: str = "") -> Callable[[RuleFunction], RuleFunction]:
+    """Registers a rule for one op or a family of them: `@rule("Sin Cos", "Tan")`."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for op in " ".join(ops).split():
+            assert (domain, op) not in _RULES, f"two rules for {op}"
+            _RULES[domain, op] = function
+        return function
+
+    return register
+
+
+def registered() -> Mapping[tuple[str, str], RuleFunction]:
+    """Every rule by (domain, op)."""
+    return _RULES
+
+
+def whole_rule(node: gs.Node, reason: str) -> Rule:
+    """The rule of an op that must see its operands whole, with the reason a plan gives for it."""
+    sizes: dict[str, Size] = {}
+
+    def spec(tensor: gs.Tensor, prefix: str) -> Spec | None:
+        shape = tensor_shape(tensor)
+        if shape is None:
+            return None
+        dims = names(prefix, len(shape))
+        sizes.update(zip(dims, shape, strict=True))
+        return tuple(Var(d) for d in dims)
+
+    inputs = tuple(spec(t, f"i{i}_") for i, t in enumerate(node.inputs))
+    outputs = tuple(spec(t, f"o{i}_") for i, t in enumerate(node.outputs))
+    return Rule(inputs, outputs, sizes, whole=dict.fromkeys(sizes, reason))
+
+
+def rule_of(node: gs.Node) -> Rule:
+    """The rule for this node: the registered one, or the whole op with its reason."""
+    domain = "" if node.domain in (None, "ai.onnx") else node.domain
+    function = _RULES.get((domain, node.op))
+    if function is None:
+        return whole_rule(node, f"no rule for {domain + '.' if domain else ''}{node.op}")
+    if any(tensor_shape(t) is None for t in [*node.inputs, *node.outputs] if t.name):
+        return whole_rule(node, "an operand of unknown rank")
+    return function(node)

@@ -1,0 +1,88 @@
+"""Memory shared by processes: an arena of arrays in an anonymous file, which grows on demand."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onnxpar.runtime.parts import Array
+
+ALIGNMENT = 64
+"""Of every array, in bytes: a cache line, and more than any kernel asks for."""
+PAGE = mmap.PAGESIZE
+
+Spec = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+class Slot(NamedTuple):
+    """An array in an arena, and where it stands there, in bytes."""
+
+    offset: int
+    array: Array
+
+
+class Arena:
+    """Arrays in a file that has no name: nothing of it outlives the processes that hold it.
+
+    Whoever places arrays grows the file; others map what they are told. It never shrinks, so that
+    no mapping can fault. Placing anew reuses the memory: what was there before is overwritten.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory: Array = np.empty(0, np.uint8)
+        self._end = 0
+
+    @staticmethod
+    def create(name: str) -> Arena:
+        """A new, empty arena, whose file descriptor is not inherited."""
+        if hasattr(os, "memfd_create"):
+            return Arena(os.memfd_create(name))
+        with tempfile.TemporaryFile(prefix=name) as file:
+            return Arena(os.dup(file.fileno()))
+
+    @property
+    def size(self) -> int:
+        """The bytes mapped here."""
+        return self._memory.nbytes
+
+    def clear(self) -> None:
+        """Lets the next array be placed at the start."""
+        self._end = 0
+
+    def place(self, specs: Sequence[Spec]) -> list[Slot]:
+        """Room for arrays of these dtypes and shapes behind those placed before."""
+        offsets = []
+        for dtype, shape in specs:
+            offsets.append(self._end)
+            self._end += -(-_nbytes(dtype, shape) // ALIGNMENT) * ALIGNMENT
+        if self._end > self.size:
+            size = -(-max(self._end, self.size * 3 // 2) // PAGE) * PAGE
+            os.ftruncate(self.fd, size)
+            self.map(size)
+        return [Slot(o, self.view(o, *spec)) for o, spec in zip(offsets, specs, strict=True)]
+
+    def map(self, size: int) -> None:
+        """Maps at least `size` bytes, to which whoever places arrays has grown the file."""
+        if size > self.size:
+            self._memory = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+
+    def view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """The array of that dtype and shape at the offset."""
+        return self._memory[offset : offset + _nbytes(dtype, shape)].view(dtype).reshape(shape)
+
+    def close(self) -> None:
+        """Closes the file; the memory is freed with the last array in it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+        self._memory = np.empty(0, np.uint8)
+
+
+def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))

@@ -1,0 +1,65 @@
+"""Checks of what a user asks of a run, before any rank hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.parts import Array
+
+
+def check_feeds(
+    bundle: Bundle, feeds: Mapping[str, Any], kept: Collection[str]
+) -> dict[str, Array]:
+    """The feeds as arrays, in the order of the inputs.
+
+    `kept` inputs need no feed. Errors: InputError, naming the input, what was given and expected.
+    """
+    unknown = [name for name in feeds if name not in bundle.inputs]
+    if unknown:
+        raise InputError(f"no input is named {unknown[0]!r}; the inputs are {_list(bundle.inputs)}")
+    missing = [name for name in bundle.inputs if name not in feeds and name not in kept]
+    if missing:
+        port = bundle.inputs[missing[0]]
+        hint = " (or keep it with keep_states=True)" if missing[0] in bundle.states else ""
+        raise InputError(f"input {missing[0]!r} is not fed; give {port.expects()}{hint}")
+    return {
+        name: check_array(port, feeds[name]) for name, port in bundle.inputs.items() if name in feeds
+    }
+
+
+def check_array(port: Port, value: Any) -> Array:
+    """The value as an array of the port's dtype and shape. Errors: InputError."""
+    as_numpy = getattr(value, "numpy", None)  # an OrtValue
+    array = np.asarray(as_numpy() if callable(as_numpy) else value)
+    if array.dtype != port.dtype:
+        remedy = f"convert it with .astype({port.dtype.name!r})"
+    elif not port.admits(array.shape):
+        remedy = "shapes are those of the unsplit model"
+    else:
+        return array
+    given = f"{array.dtype.name} {list(array.shape)}"
+    raise InputError(f"input {port.name!r} was given {given}, expects {port.expects()}; {remedy}")
+
+
+def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """The outputs to return; None or none at all means `default`. Errors: InputError."""
+    for name in names or ():
+        if name not in bundle.outputs:
+            raise InputError(f"no output is named {name!r}; the outputs are {_list(bundle.outputs)}")
+    return list(names or default)
+
+
+def state_port(bundle: Bundle, name: str) -> Port:
+    """The input of that name. Errors: InputError unless it is the input of a state pair."""
+    if name not in bundle.states:
+        raise InputError(f"no state is named {name!r}; the states are {_list(bundle.states)}")
+    return bundle.inputs[name]
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(names) or "(none)"

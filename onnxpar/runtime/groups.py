@@ -1,0 +1,132 @@
+"""Worlds of ranks: the Python side of the native library `libonnxpar_ops.so`.
+
+A world is one rank's membership of a set of ranks that run collectives together. Ranks are processes,
+or, in tests, threads of one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+
+import onnxruntime as ort
+
+from onnxpar.errors import RankError
+
+_LIBRARY = "libonnxpar_ops.so"
+_names = itertools.count()
+
+
+def library_path() -> Path:
+    """The custom-op library, for `SessionOptions.register_custom_ops_library`."""
+    path = Path(str(files("onnxpar").joinpath("native", _LIBRARY)))
+    if not path.exists():
+        raise RankError(f"{_LIBRARY} is not built; install onnxpar (pip install .), or run cmake")
+    return path
+
+
+class World:
+    """One rank's membership of a world; a context manager that leaves it at the end.
+
+    `create` blocks until all `size` ranks have joined, and raises RankError when they have not
+    within `timeout` seconds. The same timeout holds for every collective.
+
+    `store` is where the ranks find each other: `hash:NAME` (threads of one process), `file:/dir`
+    (one host, or a shared file system) or `tcp://host:port` (rank 0 serves). `id` is unique in this
+    process. Nothing listens beyond `bind_address`.
+    """
+
+    def __init__(self, id: str, rank: int, size: int) -> None:
+        self.id = id
+        self.rank = rank
+        self.size = size
+        self._open = True
+
+    @classmethod
+    def create(
+        cls,
+        id: str,
+        rank: int,
+        size: int,
+        store: str,
+        bind_address: str = "127.0.0.1",
+        timeout: float = 60.0,
+    ) -> World:
+        _check(
+            _library().onnxpar_world_create(
+                id.encode(),
+                rank,
+                size,
+                store.encode(),
+                bind_address.encode(),
+                round(timeout * 1000),
+            )
+        )
+        return cls(id, rank, size)
+
+    def abort(self, message: str) -> None:
+        """Make every running and later collective of this world, on all ranks, fail with `message`."""
+        _check(_library().onnxpar_world_abort(self.id.encode(), message.encode()))
+
+    def close(self) -> None:
+        """Leave the world; its sessions' collectives fail from then on."""
+        if self._open:
+            self._open = False
+            _check(_library().onnxpar_world_destroy(self.id.encode()))
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
+    """The `n` ranks of a new world, for `n` threads of this process."""
+    name = f"threads-{os.getpid()}-{next(_names)}"
+
+    def join(rank: int) -> World:
+        return World.create(f"{name}/{rank}", rank, n, f"hash:{name}", timeout=timeout)
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(join, range(n)))
+
+
+def session_options(world: World, base: ort.SessionOptions | None = None) -> ort.SessionOptions:
+    """Options with which a session runs collectives in `world`: `base`, changed, or new ones."""
+    options = ort.SessionOptions() if base is None else base
+    options.add_session_config_entry("onnxpar.world", world.id)
+    options.register_custom_ops_library(str(library_path()))
+    return options
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(library_path()))
+    text, number = ctypes.c_char_p, ctypes.c_int
+    signatures: dict[str, list[type]] = {
+        "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
+        "onnxpar_world_destroy": [text],
+        "onnxpar_world_abort": [text, text],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, number
+    library.onnxpar_last_error.restype = text
+    return library
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise RankError(_library().onnxpar_last_error().decode())

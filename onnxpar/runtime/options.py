@@ -1,0 +1,198 @@
+"""onnxruntime's options as plain data, so that they reach every rank's own session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnxruntime as ort
+
+_ENUMS: Mapping[str, Any] = {
+    "execution_mode": ort.ExecutionMode,
+    "execution_order": ort.ExecutionOrder,
+    "graph_optimization_level": ort.GraphOptimizationLevel,
+}
+_SESSION_FIELDS = (
+    *_ENUMS,
+    "enable_cpu_mem_arena",
+    "enable_mem_pattern",
+    "enable_mem_reuse",
+    "enable_profiling",
+    "inter_op_num_threads",
+    "intra_op_num_threads",
+    "log_severity_level",
+    "log_verbosity_level",
+    "logid",
+    "optimized_model_filepath",
+    "profile_file_prefix",
+    "use_deterministic_compute",
+    "use_per_session_threads",
+)
+_FILE_FIELDS = ("optimized_model_filepath", "profile_file_prefix")
+_RUN_FIELDS = (
+    "log_severity_level",
+    "log_verbosity_level",
+    "logid",
+    "only_execute_path_to_fetches",
+)
+# onnxruntime answers for a key, but lists none: these are the keys of its documentation.
+_SESSION_KEYS = (
+    "ep.context_embed_mode",
+    "ep.context_enable",
+    "ep.context_file_path",
+    "ep.context_model_external_initializers_file_name",
+    "ep.context_node_name_prefix",
+    "ep.dynamic.workload_type",
+    "ep.share_ep_contexts",
+    "ep.stop_share_ep_contexts",
+    "mlas.disable_kleidiai",
+    "mlas.enable_gemm_fastmath_arm64_bfloat16",
+    "mlas.use_lut_gemm",
+    "optimization.constant_folding_max_output_size_in_bytes",
+    "optimization.disable_specified_optimizers",
+    "optimization.enable_cast_chain_elimination",
+    "optimization.enable_gelu_approximation",
+    "optimization.enable_memory_optimizer",
+    "optimization.enable_memory_probe_recompute_config",
+    "optimization.minimal_build_optimizations",
+    "session.allow_released_opsets_only",
+    "session.collect_node_memory_stats_to_file",
+    "session.debug_layout_transformation",
+    "session.disable_aot_function_inlining",
+    "session.disable_cpu_ep_fallback",
+    "session.disable_double_qdq_remover",
+    "session.disable_model_compile",
+    "session.disable_prepacking",
+    "session.disable_qdq_constant_folding",
+    "session.disable_quant_qdq",
+    "session.dynamic_block_base",
+    "session.enable_dq_matmulnbits_fusion",
+    "session.enable_quant_qdq",
+    "session.enable_quant_qdq_cleanup",
+    "session.fail_on_suboptimal_compiled_model",
+    "session.force_spinning_stop",
+    "session.function_expansion_byte_limit",
+    "session.function_expansion_node_limit",
+    "session.graph_optimizations_loop_level",
+    "session.inter_op.allow_spinning",
+    "session.inter_op.spin_backoff_max",
+    "session.inter_op.spin_duration_us",
+    "session.intra_op.allow_spinning",
+    "session.intra_op.spin_backoff_max",
+    "session.intra_op.spin_duration_us",
+    "session.intra_op_thread_affinities",
+    "session.load_model_format",
+    "session.model_external_initializers_file_folder_path",
+    "session.node_partition_config_file",
+    "session.optimized_model_external_initializers_file_name",
+    "session.optimized_model_external_initializers_min_size_in_bytes",
+    "session.prepack.enable_parallel",
+    "session.qdq_matmulnbits_accuracy_level",
+    "session.qdq_matmulnbits_block_size",
+    "session.qdqisint8allowed",
+    "session.record_ep_graph_assignment_info",
+    "session.save_external_prepacked_constant_initializers",
+    "session.save_model_format",
+    "session.set_denormal_as_zero",
+    "session.strict_shape_type_inference",
+    "session.use_device_allocator_for_initializers",
+    "session.use_env_allocators",
+    "session.use_ort_model_bytes_directly",
+    "session.use_ort_model_bytes_for_initializers",
+    "session.x64quantprecision",
+)
+_RUN_KEYS = (
+    "disable_synchronize_execution_providers",
+    "gpu_graph_id",
+    "memory.enable_memory_arena_shrinkage",
+)
+_SPINNING = "session.intra_op.allow_spinning"
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a rank's onnxruntime session is made with, besides its model and its world."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+    libraries: Sequence[str] = ()
+    providers: Sequence[Any] | None = None
+    provider_options: Sequence[Mapping[str, Any]] | None = None
+
+    @staticmethod
+    def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:
+        """The settable fields and the config entries of `options`; `others` are further fields.
+
+        onnxruntime does not tell which initializers, dimension overrides or custom-op libraries
+        were added to options, so these are not carried over; `libraries` names the last again.
+        """
+        if options is None:
+            return SessionSpec(**others)
+        fields = {name: _plain(getattr(options, name)) for name in _present(options)}
+        config = _entries(options.get_session_config_entry, _SESSION_KEYS)
+        return SessionSpec(fields, {**config, **others.pop("config", {})}, **others)
+
+    def apply(self, options: ort.SessionOptions, rank: int, threads: int, spin: bool) -> None:
+        """Sets these options for a rank, and its number of threads unless a user chose one.
+
+        Files that onnxruntime writes get the rank in their name.
+        """
+        for name, value in self.fields.items():
+            if name in _FILE_FIELDS and value:
+                value = _ranked(value, rank)
+            setattr(options, name, _ENUMS[name](value) if name in _ENUMS else value)
+        if not options.intra_op_num_threads:
+            options.intra_op_num_threads = threads
+        if not spin and _SPINNING not in self.config:
+            options.add_session_config_entry(_SPINNING, "0")
+        for key, value in self.config.items():
+            options.add_session_config_entry(key, value)
+        for library in self.libraries:
+            options.register_custom_ops_library(library)
+
+
+def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
+    """The fields and config entries of run options as JSON can hold them; None for none."""
+    if options is None:
+        return None
+    fields = {name: getattr(options, name) for name in _RUN_FIELDS}
+    return {"fields": fields, "config": _entries(options.get_run_config_entry, _RUN_KEYS)}
+
+
+def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions | None:
+    """The inverse of `run_spec`."""
+    if spec is None:
+        return None
+    options = ort.RunOptions()
+    for name, value in spec["fields"].items():
+        setattr(options, name, value)
+    for key, value in spec["config"].items():
+        options.add_run_config_entry(key, value)
+    return options
+
+
+def _present(options: ort.SessionOptions) -> list[str]:
+    """The fields that this version of onnxruntime has."""
+    return [name for name in _SESSION_FIELDS if hasattr(options, name)]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | bool | int) else int(value)
+
+
+def _entries(get: Any, keys: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for key in keys:
+        try:
+            found[key] = get(key)
+        except RuntimeError:  # onnxruntime's way of saying that it is not set
+            continue
+    return found
+
+
+def _ranked(path: str, rank: int) -> str:
+    """`a/model.onnx` of rank 3 is `a/model.rank3.onnx`."""
+    folder, slash, name = path.rpartition("/")
+    stem, dot, suffix = name.rpartition(".")
+    return folder + slash + (f"{stem}.rank{rank}{dot}{suffix}" if dot else f"{name}rank{rank}_")

@@ -1,0 +1,103 @@
+"""Cutting a global array into a rank's part and putting parts together, with all indices made once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnxpar.layout import Dim, Layout, dim_axes, indices, runs
+from onnxpar.mesh import Mesh
+
+Array = npt.NDArray[Any]
+Index = tuple[Any, ...]
+MANY_BLOCKS = 64
+"""From here on, one indexed copy is faster than that many copies of slices."""
+
+
+class Parts:
+    """The parts of one tensor. Where data decides the shape, the layout is None: whole."""
+
+    def __init__(self, layout: Layout | None, mesh: Mesh) -> None:
+        self._layout = None if layout is None or layout.is_whole else layout
+        self._shape = None if layout is None else layout.shape
+        self._mesh = mesh
+        self._blocks = lru_cache(maxsize=None)(self._find_blocks)
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks whose parts make up the tensor: of several that hold the same, the first."""
+        if self._layout is None:
+            return (0,)
+        axes = tuple(a for d in self._layout.dims for a in dim_axes(d)) + self._layout.partial
+        first: dict[tuple[int, ...], int] = {}
+        for rank in range(self._mesh.size):
+            first.setdefault(tuple(self._mesh.coordinate((a,), rank) for a in axes), rank)
+        return tuple(sorted(first.values()))
+
+    def local_shape(self, rank: int) -> tuple[int, ...] | None:
+        """The shape of a rank's part; None where data decides it."""
+        return self._shape if self._layout is None else self._layout.local_shape(self._mesh, rank)
+
+    def take(self, whole: Array, rank: int, out: Array | None = None) -> Array:
+        """A rank's part of a contiguous global array, contiguous too.
+
+        A view of `whole` where that is possible, else a copy: in `out` if that is given.
+        """
+        if self._layout is None:
+            return whole
+        if self._layout.partial:
+            return np.ascontiguousarray(self._layout.take(whole, self._mesh, rank))
+        blocks = self._blocks(rank)
+        if len(blocks) == 1:
+            view = np.asarray(whole[blocks[0][0]])
+            if view.flags.c_contiguous:
+                return view
+        shape = self._layout.local_shape(self._mesh, rank)
+        part = np.empty(shape, whole.dtype) if out is None else out
+        for there, here in blocks:
+            part[here] = whole[there]
+        return part
+
+    def assemble(self, parts: Mapping[int, Array]) -> Array:
+        """A new global array from the parts of the `sources`."""
+        if self._layout is None:
+            return parts[0].copy()
+        if self._layout.partial:
+            return self._layout.assemble(self._for_all_ranks(parts), self._mesh)
+        whole = np.empty(self._layout.shape, parts[self.sources[0]].dtype)
+        for rank in self.sources:
+            for there, here in self._blocks(rank):
+                whole[there] = parts[rank][here]
+        return whole
+
+    def _find_blocks(self, rank: int) -> list[tuple[Index, Index]]:
+        """Where each block of the part lies: (index into the global array, index into the part)."""
+        assert self._layout is not None
+        spans = [_spans(d, self._mesh, rank) for d in self._layout.dims]
+        if math.prod(map(len, spans)) > MANY_BLOCKS:
+            at = np.ix_(*(indices(d, self._mesh, rank) for d in self._layout.dims))
+            return [(at, (Ellipsis,))]
+        return [
+            (tuple(there for there, _ in block), tuple(here for _, here in block))
+            for block in itertools.product(*spans)
+        ]
+
+    def _for_all_ranks(self, parts: Mapping[int, Array]) -> list[Array]:
+        """One array per rank; where `assemble` reads none, any of the right dtype."""
+        filler = parts[self.sources[0]]
+        return [parts.get(rank, filler) for rank in range(self._mesh.size)]
+
+
+def _spans(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[slice, slice]]:
+    """The runs of a dimension: (slice of the global dimension, slice of the part's)."""
+    out, at = [], 0
+    for start, length in runs(dim, mesh, rank) or [(0, 0)]:
+        out.append((slice(start, start + length), slice(at, at + length)))
+        at += length
+    return out

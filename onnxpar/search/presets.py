@@ -1,0 +1,97 @@
+"""Presets: data-parallel, tensor-parallel and their hybrid, found from the graph's structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.mesh import Axes, Mesh, parts_over
+from onnxpar.search.tensor_parallel import tensor_parallel_rounds
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import Seed, TensorSeed
+
+PRESETS = ("data-parallel", "tensor-parallel", "hybrid")
+
+
+def preset_mesh(preset: str | None, devices: int) -> Mesh:
+    """The mesh of a preset where none is given: one axis, for hybrid dp=2 and the rest tp.
+
+    Errors: StrategyError for fewer than 1 device, or a hybrid of an odd number of devices.
+    """
+    if devices < 1:
+        raise StrategyError(f"--devices {devices}: at least 1")
+    if preset == "hybrid":
+        if devices % 2:
+            raise StrategyError(f"hybrid over {devices} devices: give --mesh dp=..,tp=..")
+        return Mesh((("dp", 2), ("tp", devices // 2)))
+    return Mesh(((("dp" if preset == "data-parallel" else "tp"), devices),))
+
+
+def default_rounds(graph: gs.Graph, sharding: Sharding) -> list[list[Seed]]:
+    """What stays open under a strategy: data parallel over the axis `dp`, where there is one."""
+    mesh = sharding.mesh
+    size = _batch_size(graph)
+    if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
+        return []
+    return [list(batch_seeds(graph, sharding, (mesh.axis("dp"),)))]
+
+
+def choose_preset(graph: gs.Graph, devices: int) -> str:
+    """What `--devices N` alone does: data-parallel where the batch divides by N, else tensor-parallel.
+
+    A rule, not a search: a batch that divides needs no collective where outputs are per sample.
+    """
+    size = _batch_size(graph)
+    return "data-parallel" if size and size % devices == 0 else "tensor-parallel"
+
+
+def preset_rounds(graph: gs.Graph, sharding: Sharding, preset: str | None) -> list[list[Seed]]:
+    """The seeds of a preset, in rounds of falling priority. Errors: StrategyError for its name."""
+    mesh = sharding.mesh
+    if preset is None:
+        return []
+    if preset not in PRESETS:
+        raise StrategyError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
+    if preset == "data-parallel":
+        return [list(batch_seeds(graph, sharding, _all_axes(mesh)))]
+    axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
+    if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
+        raise StrategyError(f"hybrid needs an axis dp and another, the mesh is {mesh}")
+    batch: list[Seed] = []
+    if "dp" in mesh.sizes:
+        batch = list(batch_seeds(graph, sharding, (mesh.axis("dp"),)))
+    return [batch, *tensor_parallel_rounds(graph, sharding, axes)]
+
+
+def batch_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> Iterator[Seed]:
+    """Splits the batch: the first dimension of the first input, and of all inputs of that extent.
+
+    Errors: StrategyError where the batch has fewer elements than parts.
+    """
+    size = _batch_size(graph)
+    parts = parts_over(axes)
+    if parts == 1:
+        return
+    if size is None or size < parts:
+        raise StrategyError(
+            f"data-parallel over {parts}: the batch has {size or 'no'} elements; export or bind "
+            f"(--dim) a batch of at least {parts}, or use tensor-parallel"
+        )
+    for tensor in graph.inputs:
+        factors = sharding.factors.tensors.get(tensor.name)
+        if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
+            leaves: list[Axes | None] = [axes] + [None] * (len(factors.leaves) - 1)
+            yield TensorSeed(tensor.name, leaves)
+
+
+def _batch_size(graph: gs.Graph) -> int | None:
+    for tensor in graph.inputs:
+        if tensor.shape and isinstance(tensor.shape[0], int):
+            return int(tensor.shape[0])
+    return None
+
+
+def _all_axes(mesh: Mesh) -> Axes:
+    return tuple(mesh.axis(name) for name, _ in mesh.shape)

@@ -1,0 +1,159 @@
+"""The sharding of a graph while it is being decided: mesh axes assigned to atoms.
+
+Tensors and nodes hold axes per leaf; None is open. A `Placement` is a decided assignment, and becomes
+a `Layout` once the leaves are put back into their dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, with_axes
+from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp
+from onnxpar.mesh import Axes, Axis, Mesh, merge_axes, parts_over
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Axes per splittable leaf of a tensor, and the axes over which it is partial."""
+
+    leaves: tuple[Axes, ...]
+    partial: Axes = ()
+    reduce: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leaves", tuple(merge_axes(a) for a in self.leaves))
+        object.__setattr__(self, "partial", merge_axes(tuple(sorted(self.partial))))
+        if not self.partial:
+            object.__setattr__(self, "reduce", "sum")
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.partial and not any(self.leaves)
+
+    def reduced(self) -> Placement:
+        """The same with nothing pending."""
+        return Placement(self.leaves)
+
+
+@dataclass
+class Sharding:
+    """Axes of every tensor leaf (by tensor) and op leaf (by node).
+
+    pinned   tensors whose layout somebody asked for: it holds whatever the ops around them need
+    fixed    nodes whose axes somebody asked for
+    parts    sizes by hand, for an atom split over these axes
+    """
+
+    mesh: Mesh
+    factors: GraphFactors
+    tensors: dict[str, list[Axes | None]] = field(default_factory=dict)
+    ops: dict[str, list[Axes | None]] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
+    fixed: set[str] = field(default_factory=set)
+    parts: dict[tuple[int, Axes], tuple[int, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def open(mesh: Mesh, factors: GraphFactors) -> Sharding:
+        """Nothing decided yet."""
+        return Sharding(
+            mesh,
+            factors,
+            {name: [None] * len(t.leaves) for name, t in factors.tensors.items()},
+            {op.node.name: [None] * len(op.leaves) for op in factors.ops},
+        )
+
+    def assign_tensor(self, name: str, leaf: int, axes: Axes) -> bool:
+        """Splits an open leaf of a tensor; False where it is decided or the axes are taken."""
+        have = self.tensors[name]
+        if have[leaf] is not None or not _fits(self.factors.tensors[name], have, leaf, axes):
+            return False
+        have[leaf] = axes
+        return True
+
+    def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
+        """Splits an open leaf of a node; False where it is decided or the axes are taken."""
+        have = self.ops[op.node.name]
+        if have[leaf] is not None or not _fits(op, have, leaf, axes):
+            return False
+        have[leaf] = axes
+        return True
+
+    def legalize(self, op: OpFactors) -> None:
+        """Leaves whole a reduced factor of which only some segments are split: the others would be
+        counted once per rank."""
+        axes = self.ops[op.node.name]
+        for name in op.rule.reduce:
+            at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+            given = iter([(axes[i] or (), None) for i in at])
+            if at and covered_axes(with_axes(op.trees[name], given)) is None:
+                for i in at:
+                    axes[i] = ()
+
+    def op_axes(self, op: OpFactors) -> list[Axes]:
+        """The axes of every leaf of a node; open ones are whole."""
+        return [axes or () for axes in self.ops[op.node.name]]
+
+    def tensor_placement(self, name: str) -> Placement:
+        """What is decided for a tensor; open leaves are whole."""
+        return Placement(tuple(axes or () for axes in self.tensors.get(name, [])))
+
+    def operand_placement(self, op: OpFactors, links: Sequence[int | None]) -> Placement:
+        """How a node needs an operand, or makes a result, apart from what is pending."""
+        axes = self.op_axes(op)
+        return Placement(tuple(() if link is None else axes[link] for link in links))
+
+    def pending(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
+        """The axes over which the node's own results are partial, and the reduction."""
+        axes: Axes = ()
+        reduce: ReduceOp = "sum"
+        for i, over in enumerate(self.op_axes(op)):
+            if over and op.reduction(i):
+                axes += over
+                reduce = op.reduction(i)  # type: ignore[assignment]
+        return axes, reduce
+
+    def layout(self, tensor: gs.Tensor | str, placement: Placement) -> Layout:
+        """The placement as a layout of the tensor's dimensions."""
+        name = tensor if isinstance(tensor, str) else tensor.name
+        factors = self.factors.tensors[name]
+        given = iter(
+            (axes, self.parts.get((leaf.atom, axes)) if axes else None)
+            for leaf, axes in zip(factors.leaves, placement.leaves, strict=True)
+        )
+        dims = tuple(with_axes(dim, given) for dim in factors.dims)
+        return Layout(dims, placement.partial, placement.reduce)
+
+
+def _fits(
+    factors: TensorFactors | OpFactors, have: list[Axes | None], leaf: int, axes: Axes
+) -> bool:
+    """Whether a leaf can be split over axes that no leaf beside it uses; segments may share."""
+    if parts_over(axes) > factors.leaves[leaf].size:
+        return False
+    used = (
+        a for i, other in enumerate(have) if other and (i, leaf) not in factors.apart for a in other
+    )
+    return not overlaps(axes, used)
+
+
+def covered_axes(dim: Dim) -> frozenset[Axis] | None:
+    """The axes over which every element is split; None where segments differ."""
+    if isinstance(dim, Factor):
+        return frozenset(dim.axes)
+    found = [covered_axes(c) for c in dim.children if c.size]
+    if None in found:
+        return None
+    sets = [f for f in found if f is not None]
+    if isinstance(dim, Product):
+        return frozenset[Axis]().union(*sets)
+    return sets[0] if len(set(sets)) == 1 else None
+
+
+def overlaps(axes: Iterable[Axis], used: Iterable[Axis]) -> bool:
+    """Whether some axis is already in use."""
+    taken = list(used)
+    return any(a.overlaps(b) for a in axes for b in taken)

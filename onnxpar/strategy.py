@@ -1,0 +1,338 @@
+"""What people ask for: strategy files, MindSpore tuples, presets; and how it lands on factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from onnxpar.errors import StrategyError
+from onnxpar.factors import OpFactors
+from onnxpar.layout import Concat, Dim, Factor, leaves
+from onnxpar.mesh import Axes, Axis, Mesh, parts_over
+from onnxpar.sharding import Sharding, overlaps
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy as written: entries of `shard` by node glob, of `tensors` by tensor glob.
+
+    An entry is a list per dimension (for `shard`, a list of those per input) of: null or 1 (whole), a
+    number of parts, an axis name, a list of axis names, or {axis: [sizes by hand]}.
+    """
+
+    mesh: Mesh | None = None
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "strategy"
+
+    @staticmethod
+    def read(path: str | Path) -> Strategy:
+        """Reads a strategy file (YAML). Errors: StrategyError, naming the file and what is wrong."""
+        try:
+            data = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise StrategyError(f"{path}: {error.strerror or error}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise StrategyError(f"{path}: not YAML: {error}") from None
+        return Strategy.of(data or {}, str(path))
+
+    @staticmethod
+    def of(data: Any, source: str = "strategy") -> Strategy:
+        """A strategy from the same structure in Python."""
+        if not isinstance(data, Mapping):
+            raise StrategyError(f"{source}: a mapping with mesh, shard and tensors is expected")
+        unknown = sorted(set(map(str, data)) - {"mesh", "shard", "tensors"})
+        if unknown:
+            raise StrategyError(f"{source}: unknown key {unknown[0]!r}; use mesh, shard, tensors")
+        mesh = data.get("mesh")
+        for key in ("mesh", "shard", "tensors"):
+            if data.get(key) is not None and not isinstance(data[key], Mapping):
+                raise StrategyError(f"{source}: {key} must be a mapping")
+        if mesh and not all(isinstance(n, int) for n in mesh.values()):
+            raise StrategyError(f"{source}: mesh sizes must be whole numbers")
+        return Strategy(
+            Mesh.of((str(k), n) for k, n in mesh.items()) if mesh else None,
+            data.get("shard") or {},
+            data.get("tensors") or {},
+            source,
+        )
+
+
+class Seed(Protocol):
+    """An annotation that waits for its turn: the order of seeds is their priority."""
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Decides leaves that are still open; returns whether any was."""
+        ...
+
+
+@dataclass(frozen=True)
+class NodeSeed:
+    """What a strategy asks of one node: all leaves of the inputs it names are decided."""
+
+    op: OpFactors
+    axes: Mapping[int, Axes]
+    parts: Mapping[int, tuple[int, ...]]
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Fixes the named leaves, the whole ones too."""
+        name = self.op.node.name
+        for leaf, axes in self.axes.items():
+            sharding.ops[name][leaf] = axes
+            if leaf in self.parts:
+                sharding.parts[self.op.leaves[leaf].atom, axes] = self.parts[leaf]
+        sharding.fixed.add(name)
+        return True
+
+
+@dataclass(frozen=True)
+class TensorSeed:
+    """Axes for leaves of one tensor; `pin` makes it hold that layout whatever its neighbours need."""
+
+    tensor: str
+    axes: Sequence[Axes | None]
+    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    pin: bool = False
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Decides the leaves that are still open."""
+        changed = False
+        for leaf, axes in enumerate(self.axes):
+            if axes is None:
+                continue
+            if leaf in self.parts:
+                atom = sharding.factors.tensors[self.tensor].leaves[leaf].atom
+                sharding.parts[atom, axes] = self.parts[leaf]
+            if axes:
+                changed |= sharding.assign_tensor(self.tensor, leaf, axes)
+            elif sharding.tensors[self.tensor][leaf] is None:
+                sharding.tensors[self.tensor][leaf] = ()
+        if self.pin:
+            sharding.pinned.add(self.tensor)
+        return changed
+
+
+def seeds_of(strategy: Strategy, sharding: Sharding) -> list[NodeSeed | TensorSeed]:
+    """The strategy's entries, matched against the graph's names.
+
+    Errors: StrategyError for a pattern that matches nothing, and for what cannot be met, naming the
+    node or tensor and the remedy.
+    """
+    seeds: list[NodeSeed | TensorSeed] = []
+    for pattern, entry in strategy.shard.items():
+        ops = {op.node.name: op for op in sharding.factors.ops}
+        for name in _matching(str(pattern), ops, "node", strategy.source):
+            seeds.append(_node_seed(ops[name], entry, sharding))
+    for pattern, entry in strategy.tensors.items():
+        for name in _matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
+            seeds.append(_tensor_seed(name, entry, sharding))
+    return seeds
+
+
+def _matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
+    names = list(names)
+    found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
+    if not found:
+        near = [n for n in names if pattern.strip("*/").lower() in n.lower()][:3] or names[:3]
+        raise StrategyError(
+            f"{source}: {pattern!r} matches no {what}; there are {', '.join(map(repr, near))} ..."
+        )
+    return found
+
+
+def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
+    what = f"{op.node.op} '{op.node.name}'"
+    if not isinstance(entry, Sequence) or isinstance(entry, str):
+        raise StrategyError(f"{what}: a list of inputs, each a list of dimensions, is expected")
+    if len(entry) > len(op.node.inputs):
+        raise StrategyError(
+            f"{what} has {len(op.node.inputs)} inputs, the strategy speaks of {len(entry)}"
+        )
+    axes: dict[int, Axes] = {}
+    parts: dict[int, tuple[int, ...]] = {}
+    pre = 1
+    for index, dims in enumerate(entry):
+        tensor = sharding.factors.tensors.get(op.node.inputs[index].name)
+        rank = len(tensor.dims) if tensor else 0
+        asks = [] if dims is None else dims
+        if not isinstance(asks, Sequence) or isinstance(asks, str) or len(asks) != rank:
+            raise StrategyError(f"{what}: input {index} has {rank} dimensions, strategy {dims!r}")
+        for axis, ask in enumerate(asks):
+            assert tensor is not None
+            at = [j for j, d in enumerate(tensor.dim_of_leaf) if d == axis]
+            links = [op.inputs[index][j] for j in at]
+            if _counted(ask) and links and all(axes.get(k, ()) for k in links if k is not None):
+                over = next((axes[k] for k in links if k is not None and axes.get(k)), ())
+                if parts_over(over) == ask:
+                    continue  # this factor had its axes from an earlier operand
+            over, sizes, pre = _ask(ask, sharding.mesh, what, pre)
+            label = f"input {index} dimension {axis}"
+            spread = _spread(tensor.dims[axis], over, links, f"{what}: {label}", op, sharding)
+            known = {k: a for k, a in zip(links, spread, strict=True) if k is not None}
+            for leaf, given in known.items():
+                if axes.get(leaf) and given and axes[leaf] != given:
+                    raise StrategyError(f"{what}: {label} is asked for in two ways")
+                axes[leaf] = given or axes.get(leaf, ())
+            leaves = [-1 if k is None else k for k in links]
+            parts |= _hand_parts(what, leaves, spread, over, sizes, tensor.dims[axis].size)
+    used: list[Axis] = []
+    for over in axes.values():
+        if overlaps(over, used):
+            raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
+        used += over
+    return NodeSeed(op, axes, parts)
+
+
+def _counted(ask: Any) -> bool:
+    return isinstance(ask, int) and ask != 1
+
+
+def _spread(
+    dim: Dim, over: Axes, links: Sequence[int | None], what: str, op: OpFactors, sharding: Sharding
+) -> list[Axes]:
+    """The axes for the leaves of an operand's dimension; an error where it cannot be split so."""
+    blocked = frozenset(j for j, link in enumerate(links) if link is None)
+    if over and links and len(blocked) == len(links):
+        reasons = "; ".join(dict.fromkeys(op.whole.values())) or "it has no factor"
+        raise StrategyError(f"{what} must stay whole ({reasons}); leave it 1")
+    spread = spread_dim(dim, over, blocked)
+    if spread is None:
+        raise StrategyError(_does_not_split(what, dim.size, over, sharding))
+    return spread
+
+
+def _ask(
+    ask: Any, mesh: Mesh, what: str, pre: int
+) -> tuple[Axes, tuple[int, ...] | None, int]:
+    """Reads one dimension's entry: axes, sizes by hand, and how many flat parts are in use then."""
+    if ask is None or ask == 1:
+        return (), None, pre
+    if isinstance(ask, int) and not isinstance(ask, bool):
+        if ask < 1 or mesh.size % (pre * ask):
+            raise StrategyError(
+                f"{what}: the strategy asks for {pre * ask} parts, which do not fit {mesh.size} "
+                f"devices (mesh {mesh}); lower them, or give more --devices"
+            )
+        return mesh.flat(pre, ask), None, pre * ask
+    if isinstance(ask, str):
+        return (mesh.axis(ask),), None, pre
+    if isinstance(ask, Mapping) and len(ask) == 1:
+        name, sizes = next(iter(ask.items()))
+        if isinstance(sizes, Sequence) and all(isinstance(s, int) and s >= 0 for s in sizes):
+            return (mesh.axis(str(name)),), tuple(sizes), pre
+    if isinstance(ask, Sequence) and ask and all(isinstance(a, str) for a in ask):
+        return tuple(mesh.axis(a) for a in ask), None, pre
+    raise StrategyError(
+        f"{what}: {ask!r} is no split; use null, a number of parts, an axis, a list of axes or "
+        "{axis: [sizes]}"
+    )
+
+
+def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
+    factors = sharding.factors.tensors[name]
+    what = f"tensor '{name}'"
+    if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != len(factors.dims):
+        raise StrategyError(f"{what} has {len(factors.dims)} dimensions, the strategy says {entry!r}")
+    axes: list[Axes] = []
+    parts: dict[int, tuple[int, ...]] = {}
+    used: list[Axis] = []
+    pre = 1
+    for i, (dim, ask) in enumerate(zip(factors.dims, entry, strict=True)):
+        over, sizes, pre = _ask(ask, sharding.mesh, what, pre)
+        spread = spread_dim(dim, over)
+        if spread is None:
+            raise StrategyError(_does_not_split(f"{what} dimension {i}", dim.size, over, sharding))
+        if overlaps(over, used):
+            raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
+        at = list(range(len(axes), len(axes) + len(spread)))
+        parts |= _hand_parts(what, at, spread, over, sizes, dim.size)
+        used += over
+        axes += spread
+    return TensorSeed(name, axes, parts, pin=True)
+
+
+def _hand_parts(
+    what: str,
+    leaves: Sequence[int],
+    spread: Sequence[Axes],
+    over: Axes,
+    sizes: tuple[int, ...] | None,
+    size: int | None,
+) -> dict[int, tuple[int, ...]]:
+    if sizes is None:
+        return {}
+    if len(sizes) != parts_over(over) or sum(sizes) != size:
+        raise StrategyError(
+            f"{what}: sizes by hand {list(sizes)} must be {parts_over(over)} parts that add up to {size}"
+        )
+    if len(leaves) != 1 or spread[0] != over:
+        raise StrategyError(f"{what}: sizes by hand need a dimension that no op merges or cuts")
+    return {leaves[0]: sizes}
+
+
+def _does_not_split(what: str, size: int, axes: Axes, sharding: Sharding) -> str:
+    over = ".".join(sharding.mesh.text(a) for a in axes)
+    n = parts_over(axes)
+    fitting = [d for d in range(min(n, size), 1, -1) if size % d == 0]
+    remedy = f"split it into {fitting[0]}, or leave it whole" if fitting else "leave it whole"
+    return f"{what}: {size} elements do not split into {n} parts over {over}; {remedy}"
+
+
+def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:
+    """Axes for the splittable leaves of a dimension, so that it is split over all of them.
+
+    Of merged factors the first takes them that divides evenly, else the first that is large enough;
+    of segments each that can. `blocked` leaves stay whole. None where nothing is large enough.
+    """
+    if isinstance(dim, Factor):
+        if not axes:
+            return [()] if dim.size > 1 else []
+        return [axes] if parts_over(axes) <= dim.size and 0 not in blocked else None
+    empty = [[()] * _leaf_count(c) for c in dim.children]
+    starts = [sum(map(len, empty[:i])) for i in range(len(empty))]
+    inner = [
+        frozenset(j - s for j in blocked if s <= j < s + len(e))
+        for s, e in zip(starts, empty, strict=True)
+    ]
+    if not axes:
+        return [a for e in empty for a in e]
+    if isinstance(dim, Concat):
+        split = [spread_dim(c, axes, b) for c, b in zip(dim.children, inner, strict=True)]
+        if all(s is None for s in split):
+            return None
+        return [a for s, e in zip(split, empty, strict=True) for a in (e if s is None else s)]
+    n = parts_over(axes)
+    ranked = [i for i, c in enumerate(dim.children) if c.size % n == 0]
+    ranked += [i for i, c in enumerate(dim.children) if c.size >= n and i not in ranked]
+    for i in ranked:
+        taken = spread_dim(dim.children[i], axes, inner[i])
+        if taken is not None:
+            return [a for j, e in enumerate(empty) for a in (taken if i == j else e)]
+    nestable = all(isinstance(c, Factor) for c in dim.children) and not blocked
+    return nest([c.size for c in dim.children], axes) if nestable else None
+
+
+def _leaf_count(dim: Dim) -> int:
+    return sum(leaf.size > 1 for leaf in leaves(dim))
+
+
+def nest(sizes: Sequence[int], axes: Axes) -> list[Axes] | None:
+    """Several factors share one axis: 2 heads groups by 4 heads over tp=8 are tp:(1)2 and tp:(2)4."""
+    out: list[Axes] = []
+    rest = list(axes)
+    for size in sizes:
+        taken: list[Axis] = []
+        while rest and size % rest[0].size == 0:
+            size //= rest[0].size
+            taken.append(rest.pop(0))
+        if rest and size > 1 and rest[0].size % size == 0:
+            axis = rest.pop(0)
+            taken.append(Axis(axis.name, size, axis.pre))
+            rest.insert(0, Axis(axis.name, axis.size // size, axis.pre * size))
+        out.append(tuple(taken))
+    return None if rest else out

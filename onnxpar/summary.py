@@ -1,0 +1,130 @@
+"""What a plan says of the graph: weights, memory, FLOPs, and what stayed whole."""
+
+from __future__ import annotations
+
+import math
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.factors import OpFactors
+from onnxpar.layout import local_size
+from onnxpar.mesh import parts_over
+from onnxpar.passes.pass_ import PassContext
+from onnxpar.plan import Plan, Port, Weight, Whole, numpy_dtype, part_bytes
+from onnxpar.ranges import integer_ranges
+
+
+def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
+    """The plan of a graph behind insert-collectives, while shapes are still global."""
+    weights = _weights(graph, ctx)
+    held = sum(w.bytes_per_rank for w in weights)
+    return Plan(
+        name,
+        ctx.sharding.mesh,
+        preset,
+        [_port(t, ctx) for t in graph.inputs],
+        [_port(t, ctx) for t in graph.outputs],
+        list(ctx.model.states),
+        [],
+        weights,
+        list(whole_nodes(ctx)),
+        {"weights_per_rank": held, "activations_per_rank": _peak_activations(graph, ctx)},
+        _flops(ctx),
+        integer_ranges(graph),
+    )
+
+
+def _port(tensor: gs.Variable, ctx: PassContext) -> Port:
+    known = tensor.shape is not None and all(isinstance(s, int) for s in tensor.shape)
+    layout = ctx.layouts.get(tensor.name) if known else None
+    shape = tuple(tensor.shape) if known else None
+    return Port(tensor.name, numpy_dtype(tensor).name, shape, layout)
+
+
+def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
+    out = []
+    mesh = ctx.sharding.mesh
+    for tensor in graph.tensors().values():
+        layout = ctx.layouts.get(tensor.name)
+        if not isinstance(tensor, gs.Constant) or layout is None:
+            continue
+        dtype = numpy_dtype(tensor)
+        size = math.prod(tensor.shape) * dtype.itemsize
+        held = max(part_bytes(tensor, layout, mesh, r) for r in _sample(mesh.size))
+        name = ctx.copies.get(tensor.name, tensor.name)
+        shape = tuple(int(s) for s in tensor.shape)
+        out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
+    return out
+
+
+def _sample(ranks: int) -> list[int]:
+    """Ranks to look at for the largest part: parts by hand may put it anywhere, so up to 64 of them."""
+    return list(range(ranks)) if ranks <= 64 else [0, ranks - 1]
+
+
+def whole_nodes(ctx: PassContext) -> list[Whole]:
+    """Nodes for which split operands were gathered because their rule wants them whole, and matrix
+    products and the like of which nothing is split."""
+    out = []
+    for op in ctx.sharding.factors.ops:
+        lost = _gathered(op, ctx)
+        if lost:
+            reasons = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
+            out.append(Whole(op.node.name, op.node.op, reasons, lost))
+        elif is_compute(op) and not any(ctx.sharding.op_axes(op)) and ctx.sharding.mesh.size > 1:
+            reasons = "; ".join(dict.fromkeys(op.whole.values())) or "nothing around it is split"
+            out.append(Whole(op.node.name, op.node.op, reasons, 0))
+    return out
+
+
+def _gathered(op: OpFactors, ctx: PassContext) -> int:
+    """Bytes of operands that reach the node through an all-gather for its sake."""
+    total = 0
+    for i, tensor in enumerate(op.node.inputs):
+        producer = tensor.inputs[0] if tensor.inputs and isinstance(tensor, gs.Variable) else None
+        if producer is None or producer.op != "AllGather":
+            continue
+        if any(link is None for link in op.inputs[i]):
+            total += part_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
+    return total
+
+
+def is_compute(op: OpFactors) -> bool:
+    """Whether the node contracts two operands: a matrix product or a convolution."""
+    return len(op.rule.linear) >= 2 and bool(op.rule.reduce)
+
+
+def _flops(ctx: PassContext) -> dict[str, int]:
+    """Multiplications and additions of the contractions: in all, and on rank 0."""
+    total = here = 0
+    for op in ctx.sharding.factors.ops:
+        if not is_compute(op):
+            continue
+        whole = 2 * math.prod(s or 1 for s in op.rule.sizes.values())
+        split = math.prod(parts_over(a) for a in ctx.sharding.op_axes(op))
+        total += whole
+        here += whole // split
+    return {"model": total, "per_rank": here}
+
+
+def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
+    """The most bytes of activations that are alive at once on rank 0, in graph order."""
+    mesh = ctx.sharding.mesh
+    last: dict[str, int] = {}
+    for i, node in enumerate(graph.nodes):
+        for tensor in node.inputs:
+            last[tensor.name] = i
+    ends: dict[int, list[int]] = {}
+    alive = peak = 0
+    for i, node in enumerate(graph.nodes):
+        for tensor in node.outputs:
+            layout = ctx.layouts.get(tensor.name)
+            if layout is None:
+                continue
+            size = math.prod(local_size(d, mesh, 0) for d in layout.dims)
+            size *= numpy_dtype(tensor).itemsize if tensor.dtype is not None else 4
+            alive += size
+            ends.setdefault(last.get(tensor.name, len(graph.nodes)), []).append(size)
+        peak = max(peak, alive)
+        alive -= sum(ends.pop(i, []))
+    return peak

@@ -1,0 +1,187 @@
+"""Cuts weights into the ranks' parts, stream-wise: no weight is ever in memory whole.
+
+Every distinct part is written once. Parts that all ranks share go to `shared.weights`, others to the
+file of the first rank that holds them; the ranks' graphs refer to them by file, offset and length.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxpar.layout import Layout, indices, neutral
+from onnxpar.mesh import Mesh
+from onnxpar.model import external_location
+
+CHUNK = 8 << 20
+"""Bytes read at a time."""
+ALIGN = mmap.ALLOCATIONGRANULARITY
+"""Offsets that a runtime can map."""
+INLINE = 1024
+"""Bytes up to which a part stands in the graph itself."""
+SHARED = "shared.weights"
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Part:
+    """A part of a weight: in a file, or (`data`) in the graph itself."""
+
+    shape: tuple[int, ...]
+    location: str = ""
+    offset: int = 0
+    length: int = 0
+    data: bytearray | None = None
+
+    def proto(self, name: str, dtype: int) -> TensorProto:
+        """The initializer that holds it or refers to it."""
+        tensor = TensorProto(name=name, data_type=dtype, dims=self.shape)
+        if self.data is not None:
+            tensor.raw_data = bytes(self.data)
+            return tensor
+        tensor.data_location = TensorProto.EXTERNAL
+        for key in ("location", "offset", "length"):
+            tensor.external_data.add(key=key, value=str(getattr(self, key)))
+        return tensor
+
+
+@dataclass
+class WeightStore:
+    """The weight files of a sharded model in `folder`; `source` is the folder of the whole model."""
+
+    folder: Path
+    source: Path
+    mesh: Mesh
+    progress: Callable[[int], None] = lambda n: None
+    ends: dict[str, int] = field(default_factory=dict)
+
+    def cut(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
+        """Writes every part of a weight; returns each rank's initializer, in rank order."""
+        holder = self._first_holders(layout)
+        parts = {r: self._place(r, weight, layout, holder) for r in sorted(set(holder))}
+        with ExitStack() as stack:
+            writers = [
+                _Writer(part, stack.enter_context(self._open(part)), layout, self.mesh, rank)
+                for rank, part in parts.items()
+            ]
+            for lead, start, block in read_blocks(weight, self.source):
+                for writer in writers:
+                    writer.write(lead, start, block)
+                self.progress(block.nbytes)
+        return [parts[r].proto(name, weight.data_type) for r in holder]
+
+    def _first_holders(self, layout: Layout) -> list[int]:
+        """For each rank the first rank that holds the same part."""
+        first: dict[tuple[int, ...], int] = {}
+        axes = tuple(dict.fromkeys(layout.axes))
+        keys = (
+            tuple(self.mesh.coordinate((a,), rank) for a in axes) for rank in range(self.mesh.size)
+        )
+        return [first.setdefault(key, rank) for rank, key in enumerate(keys)]
+
+    def _place(self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]) -> Part:
+        shape = layout.local_shape(self.mesh, rank)
+        length = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(weight).itemsize
+        if length <= INLINE:
+            return Part(shape, length=length, data=bytearray(length))
+        shared = len(holder) > 1 and len(set(holder)) == 1
+        location = SHARED if shared else f"rank_{rank:04d}.weights"
+        offset = -(-self.ends.get(location, 0) // ALIGN) * ALIGN
+        self.ends[location] = offset + length
+        return Part(shape, location, offset, length)
+
+    def _open(self, part: Part) -> BinaryIO:
+        if part.data is not None:
+            return open(os.devnull, "wb")
+        path = self.folder / part.location
+        path.touch()
+        return path.open("r+b")
+
+
+class _Writer:
+    """Appends what a rank holds of each block to its part: local order is global order."""
+
+    def __init__(self, part: Part, sink: BinaryIO, layout: Layout, mesh: Mesh, rank: int) -> None:
+        self.part = part
+        self.sink = sink
+        self.held = [indices(d, mesh, rank) for d in layout.dims]
+        self.whole = [len(h) == d.size for h, d in zip(self.held, layout.dims, strict=True)]
+        blank = layout.partial and mesh.coordinate(layout.partial, rank)
+        self.fill = layout.reduce if blank else None
+        self.done = 0
+
+    def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
+        """Takes the held elements out of a block of `read_blocks`."""
+        for at, held in zip(lead, self.held, strict=False):
+            found = np.searchsorted(held, at)
+            if found == len(held) or held[found] != at:
+                return
+        rest = self.held[len(lead) :]
+        for i, held in enumerate(rest):
+            if i == 0:
+                low, high = np.searchsorted(held, [start, start + len(block)])
+                block = _take(block, held[low:high] - start, 0)
+            elif not self.whole[len(lead) + i]:
+                block = _take(block, held, i)
+        if self.fill:
+            block = np.full_like(block, neutral(self.fill, block.dtype))
+        self._append(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
+
+    def _append(self, data: Array) -> None:
+        if self.part.data is not None:
+            self.part.data[self.done : self.done + data.nbytes] = data.tobytes()
+        else:
+            os.pwrite(self.sink.fileno(), data.data, self.part.offset + self.done)
+        self.done += data.nbytes
+
+
+def _take(block: Array, positions: Array, axis: int) -> Array:
+    """A view where the positions are one run."""
+    n = len(positions)
+    if n and positions[-1] - positions[0] + 1 == n:
+        return block[(slice(None),) * axis + (slice(int(positions[0]), int(positions[0]) + n),)]
+    return np.take(block, positions, axis)
+
+
+def numpy_dtype(weight: TensorProto) -> np.dtype[Any]:
+    """The dtype of a weight for NumPy."""
+    return np.dtype(helper.tensor_dtype_to_np_dtype(weight.data_type))
+
+
+def read_blocks(
+    weight: TensorProto, folder: Path
+) -> Iterator[tuple[tuple[int, ...], int, Array]]:
+    """A weight in blocks of at most CHUNK bytes: (leading indices, first row, rows behind them)."""
+    shape = tuple(weight.dims)
+    if weight.data_location != TensorProto.EXTERNAL:
+        whole = numpy_helper.to_array(weight)
+        yield (), 0, whole.reshape(shape or (1,))
+        return
+    location, offset, _ = external_location(weight)
+    with (folder / location).open("rb") as source:
+        yield from _read(source, offset, shape or (1,), numpy_dtype(weight), ())
+
+
+def _read(
+    source: BinaryIO, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], lead: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], int, Array]]:
+    row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+    if row > CHUNK and len(shape) > 1:
+        for i in range(shape[0]):
+            yield from _read(source, offset + i * row, shape[1:], dtype, (*lead, i))
+        return
+    rows = max(CHUNK // max(row, 1), 1)
+    for start in range(0, shape[0], rows):
+        count = min(rows, shape[0] - start)
+        source.seek(offset + start * row)
+        block = np.fromfile(source, dtype, count * row // dtype.itemsize)
+        yield lead, start, block.reshape(count, *shape[1:])

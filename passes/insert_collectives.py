@@ -1,0 +1,210 @@
+"""insert-collectives: every mismatch of layouts becomes explicit nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.factors import OpFactors
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.pending import choose_pending
+from onnxpar.plan import DOMAIN, part_bytes
+from onnxpar.reshard import Step, plan_tree
+from onnxpar.sharding import Placement
+
+
+@dataclass(frozen=True)
+class InsertCollectives(Pass):
+    """Turn every layout mismatch into explicit collectives and local cuts.
+
+    Requires axes on every leaf that is to be split. Ensures that `ctx.layouts` holds the layout of each
+    tensor and that each node's operands have the layout its rule needs. Shapes stay global: a reshard
+    node is an identity in the global program.
+    """
+
+    name: ClassVar[str] = "insert-collectives"
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        return _Insertion(graph, ctx).run()
+
+
+@dataclass
+class _Read:
+    """An operand of a node, and how the node needs it."""
+
+    node: gs.Node
+    index: int
+    need: Placement
+
+
+class _Insertion:
+    def __init__(self, graph: gs.Graph, ctx: PassContext) -> None:
+        self.graph = graph
+        self.ctx = ctx
+        self.sharding = ctx.sharding
+        self.made: dict[str, Placement] = {}
+        self.reads: dict[str, list[_Read]] = defaultdict(list)
+        self.changed = False
+
+    def run(self) -> bool:
+        for op in self.sharding.factors.ops:
+            self.sharding.legalize(op)
+        self._pin_states()
+        pending = choose_pending(self.graph, self.sharding)
+        for op in self.sharding.factors.ops:
+            for i, tensor in enumerate(op.node.inputs):
+                if tensor.name in self.sharding.factors.tensors:
+                    self.reads[tensor.name].append(_Read(op.node, i, pending.need(op, i)))
+            for i, tensor in enumerate(op.node.outputs):
+                if tensor.name in self.sharding.factors.tensors:
+                    self.made[tensor.name] = pending.result(op, i)
+        for tensor in list(self.graph.inputs):
+            self._place_input(tensor)
+        for tensor in [t for t in self.graph.tensors().values() if isinstance(t, gs.Constant)]:
+            self._place_weight(tensor)
+        for op in list(self.sharding.factors.ops):
+            for tensor in list(op.node.outputs):
+                if tensor.name in self.made:
+                    self._place_result(op, tensor)
+        self.graph.toposort()
+        return self.changed
+
+    def _pin_states(self) -> None:
+        """Both ends of a state pair get the layout that its input has."""
+        for source, result in self.ctx.model.states:
+            axes = list(self.sharding.tensor_placement(source).leaves)
+            for name in (source, result):
+                if len(self.sharding.tensors.get(name, [])) == len(axes):
+                    self.sharding.tensors[name] = list(axes)
+                    self.sharding.pinned.add(name)
+
+    def _place_input(self, tensor: gs.Variable) -> None:
+        """An input is fed as its readers need it; one that is needed in two layouts is fed whole."""
+        name = tensor.name
+        if name not in self.sharding.factors.tensors:
+            return
+        needs = {r.need for r in self.reads[name]}
+        if name in self.sharding.pinned:
+            placement = self.sharding.tensor_placement(name)
+        elif len(needs) == 1 and not next(iter(needs)).partial:
+            placement = next(iter(needs))
+        else:
+            placement = Placement(tuple(() for _ in self.sharding.tensors[name]))
+        if any(t is tensor for t in self.graph.outputs) and name not in self.sharding.pinned:
+            placement = placement.reduced()
+        self._serve(tensor, placement, self.reads[name])
+
+    def _place_weight(self, weight: gs.Constant) -> None:
+        """A weight is stored once per layout that it is needed in, unless its layout was asked for."""
+        name = weight.name
+        if name not in self.sharding.factors.tensors:
+            return
+        if name in self.sharding.pinned:
+            self._serve(weight, self.sharding.tensor_placement(name), self.reads[name])
+            return
+        by_need: dict[Placement, list[_Read]] = defaultdict(list)
+        for read in self.reads[name]:
+            by_need[read.need].append(read)
+        for i, (need, reads) in enumerate(by_need.items()):
+            copy = weight
+            if i:
+                copy = gs.Constant(f"{name}@{i}", weight._values, export_dtype=weight.export_dtype)
+                self.sharding.factors.tensors[copy.name] = self.sharding.factors.tensors[name]
+                self.ctx.copies[copy.name] = name
+                self.changed = True
+                for read in reads:
+                    read.node.inputs[read.index] = copy
+            self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
+
+    def _place_result(self, op: OpFactors, tensor: gs.Variable) -> None:
+        made = self.made[tensor.name]
+        reads = self.reads[tensor.name]
+        is_output = any(t is tensor for t in self.graph.outputs)
+        if tensor.name in self.sharding.pinned:
+            asked = self.sharding.tensor_placement(tensor.name)
+        elif is_output:
+            asked = made.reduced()
+        else:
+            asked = made
+        if is_output and asked != made:
+            self._serve_output(tensor, made, asked, reads)
+        else:
+            self._serve(tensor, made, reads, via=asked)
+
+    def _serve_output(
+        self, tensor: gs.Variable, made: Placement, asked: Placement, reads: list[_Read]
+    ) -> None:
+        """The result moves to an inner name; the output keeps its own and is resharded from it."""
+        inner = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
+        producer = tensor.inputs[0]
+        producer.outputs[_position(producer.outputs, tensor)] = inner
+        self.sharding.factors.tensors[inner.name] = self.sharding.factors.tensors[tensor.name]
+        for read in reads:
+            read.node.inputs[read.index] = inner
+        self._serve(inner, made, reads, via=asked, output=tensor)
+
+    def _serve(
+        self,
+        tensor: gs.Tensor,
+        made: Placement,
+        reads: list[_Read],
+        via: Placement | None = None,
+        output: gs.Variable | None = None,
+    ) -> None:
+        """Adds the reshards that give every reader what it needs, planned together."""
+        self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, made)
+        have: dict[Placement, gs.Tensor] = {made: tensor}
+        goals = [r.need for r in reads]
+
+        def size(placement: Placement) -> float:
+            return part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
+
+        factors = self.sharding.factors.tensors[tensor.name]
+        if via is not None and via != made:
+            self._follow(plan_tree(made, [via], size, factors), tensor, have, output, via)
+            tree = plan_tree(via, goals, size, factors)
+        else:
+            tree = plan_tree(made, goals, size, factors)
+        self._follow(tree, tensor, have)
+        for read in reads:
+            if read.need not in have:
+                raise AssertionError(f"{tensor.name}: {read.need} not among {list(have)}")
+            read.node.inputs[read.index] = have[read.need]
+
+    def _follow(
+        self,
+        tree: list[Step],
+        tensor: gs.Tensor,
+        have: dict[Placement, gs.Tensor],
+        output: gs.Variable | None = None,
+        at: Placement | None = None,
+    ) -> None:
+        for step in tree:
+            if step.after in have:
+                continue
+            result = output if output is not None and step.after == at else None
+            if result is None:
+                name = self.ctx.fresh(tensor.name)
+                result = gs.Variable(name, tensor.dtype, tensor.shape)
+                self.sharding.factors.tensors[name] = self.sharding.factors.tensors[tensor.name]
+            before = self.sharding.layout(tensor, step.before)
+            after = self.sharding.layout(tensor, step.after)
+            node = gs.Node(
+                step.kind,
+                name=f"{step.kind}_{result.name}",
+                attrs={"axes": step.axes, "before": before, "after": after},
+                inputs=[have[step.before]],
+                outputs=[result],
+                domain=DOMAIN,
+            )
+            self.graph.nodes.append(node)
+            self.ctx.layouts[result.name] = after
+            have[step.after] = result
+            self.changed = True
+
+
+def _position(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
+    return next(i for i, t in enumerate(tensors) if t is tensor)

@@ -1,0 +1,44 @@
+"""localize-ops: the global program becomes the program that each rank runs on its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.lower_reshard import ReshardBuilder
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.plan import DOMAIN, collective_of
+from onnxpar.reshard import LOCAL_STEPS
+from onnxpar.rules.local import localize_node
+
+
+@dataclass(frozen=True)
+class LocalizeOps(Pass):
+    """Rewrite every node for local parts, and every reshard into the runtime's collectives.
+
+    Requires layouts of all tensors and no mismatch (insert-collectives). Ensures that shapes of inputs
+    and outputs are rank 0's, that rank-dependent values are in `ctx.per_rank`, and that
+    `ctx.collectives` lists the collectives in graph order.
+    """
+
+    name: ClassVar[str] = "localize-ops"
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        mesh = ctx.sharding.mesh
+        for op in ctx.sharding.factors.ops:
+            localize_node(graph, op, ctx.layouts, mesh, ctx.per_rank)
+        nodes: list[gs.Node] = []
+        for node in list(graph.nodes):
+            if node.domain != DOMAIN:
+                nodes.append(node)
+                continue
+            if node.op not in LOCAL_STEPS:
+                ctx.collectives.append(collective_of(node, mesh))
+            nodes += ReshardBuilder(node, mesh, ctx.per_rank, tag=len(ctx.collectives)).build()
+        graph.nodes = nodes
+        for tensor in [*graph.inputs, *graph.outputs]:
+            if tensor.name in ctx.layouts:
+                tensor.shape = list(ctx.layouts[tensor.name].local_shape(mesh, 0))
+        return True

@@ -1,0 +1,62 @@
+"""The pass API: a pass is a frozen dataclass whose fields are its options."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.layout import Layout
+from onnxpar.model import Model
+from onnxpar.rules.local import PerRank
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import Seed, Strategy
+
+if TYPE_CHECKING:
+    from onnxpar.plan import Collective
+
+
+@dataclass
+class PassContext:
+    """What passes share beside the graph; side tables are keyed by tensor or node name.
+
+    strategy     what the user wrote; `preset` by name
+    seeds        annotations in rounds of falling priority
+    sharding     axes per leaf, while they are being decided
+    layouts      the layout of every tensor, from insert-collectives on
+    per_rank     constants and attributes that depend on the rank, from localize-ops on
+    collectives  in execution order
+    copies       weights that are stored in a second layout, and the weight each is a copy of
+    """
+
+    model: Model
+    sharding: Sharding
+    strategy: Strategy | None = None
+    preset: str | None = None
+    seeds: list[list[Seed]] = field(default_factory=list)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    per_rank: PerRank = field(default_factory=PerRank)
+    collectives: list[Collective] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
+
+    def fresh(self, name: str) -> str:
+        """A tensor name that is not in use yet, made from this one."""
+        i = self._count.get(name, 0) + 1
+        while f"{name}@{i}" in self.layouts or f"{name}@{i}" in self.sharding.factors.tensors:
+            i += 1
+        self._count[name] = i
+        return f"{name}@{i}"
+
+    _count: dict[str, int] = field(default_factory=dict)
+
+
+class Pass(ABC):
+    """One rewriting step over the graph of all ranks. Subclasses are frozen dataclasses."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        """Rewrites the graph or the context in place; returns whether anything changed."""
