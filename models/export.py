@@ -239,9 +239,16 @@ def export_variant(
     except Exception as error:  # whatever an exporter raises is a line of the table
         for written in folder.glob(f"{path.name}*"):
             written.unlink()
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        return Result(model.name, variant, known, f"{type(error).__name__}: {first_line}"[:200])
+        return Result(model.name, variant, known, root_cause(error))
     return Result(model.name, variant, known, "", deviation, path.stat().st_size)
+
+
+def root_cause(error: BaseException) -> str:
+    """Return the type and the first line of what an exporter first stumbled over."""
+    while error.__cause__:
+        error = error.__cause__
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first_line}"[:200]
 
 
 def export_models(args: argparse.Namespace, folder: Path) -> Iterator[Result]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from onnxpar.mesh import Axes, Axis, Mesh, merge_axes, parts_over
+from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, parts_over
 
 ReduceOp = Literal["sum", "max", "min", "prod"]
 Array = npt.NDArray[Any]
@@ -219,7 +219,7 @@ class Layout:
         """The shortest trees of the same meaning, for comparison and for people."""
         return Layout(
             tuple(normalize(d) for d in self.dims),
-            merge_axes(tuple(sorted(self.partial))),
+            merge_axes(in_mesh_order(self.partial)),
             self.reduce if self.partial else "sum",
         )
 

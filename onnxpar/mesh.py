@@ -10,7 +10,7 @@ from functools import cached_property
 from onnxpar.errors import StrategyError
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Axis:
     """A mesh axis or a part of one: `tp`, or `tp:(2)4`, the 4 after a leading 2.
 
@@ -142,6 +142,11 @@ class Mesh:
 def parts_over(axes: Iterable[Axis]) -> int:
     """Into how many parts these axes split."""
     return math.prod(axis.size for axis in axes)
+
+
+def in_mesh_order(axes: Axes) -> Axes:
+    """Axes by name, the parts of one axis from the major to the minor."""
+    return tuple(sorted(axes, key=lambda a: (a.name, a.pre)))
 
 
 def merge_axes(axes: Axes) -> Axes:

@@ -25,6 +25,7 @@ from onnxpar.search.presets import choose_preset, preset_mesh
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Strategy
 from onnxpar.summary import summarize
+from onnxpar.verify import verify
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
@@ -49,6 +50,7 @@ class Options:
     dims: Mapping[str, int] | None = None
     states: Sequence[tuple[str, str]] = ()
     strict: bool = False
+    verify: bool = False
 
 
 def make_context(model: Model, options: Options) -> PassContext:
@@ -76,12 +78,21 @@ def _mesh_and_preset(model: Model, options: Options) -> tuple[Mesh, str | None]:
 
 
 def run_passes(
-    model: Model, ctx: PassContext, passes: Iterable[Pass], watch: Watch | None = None
+    model: Model,
+    ctx: PassContext,
+    passes: Iterable[Pass],
+    watch: Watch | None = None,
+    check: bool = False,
 ) -> Plan | None:
-    """Runs passes in order; the plan is taken behind insert-collectives, and told of what comes."""
+    """Runs passes in order; the plan is taken behind insert-collectives, and told of what comes.
+
+    `check` verifies the invariants behind every pass; `watch` is called there, for dumps.
+    """
     plan = None
     for step in passes:
         step.run(model.graph, ctx)
+        if check:
+            verify(model.graph, ctx)
         if isinstance(step, InsertCollectives):
             plan = summarize(model.graph, ctx, model.path.name, ctx.preset)
         if watch:
@@ -95,7 +106,7 @@ def plan(path: str | Path, options: Options, watch: Watch | None = None) -> tupl
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
     model = load(path, options.dims, options.states)
     ctx = make_context(model, options)
-    made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], watch)
+    made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], watch, options.verify)
     assert made is not None
     if options.strict and made.whole:
         first = made.whole[0]

@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, with_axes
 from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp
-from onnxpar.mesh import Axes, Axis, Mesh, merge_axes, parts_over
+from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, parts_over
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leaves", tuple(merge_axes(a) for a in self.leaves))
-        object.__setattr__(self, "partial", merge_axes(tuple(sorted(self.partial))))
+        object.__setattr__(self, "partial", merge_axes(in_mesh_order(self.partial)))
         if not self.partial:
             object.__setattr__(self, "reduce", "sum")
 

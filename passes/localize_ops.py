@@ -41,4 +41,5 @@ class LocalizeOps(Pass):
         for tensor in [*graph.inputs, *graph.outputs]:
             if tensor.name in ctx.layouts:
                 tensor.shape = list(ctx.layouts[tensor.name].local_shape(mesh, 0))
+        ctx.localized = True
         return True

@@ -33,4 +33,5 @@ class OrderCollectives(Pass):
                 node.outputs.append(passed)
                 token = passed
                 changed = True
+        ctx.ordered = True
         return changed

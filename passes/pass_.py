@@ -28,6 +28,7 @@ class PassContext:
     layouts      the layout of every tensor, from insert-collectives on
     per_rank     constants and attributes that depend on the rank, from localize-ops on
     collectives  in execution order
+    localized    whether nodes are rank-local; `ordered`, whether collectives are chained
     copies       weights that are stored in a second layout, and the weight each is a copy of
     """
 
@@ -40,6 +41,8 @@ class PassContext:
     per_rank: PerRank = field(default_factory=PerRank)
     collectives: list[Collective] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
+    localized: bool = False
+    ordered: bool = False
 
     def fresh(self, name: str) -> str:
         """A tensor name that is not in use yet, made from this one."""

@@ -39,13 +39,18 @@ class Collective : public Kernel {
   /// its shape that they share, and on the attributes.
   template <typename Body>
   void Run(const Tensor& x, const Shape& common, const Body& body) {
-    const uint64_t signature =
-        Mix(Mix(signature_, static_cast<uint64_t>(static_cast<int>(x.type))), common);
-    world_->Run({name_, details_, group_, signature, x.type, x.shape}, body);
+    const uint64_t signature = Mix(Mix(signature_, static_cast<uint64_t>(x.type)), common);
+    world_->Run({name_, details_, group_, signature, x.type, x.shape, sends_, receives_}, body);
   }
 
   /// Copies `x` to `y` if this rank is the only member.
   bool Alone(const Tensor& x, void* y) const;
+
+  /// Declares what this rank gives to, and gets from, each member, where that may differ.
+  void DeclareAmounts(const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {
+    sends_ = sends;
+    receives_ = receives;
+  }
 
   const std::shared_ptr<World> world_;
   Group& group_;
@@ -56,6 +61,8 @@ class Collective : public Kernel {
   std::string name_;     // e.g. AllReduce 'node' (tag 3)
   std::string details_;  // e.g. axis=0, sizes=[2, 3]
   uint64_t signature_;
+  const std::vector<int64_t>* sends_ = nullptr;
+  const std::vector<int64_t>* receives_ = nullptr;
 };
 
 }  // namespace onnxpar

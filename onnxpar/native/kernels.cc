@@ -110,13 +110,14 @@ class AllToAll : public Collective {
       : Collective("AllToAll", info, std::move(world)),
         split_axis_(AgreeInt(info, "split_axis")),
         concat_axis_(AgreeInt(info, "concat_axis")),
-        // Along one axis, sizes differ between members; message lengths then are the check.
+        // Along one axis, members have sizes of their own, which agree pair by pair.
         split_sizes_(split_axis_ == concat_axis_ ? NoteInts(info, "split_sizes")
                                                  : AgreeInts(info, "split_sizes")),
         concat_sizes_(split_axis_ == concat_axis_ ? NoteInts(info, "concat_sizes")
                                                   : AgreeInts(info, "concat_sizes")) {
     CheckSizes("split_sizes", split_sizes_, group_);
     CheckSizes("concat_sizes", concat_sizes_, group_);
+    if (split_axis_ == concat_axis_) DeclareAmounts(&split_sizes_, &concat_sizes_);
   }
 
  private:

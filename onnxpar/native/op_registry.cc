@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "environment.h"
 #include "kernels.h"
 #include "ort.h"
 #include "shape_inference.h"
@@ -141,7 +142,7 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
 /// The world that a session's options or the environment name; null if neither does.
 std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
   const std::string id = SessionConfigEntry(options, "onnxpar.world");
-  if (id.empty()) return World::FromEnvironment();
+  if (id.empty()) return WorldFromEnvironment();
   std::shared_ptr<World> world = World::Find(id);
   if (world) return world;
   throw std::runtime_error("session config entry onnxpar.world='" + id +

@@ -1,11 +1,11 @@
 #include "world.h"
 
-#include <gloo/rendezvous/hash_store.h>
-#include <gloo/rendezvous/prefix_store.h>
+#include <signal.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <set>
-#include <stdexcept>
+#include <utility>
 
 #include "gloo_transport.h"
 #include "hash.h"
@@ -13,19 +13,39 @@
 namespace onnxpar {
 namespace {
 
+using std::chrono::milliseconds;
+
+/// A collective that takes longer is reported to the hub, which compares what the members run.
+constexpr milliseconds kSlow{20};
+/// For the hub's word on why a collective failed: it may ask the others first.
+constexpr milliseconds kVerdictTime{2000};
+
 std::mutex worlds_mutex;
+
 std::map<std::string, std::shared_ptr<World>>& Worlds() {
-  static auto* worlds = new std::map<std::string, std::shared_ptr<World>>;
+  static auto* worlds = new std::map<std::string, std::shared_ptr<World>>;  // outlives all threads
   return *worlds;
 }
 
-gloo::rendezvous::HashStore& HashStoreOf(const std::string& name) {
-  static auto* stores = new std::map<std::string, gloo::rendezvous::HashStore*>;
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
-  auto& store = (*stores)[name];
-  if (store == nullptr) store = new gloo::rendezvous::HashStore;
-  return *store;
+/// Other ranks must be able to tell a process that ends from one that dies.
+void LeaveWorldsAtExit() {
+  std::lock_guard<std::mutex> lock(worlds_mutex);
+  for (const auto& [id, world] : Worlds()) world->LeaveAtExit();
+}
+
+/// Gloo writes to sockets whose other end may have gone; that is an error code, not a reason to die.
+void IgnoreBrokenPipes() {
+  struct sigaction action {};
+  sigaction(SIGPIPE, nullptr, &action);
+  if (action.sa_handler == SIG_DFL) signal(SIGPIPE, SIG_IGN);
+}
+
+void CheckConfig(const WorldConfig& config) {
+  if (config.size < 1 || config.rank < 0 || config.rank >= config.size) {
+    throw std::runtime_error("rank " + std::to_string(config.rank) + " is not in a world of " +
+                             std::to_string(config.size) + " ranks");
+  }
+  if (config.timeout.count() <= 0) throw std::runtime_error("the timeout must be positive");
 }
 
 }  // namespace
@@ -36,27 +56,28 @@ std::string Operation::Describe() const {
 }
 
 std::shared_ptr<World> World::Create(const WorldConfig& config) {
+  CheckConfig(config);
+  if (Find(config.id)) throw std::runtime_error("this process has a world '" + config.id + "'");
+  static const bool at_exit [[maybe_unused]] = std::atexit(LeaveWorldsAtExit) == 0;
   auto world = std::make_shared<World>(config);
   std::lock_guard<std::mutex> lock(worlds_mutex);
-  if (!Worlds().emplace(config.id, world).second) throw std::runtime_error("duplicate world");
+  Worlds()[config.id] = world;
   return world;
 }
 
 std::shared_ptr<World> World::Find(const std::string& id) {
   std::lock_guard<std::mutex> lock(worlds_mutex);
-  auto found = Worlds().find(id);
+  const auto found = Worlds().find(id);
   return found == Worlds().end() ? nullptr : found->second;
 }
-
-std::shared_ptr<World> World::FromEnvironment() { return nullptr; }
 
 bool World::Destroy(const std::string& id) {
   std::shared_ptr<World> world;
   {
     std::lock_guard<std::mutex> lock(worlds_mutex);
-    auto found = Worlds().find(id);
+    const auto found = Worlds().find(id);
     if (found == Worlds().end()) return false;
-    world = found->second;
+    world = std::move(found->second);
     Worlds().erase(found);
   }
   world->Close();
@@ -64,33 +85,43 @@ bool World::Destroy(const std::string& id) {
 }
 
 World::World(const WorldConfig& config) : config_(config) {
-  if (config.size > 1) {
-    transport_ = ConnectGloo(config.rank, config.size, HashStoreOf(config.store),
-                             config.bind_address, config.timeout);
+  IgnoreBrokenPipes();
+  if (config.size > 1) Connect();
+}
+
+World::~World() { Close(); }
+
+void World::Connect() {
+  control_ = std::make_unique<Control>(config_.rank, config_.size, config_.store,
+                                       config_.bind_address, config_.timeout, *this);
+  try {
+    transport_ = ConnectGloo(config_.rank, config_.size, *control_, config_.bind_address,
+                             config_.timeout);
+  } catch (const std::exception& error) {
+    const std::string reason =
+        "rank " + std::to_string(rank()) + " cannot connect to the others: " + error.what();
+    control_->Abort(reason);
+    control_.reset();
+    throw std::runtime_error(failure_.empty() ? reason : failure_);
   }
 }
 
-World::~World() = default;
-
 Group& World::GroupOf(const std::vector<int64_t>& ranks) {
   std::vector<int> members(ranks.begin(), ranks.end());
-  if (members.empty()) {
-    for (int rank = 0; rank < size(); ++rank) members.push_back(rank);
-  }
+  for (int each = 0; ranks.empty() && each < size(); ++each) members.push_back(each);
+  const std::string name = "group " + ToText(members);
   for (int member : members) {
-    if (member < 0 || member >= size()) {
-      throw std::runtime_error("group " + ToText(members) + " names rank " +
-                               std::to_string(member) + ", but the world has ranks 0 to " +
-                               std::to_string(size() - 1));
-    }
+    if (member >= 0 && member < size()) continue;
+    throw std::runtime_error(name + " names rank " + std::to_string(member) +
+                             ", but the world has ranks 0 to " + std::to_string(size() - 1));
   }
   if (std::set<int>(members.begin(), members.end()).size() != members.size()) {
-    throw std::runtime_error("group " + ToText(members) + " names a rank twice");
+    throw std::runtime_error(name + " names a rank twice");
   }
   const auto me = std::find(members.begin(), members.end(), rank());
   if (me == members.end()) {
-    throw std::runtime_error("group " + ToText(members) + " lacks this rank, " +
-                             std::to_string(rank()) + "; is this the graph of another rank?");
+    throw std::runtime_error(name + " lacks this rank, " + std::to_string(rank()) +
+                             "; is this the graph of another rank?");
   }
   std::lock_guard<std::mutex> lock(mutex_);
   std::unique_ptr<Group>& group = groups_[members];
@@ -106,35 +137,112 @@ Group& World::GroupOf(const std::vector<int64_t>& ranks) {
 uint64_t World::Enter(const Operation& operation) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!failure_.empty()) throw WorldFailure(operation.name + ": " + failure_);
+  running_ = &operation;
+  began_ = Clock::now();
+  reported_ = false;
   Group& group = operation.group;
   return Mix(Mix(group.hash, group.runs++), operation.signature);
 }
 
-void World::Leave() {}
+void World::Leave() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  running_ = nullptr;
+}
 
 void World::Fail(const Operation& operation, const std::string& error) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (failure_.empty()) failure_ = error;
+  std::unique_lock<std::mutex> lock(mutex_);
+  running_ = nullptr;
+  if (failure_.empty()) {
+    const bool overdue = Clock::now() - began_ >= config_.timeout;
+    const Report report = ReportOf(operation);
+    lock.unlock();
+    overdue ? control_->Overdue(report) : control_->Waiting(report);
+    lock.lock();
+    failed_.wait_for(lock, kVerdictTime, [&] { return !failure_.empty(); });
+  }
+  if (failure_.empty()) {
+    const bool overdue = Clock::now() - began_ >= config_.timeout;
+    failure_ = overdue ? "waited in vain, and " + control_->host() +
+                             ", who would know why, does not respond: it is stopped, or its host " +
+                             "is gone"
+                       : "lost the connection to another rank: " + error;
+    control_->Abort("rank " + std::to_string(rank()) + " failed in " + operation.name + ": " +
+                    failure_);
+  }
   throw WorldFailure(operation.name + ": " + failure_);
 }
 
+Report World::ReportOf(const Operation& operation) const {
+  Report report;
+  report.ranks = operation.group.ranks;
+  report.run = operation.group.runs - 1;
+  report.signature = operation.signature;
+  if (operation.sends != nullptr) report.sends = *operation.sends;
+  if (operation.receives != nullptr) report.receives = *operation.receives;
+  report.name = operation.name;
+  report.description = operation.Describe();
+  return report;
+}
+
 void World::Reject(const std::string& name, const std::string& reason) {
-  Abort(name + " on rank " + std::to_string(rank()) + ": " + reason);
-  throw WorldFailure(name + " on rank " + std::to_string(rank()) + ": " + reason);
+  const std::string text = "rank " + std::to_string(rank()) + " cannot run " + name + ": " + reason;
+  if (control_) control_->Abort(text);
+  OnFailure(text);
+  throw WorldFailure(text);
 }
 
 void World::Abort(const std::string& message) {
+  const std::string text = "aborted by rank " + std::to_string(rank()) + ": " + message;
+  if (control_) control_->Abort(text);
+  OnFailure(text);
+}
+
+void World::OnFailure(const std::string& reason) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_.empty()) failure_ = message;
+    if (!failure_.empty()) return;
+    failure_ = reason;
+    failed_.notify_all();
   }
   if (transport_) transport_->Abort();
 }
 
+std::optional<Report> World::NewlySlow() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (running_ == nullptr || reported_ || Clock::now() - began_ < kSlow) return std::nullopt;
+  reported_ = true;
+  return ReportOf(*running_);
+}
+
+Answer World::HasBegun(const std::vector<int>& ranks, uint64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto group = groups_.find(ranks);
+  Answer answer;
+  answer.begun = group != groups_.end() && group->second->runs > run;
+  answer.doing = running_ == nullptr ? "not in a collective" : "in " + running_->name;
+  return answer;
+}
+
+std::map<std::vector<int>, uint64_t> World::Runs() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::map<std::vector<int>, uint64_t> runs;
+  for (const auto& [ranks, group] : groups_) runs[ranks] = group->runs;
+  return runs;
+}
+
 void World::Close() {
-  Abort("the world is closed");
+  OnFailure("this rank has left the world");
   std::lock_guard<std::mutex> lock(run_mutex_);
+  if (!control_) return;
+  control_->Leave(Runs());
+  control_.reset();
   transport_.reset();
+}
+
+void World::LeaveAtExit() {
+  if (!control_) return;
+  control_->Leave(Runs());
+  control_->StopHub();
 }
 
 }  // namespace onnxpar

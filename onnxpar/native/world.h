@@ -6,10 +6,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "control.h"
 #include "ort.h"
 #include "transport.h"
 
@@ -19,8 +21,8 @@ struct WorldConfig {
   std::string id;  // unique in this process
   int rank = 0;
   int size = 1;
-  std::string store;         // "hash:NAME", "file:/dir" or "tcp://host:port"
-  std::string bind_address;  // where to listen
+  std::string store;  // see Rendezvous::Open
+  std::string bind_address;
   std::chrono::milliseconds timeout{60000};
 };
 
@@ -29,7 +31,7 @@ struct Group {
   std::vector<int> ranks;
   int me = 0;
   uint64_t hash = 0;
-  uint64_t runs = 0;  // collectives begun, equal on all members
+  uint64_t runs = 0;  // collectives begun; guarded by the world
 };
 
 /// What one member asks of a collective, for checks and for messages.
@@ -40,6 +42,9 @@ struct Operation {
   uint64_t signature;  // equal where members agree
   DataType type;
   const Shape& shape;
+  /// Where members may ask for different amounts: what each gets from, and gives to, this one.
+  const std::vector<int64_t>* sends;
+  const std::vector<int64_t>* receives;
 
   std::string Describe() const;
 };
@@ -50,27 +55,27 @@ class WorldFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// The world of one rank. All methods may be called from any thread; collectives run one at a time.
-class World {
+/// The world of one rank. Any thread may call any method; collectives run one at a time.
+class World : private ControlListener {
  public:
   /// Joins the other ranks and makes the world known under `config.id`; throws within the timeout.
   static std::shared_ptr<World> Create(const WorldConfig& config);
   /// The world of that id, or null.
   static std::shared_ptr<World> Find(const std::string& id);
-  /// The world that the environment describes, joined on first use; null where it describes none.
-  static std::shared_ptr<World> FromEnvironment();
   /// Leaves the world of that id; false if there is none.
   static bool Destroy(const std::string& id);
 
-  World(const WorldConfig& config);
-  ~World();
+  explicit World(const WorldConfig& config);
+  ~World() override;
 
   int rank() const { return config_.rank; }
   int size() const { return config_.size; }
-  /// The group of these world ranks; throws unless they are distinct and this rank is one of them.
+
+  /// The group of these world ranks, of all if there are none; throws unless they are distinct and
+  /// this rank is one of them.
   Group& GroupOf(const std::vector<int64_t>& ranks);
 
-  /// Calls body(transport, call), or throws what stopped the collective.
+  /// Calls body(transport, call), or throws a WorldFailure that tells what stopped the collective.
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
     std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
@@ -83,24 +88,41 @@ class World {
     Leave();
   }
 
-  /// Ends the world because this rank cannot run the collective `name`, and throws.
+  /// Fails the world because this rank cannot run the collective `name`, and throws.
   [[noreturn]] void Reject(const std::string& name, const std::string& reason);
-
   /// Makes every collective of this world, on all ranks, fail with that message.
   void Abort(const std::string& message);
+  /// Leaves the world.
   void Close();
+  /// Leaves the world, but keeps its threads and memory: the process is about to end.
+  void LeaveAtExit();
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  void OnFailure(const std::string& reason) override;
+  std::optional<Report> NewlySlow() override;
+  Answer HasBegun(const std::vector<int>& ranks, uint64_t run) override;
+
+  void Connect();
   uint64_t Enter(const Operation& operation);
   void Leave();
   [[noreturn]] void Fail(const Operation& operation, const std::string& error);
+  Report ReportOf(const Operation& operation) const;
+  std::map<std::vector<int>, uint64_t> Runs();
 
   const WorldConfig config_;
+  std::unique_ptr<Control> control_;  // null in a world of one rank
   std::unique_ptr<Transport> transport_;
   std::mutex run_mutex_;
-  std::mutex mutex_;
-  std::map<std::vector<int>, std::unique_ptr<Group>> groups_;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable failed_;
   std::string failure_;
+  std::map<std::vector<int>, std::unique_ptr<Group>> groups_;
+  const Operation* running_ = nullptr;
+  Clock::time_point began_;
+  bool reported_ = false;
 };
 
 }  // namespace onnxpar

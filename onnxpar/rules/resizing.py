@@ -102,21 +102,21 @@ def pad(node: gs.Node) -> Rule:
 def depth_to_space(node: gs.Node) -> Rule:
     """`n (i j c) h w -> n c (h i) (w j)`; with mode CRD, `n (c i j) h w`."""
     channels = "c i j" if node.attrs.get("mode", "DCR") == "CRD" else "i j c"
-    return _blocks(node, f"n ({channels}) h w -> n c (h i) (w j)", 0)
+    text = f"n ({channels}) h w -> n c (h i) (w j)"
+    return _blocks(node, text, deep=node.inputs[0], shallow=node.outputs[0])
 
 
 @rule("SpaceToDepth")
 def space_to_depth(node: gs.Node) -> Rule:
     """`n c (h i) (w j) -> n (i j c) h w`."""
-    return _blocks(node, "n c (h i) (w j) -> n (i j c) h w", 1)
+    text = "n c (h i) (w j) -> n (i j c) h w"
+    return _blocks(node, text, deep=node.outputs[0], shallow=node.inputs[0])
 
 
-def _blocks(node: gs.Node, text: str, wide: int) -> Rule:
-    """`wide` says whether space is wide before (1) or after (0)."""
+def _blocks(node: gs.Node, text: str, deep: gs.Tensor, shallow: gs.Tensor) -> Rule:
+    _, c, _, _ = tensor_shape(shallow) or ()
+    _, _, h, w = tensor_shape(deep) or ()
     block = node.attrs["blocksize"]
-    shallow, deep = (node.inputs[0], node.outputs[0]) if wide else (node.outputs[0], node.inputs[0])
-    spaces = tensor_shape(deep) or ()
-    sizes: dict[str, Size] = {"i": block, "j": block, "h": spaces[2], "w": spaces[3]}
-    sizes["c"] = (tensor_shape(shallow) or ())[1]
+    sizes: dict[str, Size] = {"c": c, "h": h, "w": w, "i": block, "j": block}
     whole = dict.fromkeys("ij", "the block size belongs to the op")
     return einsum(node, text, sizes=sizes, whole=whole, **PERMUTES)

@@ -254,7 +254,8 @@ def dtype_of(tensor: gs.Tensor) -> np.dtype[Any] | None:
         return None
     if isinstance(tensor.dtype, int):
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.dtype))
-    return np.dtype(tensor.dtype)
+    dtype: np.dtype[Any] = np.dtype(tensor.dtype)
+    return dtype
 
 
 def is_float(tensor: gs.Tensor) -> bool:

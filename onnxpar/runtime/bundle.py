@@ -62,9 +62,9 @@ class Port:
     layout: Layout | None
 
     @property
-    def element(self) -> int:
-        """ONNX's number of the element type."""
-        return ELEMENTS[self.dtype.name][0]
+    def element(self) -> Any:
+        """The element type as onnxruntime takes it: NumPy's, or ONNX's number where NumPy has none."""
+        return self.dtype.type if self.dtype.isbuiltin == 1 else ELEMENTS[self.dtype.name][0]
 
     @property
     def arg(self) -> NodeArg:

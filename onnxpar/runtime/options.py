@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 _ENUMS: Mapping[str, Any] = {
     "execution_mode": ort.ExecutionMode,
-    "execution_order": ort.ExecutionOrder,
+    "execution_order": getattr(ort, "ExecutionOrder", int),
     "graph_optimization_level": ort.GraphOptimizationLevel,
 }
 _SESSION_FIELDS = (
@@ -132,6 +132,14 @@ class SessionSpec:
         fields = {name: _plain(getattr(options, name)) for name in _present(options)}
         config = _entries(options.get_session_config_entry, _SESSION_KEYS)
         return SessionSpec(fields, {**config, **others.pop("config", {})}, **others)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> SessionSpec:
+        """The inverse of `dataclasses.asdict`, which JSON holds; its lists were tuples."""
+        providers = data["providers"]
+        if providers is not None:
+            providers = [tuple(p) if isinstance(p, list) else p for p in providers]
+        return SessionSpec(**{**data, "providers": providers})
 
     def apply(self, options: ort.SessionOptions, rank: int, threads: int, spin: bool) -> None:
         """Sets these options for a rank, and its number of threads unless a user chose one.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 import onnx_graphsurgeon as gs
 
@@ -23,8 +23,14 @@ from onnxpar.strategy import Seed, TensorSeed, nest
 
 LARGE = 1024
 """Elements above which a weight should not be held whole."""
+SLACK = 0.03
+"""Share of all weights that may stay whole rather than cost a collective of their own."""
 LOCAL_COVER = 1.5
 """Collectives that a weight is taken to cost where it is split for its own readers alone."""
+
+_CONTRACT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"}
+_LOOK_UP = {"Gather", "GatherND", "GatherElements"}
+_MOVE = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
 
 Event = tuple[str, str]
 
@@ -35,9 +41,12 @@ def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> l
         return []
     cover = _Cover(graph, sharding, parts_over(axes))
     chosen = cover.choose()
+    cover.companion = cover.companions(chosen)
     first = [s for w in cover.weights for s in cover.seeds(w, chosen, axes)]
-    rest: list[Seed] = [SplitAlone(w.name, axes) for w in cover.weights]
-    return [list(first), [CloseOpen(), *rest]]
+    free = cover.free_atoms(chosen)
+    small = [s for w in cover.small for s in cover.seeds(w, free, axes)]
+    rest: list[Seed] = [SplitAlone(w.name, axes) for w in cover.worth_splitting()]
+    return [first, small, [CloseOpen(), *rest]]
 
 
 class _Cover:
@@ -46,20 +55,47 @@ class _Cover:
     def __init__(self, graph: gs.Graph, sharding: Sharding, parts: int) -> None:
         self.sharding = sharding
         self.parts = parts
+        self.companion: dict[int, int] = {}
         self.events: dict[int, set[Event]] = defaultdict(set)
         self.readers: dict[str, list[tuple[OpFactors, int]]] = defaultdict(list)
         for op in sharding.factors.ops:
             self._note(op)
-        tensors = graph.tensors().values()
-        self.weights = [t for t in tensors if isinstance(t, gs.Constant) and self._is_large(t)]
+        known = sharding.factors.tensors
+        constants = [
+            t
+            for t in graph.tensors().values()
+            if isinstance(t, gs.Constant) and t.name in known and "float" in str(t.dtype)
+        ]
+        self.large = [t for t in constants if self.size_of(t) > LARGE]
+        self.weights = [t for t in self.large if is_contracted(t)]
+        self.small = [t for t in constants if self.size_of(t) <= LARGE and is_contracted(t)]
         self.segments = {w.name: list(self._segments(w)) for w in self.weights}
 
-    def _is_large(self, tensor: gs.Constant) -> bool:
-        factors = self.sharding.factors.tensors.get(tensor.name)
-        size = 1
-        for extent in tensor.shape:
-            size *= extent
-        return factors is not None and size > LARGE
+    def free_atoms(self, chosen: set[int]) -> set[int]:
+        """Atoms of small weights that cost nothing to split, given the chosen ones."""
+        taken = {e for a in chosen for e in self.events[a]}
+        return chosen | {
+            leaf.atom
+            for w in self.small
+            for leaf in self.sharding.factors.tensors[w.name].leaves
+            if leaf.size >= self.parts and self.events[leaf.atom] <= taken
+        }
+
+    def worth_splitting(self) -> list[gs.Constant]:
+        """Large weights, less the smallest that together are a negligible share."""
+        total = sum(map(self.size_of, self.large))
+        contracted = {w.name for w in self.weights}
+        out, skipped = [], 0
+        for weight in sorted(self.large, key=self.size_of):
+            if weight.name in contracted or skipped + self.size_of(weight) > SLACK * total:
+                out.append(weight)
+            else:
+                skipped += self.size_of(weight)
+        return out
+
+    def size_of(self, weight: gs.Constant) -> int:
+        """Elements of a weight."""
+        return prod(int(s) for s in weight.shape)
 
     def _note(self, op: OpFactors) -> None:
         """Which collectives the splitting of each atom causes at this node."""
@@ -138,34 +174,53 @@ class _Cover:
             at = [i for i, d in enumerate(factors.dim_of_leaf) if d == dim]
             if any(factors.leaves[i].atom in chosen for i in at):
                 given = self._dim_axes(weight.name, at, chosen, axes)
-                parts = max(parts_over(a) for a in given.values())
-                candidates.append((parts, self._reduces(weight.name, at, chosen), dim, given))
+                parts = max((parts_over(a) for a in given.values()), default=1)
+                if parts > 1:
+                    candidates.append((parts, self._reduces(weight.name, at, chosen), dim, given))
         if not candidates:
             return
         given = max(candidates, key=lambda c: c[:3])[3]
         yield TensorSeed(weight.name, [given.get(i) for i in range(len(factors.leaves))])
 
-    def _dim_axes(self, name: str, at: list[int], chosen: set[int], axes: Axes) -> dict[int, Axes]:
-        """A chosen leaf takes the axes; one that is too small shares them with leaves that are free."""
-        factors = self.sharding.factors.tensors[name]
+    def companions(self, chosen: set[int]) -> dict[int, int]:
+        """For each chosen atom that is too small, the one that takes the rest of the axes beside it.
+
+        With 4 key/value heads on 8 ranks the 2 query heads of each take the remaining 2: of the atoms
+        that stand in a dimension with it and cause no new collective, the one in the most weights.
+        """
         taken = {e for a in chosen for e in self.events[a]}
+        beside: dict[int, Counter[int]] = defaultdict(Counter)
+        for weight in self.weights:
+            factors = self.sharding.factors.tensors[weight.name]
+            for i, leaf in enumerate(factors.leaves):
+                if leaf.atom not in chosen or self.capacity(leaf.atom, leaf.size) == self.parts:
+                    continue
+                rest = self.parts // self.capacity(leaf.atom, leaf.size)
+                for j, other in enumerate(factors.leaves):
+                    same_dim = factors.dim_of_leaf[i] == factors.dim_of_leaf[j]
+                    free = other.atom not in chosen and self.events[other.atom] <= taken
+                    if i != j and same_dim and free and other.size % rest == 0:
+                        beside[leaf.atom][other.atom] += self.size_of(weight)
+        return {
+            atom: min(others, key=lambda o: (-others[o], o)) for atom, others in beside.items()
+        }
+
+    def _dim_axes(self, name: str, at: list[int], chosen: set[int], axes: Axes) -> dict[int, Axes]:
+        """A chosen leaf takes the axes; one that is too small shares them with its companion."""
+        factors = self.sharding.factors.tensors[name]
         given: dict[int, Axes] = {}
         for i in at:
             leaf = factors.leaves[i]
             if leaf.atom not in chosen:
                 continue
-            if self.capacity(leaf.atom, leaf.size) == self.parts:
+            own = self.capacity(leaf.atom, leaf.size)
+            if own == self.parts:
                 given[i] = axes
                 continue
-            free = [i] + [
-                j
-                for j in at
-                if j > i and j not in given and self.events[factors.leaves[j].atom] <= taken
-            ]
-            spread = nest([factors.leaves[j].size for j in free], axes)
-            if spread is None:
-                spread = nest([leaf.size, self.parts], axes) or [()]
-            given |= {j: a for j, a in zip(free, spread, strict=False) if a}
+            companion = self.companion.get(leaf.atom)
+            major, rest = nest([own, self.parts // own], axes) or [(), ()]
+            given[i] = major
+            given |= {j: rest for j in at if factors.leaves[j].atom == companion and rest}
         return given
 
     def _reduces(self, name: str, at: list[int], chosen: set[int]) -> bool:
@@ -176,6 +231,17 @@ class _Cover:
                 if link is not None and factors.leaves[i].atom in chosen and op.reduction(link):
                     return True
         return False
+
+
+def is_contracted(weight: gs.Tensor) -> bool:
+    """Whether a product, a convolution or a lookup reads it, moved or cast at most."""
+    for node in weight.outputs:
+        position = next(i for i, t in enumerate(node.inputs) if t is weight)
+        if node.op in _CONTRACT or (node.op in _LOOK_UP and position == 0):
+            return True
+        if node.op in _MOVE and any(is_contracted(t) for t in node.outputs):
+            return True
+    return False
 
 
 def _pieces(dim: Dim, at: int, atoms: list[int]) -> Iterator[tuple[int, set[int]]]:

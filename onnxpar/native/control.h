@@ -1,0 +1,93 @@
+// A rank's connection to the hub of its world.
+#pragma once
+
+#include <gloo/rendezvous/store.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "diagnosis.h"
+#include "hub.h"
+#include "rendezvous.h"
+#include "wire.h"
+
+namespace onnxpar {
+
+/// The world that a control channel serves. Called on the channel's thread.
+class ControlListener {
+ public:
+  virtual ~ControlListener() = default;
+  /// The world has failed for good.
+  virtual void OnFailure(const std::string& reason) = 0;
+  /// The collective in flight, if it has become slow and was not reported before.
+  virtual std::optional<Report> NewlySlow() = 0;
+  virtual Answer HasBegun(const std::vector<int>& ranks, uint64_t run) = 0;
+};
+
+/// The control channel of one rank, and the store through which Gloo finds the other ranks.
+class Control : public gloo::rendezvous::Store {
+ public:
+  /// Returns once all ranks have joined; throws within the timeout. Rank 0 also serves the hub,
+  /// unless another process does so at a tcp:// store. `listener` must outlive this object.
+  Control(int rank, int size, const std::string& store, const std::string& bind_address,
+          std::chrono::milliseconds timeout, ControlListener& listener);
+  ~Control() override;
+
+  /// Who serves the hub, e.g. "rank 0 (pid 4711)".
+  const std::string& host() const { return host_; }
+
+  /// Tells the hub of a collective that does not end; OnFailure follows if the hub knows why.
+  void Waiting(const Report& report) { Send(Frame(Kind::kWaiting).Add(report)); }
+  /// The same at the timeout; OnFailure follows.
+  void Overdue(const Report& report) { Send(Frame(Kind::kOverdue).Add(report)); }
+  /// Fails the world on all ranks.
+  void Abort(const std::string& message) { Send(Frame(Kind::kAbort).Add(message)); }
+  /// Leaves in good order, having begun so many collectives of each group.
+  void Leave(const std::map<std::vector<int>, uint64_t>& runs);
+  /// Ends the hub if this process serves it, since the process is about to end.
+  void StopHub();
+
+  void set(const std::string& key, const std::vector<char>& data) override;
+  std::vector<char> get(const std::string& key) override;
+  void wait(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void Join(int rank, int size, Rendezvous& rendezvous);
+  bool TryJoin(const HubAddress& hub, int rank, int size, Clock::time_point until,
+               std::string* error);
+  std::optional<Fields> Receive(Clock::time_point until);
+  void Serve();
+  void Handle(Fields& fields);
+  void Fail(const std::string& reason);
+  void Send(const Frame& frame);
+
+  const std::chrono::milliseconds timeout_;
+  ControlListener& listener_;
+  std::shared_ptr<Hub> hub_;  // null where another process serves
+  std::string host_;
+  int wake_ = -1;
+  std::atomic<bool> stop_{false};
+  bool ended_ = false;  // the hub has said goodbye; only the thread's
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  Connection connection_;
+  std::map<std::string, std::string> values_;
+  std::string failure_;
+
+  std::thread thread_;
+};
+
+}  // namespace onnxpar

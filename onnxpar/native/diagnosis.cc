@@ -1,0 +1,106 @@
+#include "diagnosis.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace onnxpar {
+namespace {
+
+std::string Seconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g s", seconds);
+  return text;
+}
+
+std::string Joined(const std::vector<std::string>& clauses) {
+  std::string text;
+  for (const std::string& clause : clauses) text += (text.empty() ? "" : "; ") + clause;
+  return text;
+}
+
+size_t IndexOf(const std::vector<int>& ranks, int rank) {
+  return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+/// What `from` sends to `to` and what `to` expects, where these differ.
+std::optional<std::string> FindUnequalMessage(const Member& from, const Member& to) {
+  const Report& sender = *from.waiting;
+  const Report& receiver = *to.waiting;
+  if (sender.sends.empty() || receiver.receives.empty()) return std::nullopt;
+  const int64_t sent = sender.sends[IndexOf(sender.ranks, to.rank)];
+  const int64_t expected = receiver.receives[IndexOf(receiver.ranks, from.rank)];
+  if (sent == expected) return std::nullopt;
+  return "the ranks disagree on " + sender.name + ": " + from.Name() + " sends " +
+         std::to_string(sent) + " to " + to.Name() + ", which expects " + std::to_string(expected);
+}
+
+std::optional<std::string> FindDisagreement(const Member& a, const Member& b) {
+  const Report& x = *a.waiting;
+  const Report& y = *b.waiting;
+  if (x.ranks != y.ranks || x.run != y.run) return std::nullopt;
+  if (x.signature != y.signature) {
+    return "the ranks disagree: " + a.Name() + " runs " + x.description + ", " + b.Name() +
+           " runs " + y.description;
+  }
+  const auto forth = FindUnequalMessage(a, b);
+  return forth ? forth : FindUnequalMessage(b, a);
+}
+
+}  // namespace
+
+std::string Member::Name() const {
+  return "rank " + std::to_string(rank) + (process.empty() ? "" : " (" + process + ")");
+}
+
+std::string DescribeAbsent(const std::vector<Member>& members, double seconds) {
+  std::vector<std::string> absent;
+  for (const Member& member : members) {
+    if (member.state == Member::State::kAbsent) {
+      absent.push_back(member.Name() + " has not joined the world within " + Seconds(seconds));
+    }
+  }
+  return Joined(absent);
+}
+
+std::optional<std::string> FindDisagreement(const std::vector<Member>& members, int rank) {
+  const Member& member = members[rank];
+  if (!member.waiting) return std::nullopt;
+  for (const Member& other : members) {
+    if (other.rank == rank || !other.waiting) continue;
+    // The lower rank first, so that the text does not depend on who reports first.
+    const auto found = rank < other.rank ? FindDisagreement(member, other)
+                                         : FindDisagreement(other, member);
+    if (found) return found;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> FindDeserter(const std::vector<Member>& members, int rank) {
+  const Member& member = members[rank];
+  if (!member.waiting) return std::nullopt;
+  for (int other : member.waiting->ranks) {
+    if (members[other].state != Member::State::kLeft) continue;
+    const auto ran = members[other].ran.find(member.waiting->ranks);
+    if (ran != members[other].ran.end() && ran->second > member.waiting->run) continue;
+    return members[other].Name() + " left the world before " + member.waiting->name;
+  }
+  return std::nullopt;
+}
+
+std::string DescribeOverdue(const std::vector<Member>& members, const Report& report, int reporter,
+                            const std::map<int, Answer>& answers, double seconds) {
+  std::vector<std::string> late;
+  for (int rank : report.ranks) {
+    if (rank == reporter) continue;
+    const auto answer = answers.find(rank);
+    if (answer == answers.end()) {
+      late.push_back(members[rank].Name() + " does not respond: it is stopped, or its host is gone");
+    } else if (!answer->second.begun) {
+      late.push_back(members[rank].Name() + " has not arrived, it is " + answer->second.doing);
+    }
+  }
+  if (late.empty()) late.push_back("all its ranks have arrived, but their messages have not");
+  return report.name + " has waited for " + Seconds(seconds) + ": " + Joined(late);
+}
+
+}  // namespace onnxpar

@@ -1,0 +1,14 @@
+// The world that the environment of this process describes.
+#pragma once
+
+#include <memory>
+
+#include "world.h"
+
+namespace onnxpar {
+
+/// Joins, on first use, the world of ONNXPAR_RANK, ONNXPAR_WORLD_SIZE, ONNXPAR_STORE, ONNXPAR_BIND
+/// and ONNXPAR_TIMEOUT (seconds), or of Open MPI's variables; null where these name none.
+std::shared_ptr<World> WorldFromEnvironment();
+
+}  // namespace onnxpar

@@ -1,0 +1,106 @@
+"""Attention and rotary embeddings: batch and heads pass, what is attended to is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import (
+    FIRST,
+    Rule,
+    Size,
+    dims_text,
+    einsum,
+    given,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+_ATTENDED = "every query attends to all of it"
+
+
+@rule("Attention")
+def attention(node: gs.Node) -> Rule:
+    """`b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three dimensions `b s (k g d), ...`.
+
+    k are the key/value heads and g the query heads of each. Caches and masks follow.
+    """
+    query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
+    out = tensor_shape(node.outputs[0]) or ()
+    flat = len(query) == 3
+    heads = node.attrs.get("q_num_heads") if flat else query[1]
+    shared = node.attrs.get("kv_num_heads") if flat else key[1]
+    if not heads or not shared or None in (*query, *key, *value, *out) or heads % shared:
+        return whole_rule(node, "heads that only a run can tell")
+    width = {"d": query[-1], "e": value[-1]}
+    sizes: dict[str, Size] = {"b": query[0], "k": shared, "g": heads // shared}
+    sizes |= {"d": (width["d"] or 0) // heads, "e": (width["e"] or 0) // shared} if flat else width
+    sizes |= {"s": query[-2], "t": key[-2]}
+    shapes = {
+        "query": "b s (k g d)" if flat else "b (k g) s d",
+        "key": "b t (k d)" if flat else "b k t d",
+        "value": "b t (k e)" if flat else "b k t e",
+        "result": "b s (k g e)" if flat else "b (k g) s e",
+    }
+    operands = [shapes["query"], shapes["key"], shapes["value"]]
+    past = given(node, 4)
+    sizes["p"] = 0 if past is None else (tensor_shape(past) or ())[2]
+    sizes["u"] = (sizes["p"] or 0) + (sizes["t"] or 0)
+    operands += [_mask(node, sizes), "b k p d", "b k p e", "b"][: len(node.inputs) - 3]
+    operands = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=True)]
+    results = [shapes["result"], "b k u d", "b k u e", "b (k g) s u"]
+    results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=False)]
+    used = {c for text in operands + results for c in text}
+    causal = {"s": "a causal mask counts from its start"} if node.attrs.get("is_causal") else {}
+    local: dict[str | int, Any] = {}
+    if flat:
+        local["q_num_heads"] = lambda at: at.size("k") * at.size("g")
+        local["kv_num_heads"] = lambda at: at.size("k")
+    return einsum(
+        node,
+        f"{', '.join(operands)} -> {'; '.join(results)}",
+        sizes=sizes,
+        whole={f: _ATTENDED for f in "tdepum" if f in used} | causal,
+        reduce={},
+        local=local,
+    )
+
+
+def _mask(node: gs.Node, sizes: dict[str, Size]) -> str:
+    """The mask's dimensions, aligned at the last; one that is too short is padded by the op."""
+    mask = given(node, 3)
+    if mask is None:
+        return "_"
+    shape = tensor_shape(mask) or ()
+    sizes["m"] = shape[-1] if shape else 1
+    last = "u" if sizes["m"] == sizes["u"] else "m"
+    dims = ["b", "(k g)", "s", last][4 - len(shape) :]
+    return dims_text("1" if s == 1 else d for d, s in zip(dims, shape, strict=True))
+
+
+@rule("RotaryEmbedding")
+def rotary_embedding(node: gs.Node) -> Rule:
+    """`b h s d, b s r, b s r -> b h s d`, or with position ids `b h s d, p r, p r, b s`."""
+    shape, cache = (tensor_shape(t) or () for t in node.inputs[:2])
+    heads = node.attrs.get("num_heads") if len(shape) == 3 else shape[1]
+    if not heads or shape[-1] is None:
+        return whole_rule(node, "heads that only a run can tell")
+    flat = len(shape) == 3
+    text = "b s (h d)" if flat else "b h s d"
+    sizes: dict[str, Size] = {"h": heads, "d": shape[-1] // heads if flat else shape[-1]}
+    angles = "p r" if len(cache) == 2 else "b s r"
+    operands = [text, angles, angles, "b s"][: len(node.inputs)]
+    operands = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=True)]
+    whole = {f: "its elements are rotated in pairs" for f in "dr"}
+    if len(cache) == 2:
+        whole["p"] = "it is looked up by position"
+    return einsum(
+        node,
+        f"{', '.join(operands)} -> {text}",
+        sizes=sizes,
+        whole=whole,
+        linear=(FIRST,),
+        local={"num_heads": lambda at: at.size("h")} if flat else {},
+    )

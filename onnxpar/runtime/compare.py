@@ -1,0 +1,133 @@
+"""Holds a sharded model against the unsplit one: every output, on the same feeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxpar.errors import ModelError
+from onnxpar.runtime.parts import Array
+from onnxpar.runtime.session import InferenceSession, Session
+
+TOLERANCES: Mapping[str, float] = {
+    "float64": 1e-12,
+    "float32": 1e-5,
+    "float16": 5e-3,
+    "bfloat16": 4e-2,
+}
+"""By dtype, the largest error allowed, relative to the largest magnitude of the reference.
+
+What is not named here must be equal.
+"""
+COLUMNS = 100
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output: its largest error, relative to the largest magnitude of the reference.
+
+    `fault` says what no error can measure: another dtype or shape, NaN elsewhere. Else it is empty.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    error: float
+    tolerance: float
+    fault: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the output is as good as the reference."""
+        return not self.fault and self.error <= self.tolerance
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """Orders outputs: those with a fault last, then by how much of the tolerance they use."""
+        used = self.error / self.tolerance if self.tolerance else self.error
+        return bool(self.fault), used
+
+
+@dataclass(frozen=True)
+class Report:
+    """The comparison of every output."""
+
+    rows: tuple[Comparison, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all outputs are as good as the reference."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> Comparison:
+        """The output that uses most of its tolerance."""
+        return max(self.rows, key=lambda row: row.badness)
+
+    def text(self) -> str:
+        """A table of at most 100 columns, and which tensor is the worst."""
+        width = min(max(len(row.name) for row in self.rows), 36)
+        header = f"{'output':{width}}  {'dtype':8}  {'shape':18}  {'error':>8}  {'allowed':>8}"
+        lines = [header, *(_line(row, width) for row in self.rows)]
+        verdict = "all outputs agree" if self.ok else "the outputs differ"
+        worst = self.worst
+        lines.append(f"{verdict}; the worst is {worst.name}: {worst.fault or f'{worst.error:.1e}'}")
+        return "\n".join(line[:COLUMNS] for line in lines)
+
+
+def compare(
+    model: str | os.PathLike[str] | bytes,
+    par: str | os.PathLike[str] | Session,
+    feeds: Mapping[str, Array],
+    tolerances: Mapping[str, float] | None = None,
+) -> Report:
+    """Runs the unsplit model and the sharded one on the same feeds and compares every output.
+
+    `par` is a model.par folder or an open session. `tolerances` replace those of TOLERANCES by dtype
+    name. Errors: ModelError where the unsplit model does not load; InputError; RankError.
+    """
+    reference = run_unsplit(model, feeds)
+    if isinstance(par, Session):
+        outputs = _run(par, feeds)
+    else:
+        with InferenceSession(par) as session:
+            outputs = _run(session, feeds)
+    allowed = {**TOLERANCES, **(tolerances or {})}
+    rows = [compare_arrays(n, outputs.get(n), array, allowed) for n, array in reference.items()]
+    return Report(tuple(rows))
+
+
+def compare_arrays(
+    name: str, given: Array | None, reference: Array, tolerances: Mapping[str, float] = TOLERANCES
+) -> Comparison:
+    """Compares an output with its reference."""
+    dtype, shape = reference.dtype, reference.shape
+    error, fault = 0.0, ""
+    if given is None:
+        fault = "the sharded model lacks it"
+    elif given.dtype != dtype:
+        fault = f"its dtype is {given.dtype}"
+    elif given.shape != shape:
+        fault = f"its shape is {list(given.shape)}"
+    elif dtype.name in tolerances:
+        error, fault = _float_error(given, reference)
+    else:
+        error = float(np.count_nonzero(given != reference)) / max(reference.size, 1)
+    return Comparison(name, dtype.name, shape, error, tolerances.get(dtype.name, 0.0), fault)
+
+
+def run_unsplit(
+    model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Array]
+) -> dict[str, Array]:
+    """The outputs of the unsplit model, by name, from onnxruntime. Errors: ModelError."""
+    source = model if isinstance(model, bytes) else os.fspath(model)
+    try:
+        session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
+    except (RuntimeError, ValueError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
+        raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
+    raise NotImplementedError

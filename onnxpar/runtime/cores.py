@@ -1,0 +1,41 @@
+"""How ranks on one host share its cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnxpar.layout import nested_parts
+
+
+@dataclass(frozen=True)
+class Share:
+    """The cores that a rank is bound to (none: any), its threads, and whether they may spin."""
+
+    cores: tuple[int, ...]
+    threads: int
+    spin: bool
+
+
+def shares(ranks: int, cores: Sequence[int] | None = None) -> list[Share]:
+    """Every rank's share of the cores: by default those that this process may use.
+
+    With more ranks than cores, each has one thread, which runs anywhere and never spins: a spinning
+    thread would take the core from the rank that it waits for.
+    """
+    cores = own_cores() if cores is None else cores
+    if ranks > len(cores):
+        return [Share((), 1, False)] * ranks
+    out, start = [], 0
+    for count in nested_parts(len(cores), (ranks,)):
+        out.append(Share(tuple(cores[start : start + count]), count, True))
+        start += count
+    return out
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

@@ -1,0 +1,182 @@
+"""One rank: its own onnxruntime session, what it is fed, what it gives and the states it keeps."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxpar.errors import RankError
+from onnxpar.runtime import groups
+from onnxpar.runtime.arena import Slot, Spec
+from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.options import SessionSpec, run_options
+from onnxpar.runtime.parts import Array, Parts
+
+
+class Room(Protocol):
+    """Where outputs are put: an Arena, or a Heap."""
+
+    def place(self, specs: Sequence[Spec]) -> list[Slot]: ...
+
+
+class Heap:
+    """Room in this process alone; every array is new."""
+
+    def place(self, specs: Sequence[Spec]) -> list[Slot]:
+        """New arrays of these dtypes and shapes."""
+        return [Slot(0, np.empty(shape, dtype)) for dtype, shape in specs]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all ranks are asked in one run: outputs to return, whether to keep states, run options."""
+
+    fetch: Sequence[str]
+    keep: bool = False
+    options: Mapping[str, Any] | None = None
+
+
+class Executor:
+    """Runs one rank's graph on its parts of global arrays."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        world: groups.World,
+        spec: SessionSpec,
+        threads: int = 0,
+        spin: bool = True,
+    ) -> None:
+        options = groups.session_options(world)
+        spec.apply(options, world.rank, threads, spin)
+        self.session = ort.InferenceSession(
+            str(bundle.rank_file(world.rank)),
+            options,
+            providers=spec.providers,
+            provider_options=spec.provider_options,
+            enable_fallback=0,
+        )
+        self._rank = world.rank
+        self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
+        self._parts = {name: Parts(p.layout, bundle.mesh) for name, p in self._ports.items()}
+        self._states = bundle.states
+        self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
+        self._binding = self.session.io_binding()
+        self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._order: list[str] = []
+        self._scratch: dict[str, Array] = {}
+        self._kept: dict[str, ort.OrtValue] = {}
+
+    def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
+        """Runs once on global arrays; returns this rank's parts of the fetched outputs.
+
+        Only parts that assembling needs are returned. With `keep`, state outputs stay here as the
+        next run's inputs. The feeds are in use until this returns.
+        """
+        held = [self._bind_input(name, feeds) for name in self._inputs]
+        slots, order = self._bind_outputs(request, room)
+        self.session.run_with_iobinding(self._binding, run_options(request.options))
+        del held
+        if len(slots) == len(order):
+            return slots
+        values = dict(zip(order, self._binding.get_outputs(), strict=True))
+        for name in request.fetch:
+            if name not in slots and self._rank in self._parts[name].sources:
+                slots[name] = self._ship(name, values[name], room)
+        if request.keep:
+            self._kept = {i: self._own(o, values[o]) for i, o in self._states.items()}
+        return slots
+
+    def read_state(self, name: str, room: Room) -> dict[str, Slot]:
+        """This rank's part of a kept state, where assembling needs it."""
+        if self._rank not in self._parts[name].sources:
+            return {}
+        return {name: self._ship(name, self._kept[name], room)}
+
+    def write_state(self, name: str, whole: Array) -> None:
+        """Keeps this rank's part of the global array as a state."""
+        self._kept[name] = self._copy(name, self._parts[name].take(whole, self._rank))
+
+    def reset_states(self) -> None:
+        """Forgets all kept states."""
+        self._kept.clear()
+
+    def _bind_input(self, name: str, feeds: Mapping[str, Array]) -> Array | None:
+        """Binds the fed or the kept value; returns the memory that must live through the run."""
+        if name not in feeds:
+            self._bound.pop(name, None)
+            self._binding.bind_ortvalue_input(name, self._kept[name])
+            return None
+        part = self._parts[name].take(feeds[name], self._rank, self._scratch.get(name))
+        if part.flags.owndata and part is not feeds[name]:
+            self._scratch[name] = part
+        at = (part.ctypes.data, part.shape)
+        if self._bound.get(name) != at:
+            element = self._ports[name].element
+            self._binding.bind_input(name, "cpu", 0, element, list(part.shape), at[0])
+            self._bound[name] = at
+        return part
+
+    def _bind_outputs(self, request: Request, room: Room) -> tuple[dict[str, Slot], list[str]]:
+        """Binds what is fetched or kept: into room where sizes are known, else as it comes."""
+        kept = list(self._states.values()) if request.keep else []
+        order = list(dict.fromkeys([*request.fetch, *kept]))
+        if order != self._order:
+            self._binding.clear_binding_outputs()
+            self._order = order
+        specs = {n: s for n in order if n not in kept and (s := self._direct(n)) is not None}
+        slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
+        for name in order:
+            if name in slots:
+                array = slots[name].array
+                element = self._ports[name].element
+                shape = list(array.shape)
+                self._binding.bind_output(name, "cpu", 0, element, shape, array.ctypes.data)
+            else:
+                self._binding.bind_output(name, "cpu")
+        return slots, order
+
+    def _direct(self, name: str) -> Spec | None:
+        """What to place for an output that onnxruntime can write where the reader wants it.
+
+        onnxruntime does not write an input that is also an output to the memory it was given.
+        """
+        parts = self._parts[name]
+        shape = parts.local_shape(self._rank)
+        if shape is None or self._rank not in parts.sources or name in self._inputs:
+            return None
+        return self._ports[name].dtype, shape
+
+    def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
+        """A copy in room of what onnxruntime placed."""
+        shape, expected = tuple(value.shape()), self._parts[name].local_shape(self._rank)
+        if expected is not None and shape != expected:
+            raise RankError(f"{name!r} came out as {list(shape)}; its layout says {list(expected)}")
+        (slot,) = room.place([(self._ports[name].dtype, shape)])
+        slot.array[...] = _array_in(value, self._ports[name])
+        return slot
+
+    def _own(self, name: str, value: ort.OrtValue) -> ort.OrtValue:
+        """The value, or a copy where it is an input passed through, whose memory is the feeder's."""
+        return self._copy(name, _array_in(value, self._ports[name])) if name in self._inputs else value
+
+    def _copy(self, name: str, array: Array) -> ort.OrtValue:
+        port = self._ports[name]
+        value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), port.element)
+        _array_in(value, port)[...] = array
+        return value
+
+
+def _array_in(value: ort.OrtValue, port: Port) -> Array:
+    """The memory of a tensor as an array, also of a dtype that onnxruntime has no NumPy word for."""
+    shape = tuple(value.shape())
+    size = port.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    memory = (ctypes.c_ubyte * size).from_address(value.data_ptr() if size else 0)
+    if not size:
+        return np.empty(shape, port.dtype)
+    return np.frombuffer(memory, port.dtype).reshape(shape)

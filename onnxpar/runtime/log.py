@@ -1,0 +1,53 @@
+"""Where a rank's standard output and error go, and what an error quotes of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+QUOTED_LINES = 15
+QUOTED_BYTES = 16384
+
+
+@dataclass(frozen=True)
+class Log:
+    """A rank's output: in `rank.N/stdout.log` and `stderr.log` of a folder, or in nameless files."""
+
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    folder: Path | None
+
+    @staticmethod
+    def open(log_dir: str | os.PathLike[str] | None, rank: int) -> Log:
+        """New, empty logs. Without a `log_dir`, they vanish with the last process that has them."""
+        if log_dir is None:
+            return Log(tempfile.TemporaryFile(), tempfile.TemporaryFile(), None)
+        folder = Path(log_dir) / f"rank.{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        stdout, stderr = ((folder / f"{name}.log").open("w+b") for name in ("stdout", "stderr"))
+        return Log(stdout, stderr, folder)
+
+    @property
+    def place(self) -> str:
+        """Where to read on."""
+        return "not kept; see log_dir" if self.folder is None else str(self.folder)
+
+    def tail(self) -> str:
+        """The last lines of both, standard output first; empty if there are none."""
+        lines = [line for file in (self.stdout, self.stderr) for line in _last_lines(file)]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Closes both files."""
+        self.stdout.close()
+        self.stderr.close()
+
+
+def _last_lines(file: IO[bytes]) -> list[str]:
+    size = os.fstat(file.fileno()).st_size
+    start = max(0, size - QUOTED_BYTES)
+    text = os.pread(file.fileno(), QUOTED_BYTES, start).decode(errors="replace")
+    return text.splitlines()[-QUOTED_LINES:]

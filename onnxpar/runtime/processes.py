@@ -1,0 +1,189 @@
+"""The processes of a session's ranks: asked, watched and ended together."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from onnxpar.errors import RankError
+from onnxpar.runtime.arena import Arena
+from onnxpar.runtime.log import Log
+from onnxpar.runtime.rank_process import RankProcess, in_lasting_thread
+from onnxpar.runtime.wire import Closed, Message, Wire
+
+GRACE = 2.0
+"""Seconds in which the other ranks may say what they were in when one of them failed."""
+CLOSING = 5.0
+"""Seconds in which ranks may end by themselves when the session is closed."""
+
+
+class Processes:
+    """One process per rank. Where one fails, all are ended, and every later call says why.
+
+    A rank may be silent for `timeout` seconds; a busy one is not silent, however long it computes.
+    """
+
+    def __init__(
+        self, path: Path, size: int, timeout: float, log_dir: str | os.PathLike[str] | None
+    ) -> None:
+        self.inputs = inputs = Arena.create("onnxpar-inputs")
+        self._path = path
+        self._timeout = timeout
+        self._tick = min(1.0, timeout / 8)
+        self._owner = os.getpid()
+        self._closed: str | None = None
+        self._ended = threading.Event()
+        logs = [Log.open(log_dir, rank) for rank in range(size)]
+        self.ranks = in_lasting_thread(
+            lambda: [RankProcess.start(log, inputs, timeout) for log in logs], self._ended
+        )
+        self._poll = select.poll()
+        self._wires: dict[int, tuple[RankProcess, Wire]] = {}
+        for rank in self.ranks:
+            for wire in (rank.work, rank.control):
+                self._poll.register(wire.fileno(), select.POLLIN)
+                self._wires[wire.fileno()] = rank, wire
+
+    def call(self, messages: Sequence[Message], what: str) -> list[Message]:
+        """Sends each rank its message and returns all answers.
+
+        Errors: RankError, naming the rank that failed, what was asked and what the others were in.
+        """
+        self.check_usable()
+        complete = False
+        try:
+            answers = self._call(messages, what)
+            complete = True
+            return answers
+        finally:
+            if not complete:
+                self._end(f"{what} did not end well")
+
+    def check_usable(self) -> None:
+        """Errors: RankError where the session is closed, or belongs to another process."""
+        if os.getpid() != self._owner:
+            raise RankError(
+                f"this session is process {self._owner}'s; make one in process {os.getpid()} too"
+            )
+        if self._closed is not None:
+            raise RankError(f"this session is closed: {self._closed}; make a new one")
+
+    def close(self) -> None:
+        """Ends all ranks, which is no failure. Does nothing in a forked process, or twice."""
+        if os.getpid() != self._owner or self._closed is not None:
+            return
+        for rank in self.ranks:
+            try:
+                rank.work.send({"do": "close"})
+            except Closed:
+                continue
+        deadline = time.monotonic() + CLOSING
+        for rank in self.ranks:
+            rank.wait(deadline - time.monotonic())
+        self._end("close() was called")
+
+    def _call(self, messages: Sequence[Message], what: str) -> list[Message]:
+        for rank, message in zip(self.ranks, messages, strict=True):
+            rank.reply, rank.silence = None, 0.0
+            try:
+                rank.work.send(message)
+            except Closed:
+                self._fail(rank, what)
+        pinged = time.monotonic()
+        while waiting := [rank for rank in self.ranks if rank.reply is None]:
+            before = time.monotonic()
+            self._read(what)
+            now = time.monotonic()
+            # No more than was waited for: this process, too, may have been stopped meanwhile.
+            self._count_silence(waiting, min(now - before, 2 * self._tick), what)
+            if now - pinged >= self._tick:
+                pinged = now
+                for rank in waiting:
+                    rank.send_control({"do": "ping"})
+        return [rank.reply or {} for rank in self.ranks]
+
+    def _read(self, what: str) -> None:
+        """Takes the messages that are there, or waits a tick for one."""
+        for fd, _ in self._poll.poll(self._tick * 1000):
+            rank, wire = self._wires[fd]
+            try:
+                message = wire.receive()
+            except Closed:
+                self._fail(rank, what)
+            rank.silence = 0.0
+            if wire is rank.work:
+                rank.reply = message
+                if "error" in message:
+                    self._fail(rank, what)
+
+    def _count_silence(self, waiting: Sequence[RankProcess], seconds: float, what: str) -> None:
+        for rank in waiting:
+            rank.silence += seconds
+            if rank.silence >= self._timeout / 2 and (
+                rank.silence >= self._timeout or rank.fate() is not None
+            ):
+                self._fail(rank, what)
+
+    def _fail(self, first: RankProcess, what: str) -> NoReturn:
+        """Lets the others stop and say what they were in; ends all; raises the whole story.
+
+        Errors: RankError, always. The culprit is a rank that died or was stopped, else the first to fail.
+        """
+        if first.reply is None:
+            first.wait(1.0)  # its sockets close a moment before its exit code is there
+        culprit = next((rank for rank in self.ranks if rank.fate() is not None), first)
+        headline = f"{what} of {self._path}: rank {self._story(culprit)}"
+        for rank in self.ranks:
+            if rank is not culprit:
+                rank.send_control({"do": "abort", "message": f"rank {self._story(culprit)}"})
+        self._hear_out(culprit)
+        others = [
+            f"\n  rank {number}: {rank.reply['error']}"
+            for number, rank in enumerate(self.ranks)
+            if rank is not culprit and rank.reply is not None and "error" in rank.reply
+        ]
+        tail = culprit.log.tail()
+        quoted = f"\nits log ({culprit.log.place}) ends with:\n{tail}" if tail else ""
+        self._end(headline)
+        raise RankError(headline + "".join(others) + quoted)
+
+    def _story(self, rank: RankProcess) -> str:
+        number = self.ranks.index(rank)
+        if rank.reply is not None and "error" in rank.reply:
+            return f"{number} failed: {rank.reply['error']}"
+        return f"{number} {rank.fate() or f'has not answered for {rank.silence:.1f} s'}"
+
+    def _hear_out(self, culprit: RankProcess) -> None:
+        """Waits, but not for long, until every other rank that can has answered."""
+        deadline = time.monotonic() + GRACE
+        while (left := deadline - time.monotonic()) > 0 and any(
+            rank is not culprit and rank.reply is None and rank.fate() is None
+            for rank in self.ranks
+        ):
+            for fd, _ in self._poll.poll(left * 1000):
+                rank, wire = self._wires[fd]
+                try:
+                    message = wire.receive()
+                except Closed:
+                    self._poll.unregister(fd)
+                    continue
+                if wire is rank.work:
+                    rank.reply = message
+
+    def _end(self, reason: str) -> None:
+        """Ends all processes at once and frees what they held; only the first reason stays."""
+        if self._closed is not None:
+            return
+        self._closed = reason
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.wait(CLOSING)
+            rank.release()
+        self.inputs.close()
+        self._ended.set()

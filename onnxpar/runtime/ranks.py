@@ -1,0 +1,123 @@
+"""What a session needs of its ranks, wherever they run, and the ranks that are processes of this host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.cores import shares
+from onnxpar.runtime.executor import Request
+from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.parts import Array
+from onnxpar.runtime.processes import Processes
+from onnxpar.runtime.store import ReservedPort
+from onnxpar.runtime.wire import Message
+
+PartsOf = dict[str, dict[int, Array]]
+"""By tensor and rank, the parts that make up each tensor; valid until the ranks are asked again."""
+
+
+class Ranks(Protocol):
+    """All ranks of a bundle. Arrays that go in are global, and have been checked."""
+
+    providers: Sequence[str]
+
+    def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
+    def read_state(self, name: str) -> PartsOf: ...
+    def write_state(self, name: str, array: Array) -> None: ...
+    def reset_states(self) -> None: ...
+    def check_usable(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class ProcessRanks:
+    """One process per rank; arrays go through shared memory, an input once for all ranks."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        spec: SessionSpec,
+        timeout: float,
+        log_dir: str | os.PathLike[str] | None = None,
+        bind_address: str = "127.0.0.1",
+    ) -> None:
+        size = bundle.mesh.size
+        for rank in range(size):
+            bundle.rank_file(rank)
+        self._bundle = bundle
+        self._runs = 0
+        self._processes = Processes(bundle.path, size, timeout, log_dir)
+        with ReservedPort(bind_address) as port:
+            world = {"size": size, "store": port.store, "bind_address": bind_address}
+            common = {"path": str(bundle.path.resolve()), "spec": asdict(spec)}
+            messages = [
+                {
+                    **common,
+                    "world": {**world, "rank": rank, "timeout": timeout},
+                    "share": asdict(share),
+                }
+                for rank, share in enumerate(shares(size))
+            ]
+            ready = self._processes.call(messages, "the start")
+        self.providers: Sequence[str] = ready[0]["providers"]
+
+    def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
+        """Runs all ranks once. Errors: RankError, naming the rank; then the ranks are ended."""
+        self._runs += 1
+        message = {"do": "run", "feeds": self._hand_over(feeds), "size": self._size()}
+        return self._ask({**message, **asdict(request)}, f"run {self._runs}")
+
+    def read_state(self, name: str) -> PartsOf:
+        """The parts of a kept state."""
+        return self._ask({"do": "read", "name": name}, f"reading state {name!r}")
+
+    def write_state(self, name: str, array: Array) -> None:
+        """Keeps an array as a state."""
+        message = {"do": "write", "feeds": self._hand_over({name: array}), "size": self._size()}
+        self._ask(message, f"writing state {name!r}")
+
+    def reset_states(self) -> None:
+        """Forgets all states."""
+        self._ask({"do": "reset"}, "the reset of states")
+
+    def check_usable(self) -> None:
+        """Errors: RankError where the ranks have been ended."""
+        self._processes.check_usable()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._processes.close()
+
+    def _hand_over(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
+        """Copies each array into shared memory, once; returns where they stand."""
+        self.check_usable()
+        arena = self._processes.inputs
+        arena.clear()
+        slots = arena.place([(array.dtype, array.shape) for array in feeds.values()])
+        for slot, array in zip(slots, feeds.values(), strict=True):
+            np.copyto(slot.array, array)
+        return {
+            name: [slot.offset, list(slot.array.shape)]
+            for name, slot in zip(feeds, slots, strict=True)
+        }
+
+    def _size(self) -> int:
+        return self._processes.inputs.size
+
+    def _ask(self, message: Message, what: str) -> PartsOf:
+        ranks = self._processes.ranks
+        answers = self._processes.call([message] * len(ranks), what)
+        found: PartsOf = {}
+        for number, (rank, answer) in enumerate(zip(ranks, answers, strict=True)):
+            rank.outputs.map(answer.get("size", 0))
+            for name, (offset, shape) in answer.get("slots", {}).items():
+                port = self._bundle.outputs.get(name) or self._bundle.inputs[name]
+                found.setdefault(name, {})[number] = rank.outputs.view(
+                    offset, port.dtype, tuple(shape)
+                )
+        return found

@@ -1,0 +1,86 @@
+"""What a rank's process does for the session: it joins the world and answers messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from onnxpar.runtime.arena import Arena, Slot
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.executor import Executor, Request
+from onnxpar.runtime.groups import World
+from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.parts import Array
+from onnxpar.runtime.wire import Message, Wire
+
+if TYPE_CHECKING:
+    from onnxpar.runtime.worker import Watch
+
+
+def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
+    """Answers the session until it says close; `inputs` and `outputs` are the arenas' files."""
+    start = wire.receive()
+    watch.rank = start["world"]["rank"]
+    share = start["share"]
+    if share["cores"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share["cores"])
+    bundle = Bundle.load(start["path"])
+    world = World.create(f"rank-{watch.rank}", **start["world"])
+    watch.join(world)
+    spec = SessionSpec.from_json(start["spec"])
+    executor = Executor(bundle, world, spec, share["threads"], share["spin"])
+    wire.send({"providers": executor.session.get_providers()})
+    server = Server(bundle, executor, Arena(inputs), Arena(outputs))
+    while (message := wire.receive())["do"] != "close":
+        wire.send(server.answer(message))
+    del server, executor  # ends profiling, before the world that its kernels use
+    world.close()
+
+
+class Server:
+    """Answers messages; the arrays that they speak of stand in the arenas."""
+
+    def __init__(self, bundle: Bundle, executor: Executor, inputs: Arena, outputs: Arena) -> None:
+        self._bundle = bundle
+        self._executor = executor
+        self._inputs = inputs
+        self._outputs = outputs
+        self._actions: Mapping[str, Callable[[Message], Message]] = {
+            "run": self._run,
+            "read": self._read,
+            "write": self._write,
+            "reset": self._reset,
+        }
+
+    def answer(self, message: Message) -> Message:
+        """Does what the message says."""
+        self._outputs.clear()
+        return self._actions[message["do"]](message)
+
+    def _run(self, message: Message) -> Message:
+        request = Request(message["fetch"], message["keep"], message["options"])
+        return self._sent(self._executor.run(request, self._feeds(message), self._outputs))
+
+    def _read(self, message: Message) -> Message:
+        return self._sent(self._executor.read_state(message["name"], self._outputs))
+
+    def _write(self, message: Message) -> Message:
+        for name, array in self._feeds(message).items():
+            self._executor.write_state(name, array)
+        return {}
+
+    def _reset(self, message: Message) -> Message:
+        self._executor.reset_states()
+        return {}
+
+    def _feeds(self, message: Message) -> dict[str, Array]:
+        self._inputs.map(message["size"])
+        return {
+            name: self._inputs.view(offset, self._bundle.inputs[name].dtype, tuple(shape))
+            for name, (offset, shape) in message["feeds"].items()
+        }
+
+    def _sent(self, slots: Mapping[str, Slot]) -> Message:
+        sent = {name: [slot.offset, list(slot.array.shape)] for name, slot in slots.items()}
+        return {"size": self._outputs.size, "slots": sent}

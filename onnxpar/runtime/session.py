@@ -1,0 +1,134 @@
+"""A sharded model as one session: onnxruntime's interface over all ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from onnxpar.runtime import launch
+from onnxpar.runtime.bundle import Bundle, NodeArg
+from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
+from onnxpar.runtime.executor import Request
+from onnxpar.runtime.options import SessionSpec, run_spec
+from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+
+class Session:
+    """Runs a bundle on its ranks; what is fed and returned is global, as in the unsplit model."""
+
+    def __init__(self, bundle: Bundle, ranks: Ranks) -> None:
+        self.states = States(self)
+        self._bundle = bundle
+        self._ranks = ranks
+        self._lock = threading.RLock()
+        self._kept: set[str] = set()
+        self._parts = {
+            port.name: Parts(port.layout, bundle.mesh)
+            for port in (*bundle.inputs.values(), *bundle.outputs.values())
+        }
+        self._finalizer = weakref.finalize(self, ranks.close)
+
+    def get_inputs(self) -> list[NodeArg]:
+        """The inputs, with the shapes of the unsplit model."""
+        return [port.arg for port in self._bundle.inputs.values()]
+
+    def get_outputs(self) -> list[NodeArg]:
+        """The outputs, with the shapes of the unsplit model."""
+        return [port.arg for port in self._bundle.outputs.values()]
+
+    def get_providers(self) -> list[str]:
+        """The execution providers of rank 0, the first that can run a node first."""
+        return list(self._ranks.providers)
+
+    def run(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: ort.RunOptions | None = None,
+        *,
+        keep_states: bool = False,
+    ) -> list[Array]:
+        """Runs all ranks and returns the named outputs, or all, as global arrays.
+
+        With `keep_states`, outputs of state pairs stay on their ranks and are the inputs of later
+        runs wherever those inputs are not fed; they are returned only if they are named.
+        Runs of several threads take their turns. Errors: InputError before anything runs;
+        RankError, naming the rank, after which the session is closed.
+        """
+        state_outputs = self._bundle.states.values() if keep_states else ()
+        default = [name for name in self._bundle.outputs if name not in state_outputs]
+        names = check_names(self._bundle, output_names, default)
+        with self._lock:
+            self._ranks.check_usable()
+            feeds = check_feeds(self._bundle, input_feed, self._kept)
+            request = Request(list(dict.fromkeys(names)), keep_states, run_spec(run_options))
+            parts = self._ranks.run(request, feeds)
+            if keep_states:
+                self._kept.update(self._bundle.states)
+            whole = {name: self._assemble(name, parts) for name in request.fetch}
+        return [whole[name] for name in names]
+
+    def close(self) -> None:
+        """Ends the ranks; the session cannot run any more. May be called twice."""
+        with self._lock:
+            self._finalizer()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _assemble(self, name: str, parts: PartsOf) -> Array:
+        return self._parts[name].assemble(parts[name])
+
+
+class States:
+    """The state inputs that a session's ranks keep between runs; they are moved only here."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.proxy(session)
+
+    @property
+    def names(self) -> list[str]:
+        """The inputs of all state pairs."""
+        return list(self._session._bundle.states)
+
+    def read(self, name: str) -> Array:
+        """The kept value of a state input, as a global array. Errors: InputError if none is kept."""
+        session = self._session
+        port = state_port(session._bundle, name)
+        with session._lock:
+            if name not in session._kept:
+                raise InputError(
+                    f"no value of state {name!r} is kept; run with keep_states=True, or write it"
+                )
+            return session._assemble(port.name, session._ranks.read_state(name))
+
+    def write(self, name: str, value: Any) -> None:
+        """Keeps a global array as the value of a state input. Errors: InputError."""
+        session = self._session
+        array = check_array(state_port(session._bundle, name), value)
+        with session._lock:
+            session._ranks.write_state(name, array)
+            session._kept.add(name)
+
+    def reset(self) -> None:
+        """Forgets all kept values, so that every state must be fed again."""
+        session = self._session
+        with session._lock:
+            session._ranks.reset_states()
+            session._kept.clear()

@@ -1,0 +1,128 @@
+"""Ranks as threads of this process: the same plan and files, without the start of processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from onnxpar.errors import OnnxparError, RankError
+from onnxpar.runtime import groups
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.executor import Executor, Heap, Request
+from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.parts import Array
+from onnxpar.runtime.ranks import PartsOf
+from onnxpar.runtime.session import Session
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+    from onnxpar.runtime.arena import Slot
+
+T = TypeVar("T")
+
+
+class ThreadSession(Session):
+    """A session whose ranks are threads of this process: quick to start, so meant for tests.
+
+    A fault in native code, which a rank process would answer for alone, ends this process.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | os.PathLike[str],
+        sess_options: ort.SessionOptions | None = None,
+        *,
+        timeout: float = 60.0,
+    ) -> None:
+        bundle = Bundle.load(path_or_bytes)
+        super().__init__(bundle, ThreadRanks(bundle, SessionSpec.of(sess_options), timeout))
+
+
+class ThreadRanks:
+    """One thread per rank. Where one fails, the others are aborted and every later call says why."""
+
+    def __init__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> None:
+        size = bundle.mesh.size
+        self._lock = threading.Lock()
+        self._failure: Exception | None = None
+        self._closed = False
+        self._executors: list[Executor] = []
+        self._pool = ThreadPoolExecutor(size, thread_name_prefix="onnxpar-rank")
+        self._worlds = groups.thread_worlds(size, timeout)
+        self._executors = self._all(
+            lambda rank: Executor(bundle, self._worlds[rank], spec, threads=1, spin=False),
+            "the start",
+        )
+        self.providers: Sequence[str] = self._executors[0].session.get_providers()
+
+    def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
+        """Runs all ranks once. Errors: RankError, of the first rank that failed."""
+        return _by_name(self._all(lambda r: self._executors[r].run(request, feeds, Heap()), "run"))
+
+    def read_state(self, name: str) -> PartsOf:
+        """The parts of a kept state."""
+        slots = self._all(lambda r: self._executors[r].read_state(name, Heap()), "reading a state")
+        return _by_name(slots)
+
+    def write_state(self, name: str, array: Array) -> None:
+        """Keeps an array as a state."""
+        self._all(lambda r: self._executors[r].write_state(name, array), "writing a state")
+
+    def reset_states(self) -> None:
+        """Forgets all states."""
+        self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
+
+    def check_usable(self) -> None:
+        """Errors: RankError where a rank has failed, or after close."""
+        if self._closed:
+            cause = self._failure or "close() was called"
+            raise RankError(f"this session is closed: {cause}; make a new one")
+
+    def close(self) -> None:
+        """Leaves the worlds."""
+        if self._closed:
+            return
+        self._closed = True
+        self._executors.clear()
+        for world in self._worlds:
+            world.close()
+        self._pool.shutdown()
+
+    def _all(self, work: Callable[[int], T], what: str) -> list[T]:
+        """Does the work for all ranks at once."""
+        self.check_usable()
+
+        def one(rank: int) -> T | None:
+            try:
+                return work(rank)
+            except Exception as error:  # the outermost boundary of a rank: the others wait for it
+                self._fail(rank, error, what)
+                return None
+
+        results = list(self._pool.map(one, range(len(self._worlds))))
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+        return [result for result in results]  # type: ignore[misc]
+
+    def _fail(self, rank: int, error: Exception, what: str) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            text = str(error) if isinstance(error, OnnxparError) else f"{type(error).__name__}: {error}"
+            self._failure = RankError(f"{what}: rank {rank} failed: {text}")
+            self._failure.__cause__ = error
+        for world in self._worlds:
+            world.abort(f"rank {rank} failed: {text}")
+
+
+def _by_name(slots: Sequence[Mapping[str, Slot]]) -> PartsOf:
+    found: PartsOf = {}
+    for rank, named in enumerate(slots):
+        for name, slot in named.items():
+            found.setdefault(name, {})[rank] = slot.array
+    return found

@@ -1,0 +1,169 @@
+"""Checks a graph with layouts from the rules alone: the type checker of sharded programs.
+
+It shares no code with the passes that choose layouts, so that a wrong choice and a wrong check would
+have to agree. A failure is our own bug, hence an AssertionError that names the node and its layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.factors import OpFactors
+from onnxpar.layout import Concat, Dim, Factor, Layout, leaves
+from onnxpar.mesh import Axis, merge_axes
+from onnxpar.passes.pass_ import PassContext
+from onnxpar.plan import DOMAIN
+
+
+def verify(graph: gs.Graph, ctx: PassContext) -> None:
+    """After insert-collectives: every node's operands and results satisfy its rule.
+
+    After order-collectives also: the token passes through every collective, in graph order.
+    """
+    if not ctx.layouts:
+        return
+    if not ctx.localized:
+        for op in ctx.sharding.factors.ops:
+            _verify_op(op, ctx)
+        for node in graph.nodes:
+            if node.domain == DOMAIN:
+                _verify_reshard(node, ctx)
+    if ctx.ordered:
+        _verify_order(graph)
+
+
+def _verify_op(op: OpFactors, ctx: PassContext) -> None:
+    layouts = {t.name: ctx.layouts[t.name] for t, _ in op.operands() if t.name in ctx.layouts}
+
+    def fail(what: str) -> None:
+        mesh = ctx.sharding.mesh
+        shown = ", ".join(f"{name} {layout.text(mesh)}" for name, layout in layouts.items())
+        raise AssertionError(f"{op.node.op} '{op.node.name}': {what}; {op.rule.text()}; {shown}")
+
+    held: dict[int, tuple[Axis, ...]] = {}
+    for tensor, links in op.operands():
+        if tensor.name not in layouts:
+            continue
+        axes = [merge_axes(f.axes) for d in layouts[tensor.name].dims for f in leaves(d) if f.size > 1]
+        if len(axes) != len(links):
+            fail(f"{tensor.name} has {len(axes)} factors, the node sees {len(links)}")
+        for over, link in zip(axes, links, strict=True):
+            if link is None and over:
+                fail(f"{tensor.name} is split where the node needs it whole")
+            if link is not None and held.setdefault(link, over) != over:
+                fail(f"{tensor.name} splits {op.leaves[link].factor} otherwise than its neighbours")
+    pending = _pending(op, held, layouts, fail)
+    for tensor in op.node.outputs:
+        layout = layouts.get(tensor.name)
+        if layout and {*_pieces(layout.partial)} != {*_pieces(pending[0])}:
+            fail(f"{tensor.name} should be pending over {pending[0]}")
+        if layout and pending[0] and layout.reduce != pending[1]:
+            fail(f"{tensor.name} should await {pending[1]}")
+
+
+def _pieces(axes: Sequence[Axis]) -> list[tuple[str, int]]:
+    """Axes as prime steps, so that tp and tp:(1)2 tp:(2)2 compare equal."""
+    out = []
+    for axis in axes:
+        at, rest, prime = axis.pre, axis.size, 2
+        while rest > 1:
+            while rest % prime == 0:
+                out.append((axis.name, at * prime))
+                at, rest = at * prime, rest // prime
+            prime += 1
+    return out
+
+
+def _pending(  # type: ignore[no-untyped-def]
+    op: OpFactors, held: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail
+) -> tuple[tuple[Axis, ...], str]:
+    """What the rule says the results await, given the operands."""
+    own: tuple[Axis, ...] = ()
+    reduce = "sum"
+    for leaf, axes in held.items():
+        kind = op.reduction(leaf)
+        if axes and kind:
+            if not set(axes) <= set(own):
+                own += axes
+            reduce = kind
+            if not _every_segment(op, op.leaves[leaf].factor, held):
+                fail(f"only some segments of {op.leaves[leaf].factor} are split")
+    carried = {
+        i: layouts[t.name]
+        for i, t in enumerate(op.node.inputs)
+        if t.name in layouts and layouts[t.name].partial
+    }
+    if own:
+        for i in range(len(op.node.inputs)):
+            additive = i in op.rule.additive and op.node.inputs[i].name
+            if bool(additive) != (i in carried):
+                fail(f"operand {i} must {'count once' if additive else 'be reduced first'}")
+        return own, reduce
+    if not carried:
+        return (), "sum"
+    kinds = {(frozenset(_pieces(x.partial)), x.reduce) for x in carried.values()}
+    if len(kinds) > 1:
+        fail("operands await different reductions")
+    first = next(iter(carried.values()))
+    present = {i for i, t in enumerate(op.node.inputs) if t.name}
+    groups = [g & present for g in op.rule.linear] if first.reduce == "sum" else []
+    groups += [frozenset({i}) for i in op.rule.monotone] if first.reduce in ("max", "min") else []
+    if set(carried) not in [set(g) for g in groups]:
+        fail(f"a pending {first.reduce} does not pass through operands {sorted(carried)}")
+    return first.partial, first.reduce
+
+
+def _every_segment(op: OpFactors, factor: str, held: dict[int, tuple[Axis, ...]]) -> bool:
+    """Whether all segments of a reduced factor are split over the same axes."""
+    axes = iter([held.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == factor])
+
+    def cover(dim: Dim) -> frozenset[Axis] | None:
+        if isinstance(dim, Factor):
+            return frozenset(next(axes)) if dim.size > 1 else frozenset()
+        found = [cover(c) for c in dim.children]
+        if None in found:
+            return None
+        if isinstance(dim, Concat) and len({f for f in found if f is not None}) > 1:
+            return None
+        return frozenset(a for f in found if f is not None for a in f)
+
+    return cover(op.trees[factor]) is not None
+
+
+_CHANGES = {
+    "AllReduce": (0, -1),
+    "ReduceScatter": (1, -1),
+    "AllGather": (-1, 0),
+    "LocalSlice": (1, 0),
+    "AllToAll": (0, 0),
+    "Select": (0, 1),
+}
+"""Per kind: whether axes come to (1) or leave (-1) the dimensions, and the pending ones."""
+
+
+def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
+    before, after = node.attrs["before"], node.attrs["after"]
+    assert ctx.layouts[node.inputs[0].name] == before, node.name
+    assert ctx.layouts[node.outputs[0].name] == after, node.name
+    over = set(_pieces(node.attrs["axes"]))
+
+    def split(layout: Layout) -> set[tuple[str, int]]:
+        return {p for d in layout.dims for f in leaves(d) for p in _pieces(f.axes)}
+
+    for (old, new), change in zip(
+        [(split(before), split(after)), ({*_pieces(before.partial)}, {*_pieces(after.partial)})],
+        _CHANGES[node.op],
+        strict=True,
+    ):
+        expected = old | over if change > 0 else old - over if change < 0 else old
+        assert new == expected, f"{node.op} '{node.name}': {before} -> {after} over {over}"
+
+
+def _verify_order(graph: gs.Graph) -> None:
+    token = None
+    for node in graph.nodes:
+        if node.domain == DOMAIN:
+            assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
+            token = node.outputs[-1]
