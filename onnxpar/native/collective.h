@@ -39,6 +39,7 @@ class Collective : public Kernel {
   /// its shape that they share, and on the attributes.
   template <typename Body>
   void Run(const Tensor& x, const Shape& common, const Body& body) {
+    ElementSize(x.type);  // rejects what no transport carries
     const uint64_t signature = Mix(Mix(signature_, static_cast<uint64_t>(x.type)), common);
     world_->Run({name_, details_, group_, signature, x.type, x.shape, sends_, receives_}, body);
   }

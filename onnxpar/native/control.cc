@@ -77,6 +77,7 @@ bool Control::TryJoin(const HubAddress& hub, int rank, int size, Clock::time_poi
            .Add(static_cast<uint64_t>(size))
            .Add("pid " + std::to_string(getpid()))
            .Add(HostName())
+           .Add(static_cast<uint64_t>(timeout_.count()))
            .Add(static_cast<uint64_t>(std::max(left, kRetry).count())));
   std::optional<Fields> answer = Receive(std::min(until, Clock::now() + kAcceptTime));
   if (answer && answer->kind() == Kind::kRefuse) {

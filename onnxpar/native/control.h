@@ -44,6 +44,9 @@ class Control : public gloo::rendezvous::Store {
   /// Who serves the hub, e.g. "rank 0 (pid 4711)".
   const std::string& host() const { return host_; }
 
+  /// Whether the hub ended in good order, so that nobody knows what becomes of the other ranks.
+  bool ended() const { return ended_; }
+
   /// Tells the hub of a collective that does not end; OnFailure follows if the hub knows why.
   void Waiting(const Report& report) { Send(Frame(Kind::kWaiting).Add(report)); }
   /// The same at the timeout; OnFailure follows.
@@ -79,7 +82,7 @@ class Control : public gloo::rendezvous::Store {
   std::string host_;
   int wake_ = -1;
   std::atomic<bool> stop_{false};
-  bool ended_ = false;  // the hub has said goodbye; only the thread's
+  std::atomic<bool> ended_{false};  // the hub has said goodbye
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;

@@ -6,8 +6,9 @@
 #include <signal.h>
 
 #include <exception>
-#include <stdexcept>
 #include <thread>
+
+#include "transport.h"
 
 namespace onnxpar {
 namespace {
@@ -34,6 +35,16 @@ std::shared_ptr<gloo::transport::Device> CreateDevice(const std::string& address
   return device;
 }
 
+/// Adds to Gloo's errors with which rank they happened.
+template <typename Body>
+void NameRank(int rank, const Body& body) {
+  try {
+    body();
+  } catch (const gloo::Exception& error) {
+    throw TransportError("rank " + std::to_string(rank) + " (" + error.what() + ")");
+  }
+}
+
 }  // namespace
 
 GlooMesh::GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
@@ -48,16 +59,11 @@ GlooMesh::GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std
 GlooMesh::Flight::Flight(GlooMesh& mesh, const std::vector<Message>& sends,
                          const std::vector<Message>& receives)
     : mesh_(mesh) {
-  for (const Message& message : receives) {
-    receives_.push_back(mesh.context_->createUnboundBuffer(message.data, message.bytes));
-    receives_.back()->recv(message.rank, message.slot, 0, message.bytes);
-  }
-  for (const Message& message : sends) {
-    sends_.push_back(mesh.context_->createUnboundBuffer(message.data, message.bytes));
-    sends_.back()->send(message.rank, message.slot, 0, message.bytes);
-  }
+  posted_.reserve(sends.size() + receives.size());
+  for (const Message& message : receives) Post(message, /*outgoing=*/false);
+  for (const Message& message : sends) Post(message, /*outgoing=*/true);
   std::lock_guard<std::mutex> lock(mesh_.mutex_);
-  if (mesh_.aborted_) throw std::runtime_error("aborted");
+  if (mesh_.aborted_) throw TransportError("aborted");
   mesh_.flights_.push_back(this);
 }
 
@@ -66,20 +72,36 @@ GlooMesh::Flight::~Flight() {
   mesh_.flights_.remove(this);
 }
 
+void GlooMesh::Flight::Post(const Message& message, bool outgoing) {
+  auto buffer = mesh_.context_->createUnboundBuffer(message.data, message.bytes);
+  NameRank(message.rank, [&] {
+    if (outgoing) {
+      buffer->send(message.rank, message.slot, 0, message.bytes);
+    } else {
+      buffer->recv(message.rank, message.slot, 0, message.bytes);
+    }
+  });
+  posted_.push_back({message.rank, outgoing, std::move(buffer)});
+}
+
 void GlooMesh::Flight::Wait() {
-  const auto check = [](bool arrived) {
-    if (!arrived) throw std::runtime_error("aborted");
-  };
-  for (auto& buffer : receives_) check(buffer->waitRecv(mesh_.timeout_));
-  for (auto& buffer : sends_) check(buffer->waitSend(mesh_.timeout_));
+  for (const Posted& message : posted_) {
+    NameRank(message.rank, [&] {
+      const bool complete = message.outgoing ? message.buffer->waitSend(mesh_.timeout_)
+                                             : message.buffer->waitRecv(mesh_.timeout_);
+      if (!complete) throw TransportError("aborted");
+    });
+  }
 }
 
 void GlooMesh::Abort() {
   std::lock_guard<std::mutex> lock(mutex_);
   aborted_ = true;
   for (Flight* flight : flights_) {
-    for (auto& buffer : flight->receives_) buffer->abortWaitRecv();
-    for (auto& buffer : flight->sends_) buffer->abortWaitSend();
+    for (auto& message : flight->posted_) {
+      message.buffer->abortWaitRecv();
+      message.buffer->abortWaitSend();
+    }
   }
 }
 

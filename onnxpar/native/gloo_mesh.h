@@ -37,16 +37,23 @@ class GlooMesh {
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
-    /// Returns when all have been sent and received; throws if a connection breaks or on Abort.
+    /// Returns when all have been sent and received; throws if a connection breaks, if nothing
+    /// arrives within the timeout, or on Abort.
     void Wait();
 
    private:
     friend class GlooMesh;
-    using Buffers = std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>>;
+
+    struct Posted {
+      int rank;
+      bool outgoing;
+      std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
+    };
+
+    void Post(const Message& message, bool outgoing);
 
     GlooMesh& mesh_;
-    Buffers sends_;
-    Buffers receives_;
+    std::vector<Posted> posted_;
   };
 
   /// Makes the flights in the air, and all later ones, throw. Any thread may call it.

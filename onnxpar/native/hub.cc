@@ -144,6 +144,7 @@ void Hub::HandleHello(Peer& peer, Fields& fields) {
   const std::string host = fields.Text();
   if (host != HostName()) process += " on " + host;
   const milliseconds timeout(fields.Number());
+  const milliseconds patience(fields.Number());
   const std::string who = "rank " + std::to_string(rank) + " (" + process + ")";
   if (protocol != kProtocol) return Refuse(peer, "another version of onnxpar", false);
   if (key != key_) return Refuse(peer, "another world", true);
@@ -151,7 +152,7 @@ void Hub::HandleHello(Peer& peer, Fields& fields) {
   if (members_.empty()) {
     members_.resize(size);
     for (size_t i = 0; i < size; ++i) members_[i].rank = static_cast<int>(i);
-    join_until_ = Clock::now() + timeout;
+    join_until_ = Clock::now() + patience;
     timeout_seconds_ = static_cast<double>(timeout.count()) / 1000;
   }
   if (members_.size() != size || rank >= size) {
@@ -164,6 +165,7 @@ void Hub::HandleHello(Peer& peer, Fields& fields) {
   if (member.state != Member::State::kAbsent) {
     return Refuse(peer, "the world has its " + member.Name() + " already", true);
   }
+  join_until_ = std::min(join_until_, Clock::now() + patience);
   member.state = Member::State::kJoined;
   member.process = process;
   peer.rank = static_cast<int>(rank);

@@ -134,6 +134,10 @@ class AllToAll : public Collective {
                   concat);
       y_shape[split] = split_sizes_[group_.me];
       common = WithExtent(x.shape, concat, 0);
+    } else if (split_axis_ != concat_axis_) {
+      throw std::runtime_error("split_axis=" + std::to_string(split_axis_) + " and concat_axis=" +
+                               std::to_string(concat_axis_) +
+                               " are one axis; give them the same number");
     } else if (split_sizes_[group_.me] != concat_sizes_[group_.me]) {
       throw std::runtime_error("split_sizes=" + ToText(split_sizes_) +
                                " and concat_sizes=" + ToText(concat_sizes_) +

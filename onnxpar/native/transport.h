@@ -3,12 +3,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include "block.h"
 #include "reduce.h"
 
 namespace onnxpar {
+
+/// Bytes could not be moved, e.g. "rank 2 (connection reset)".
+class TransportError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 /// One collective in flight.
 struct Call {
@@ -24,8 +31,8 @@ struct Call {
 };
 
 /// The collectives of one rank, one at a time. Every call blocks until its output is complete and its
-/// input may be overwritten, or throws. A list of blocks names each member at most once; the member
-/// may be this rank.
+/// input may be overwritten, or throws a TransportError. A list of blocks names each member at most
+/// once; the member may be this rank.
 ///
 /// A message passes between every two members that a call pairs, even an empty one, so that no member
 /// goes past a collective on which another disagrees with it.

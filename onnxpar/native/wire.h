@@ -14,7 +14,7 @@ constexpr uint64_t kProtocol = 1;
 
 enum class Kind : uint8_t {
   // From a rank to the hub.
-  kHello,    // protocol, key, rank, size, process, host, milliseconds to wait for the others
+  kHello,    // protocol, key, rank, size, process, host, timeout, what is left of it (ms)
   kSet,      // key, value
   kGet,      // key; answered by kValue once it is set
   kWaiting,  // a Report: in a collective for longer than usual

@@ -92,18 +92,25 @@ World::World(const WorldConfig& config) : config_(config) {
 World::~World() { Close(); }
 
 void World::Connect() {
-  control_ = std::make_unique<Control>(config_.rank, config_.size, config_.store,
+  control_ = std::make_shared<Control>(config_.rank, config_.size, config_.store,
                                        config_.bind_address, config_.timeout, *this);
   try {
-    transport_ = ConnectGloo(config_.rank, config_.size, *control_, config_.bind_address,
-                             config_.timeout);
+    std::shared_ptr<Transport> transport = ConnectGloo(
+        config_.rank, config_.size, *control_, config_.bind_address, config_.timeout);
+    std::lock_guard<std::mutex> lock(mutex_);
+    transport_ = std::move(transport);
   } catch (const std::exception& error) {
     const std::string reason =
         "rank " + std::to_string(rank()) + " cannot connect to the others: " + error.what();
     control_->Abort(reason);
-    control_.reset();
+    control_.reset();  // and with it the thread that sets failure_
     throw std::runtime_error(failure_.empty() ? reason : failure_);
   }
+}
+
+std::shared_ptr<Control> World::Channel() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return control_;
 }
 
 Group& World::GroupOf(const std::vector<int64_t>& ranks) {
@@ -136,7 +143,7 @@ Group& World::GroupOf(const std::vector<int64_t>& ranks) {
 
 uint64_t World::Enter(const Operation& operation) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!failure_.empty()) throw WorldFailure(operation.name + ": " + failure_);
+  if (!failure_.empty()) throw WorldFailure(FailureOf(operation));
   running_ = &operation;
   began_ = Clock::now();
   reported_ = false;
@@ -151,25 +158,28 @@ void World::Leave() {
 
 void World::Fail(const Operation& operation, const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
-  running_ = nullptr;
-  if (failure_.empty()) {
-    const bool overdue = Clock::now() - began_ >= config_.timeout;
+  const bool overdue = Clock::now() - began_ >= config_.timeout;
+  if (failure_.empty() && !control_->ended()) {
     const Report report = ReportOf(operation);
-    lock.unlock();
     overdue ? control_->Overdue(report) : control_->Waiting(report);
-    lock.lock();
     failed_.wait_for(lock, kVerdictTime, [&] { return !failure_.empty(); });
   }
   if (failure_.empty()) {
-    const bool overdue = Clock::now() - began_ >= config_.timeout;
-    failure_ = overdue ? "waited in vain, and " + control_->host() +
-                             ", who would know why, does not respond: it is stopped, or its host " +
-                             "is gone"
-                       : "lost the connection to another rank: " + error;
+    const std::string& host = control_->host();
+    failure_ = (overdue ? "waited in vain for " : "lost the connection to ") + error;
+    failure_ += control_->ended()
+                    ? "; " + host + " has left, and with it the control channel that knows more"
+                    : "; " + host + ", which serves the control channel, does not respond: it is " +
+                          "stopped, or its host is gone";
     control_->Abort("rank " + std::to_string(rank()) + " failed in " + operation.name + ": " +
                     failure_);
   }
-  throw WorldFailure(operation.name + ": " + failure_);
+  throw WorldFailure(FailureOf(operation));
+}
+
+std::string World::FailureOf(const Operation& operation) const {
+  const bool named = failure_.compare(0, operation.name.size(), operation.name) == 0;
+  return named ? failure_ : operation.name + ": " + failure_;
 }
 
 Report World::ReportOf(const Operation& operation) const {
@@ -186,25 +196,27 @@ Report World::ReportOf(const Operation& operation) const {
 
 void World::Reject(const std::string& name, const std::string& reason) {
   const std::string text = "rank " + std::to_string(rank()) + " cannot run " + name + ": " + reason;
-  if (control_) control_->Abort(text);
+  if (const auto control = Channel()) control->Abort(text);
   OnFailure(text);
   throw WorldFailure(text);
 }
 
 void World::Abort(const std::string& message) {
   const std::string text = "aborted by rank " + std::to_string(rank()) + ": " + message;
-  if (control_) control_->Abort(text);
+  if (const auto control = Channel()) control->Abort(text);
   OnFailure(text);
 }
 
 void World::OnFailure(const std::string& reason) {
+  std::shared_ptr<Transport> transport;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_.empty()) return;
     failure_ = reason;
     failed_.notify_all();
+    transport = transport_;
   }
-  if (transport_) transport_->Abort();
+  if (transport) transport->Abort();
 }
 
 std::optional<Report> World::NewlySlow() {
@@ -232,17 +244,23 @@ std::map<std::vector<int>, uint64_t> World::Runs() {
 
 void World::Close() {
   OnFailure("this rank has left the world");
-  std::lock_guard<std::mutex> lock(run_mutex_);
-  if (!control_) return;
-  control_->Leave(Runs());
-  control_.reset();
-  transport_.reset();
+  std::lock_guard<std::mutex> no_collective_runs(run_mutex_);
+  std::shared_ptr<Control> control = Channel();
+  if (!control) return;
+  control->Leave(Runs());
+  std::shared_ptr<Transport> transport;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    control_.reset();
+    transport = std::move(transport_);
+  }
 }
 
 void World::LeaveAtExit() {
-  if (!control_) return;
-  control_->Leave(Runs());
-  control_->StopHub();
+  const std::shared_ptr<Control> control = Channel();
+  if (!control) return;
+  control->Leave(Runs());
+  control->StopHub();
 }
 
 }  // namespace onnxpar

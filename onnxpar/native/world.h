@@ -56,7 +56,7 @@ class WorldFailure : public std::runtime_error {
 };
 
 /// The world of one rank. Any thread may call any method; collectives run one at a time.
-class World : private ControlListener {
+class World : public ControlListener {
  public:
   /// Joins the other ranks and makes the world known under `config.id`; throws within the timeout.
   static std::shared_ptr<World> Create(const WorldConfig& config);
@@ -79,13 +79,12 @@ class World : private ControlListener {
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
     std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
-    const uint64_t key = Enter(operation);
+    const Running running(*this, operation);
     try {
-      body(*transport_, Call{operation.group.ranks, operation.group.me, key});
-    } catch (const std::exception& error) {
+      body(*transport_, Call{operation.group.ranks, operation.group.me, running.key});
+    } catch (const TransportError& error) {
       Fail(operation, error.what());
     }
-    Leave();
   }
 
   /// Fails the world because this rank cannot run the collective `name`, and throws.
@@ -105,18 +104,28 @@ class World : private ControlListener {
   Answer HasBegun(const std::vector<int>& ranks, uint64_t run) override;
 
   void Connect();
+  std::shared_ptr<Control> Channel();
   uint64_t Enter(const Operation& operation);
   void Leave();
+
+  struct Running {
+    Running(World& in, const Operation& operation) : world(in), key(in.Enter(operation)) {}
+    ~Running() { world.Leave(); }
+    World& world;
+    const uint64_t key;
+  };
+
   [[noreturn]] void Fail(const Operation& operation, const std::string& error);
+  std::string FailureOf(const Operation& operation) const;
   Report ReportOf(const Operation& operation) const;
   std::map<std::vector<int>, uint64_t> Runs();
 
   const WorldConfig config_;
-  std::unique_ptr<Control> control_;  // null in a world of one rank
-  std::unique_ptr<Transport> transport_;
-  std::mutex run_mutex_;
+  std::mutex run_mutex_;  // taken before mutex_
 
   std::mutex mutex_;  // guards what follows
+  std::shared_ptr<Control> control_;  // null in a world of one rank, and in one that has been left
+  std::shared_ptr<Transport> transport_;
   std::condition_variable failed_;
   std::string failure_;
   std::map<std::vector<int>, std::unique_ptr<Group>> groups_;

@@ -62,7 +62,7 @@ def attention(node: gs.Node) -> Rule:
         node,
         f"{', '.join(operands)} -> {'; '.join(results)}",
         sizes=sizes,
-        whole={f: _ATTENDED for f in "tdepum" if f in used} | causal,
+        whole={f: _ATTENDED for f in "tdpum" if f in used} | causal,
         reduce={},
         local=local,
     )

@@ -30,8 +30,9 @@ WINDOW = "a window over it reads its neighbours"
 class Windows:
     """How spatial dimensions stand before and after an op, as rule text.
 
-    A window of one element passes its dimension through; windows that lie side by side are
-    `(y w)` before and `y` after; of others both dimensions are whole.
+    A window of one element passes its dimension through; windows that lie side by side, in blocks
+    as long as the stride, are `(y b)` before and `y` after, or `h` and `(h b)` in a ConvTranspose;
+    others need both whole.
     """
 
     before: list[str]
@@ -45,31 +46,36 @@ def windows(node: gs.Node, kernel: Sequence[Size]) -> Windows:
     found = Windows([], [], {}, {})
     for i, width in enumerate(kernel):
         size, out = ((tensor_shape(t) or ())[2 + i] for t in (node.inputs[0], node.outputs[0]))
-        found.sizes[f"w{i}"] = width
-        found.whole[f"w{i}"] = WINDOW
-        apart = None not in (size, out, width) and not _is_moved(node, i, len(kernel))
         stride = (node.attrs.get("strides") or [1] * len(kernel))[i]
-        if apart and width == stride == 1 and size == out:
-            found.before.append(f"h{i}")
-            found.after.append(f"h{i}")
-        elif apart and width == stride and size == out * width and node.op != "ConvTranspose":
-            found.before.append(f"(y{i} w{i})")
-            found.after.append(f"y{i}")
+        before, after = f"h{i}", f"y{i}"
+        if not _lie_apart(node, i, kernel, size, out, stride):
+            found.whole.update(dict.fromkeys((before, after), WINDOW))
+        elif width == stride == 1:
+            after = before
         else:
-            found.before.append(f"h{i}")
-            found.after.append(f"y{i}")
-            found.whole.update(dict.fromkeys((f"h{i}", f"y{i}"), WINDOW))
+            found.whole[f"b{i}"], found.sizes[f"b{i}"] = WINDOW, stride
+            if node.op == "ConvTranspose":
+                after = f"({before} b{i})"
+            else:
+                before = f"({after} b{i})"
+        found.before.append(before)
+        found.after.append(after)
     return found
 
 
-def _is_moved(node: gs.Node, i: int, rank: int) -> bool:
-    """Whether windows start elsewhere than side by side from the first element on."""
+def _lie_apart(
+    node: gs.Node, i: int, kernel: Sequence[Size], size: Size, out: Size, stride: int
+) -> bool:
+    """Whether dimension i falls into blocks of one window each, from its first element on."""
+    rank, width = len(kernel), kernel[i]
     pads = node.attrs.get("pads") or [0] * (2 * rank)
-    dilations = node.attrs.get("dilations") or [1] * rank
-    grown = node.attrs.get("output_padding") or [0] * rank
-    return bool(
-        pads[i] or pads[rank + i] or grown[i] or dilations[i] != 1 or "output_shape" in node.attrs
-    )
+    dilation = (node.attrs.get("dilations") or [1] * rank)[i]
+    grown = (node.attrs.get("output_padding") or [0] * rank)[i]
+    if size is None or out is None or width is None or "output_shape" in node.attrs:
+        return False
+    wide, narrow = (out, size) if node.op == "ConvTranspose" else (size, out)
+    fits = (width - 1) * dilation + 1 <= stride and wide == narrow * stride
+    return fits and not (pads[i] or pads[rank + i] or grown)
 
 
 @rule("Conv ConvTranspose")
@@ -83,14 +89,14 @@ def convolution(node: gs.Node) -> Rule:
     c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
     weight = [c, "o"] if node.op == "ConvTranspose" else [o, "c"]
     bias = given(node, 2) is not None
-    operands = [dims_text(["n", c, *space.before])]
-    operands += [dims_text([*weight, *names("w", len(kernel) - 2)])]
+    window = names("w", len(kernel) - 2)
+    operands = [dims_text(["n", c, *space.before]), dims_text([*weight, *window])]
     operands += [o if bias else "_"] * (len(node.inputs) - 2)
     return einsum(
         node,
         f"{', '.join(operands)} -> {dims_text(['n', o, *space.after])}",
         sizes={"g": group, "c": image[1] // group, "o": out[1] // group, **space.sizes},
-        whole=space.whole,
+        whole={**dict.fromkeys(window, WINDOW), **space.whole},
         linear=(frozenset({0, 2}), frozenset({1, 2})) if bias else (FIRST, frozenset({1})),
         additive=frozenset({2}) if bias else frozenset(),
         local={"group": lambda local: local.size("g")} if group > 1 else {},
@@ -109,8 +115,7 @@ def pool(node: gs.Node) -> Rule:
         node,
         text,
         sizes=space.sizes,
-        whole={f: why for f, why in space.whole.items() if f in text},
-        reduce={},
+        whole=space.whole,
         linear=(FIRST,) if node.op == "AveragePool" and floating else (),
     )
 

@@ -51,14 +51,16 @@ def each(node: gs.Node) -> frozenset[int]:
 
 @rule("Add", "Sum")
 def add(node: gs.Node) -> Rule:
-    """`d0 d1, d1 -> d0 d1`, jointly linear in all operands."""
-    return broadcast(node, linear=(each(node),), monotone=each(node))
+    """`d0 d1, d1 -> d0 d1`, jointly linear in all operands; floats increase in each."""
+    increasing = each(node) if is_float(node.outputs[0]) else frozenset[int]()
+    return broadcast(node, linear=(each(node),), monotone=increasing)
 
 
 @rule("Sub")
 def sub(node: gs.Node) -> Rule:
     """As Add, but decreasing in the second operand."""
-    return broadcast(node, linear=(each(node),), monotone=FIRST)
+    increasing = FIRST if is_float(node.outputs[0]) else frozenset[int]()
+    return broadcast(node, linear=(each(node),), monotone=increasing)
 
 
 @rule("Mean")

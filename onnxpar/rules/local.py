@@ -172,7 +172,7 @@ def _constant(
     name: str, value: Any, by_rank: Callable[[int], Any] | None, per_rank: PerRank
 ) -> gs.Constant:
     if by_rank:
-        per_rank.constants[name] = lambda rank: np.ascontiguousarray(by_rank(rank))
+        per_rank.constants[name] = lambda rank: np.asarray(by_rank(rank), order="C")
     return gs.Constant(name, np.array(value, order="C"))
 
 

@@ -47,7 +47,7 @@ def output_shape(local: Local) -> np.ndarray[Any, Any]:
 
 def regroup(
     before: Sequence[int], after: Sequence[int]
-) -> tuple[Spec, Spec, dict[str, Size], set[str]]:
+) -> tuple[Spec, Spec, dict[str, Size], list[str]]:
     """The factors that two row-major shapes of one size have in common.
 
     Returns both specs, the factors' sizes, and the factors that stand on one side only (they must
@@ -55,7 +55,7 @@ def regroup(
     """
     sizes: dict[str, Size] = {}
     sides: tuple[list[list[Expr]], list[list[Expr]]] = ([[] for _ in before], [[] for _ in after])
-    alone: set[str] = set()
+    alone: list[str] = []
     rest = ([*before], [*after])
     at = [0, 0]
 
@@ -81,7 +81,7 @@ def regroup(
                 at[side] = i
                 if rest[side][i] > 1:
                     name = f"w{len(sizes)}"
-                    alone.add(name)
+                    alone.append(name)
                     take(side, name, rest[side][i])
             at[side] = len(rest[side])
     left, right = (tuple(_merge(dim) for dim in side) for side in sides)

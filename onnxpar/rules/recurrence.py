@@ -9,7 +9,7 @@ from onnxpar.rules.rule import Rule, einsum, rule
 
 @rule("LSTM GRU RNN")
 def recurrence(node: gs.Node) -> Rule:
-    """`s b i, d g i, d g h, d e, b, d b h, d b h, d f -> s d b h ; d b h ; d b h`, only b passes."""
+    """`s b i, d g i, d g h, d e, b, d b h, d b h, _ -> s d b h ; d b h ; d b h`, only b passes."""
     if node.attrs.get("layout", 0):
         sequence, state, result = "b s i", "b d h", "b s d h"
     else:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.rule import (
     FIRST,
     Local,
@@ -62,8 +61,6 @@ def reduce_(node: gs.Node) -> Rule:
     axes = reduced_axes(node)
     if axes is None:
         return whole_rule(node, "axes that only a run can tell")
-    if not axes:
-        return broadcast(node)
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     gone = [dims[a] for a in axes]
     one = ["1"] if node.attrs.get("keepdims", 1) else []
@@ -71,6 +68,8 @@ def reduce_(node: gs.Node) -> Rule:
     text = f"{dims_text(dims)}{', _' * (len(node.inputs) - 1)} -> {dims_text(kept)}"
     is_linear = node.op == "ReduceSum" or (node.op == "ReduceMean" and is_float(node.outputs[0]))
     linear = (FIRST,) if is_linear else ()
+    if not axes:
+        return einsum(node, text)
     if node.op not in _PENDING or (node.op == "ReduceMean" and not is_linear):
         reason = "the reduction is not a sum, max, min or product of parts"
         return einsum(node, text, whole=dict.fromkeys(gone, reason))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,53 +28,77 @@ from onnxpar.rules.rule import (
 _SCALED = "it is interpolated"
 
 
-def unchanged_rule(node: gs.Node, kept: set[int], reason: str, **fields: Any) -> Rule:
-    """`a b c -> a b y`: the dimensions of operand 0 that are kept pass, the others are whole."""
-    rank = len(tensor_shape(node.inputs[0]) or ())
-    before = names("d", rank)
-    after = [d if i in kept else f"y{i}" for i, d in enumerate(before)]
-    changed = [d for i in range(rank) if i not in kept for d in (before[i], after[i])]
-    rest = ", _" * (len(node.inputs) - 1)
-    text = f"{dims_text(before)}{rest} -> {dims_text(after)}"
-    return einsum(node, text, whole=dict.fromkeys(changed, reason), **fields)
-
-
 @rule("Resize Upsample")
 def resize(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: dimensions of scale 1 pass, those that are interpolated are whole."""
-    shape = tensor_shape(node.inputs[0]) or ()
-    axes = [a % len(shape) for a in node.attrs.get("axes") or range(len(shape))]
+    """`n c h w -> n c y x`: dimensions of scale 1 pass, those that are interpolated are whole.
+
+    Nearest neighbours by a whole factor are repetitions: `n c h -> n c (h r)`.
+    """
+    shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         return whole_rule(node, "a region of interest")
     if node.attrs.get("keep_aspect_ratio_policy", "stretch") != "stretch":
         return whole_rule(node, "one scale for all its dimensions")
-    linear = (FIRST,) if is_float(node.outputs[0]) else ()
-    if _has_values(given(node, 3)):
-        out = tensor_shape(node.outputs[0]) or ()
-        kept = {i for i, size in enumerate(shape) if size is not None and size == out[i]}
-
-        def sizes(local: Local) -> np.ndarray[Any, Any]:
-            return int64([local.output_shape(0)[a] for a in axes])
-
-        return unchanged_rule(node, kept, _SCALED, linear=linear, local={3: sizes})
-    scales = _scales(node)
+    axes = [a % len(shape) for a in node.attrs.get("axes") or range(len(shape))]
+    by_size = _has_values(given(node, 3))
+    scales = _scales_of_sizes(shape, out) if by_size else _scales(node, axes)
     if scales is None:
         return whole_rule(node, "scales that only a run can tell")
-    by_axis = dict(zip(axes, scales, strict=True))
-    kept = {i for i in range(len(shape)) if by_axis.get(i, 1.0) == 1.0}
-    return unchanged_rule(node, kept, _SCALED, linear=linear)
+    before, after = names("d", len(shape)), names("d", len(shape))
+    sizes: dict[str, Size] = {}
+    whole: dict[str, str] = {}
+    for i, scale in enumerate(scales):
+        if scale != 1 and scale == int(scale) and _repeats(node):
+            after[i], sizes[f"r{i}"] = f"(d{i} r{i})", int(scale)
+            whole[f"r{i}"] = _SCALED
+        elif scale != 1:
+            after[i] = f"y{i}"
+            whole |= dict.fromkeys((before[i], after[i]), _SCALED)
+
+    def local_sizes(local: Local) -> np.ndarray[Any, Any]:
+        return int64([local.output_shape(0)[a] for a in axes])
+
+    rest = ", _" * (len(node.inputs) - 1)
+    return einsum(
+        node,
+        f"{dims_text(before)}{rest} -> {dims_text(after)}",
+        sizes=sizes,
+        whole=whole,
+        linear=(FIRST,) if is_float(node.outputs[0]) else (),
+        local={3: local_sizes} if by_size else {},
+    )
+
+
+def _repeats(node: gs.Node) -> bool:
+    """Whether each element is repeated, if the scale is a whole number."""
+    if node.attrs.get("mode", "nearest") != "nearest":
+        return False
+    how = (node.attrs.get("coordinate_transformation_mode"), node.attrs.get("nearest_mode"))
+    return len(node.inputs) < 3 or how == ("asymmetric", "floor")
+
+
+def _scales_of_sizes(shape: Sequence[Size], out: Sequence[Size]) -> list[float] | None:
+    if None in shape or None in out or 0 in shape:
+        return None
+    return [(o or 0) / (s or 1) for s, o in zip(shape, out, strict=True)]
 
 
 def _has_values(tensor: gs.Tensor | None) -> bool:
     return tensor is not None and tensor_shape(tensor) != (0,)
 
 
-def _scales(node: gs.Node) -> list[float] | None:
-    if "scales" in node.attrs:
-        return list(node.attrs["scales"])
+def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
+    """The scale of every dimension; 1 for those that are not in axes."""
     operand = given(node, 1 if len(node.inputs) == 2 else 2)
-    value = None if operand is None else constant(operand)
-    return None if value is None else [float(v) for v in value]
+    values = node.attrs.get("scales")
+    if values is None and operand is not None:
+        values = constant(operand)
+    if values is None:
+        return None
+    found = [1.0] * len(tensor_shape(node.inputs[0]) or ())
+    for axis, scale in zip(axes, values, strict=True):
+        found[axis] = float(scale)
+    return found
 
 
 @rule("Pad")
@@ -93,9 +118,16 @@ def pad(node: gs.Node) -> Rule:
             axes = [int(a) % rank for a in value]
     assert pads is not None
     padded = {a for i, a in enumerate(axes) if pads[i] or pads[len(axes) + i]}
+    before, after = names("d", rank), names("d", rank)
+    for i in padded:
+        after[i] = f"y{i}"
     copied = node.attrs.get("mode", "constant") != "constant"
-    linear = (FIRST,) if copied or not fill else ()
-    return unchanged_rule(node, set(range(rank)) - padded, "it is padded", linear=linear)
+    return einsum(
+        node,
+        f"{dims_text(before)}{', _' * (len(node.inputs) - 1)} -> {dims_text(after)}",
+        whole=dict.fromkeys((d for i in padded for d in (before[i], after[i])), "it is padded"),
+        linear=(FIRST,) if copied or not fill else (),
+    )
 
 
 @rule("DepthToSpace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -74,7 +75,8 @@ class Arena:
 
     def view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The array of that dtype and shape at the offset."""
-        return self._memory[offset : offset + _nbytes(dtype, shape)].view(dtype).reshape(shape)
+        array: Array = np.ndarray(shape, dtype, self._memory, offset)
+        return array
 
     def close(self) -> None:
         """Closes the file; the memory is freed with the last array in it."""
@@ -85,4 +87,4 @@ class Arena:
 
 
 def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    return dtype.itemsize * math.prod(shape)

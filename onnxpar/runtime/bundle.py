@@ -1,4 +1,4 @@
-"""What the runtime reads of a `model.par` folder: the mesh, the ports and the state pairs of its plan."""
+"""What the runtime reads of a `model.par` folder: its mesh, ports and state pairs."""
 
 from __future__ import annotations
 
@@ -9,36 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16 and float8_*)
 import numpy as np
 
 from onnxpar.errors import ModelError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
+from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 
 FORMAT = 1
 """The only format of plan.json that this runtime reads."""
-
-ELEMENTS: Mapping[str, tuple[int, str]] = {
-    "float32": (1, "float"),
-    "uint8": (2, "uint8"),
-    "int8": (3, "int8"),
-    "uint16": (4, "uint16"),
-    "int16": (5, "int16"),
-    "int32": (6, "int32"),
-    "int64": (7, "int64"),
-    "bool": (9, "bool"),
-    "float16": (10, "float16"),
-    "float64": (11, "double"),
-    "uint32": (12, "uint32"),
-    "uint64": (13, "uint64"),
-    "bfloat16": (16, "bfloat16"),
-    "float8_e4m3fn": (17, "float8e4m3fn"),
-    "float8_e4m3fnuz": (18, "float8e4m3fnuz"),
-    "float8_e5m2": (19, "float8e5m2"),
-    "float8_e5m2fnuz": (20, "float8e5m2fnuz"),
-}
-"""By dtype name: ONNX's TensorProto number and onnxruntime's word for the element type."""
 
 Shape = tuple[int | None, ...]
 
@@ -54,7 +33,7 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output. What data decides is None: a size, the rank, or the layout (whole)."""
+    """A graph input or output. What data decides is None: a size, shape or layout."""
 
     name: str
     dtype: np.dtype[Any]
@@ -62,14 +41,9 @@ class Port:
     layout: Layout | None
 
     @property
-    def element(self) -> Any:
-        """The element type as onnxruntime takes it: NumPy's, or ONNX's number where NumPy has none."""
-        return self.dtype.type if self.dtype.isbuiltin == 1 else ELEMENTS[self.dtype.name][0]
-
-    @property
     def arg(self) -> NodeArg:
         """As onnxruntime would describe it."""
-        return NodeArg(self.name, f"tensor({ELEMENTS[self.dtype.name][1]})", list(self.shape or ()))
+        return NodeArg(self.name, tensor_type(self.dtype), list(self.shape or ()))
 
     def expects(self) -> str:
         """`float32 [8, 16]`, with `?` for what data decides."""
@@ -88,7 +62,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A `model.par` folder: its path, mesh and ports by name, and output by input of the state pairs."""
+    """A `model.par` folder: its mesh, ports by name, and state outputs by input."""
 
     path: Path
     mesh: Mesh
@@ -98,7 +72,7 @@ class Bundle:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
-        """Reads `plan.json`. Errors: ModelError, naming the file and what is missing or wrong there."""
+        """Reads `plan.json`. Errors: ModelError, naming the file and what is wrong there."""
         folder = Path(path)
         plan = _read_plan(folder)
         try:
@@ -130,7 +104,9 @@ class Bundle:
 def _read_plan(folder: Path) -> dict[str, Any]:
     file = folder / "plan.json"
     if not file.is_file():
-        raise ModelError(f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`")
+        raise ModelError(
+            f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"
+        )
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -28,7 +28,9 @@ def check_feeds(
         hint = " (or keep it with keep_states=True)" if missing[0] in bundle.states else ""
         raise InputError(f"input {missing[0]!r} is not fed; give {port.expects()}{hint}")
     return {
-        name: check_array(port, feeds[name]) for name, port in bundle.inputs.items() if name in feeds
+        name: check_array(port, feeds[name])
+        for name, port in bundle.inputs.items()
+        if name in feeds
     }
 
 
@@ -50,7 +52,9 @@ def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[s
     """The outputs to return; None or none at all means `default`. Errors: InputError."""
     for name in names or ():
         if name not in bundle.outputs:
-            raise InputError(f"no output is named {name!r}; the outputs are {_list(bundle.outputs)}")
+            raise InputError(
+                f"no output is named {name!r}; the outputs are {_list(bundle.outputs)}"
+            )
     return list(names or default)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from onnxpar.errors import ModelError
+from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.parts import Array
 from onnxpar.runtime.session import InferenceSession, Session
+from onnxpar.runtime.tensors import bind_input, dtype_of, view_of
 
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-12,
@@ -25,6 +27,17 @@ TOLERANCES: Mapping[str, float] = {
 What is not named here must be equal.
 """
 COLUMNS = 100
+_ORT_ERRORS = (
+    RuntimeError,
+    ValueError,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
 
 
 @dataclass(frozen=True)
@@ -88,8 +101,8 @@ def compare(
 ) -> Report:
     """Runs the unsplit model and the sharded one on the same feeds and compares every output.
 
-    `par` is a model.par folder or an open session. `tolerances` replace those of TOLERANCES by dtype
-    name. Errors: ModelError where the unsplit model does not load; InputError; RankError.
+    `par` is a model.par folder or an open session. `tolerances` replace those of TOLERANCES, by
+    dtype. Errors: ModelError where the unsplit model does not load; InputError; RankError.
     """
     reference = run_unsplit(model, feeds)
     if isinstance(par, Session):
@@ -124,10 +137,61 @@ def compare_arrays(
 def run_unsplit(
     model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """The outputs of the unsplit model, by name, from onnxruntime. Errors: ModelError."""
+    """The outputs of the unsplit model, by name, run whole. Errors: ModelError, InputError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     try:
         session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
-    except (RuntimeError, ValueError, ort.capi.onnxruntime_pybind11_state.Fail) as error:
+    except _ORT_ERRORS as error:
         raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
-    raise NotImplementedError
+    binding = session.io_binding()
+    held = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+    for argument in session.get_inputs():
+        if argument.name not in held:
+            raise InputError(f"input {argument.name!r} of the unsplit model is not fed")
+        bind_input(binding, argument.name, held[argument.name])
+    arguments = session.get_outputs()
+    for argument in arguments:
+        binding.bind_output(argument.name, "cpu")
+    try:
+        session.run_with_iobinding(binding)
+    except _ORT_ERRORS as error:
+        raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
+    found = {}
+    for argument, value in zip(arguments, binding.get_outputs(), strict=True):
+        dtype = dtype_of(argument.type)
+        if dtype is None:
+            raise ModelError(
+                f"output {argument.name!r} is a {argument.type}, which is not compared"
+            )
+        found[argument.name] = view_of(value, dtype).copy()
+    return found
+
+
+def _run(session: Session, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    names = [argument.name for argument in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def _float_error(given: Array, reference: Array) -> tuple[float, str]:
+    """The largest error relative to the largest finite magnitude, and what no number can say."""
+    a, b = given.astype(np.float64), reference.astype(np.float64)
+    finite = np.isfinite(b)
+    if not np.array_equal(np.isnan(a), np.isnan(b)):
+        return math.inf, "NaN stands in other places"
+    if not np.array_equal(a[~finite & ~np.isnan(b)], b[~finite & ~np.isnan(b)]):
+        return math.inf, "infinities stand in other places"
+    if not np.isfinite(a[finite]).all():
+        return math.inf, "infinities stand in other places"
+    if not finite.any():
+        return 0.0, ""
+    error = float(np.abs(a[finite] - b[finite]).max())
+    scale = float(np.abs(b[finite]).max())
+    return (error / scale if scale else (math.inf if error else 0.0)), ""
+
+
+def _line(row: Comparison, width: int) -> str:
+    name = row.name if len(row.name) <= width else "..." + row.name[3 - width :]
+    shape = str(list(row.shape))
+    mark = "" if row.ok else f"  {row.fault or 'too large'}"
+    allowed = f"{row.tolerance:8.0e}" if row.tolerance else "   equal"
+    return f"{name:{width}}  {row.dtype:8}  {shape:18}  {row.error:8.1e}  {allowed}{mark}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +15,10 @@ from onnxpar.runtime.arena import Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.options import SessionSpec, run_options
 from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.tensors import bind_input, bind_output, copy_of, view_of
+
+Place = tuple[int, tuple[int, ...]]
+"""Address and shape of a bound array: to bind the same again costs as much as a small run."""
 
 
 class Room(Protocol):
@@ -34,7 +37,7 @@ class Heap:
 
 @dataclass(frozen=True)
 class Request:
-    """What all ranks are asked in one run: outputs to return, whether to keep states, run options."""
+    """One run: the outputs to return, whether to keep states, and run options."""
 
     fetch: Sequence[str]
     keep: bool = False
@@ -42,7 +45,10 @@ class Request:
 
 
 class Executor:
-    """Runs one rank's graph on its parts of global arrays."""
+    """Runs one rank's graph on its parts of global arrays.
+
+    Of a tensor that is whole on all ranks, only rank 0 returns its copy, unless `everywhere`.
+    """
 
     def __init__(
         self,
@@ -51,6 +57,8 @@ class Executor:
         spec: SessionSpec,
         threads: int = 0,
         spin: bool = True,
+        *,
+        everywhere: bool = False,
     ) -> None:
         options = groups.session_options(world)
         spec.apply(options, world.rank, threads, spin)
@@ -64,10 +72,12 @@ class Executor:
         self._rank = world.rank
         self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
         self._parts = {name: Parts(p.layout, bundle.mesh) for name, p in self._ports.items()}
+        self._everywhere = everywhere
         self._states = bundle.states
         self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
         self._binding = self.session.io_binding()
-        self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._bound: dict[str, Place] = {}
+        self._placed: dict[str, Place] = {}
         self._order: list[str] = []
         self._scratch: dict[str, Array] = {}
         self._kept: dict[str, ort.OrtValue] = {}
@@ -86,7 +96,7 @@ class Executor:
             return slots
         values = dict(zip(order, self._binding.get_outputs(), strict=True))
         for name in request.fetch:
-            if name not in slots and self._rank in self._parts[name].sources:
+            if name not in slots and self._gives(name):
                 slots[name] = self._ship(name, values[name], room)
         if request.keep:
             self._kept = {i: self._own(o, values[o]) for i, o in self._states.items()}
@@ -94,13 +104,13 @@ class Executor:
 
     def read_state(self, name: str, room: Room) -> dict[str, Slot]:
         """This rank's part of a kept state, where assembling needs it."""
-        if self._rank not in self._parts[name].sources:
+        if not self._gives(name):
             return {}
         return {name: self._ship(name, self._kept[name], room)}
 
     def write_state(self, name: str, whole: Array) -> None:
         """Keeps this rank's part of the global array as a state."""
-        self._kept[name] = self._copy(name, self._parts[name].take(whole, self._rank))
+        self._kept[name] = copy_of(self._parts[name].take(whole, self._rank))
 
     def reset_states(self) -> None:
         """Forgets all kept states."""
@@ -115,10 +125,9 @@ class Executor:
         part = self._parts[name].take(feeds[name], self._rank, self._scratch.get(name))
         if part.flags.owndata and part is not feeds[name]:
             self._scratch[name] = part
-        at = (part.ctypes.data, part.shape)
+        at = _place(part)
         if self._bound.get(name) != at:
-            element = self._ports[name].element
-            self._binding.bind_input(name, "cpu", 0, element, list(part.shape), at[0])
+            bind_input(self._binding, name, part)
             self._bound[name] = at
         return part
 
@@ -128,17 +137,17 @@ class Executor:
         order = list(dict.fromkeys([*request.fetch, *kept]))
         if order != self._order:
             self._binding.clear_binding_outputs()
+            self._placed.clear()
             self._order = order
         specs = {n: s for n in order if n not in kept and (s := self._direct(n)) is not None}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
         for name in order:
-            if name in slots:
-                array = slots[name].array
-                element = self._ports[name].element
-                shape = list(array.shape)
-                self._binding.bind_output(name, "cpu", 0, element, shape, array.ctypes.data)
-            else:
+            if name not in slots:
+                self._placed.pop(name, None)
                 self._binding.bind_output(name, "cpu")
+            elif self._placed.get(name) != (at := _place(slots[name].array)):
+                bind_output(self._binding, name, slots[name].array)
+                self._placed[name] = at
         return slots, order
 
     def _direct(self, name: str) -> Spec | None:
@@ -146,11 +155,15 @@ class Executor:
 
         onnxruntime does not write an input that is also an output to the memory it was given.
         """
-        parts = self._parts[name]
-        shape = parts.local_shape(self._rank)
-        if shape is None or self._rank not in parts.sources or name in self._inputs:
+        shape = self._parts[name].local_shape(self._rank)
+        if shape is None or not self._gives(name) or name in self._inputs:
             return None
         return self._ports[name].dtype, shape
+
+    def _gives(self, name: str) -> bool:
+        """Whether assembling needs this rank's part."""
+        parts = self._parts[name]
+        return self._rank in parts.sources or (self._everywhere and parts.is_whole)
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
         """A copy in room of what onnxruntime placed."""
@@ -158,25 +171,14 @@ class Executor:
         if expected is not None and shape != expected:
             raise RankError(f"{name!r} came out as {list(shape)}; its layout says {list(expected)}")
         (slot,) = room.place([(self._ports[name].dtype, shape)])
-        slot.array[...] = _array_in(value, self._ports[name])
+        slot.array[...] = view_of(value, self._ports[name].dtype)
         return slot
 
     def _own(self, name: str, value: ort.OrtValue) -> ort.OrtValue:
-        """The value, or a copy where it is an input passed through, whose memory is the feeder's."""
-        return self._copy(name, _array_in(value, self._ports[name])) if name in self._inputs else value
-
-    def _copy(self, name: str, array: Array) -> ort.OrtValue:
-        port = self._ports[name]
-        value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), port.element)
-        _array_in(value, port)[...] = array
-        return value
+        """The value, or a copy of an input that is passed through: that is the feeder's."""
+        passed = name in self._inputs
+        return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 
 
-def _array_in(value: ort.OrtValue, port: Port) -> Array:
-    """The memory of a tensor as an array, also of a dtype that onnxruntime has no NumPy word for."""
-    shape = tuple(value.shape())
-    size = port.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    memory = (ctypes.c_ubyte * size).from_address(value.data_ptr() if size else 0)
-    if not size:
-        return np.empty(shape, port.dtype)
-    return np.frombuffer(memory, port.dtype).reshape(shape)
+def _place(array: Array) -> Place:
+    return array.ctypes.data, array.shape

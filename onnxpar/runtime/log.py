@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from onnxpar.errors import OnnxparError
+
 QUOTED_LINES = 15
 QUOTED_BYTES = 16384
+_NODE_FAILED = re.compile(r"running (\w+) node\. Name:'(.*?)' Status Message: (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Log:
-    """A rank's output: in `rank.N/stdout.log` and `stderr.log` of a folder, or in nameless files."""
+    """A rank's output: `rank.N/stdout.log` and `stderr.log` in a folder, or nameless files."""
 
     stdout: IO[bytes]
     stderr: IO[bytes]
@@ -44,6 +48,20 @@ class Log:
         """Closes both files."""
         self.stdout.close()
         self.stderr.close()
+
+
+def describe(error: Exception) -> str:
+    """What users are told of an error: ours speak for themselves, others need their type.
+
+    Of onnxruntime's words about a node that failed, its op, name and message remain.
+    """
+    if isinstance(error, OnnxparError):
+        return str(error)
+    node = _NODE_FAILED.search(str(error))
+    if node is None:
+        return f"{type(error).__name__}: {error}"
+    op, name, message = node.groups()
+    return message if message.startswith(op) else f"{op} {name!r}: {message}"
 
 
 def _last_lines(file: IO[bytes]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Cutting a global array into a rank's part and putting parts together, with all indices made once."""
+"""Cutting a global array into a rank's part and putting parts together, by indices made once."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class Parts:
         self._shape = None if layout is None else layout.shape
         self._mesh = mesh
         self._blocks = lru_cache(maxsize=None)(self._find_blocks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self._layout is None
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -59,7 +64,7 @@ class Parts:
             if view.flags.c_contiguous:
                 return view
         shape = self._layout.local_shape(self._mesh, rank)
-        part = np.empty(shape, whole.dtype) if out is None else out
+        part: Array = np.empty(shape, whole.dtype) if out is None else out
         for there, here in blocks:
             part[here] = whole[there]
         return part
@@ -67,10 +72,10 @@ class Parts:
     def assemble(self, parts: Mapping[int, Array]) -> Array:
         """A new global array from the parts of the `sources`."""
         if self._layout is None:
-            return parts[0].copy()
+            return np.array(parts[0])
         if self._layout.partial:
             return self._layout.assemble(self._for_all_ranks(parts), self._mesh)
-        whole = np.empty(self._layout.shape, parts[self.sources[0]].dtype)
+        whole: Array = np.empty(self._layout.shape, parts[self.sources[0]].dtype)
         for rank in self.sources:
             for there, here in self._blocks(rank):
                 whole[there] = parts[rank][here]

@@ -14,7 +14,7 @@ from onnxpar.errors import RankError
 from onnxpar.runtime.arena import Arena
 from onnxpar.runtime.log import Log
 from onnxpar.runtime.rank_process import RankProcess, in_lasting_thread
-from onnxpar.runtime.wire import Closed, Message, Wire
+from onnxpar.runtime.wire import Closed, Message, Packed, Wire
 
 GRACE = 2.0
 """Seconds in which the other ranks may say what they were in when one of them failed."""
@@ -49,7 +49,7 @@ class Processes:
                 self._poll.register(wire.fileno(), select.POLLIN)
                 self._wires[wire.fileno()] = rank, wire
 
-    def call(self, messages: Sequence[Message], what: str) -> list[Message]:
+    def call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
         """Sends each rank its message and returns all answers.
 
         Errors: RankError, naming the rank that failed, what was asked and what the others were in.
@@ -87,7 +87,7 @@ class Processes:
             rank.wait(deadline - time.monotonic())
         self._end("close() was called")
 
-    def _call(self, messages: Sequence[Message], what: str) -> list[Message]:
+    def _call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
         for rank, message in zip(self.ranks, messages, strict=True):
             rank.reply, rank.silence = None, 0.0
             try:
@@ -132,9 +132,9 @@ class Processes:
     def _fail(self, first: RankProcess, what: str) -> NoReturn:
         """Lets the others stop and say what they were in; ends all; raises the whole story.
 
-        Errors: RankError, always. The culprit is a rank that died or was stopped, else the first to fail.
+        The culprit is a rank that died or was stopped, else the first to fail. Errors: RankError.
         """
-        if first.reply is None:
+        if first.reply is None and first.fate() is None:
             first.wait(1.0)  # its sockets close a moment before its exit code is there
         culprit = next((rank for rank in self.ranks if rank.fate() is not None), first)
         headline = f"{what} of {self._path}: rank {self._story(culprit)}"

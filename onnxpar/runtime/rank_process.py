@@ -94,8 +94,8 @@ class RankProcess:
 def in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
     """Calls the function in a thread that lives until `end`.
 
-    Children get their parent-death signal when the thread ends that started them, be the process alive
-    or not; so that must not be a thread of the user.
+    Children get their parent-death signal when the thread ends that started them, even if the
+    process lives on; so that must not be a thread of the user.
     """
     results: list[T] = []
     errors: list[OSError] = []

@@ -1,8 +1,9 @@
-"""What a session needs of its ranks, wherever they run, and the ranks that are processes of this host."""
+"""What a session needs of its ranks, wherever they run, and ranks that are processes."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -15,8 +16,7 @@ from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import Array
 from onnxpar.runtime.processes import Processes
-from onnxpar.runtime.store import ReservedPort
-from onnxpar.runtime.wire import Message
+from onnxpar.runtime.wire import Message, pack
 
 PartsOf = dict[str, dict[int, Array]]
 """By tensor and rank, the parts that make up each tensor; valid until the ranks are asked again."""
@@ -52,8 +52,8 @@ class ProcessRanks:
         self._bundle = bundle
         self._runs = 0
         self._processes = Processes(bundle.path, size, timeout, log_dir)
-        with ReservedPort(bind_address) as port:
-            world = {"size": size, "store": port.store, "bind_address": bind_address}
+        with tempfile.TemporaryDirectory(prefix="onnxpar-") as folder:
+            world = {"size": size, "store": f"file:{folder}/store", "bind_address": bind_address}
             common = {"path": str(bundle.path.resolve()), "spec": asdict(spec)}
             messages = [
                 {
@@ -70,7 +70,7 @@ class ProcessRanks:
         """Runs all ranks once. Errors: RankError, naming the rank; then the ranks are ended."""
         self._runs += 1
         message = {"do": "run", "feeds": self._hand_over(feeds), "size": self._size()}
-        return self._ask({**message, **asdict(request)}, f"run {self._runs}")
+        return self._ask({**message, **vars(request)}, f"run {self._runs}")
 
     def read_state(self, name: str) -> PartsOf:
         """The parts of a kept state."""
@@ -111,7 +111,7 @@ class ProcessRanks:
 
     def _ask(self, message: Message, what: str) -> PartsOf:
         ranks = self._processes.ranks
-        answers = self._processes.call([message] * len(ranks), what)
+        answers = self._processes.call([pack(message)] * len(ranks), what)
         found: PartsOf = {}
         for number, (rank, answer) in enumerate(zip(ranks, answers, strict=True)):
             rank.outputs.map(answer.get("size", 0))

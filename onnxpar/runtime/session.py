@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from onnxpar.errors import InputError
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg
 from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
@@ -25,7 +26,6 @@ class Session:
     """Runs a bundle on its ranks; what is fed and returned is global, as in the unsplit model."""
 
     def __init__(self, bundle: Bundle, ranks: Ranks) -> None:
-        self.states = States(self)
         self._bundle = bundle
         self._ranks = ranks
         self._lock = threading.RLock()
@@ -47,6 +47,11 @@ class Session:
     def get_providers(self) -> list[str]:
         """The execution providers of rank 0, the first that can run a node first."""
         return list(self._ranks.providers)
+
+    @property
+    def states(self) -> States:
+        """What the ranks keep between runs."""
+        return States(self)
 
     def run(
         self,
@@ -96,11 +101,56 @@ class Session:
         return self._parts[name].assemble(parts[name])
 
 
+class InferenceSession(Session):
+    """`onnxruntime.InferenceSession` for a `model.par` folder.
+
+    Starts one process per rank on this host; under mpirun and its like (see `launch`), where each
+    process is a rank already, it is that rank: then all processes make the same calls with the
+    same feeds, and each gets the whole outputs.
+
+    `timeout`, in seconds, bounds every wait for a rank or a peer, but not the time it computes.
+    `log_dir` gets `rank.N/stdout.log` and `stderr.log`. Ranks listen on `bind_address` only.
+    `config` adds session config entries, `libraries` custom-op libraries, of which onnxruntime
+    does not tell which ones `sess_options` has.
+
+    Errors: ModelError for a folder that is no sharded model; RankError where a rank does not start.
+    """
+
+    def __init__(
+        self,
+        path_or_bytes: str | os.PathLike[str],
+        sess_options: ort.SessionOptions | None = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        timeout: float = 60.0,
+        log_dir: str | os.PathLike[str] | None = None,
+        bind_address: str | None = None,
+        config: Mapping[str, str] | None = None,
+        libraries: Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
+        bundle = Bundle.load(path_or_bytes)
+        spec = SessionSpec.of(
+            sess_options,
+            config=dict(config or {}),
+            libraries=[os.fspath(library) for library in libraries],
+            providers=providers,
+            provider_options=provider_options,
+        )
+        launched = launch.launched_rank()
+        if launched is None:
+            address = bind_address or launch.bind_address()
+            ranks: Ranks = ProcessRanks(bundle, spec, timeout, log_dir, address)
+        else:
+            ranks = launch.LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
+        super().__init__(bundle, ranks)
+
+
 class States:
     """The state inputs that a session's ranks keep between runs; they are moved only here."""
 
     def __init__(self, session: Session) -> None:
-        self._session = weakref.proxy(session)
+        self._session = session
 
     @property
     def names(self) -> list[str]:
@@ -108,7 +158,7 @@ class States:
         return list(self._session._bundle.states)
 
     def read(self, name: str) -> Array:
-        """The kept value of a state input, as a global array. Errors: InputError if none is kept."""
+        """The kept value of a state input, as a global array. Errors: InputError."""
         session = self._session
         port = state_port(session._bundle, name)
         with session._lock:

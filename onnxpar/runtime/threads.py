@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from onnxpar.errors import OnnxparError, RankError
+from onnxpar.errors import RankError
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor, Heap, Request
+from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import Array
 from onnxpar.runtime.ranks import PartsOf
@@ -43,7 +44,7 @@ class ThreadSession(Session):
 
 
 class ThreadRanks:
-    """One thread per rank. Where one fails, the others are aborted and every later call says why."""
+    """One thread per rank. Where one fails, all are aborted and every later call says why."""
 
     def __init__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> None:
         size = bundle.mesh.size
@@ -113,7 +114,7 @@ class ThreadRanks:
         with self._lock:
             if self._failure is not None:
                 return
-            text = str(error) if isinstance(error, OnnxparError) else f"{type(error).__name__}: {error}"
+            text = describe(error)
             self._failure = RankError(f"{what}: rank {rank} failed: {text}")
             self._failure.__cause__ = error
         for world in self._worlds:

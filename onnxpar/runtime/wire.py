@@ -5,11 +5,27 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
 
+CHUNK = 65536
+
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A message as it is sent, for many to receive."""
+
+    data: bytes
+
+
+def pack(message: Message) -> Packed:
+    """Encodes a message once."""
+    body = json.dumps(message).encode()
+    return Packed(_LENGTH.pack(len(body)) + body)
 
 
 class Closed(Exception):
@@ -21,44 +37,49 @@ class Wire:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._read = bytearray()
 
     def fileno(self) -> int:
-        """For `selectors` and `poll`."""
+        """For `poll`."""
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
-        """Sends a message; it need not be read yet. Errors: Closed."""
-        body = json.dumps(message).encode()
+    def send(self, message: Message | Packed) -> None:
+        """Sends a message, without waiting until it is read. Errors: Closed."""
+        data = message.data if isinstance(message, Packed) else pack(message).data
         try:
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+            self._socket.sendall(data)
         except OSError as error:
             raise Closed(str(error)) from error
 
     def receive(self) -> Message:
-        """The next message, as soon as it is there. Errors: Closed."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        message: Message = json.loads(self._read(length))
+        """The next message, as soon as it is there. Errors: Closed.
+
+        It may bring in more than one, so `poll` only tells when the other end asks and waits.
+        """
+        self._fill(_LENGTH.size)
+        end = _LENGTH.size + _LENGTH.unpack_from(self._read)[0]
+        self._fill(end)
+        message: Message = json.loads(self._read[_LENGTH.size : end])
+        del self._read[:end]
         return message
 
     def close(self) -> None:
         """Closes this end: the other reads Closed."""
         self._socket.close()
 
-    def _read(self, length: int) -> bytes:
-        data = bytearray()
-        while len(data) < length:
+    def _fill(self, length: int) -> None:
+        while len(self._read) < length:
             try:
-                more = self._socket.recv(length - len(data))
+                more = self._socket.recv(max(CHUNK, length - len(self._read)))
             except OSError as error:
                 raise Closed(str(error)) from error
             if not more:
                 raise Closed("end of file")
-            data += more
-        return bytes(data)
+            self._read += more
 
 
 def pair(timeout: float) -> tuple[Wire, socket.socket]:
-    """A wire, and the other end to hand on; what is stuck for `timeout` seconds counts as closed."""
+    """A wire, and the other end to hand on; stuck for `timeout` seconds it counts as closed."""
     own, other = socket.socketpair()
     own.settimeout(timeout)
     return Wire(own), other

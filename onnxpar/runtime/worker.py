@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import socket
 import sys
@@ -16,7 +15,7 @@ import threading
 import traceback
 from typing import TYPE_CHECKING
 
-from onnxpar.errors import OnnxparError
+from onnxpar.runtime.log import describe
 from onnxpar.runtime.wire import Closed, Wire
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def main() -> None:
     parent, work, control, inputs, outputs = map(int, sys.argv[1:])
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
-    watch = Watch(Wire(socket.socket(fileno=control)), parent)
+    watch = Watch(Wire(socket.socket(fileno=control)))
     threading.Thread(target=watch.run, daemon=True, name="onnxpar-watch").start()
     wire = Wire(socket.socket(fileno=work))
     try:
@@ -42,18 +41,17 @@ def main() -> None:
     except Exception as error:  # the outermost boundary: whatever it is, the session must hear it
         traceback.print_exc()
         sys.stderr.flush()
-        watch.abort(f"rank {watch.rank} failed: {_text(error)}")
-        _report(wire, _text(error))
+        watch.abort(f"rank {watch.rank} failed: {describe(error)}")
+        _report(wire, describe(error))
         sys.exit(1)
 
 
 class Watch:
-    """What a rank hears while it is busy: that it must abort, whether it is alive, its parent's end."""
+    """What a rank hears while it is busy: pings, an abort, the end of its parent."""
 
-    def __init__(self, control: Wire, parent: int) -> None:
+    def __init__(self, control: Wire) -> None:
         self.rank = -1
         self._control = control
-        self._parent = parent
         self._world: World | None = None
         self._aborted: str | None = None
         self._lock = threading.Lock()
@@ -73,20 +71,15 @@ class Watch:
                 self._world.abort(message)
 
     def run(self) -> None:
-        """Answers the session; ends the process when the session's process or socket is gone."""
-        poll = select.poll()
-        poll.register(self._control.fileno(), select.POLLIN)
-        if hasattr(os, "pidfd_open"):
-            poll.register(_pidfd(self._parent), select.POLLIN)
+        """Answers the session; ends the process when the session has closed its end."""
         try:
-            while all(fd == self._control.fileno() for fd, _ in poll.poll()):
+            while True:
                 message = self._control.receive()
                 if message["do"] == "abort":
                     self.abort(message["message"])
                 self._control.send({"alive": True})
         except Closed:
-            pass
-        os._exit(0)
+            os._exit(0)
 
 
 def _die_with(parent: int) -> None:
@@ -97,13 +90,6 @@ def _die_with(parent: int) -> None:
         os._exit(0)
 
 
-def _pidfd(process: int) -> int:
-    try:
-        return os.pidfd_open(process)
-    except ProcessLookupError:
-        os._exit(0)
-
-
 def _report(wire: Wire, text: str) -> None:
     """Tells the session, and waits until it has heard."""
     try:
@@ -111,10 +97,6 @@ def _report(wire: Wire, text: str) -> None:
         wire.receive()
     except Closed:
         return
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, OnnxparError) else f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ people know as column-then-row, whole heads and vocabulary-split embeddings; no 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import gcd, prod
 
 import onnx_graphsurgeon as gs
@@ -31,6 +32,9 @@ LOCAL_COVER = 1.5
 _CONTRACT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"}
 _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 _MOVE = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
+
+SMALL_COVER = 0.6
+"""The same for a weight of few elements: not worth a collective of its own."""
 
 Event = tuple[str, str]
 
@@ -67,9 +71,8 @@ class _Cover:
             if isinstance(t, gs.Constant) and t.name in known and "float" in str(t.dtype)
         ]
         self.large = [t for t in constants if self.size_of(t) > LARGE]
-        self.weights = [t for t in self.large if is_contracted(t)]
-        self.small = [t for t in constants if self.size_of(t) <= LARGE and is_contracted(t)]
-        self.segments = {w.name: list(self._segments(w)) for w in self.weights}
+        self.weights = [t for t in constants if is_contracted(t)]
+        self.small = [t for t in self.weights if self.size_of(t) <= LARGE]
 
     def free_atoms(self, chosen: set[int]) -> set[int]:
         """Atoms of small weights that cost nothing to split, given the chosen ones."""
@@ -77,15 +80,18 @@ class _Cover:
         return chosen | {
             leaf.atom
             for w in self.small
-            for leaf in self.sharding.factors.tensors[w.name].leaves
-            if leaf.size >= self.parts and self.events[leaf.atom] <= taken
+            for i, leaf in enumerate(self.sharding.factors.tensors[w.name].leaves)
+            if leaf.size >= self.parts
+            and self.events[leaf.atom] <= taken
+            and self._splits(w.name, i)
         }
 
     def worth_splitting(self) -> list[gs.Constant]:
         """Large weights, less the smallest that together are a negligible share."""
         total = sum(map(self.size_of, self.large))
         contracted = {w.name for w in self.weights}
-        out, skipped = [], 0
+        out: list[gs.Constant] = []
+        skipped = 0
         for weight in sorted(self.large, key=self.size_of):
             if weight.name in contracted or skipped + self.size_of(weight) > SLACK * total:
                 out.append(weight)
@@ -114,57 +120,52 @@ class _Cover:
     def _segments(self, weight: gs.Constant) -> Iterator[tuple[int, frozenset[int]]]:
         """(elements, atoms that split them) of each piece that must be covered by itself."""
         factors = self.sharding.factors.tensors[weight.name]
-        atoms = [leaf.atom for leaf in factors.leaves]
+        atoms = [
+            leaf.atom if self._splits(weight.name, i) else -1
+            for i, leaf in enumerate(factors.leaves)
+        ]
         at = 0
-        common: set[int] = set()
         pieces: list[tuple[int, set[int]]] = [(1, set())]
         for dim in factors.dims:
             mine = list(_pieces(dim, at, atoms))
             at += sum(leaf.size > 1 for leaf in leaves(dim))
             pieces = [(a * b, p | q) for a, p in pieces for b, q in mine]
         for size, found in pieces:
-            yield size, frozenset(found | common)
+            yield size, frozenset(found - {-1})
+
+    def _splits(self, weight: str, leaf: int) -> bool:
+        """Whether every reader can work on a part of that leaf."""
+        return all(op.inputs[i][leaf] is not None for op, i in self.readers[weight])
 
     def capacity(self, atom: int, size: int) -> int:
         """Into how many parts an atom of this size can be split."""
         return self.parts if size >= self.parts else gcd(size, self.parts)
 
     def choose(self) -> set[int]:
-        """The covering atoms."""
+        """The covering atoms: prune all of them greedily, then try each that went once more."""
         sizes = {
             leaf.atom: leaf.size
             for w in self.weights
             for leaf in self.sharding.factors.tensors[w.name].leaves
         }
         usable = {a for a, s in sizes.items() if self.capacity(a, s) > 1}
-        covered: Counter[int] = Counter()
-        holders: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for name, segments in self.segments.items():
-            for i, (size, atoms) in enumerate(segments):
-                for atom in atoms & usable:
-                    covered[atom] += size
-                    holders[atom].append((name, i))
-        chosen = {a for a in usable if covered[a]}
-        count: Counter[Event] = Counter(e for a in chosen for e in self.events[a])
-        cover: Counter[tuple[str, int]] = Counter(h for a in chosen for h in holders[a])
-        totals = {n: sum(s for s, _ in segments) for n, segments in self.segments.items()}
+        state = CoverState(self.events, self._pieces_to_cover(), usable)
+        order = sorted(state.holders, key=lambda a: (-len(self.events[a]), state.size(a), a))
+        state.prune(order)
+        improved = True
+        while improved:
+            improved = any([state.try_adding(a) for a in order if a not in state.chosen])
+        return state.chosen
 
-        def gain(atom: int) -> float:
-            """Collectives saved, less those that weights left uncovered will cost."""
-            saved = sum(count[e] == 1 for e in self.events[atom])
-            lost = sum(
-                LOCAL_COVER * len(self.readers[n]) * self.segments[n][i][0] / totals[n]
-                for n, i in holders[atom]
-                if cover[n, i] == 1
-            )
-            return saved - lost
-
-        for atom in sorted(chosen, key=lambda a: (-len(self.events[a]), covered[a], a)):
-            if gain(atom) > 0 or not any(cover[h] == 1 for h in holders[atom]):
-                chosen.discard(atom)
-                count.subtract(self.events[atom])
-                cover.subtract(holders[atom])
-        return chosen
+    def _pieces_to_cover(self) -> list[tuple[float, frozenset[int]]]:
+        """(cost of leaving it uncovered, atoms that cover it) for each segment of each weight."""
+        small = {w.name for w in self.small}
+        out = []
+        for weight in self.weights:
+            cost = SMALL_COVER if weight.name in small else LOCAL_COVER
+            cost *= len(self.readers[weight.name]) / self.size_of(weight)
+            out += [(cost * size, atoms) for size, atoms in self._segments(weight)]
+        return out
 
     def seeds(self, weight: gs.Constant, chosen: set[int], axes: Axes) -> Iterator[Seed]:
         """Axes for the leaves of one weight: one dimension of it, the reduced one where both could."""
@@ -244,17 +245,91 @@ def is_contracted(weight: gs.Tensor) -> bool:
     return False
 
 
+class CoverState:
+    """A set of atoms, and what it costs: its collectives, and the pieces it leaves uncovered."""
+
+    def __init__(
+        self,
+        events: Mapping[int, set[Event]],
+        pieces: Sequence[tuple[float, frozenset[int]]],
+        usable: set[int],
+    ) -> None:
+        self.events = events
+        self.price = [price for price, _ in pieces]
+        self.holders: dict[int, list[int]] = defaultdict(list)
+        for i, (_, atoms) in enumerate(pieces):
+            for atom in atoms & usable:
+                self.holders[atom].append(i)
+        self.chosen: set[int] = set()
+        self.caused: Counter[Event] = Counter()
+        self.covered: Counter[int] = Counter()
+        for atom in self.holders:
+            self._add(atom)
+
+    def size(self, atom: int) -> float:
+        """What the pieces that an atom covers would cost uncovered."""
+        return sum(self.price[i] for i in self.holders[atom])
+
+    def _add(self, atom: int) -> None:
+        self.chosen.add(atom)
+        self.caused.update(self.events.get(atom, ()))
+        self.covered.update(self.holders[atom])
+
+    def _remove(self, atom: int) -> None:
+        self.chosen.discard(atom)
+        self.caused.subtract(self.events.get(atom, ()))
+        self.covered.subtract(self.holders[atom])
+
+    def gain(self, atom: int) -> float:
+        """What removing a chosen atom saves."""
+        saved = sum(self.caused[e] == 1 for e in self.events.get(atom, ()))
+        return saved - sum(self.price[i] for i in self.holders[atom] if self.covered[i] == 1)
+
+    def prune(self, order: Iterable[int]) -> list[int]:
+        """Removes, in this order, what costs more than it covers, and what covers nothing alone."""
+        gone = []
+        for atom in order:
+            if atom in self.chosen and self.gain(atom) >= 0:
+                self._remove(atom)
+                gone.append(atom)
+        return gone
+
+    def try_adding(self, atom: int) -> bool:
+        """Keeps an atom if, with what it makes superfluous removed, the whole costs less."""
+        neighbours = {
+            a for a in self.chosen if not set(self.holders[a]).isdisjoint(self.holders[atom])
+        }
+        self._add(atom)
+        change = self.gain(atom)
+        removed = []
+        for other in sorted(neighbours, key=lambda a: (-self.gain(a), self.size(a), a)):
+            gain = self.gain(other)
+            if gain >= 0:
+                change -= gain
+                self._remove(other)
+                removed.append(other)
+        if change < -1e-9:
+            return True
+        for other in removed:
+            self._add(other)
+        self._remove(atom)
+        return False
+
+
 def _pieces(dim: Dim, at: int, atoms: list[int]) -> Iterator[tuple[int, set[int]]]:
     """Segments of a dimension with the atoms that split each."""
     if isinstance(dim, Factor):
         yield dim.size, {atoms[at]} if dim.size > 1 else set()
-    elif isinstance(dim, Concat):
-        for child in dim.children:
-            yield from _pieces(child, at, atoms)
-            at += sum(leaf.size > 1 for leaf in leaves(child))
-    else:
-        count = sum(leaf.size > 1 for leaf in leaves(dim))
-        yield dim.size, set(atoms[at : at + count])
+        return
+    inner = []
+    for child in dim.children:
+        inner.append(list(_pieces(child, at, atoms)))
+        at += sum(leaf.size > 1 for leaf in leaves(child))
+    if isinstance(dim, Concat):
+        yield from (piece for pieces in inner for piece in pieces)
+        return
+    for combination in product(*inner):
+        yield prod(size for size, _ in combination), set().union(*(a for _, a in combination))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""Element types and tensor memory: the same thing in NumPy, ONNX and onnxruntime."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16 and float8_*)
+import numpy as np
+import onnxruntime as ort
+
+from onnxpar.runtime.parts import Array
+
+ELEMENTS: Mapping[str, tuple[int, str]] = {
+    "float32": (1, "float"),
+    "uint8": (2, "uint8"),
+    "int8": (3, "int8"),
+    "uint16": (4, "uint16"),
+    "int16": (5, "int16"),
+    "int32": (6, "int32"),
+    "int64": (7, "int64"),
+    "bool": (9, "bool"),
+    "float16": (10, "float16"),
+    "float64": (11, "double"),
+    "uint32": (12, "uint32"),
+    "uint64": (13, "uint64"),
+    "bfloat16": (16, "bfloat16"),
+    "float8_e4m3fn": (17, "float8e4m3fn"),
+    "float8_e4m3fnuz": (18, "float8e4m3fnuz"),
+    "float8_e5m2": (19, "float8e5m2"),
+    "float8_e5m2fnuz": (20, "float8e5m2fnuz"),
+}
+"""By dtype name: ONNX's TensorProto number and onnxruntime's word for the element type."""
+
+_DTYPES = {f"tensor({word})": np.dtype(name) for name, (_, word) in ELEMENTS.items()}
+
+
+def tensor_type(dtype: np.dtype[Any]) -> str:
+    """`tensor(float)` for float32: onnxruntime's text."""
+    return f"tensor({ELEMENTS[dtype.name][1]})"
+
+
+def dtype_of(tensor_type: str) -> np.dtype[Any] | None:
+    """The inverse of `tensor_type`; None for what is no tensor of a known element type."""
+    return _DTYPES.get(tensor_type)
+
+
+def bind_input(binding: ort.IOBinding, name: str, array: Array) -> None:
+    """Binds the memory of a contiguous array, without a copy; it must live through the run."""
+    element, at = _element(array.dtype), array.ctypes.data
+    binding.bind_input(name, "cpu", 0, element, list(array.shape), at)
+
+
+def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
+    """Lets a run write an output to the memory of a contiguous array of its shape and dtype."""
+    element, at = _element(array.dtype), array.ctypes.data
+    binding.bind_output(name, "cpu", 0, element, list(array.shape), at)
+
+
+def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
+    """The memory of a tensor as an array; it must not outlive the tensor."""
+    shape = tuple(value.shape())
+    size = dtype.itemsize * math.prod(shape)
+    if not size:
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_ubyte * size).from_address(value.data_ptr())
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def copy_of(array: Array) -> ort.OrtValue:
+    """A tensor with memory of its own and the values of the array."""
+    value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), _element(array.dtype))
+    view_of(value, array.dtype)[...] = array
+    return value
+
+
+def _element(dtype: np.dtype[Any]) -> Any:
+    """The element type as onnxruntime takes it: NumPy's, or ONNX's number where NumPy has none."""
+    return dtype.type if dtype.isbuiltin == 1 else ELEMENTS[dtype.name][0]

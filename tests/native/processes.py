@@ -1,0 +1,82 @@
+"""Ranks as processes that a test can kill, stop, or let end."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import numpy as np
+from native.ranks import TOKEN, collective, session
+from onnx import TensorProto
+
+from onnxpar.runtime.groups import World
+
+# Starts ranks by forking a server that has the imports, in a few milliseconds each.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["native.processes"])
+
+
+class RankProcess:
+    """A rank that runs AllReduce 'node' when told to."""
+
+    def __init__(self, rank: int, size: int, directory: Path, timeout: float) -> None:
+        self._connection, child = _context.Pipe()
+        self.process: ForkServerProcess = _context.Process(
+            target=_serve, args=(child, rank, size, f"file:{directory}", timeout), daemon=True
+        )
+        self.process.start()
+        child.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def start(self, runs: int = 1, pair: bool = False) -> None:
+        """Begin so many all-reduces, of all ranks or of ranks 1 and 2."""
+        self._connection.send((runs, pair))
+
+    def finish(self, patience: float = 20) -> tuple[str, float]:
+        """The message of the error that ended the runs ("" for none), and when it was raised."""
+        assert self._connection.poll(patience), "the rank hangs"
+        return self._connection.recv()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Let the process end as a program does, without closing its world."""
+        self._connection.close()
+
+    def ready(self) -> None:
+        assert self.finish() == ("ready", 0.0)
+
+
+def start_ranks(size: int, directory: Path, timeout: float) -> list[RankProcess]:
+    ranks = [RankProcess(rank, size, directory, timeout) for rank in range(size)]
+    for rank in ranks:
+        rank.ready()
+    return ranks
+
+
+def _serve(connection: Connection, rank: int, size: int, store: str, timeout: float) -> None:
+    world = World.create(f"rank-{rank}", rank, size, store, timeout=timeout)
+    sessions = [session(world, collective("AllReduce", TensorProto.FLOAT, ["n"]))]
+    if rank in (1, 2):
+        pair = collective("AllReduce", TensorProto.FLOAT, ["n"], group=[1, 2], tag=2)
+        sessions.append(session(world, pair))
+    feeds = {"X": np.full([10_000], rank, "f4"), "t": TOKEN}
+    connection.send(("ready", 0.0))
+    while True:
+        try:
+            runs, pair = connection.recv()
+        except EOFError:
+            ctypes.CDLL(None).exit(0)  # a child of multiprocessing would skip C's exit handlers
+        message = ""
+        try:
+            for _ in range(runs):
+                sessions[pair].run(["Y"], feeds)
+        except Exception as error:
+            message = str(error)
+        connection.send((message, time.monotonic()))

@@ -1,0 +1,249 @@
+"""The collectives that move tensors without computing, against numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from native.ranks import TOKEN, collective, model, node, on_ranks, run, session
+from onnx import TensorProto, helper
+
+from onnxpar.runtime.groups import World
+
+Worlds = Callable[[int], list[World]]
+
+DTYPES = ["f4", "f8", "f2", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
+
+
+def onnx_type(dtype: np.dtype) -> int:
+    return int(helper.np_dtype_to_tensor_dtype(dtype))
+
+
+def numbered(shape: Sequence[int], first: int = 0, dtype: str = "f4") -> np.ndarray:
+    return np.arange(first, first + np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+
+
+def with_extent(shape: Sequence[int], axis: int, extent: int) -> list[int]:
+    result = list(shape)
+    result[axis] = extent
+    return result
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("sizes", [[2], [2, 2], [3, 0], [1, 5, 0], [2, 1, 1, 3]])
+def test_all_gather(worlds_of: Worlds, sizes: list[int], axis: int) -> None:
+    xs = [numbered(with_extent([2, 3, 4], axis, n), 100 * i) for i, n in enumerate(sizes)]
+    proto = collective("AllGather", TensorProto.FLOAT, [None] * 3, axis=axis, sizes=sizes)
+    for y in on_ranks(worlds_of(len(sizes)), lambda world: run(world, proto, *xs)):
+        np.testing.assert_array_equal(y, np.concatenate(xs, axis))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_all_gather_of_each_type(worlds_of: Worlds, name: str) -> None:
+    xs = [numbered([3, n], n, name) for n in (20_000, 1)]
+    proto = collective(
+        "AllGather", onnx_type(np.dtype(name)), [None, None], axis=1, sizes=[20_000, 1]
+    )
+    for y in on_ranks(worlds_of(2), lambda world: run(world, proto, *xs)):
+        np.testing.assert_array_equal(y, np.concatenate(xs, 1))
+
+
+def test_all_gather_of_empty_tensors(worlds_of: Worlds) -> None:
+    xs = [np.zeros([0, n], "f4") for n in (1, 2)]
+    proto = collective("AllGather", TensorProto.FLOAT, [0, None], axis=1, sizes=[1, 2])
+    for y in on_ranks(worlds_of(2), lambda world: run(world, proto, *xs)):
+        assert y.shape == (0, 3)
+
+
+@pytest.mark.parametrize("split, concat", [(0, 1), (1, 0), (0, 2), (2, 0), (-1, 1), (1, -1)])
+@pytest.mark.parametrize(
+    "split_sizes, concat_sizes",
+    [([3], [2]), ([2, 2], [3, 3]), ([1, 4], [0, 2]), ([2, 0, 3], [1, 2, 1])],
+)
+def test_all_to_all(
+    worlds_of: Worlds, split_sizes: list[int], concat_sizes: list[int], split: int, concat: int
+) -> None:
+    whole = numbered(with_extent(with_extent([2, 2, 2], split, sum(split_sizes)), concat, 0))
+    whole = numbered(with_extent(whole.shape, concat, sum(concat_sizes)))
+    xs = np.split(whole, np.cumsum(concat_sizes)[:-1], concat)
+    proto = collective(
+        "AllToAll",
+        TensorProto.FLOAT,
+        [None] * 3,
+        split_axis=split,
+        concat_axis=concat,
+        split_sizes=split_sizes,
+        concat_sizes=concat_sizes,
+    )
+    results = on_ranks(worlds_of(len(split_sizes)), lambda world: run(world, proto, *xs))
+    expected = np.split(whole, np.cumsum(split_sizes)[:-1], split)
+    for y, part in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(y, part)
+
+
+def test_all_to_all_along_one_axis_changes_the_parts(worlds_of: Worlds) -> None:
+    """Parts of 5, 1 and 2 become parts of 3, 3 and 2: member i gives amounts[i][j] to member j."""
+    amounts = [[3, 2, 0], [0, 1, 0], [0, 0, 2]]
+    whole = numbered([8, 2])
+    xs = np.split(whole, [5, 6])
+
+    def each(world: World) -> np.ndarray:
+        proto = collective(
+            "AllToAll",
+            TensorProto.FLOAT,
+            [None, 2],
+            split_axis=0,
+            concat_axis=0,
+            split_sizes=amounts[world.rank],
+            concat_sizes=[row[world.rank] for row in amounts],
+        )
+        return run(world, proto, *xs)
+
+    for y, part in zip(on_ranks(worlds_of(3), each), np.split(whole, [3, 6]), strict=True):
+        np.testing.assert_array_equal(y, part)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 100_001])
+@pytest.mark.parametrize("root", [0, 1, 2, 3])
+def test_broadcast(worlds_of: Worlds, root: int, length: int) -> None:
+    xs = [numbered([length], 1000 * rank) for rank in range(4)]
+    proto = collective("Broadcast", TensorProto.FLOAT, ["n"], root=root)
+    for y in on_ranks(worlds_of(4), lambda world: run(world, proto, *xs)):
+        np.testing.assert_array_equal(y, xs[root])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_broadcast_of_each_type(worlds_of: Worlds, name: str) -> None:
+    xs = [numbered([2, 3], rank, name) for rank in range(2)]
+    proto = collective("Broadcast", onnx_type(np.dtype(name)), [2, 3], root=1)
+    for y in on_ranks(worlds_of(2), lambda world: run(world, proto, *xs)):
+        np.testing.assert_array_equal(y, xs[1])
+
+
+def test_send_and_receive_along_a_chain(worlds_of: Worlds) -> None:
+    """Each rank takes its predecessor's tensor, adds one, and hands it on."""
+    shape = [2, 3]
+
+    def each(world: World) -> np.ndarray:
+        one = helper.make_tensor("one", TensorProto.FLOAT, [], [1.0])
+        nodes = [helper.make_node("Constant", [], ["one"], value=one)]
+        received, token = "X", "t"
+        if world.rank > 0:
+            nodes.append(
+                node("Recv", ["X", "t"], ["r", "t1"], peer=world.rank - 1, tag=world.rank)
+            )
+            received, token = "r", "t1"
+        nodes.append(helper.make_node("Add", [received, "one"], ["Y"]))
+        if world.rank < world.size - 1:
+            nodes.append(node("Send", ["Y", token], ["t2"], peer=world.rank + 1, tag=world.rank + 1))
+        proto = model(
+            nodes, [("X", TensorProto.FLOAT, shape)], [("Y", TensorProto.FLOAT, shape)]
+        )
+        return run(world, proto, *[np.full(shape, 10 * rank, "f4") for rank in range(4)])
+
+    for rank, y in enumerate(on_ranks(worlds_of(4), each)):
+        np.testing.assert_array_equal(y, np.full(shape, rank + 1, "f4"))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize(
+    "extents, before, after",
+    [
+        ([4], [0], [0]),
+        ([4, 4], [0, 1], [1, 0]),
+        ([3, 2, 4], [0, 1, 2], [2, 0, 0]),
+        ([2, 2, 2, 2], [0, 0, 0, 0], [0, 1, 0, 0]),
+        ([1, 3, 0], [0, 1, 3], [3, 0, 0]),
+    ],
+)
+def test_neighbor_exchange(
+    worlds_of: Worlds, extents: list[int], before: list[int], after: list[int], axis: int
+) -> None:
+    xs = [numbered(with_extent([2, 3, 2], axis, n), 100 * i) for i, n in enumerate(extents)]
+    proto = collective(
+        "NeighborExchange", TensorProto.FLOAT, [None] * 3, axis=axis, before=before, after=after
+    )
+    results = on_ranks(worlds_of(len(xs)), lambda world: run(world, proto, *xs))
+    for i, y in enumerate(results):
+        parts = [xs[i]]
+        if before[i]:
+            end = xs[i - 1].shape[axis]
+            parts.insert(0, np.take(xs[i - 1], range(end - before[i], end), axis))
+        if after[i]:
+            parts.append(np.take(xs[i + 1], range(after[i]), axis))
+        np.testing.assert_array_equal(y, np.concatenate(parts, axis))
+
+
+def test_groups_in_their_own_order(worlds_of: Worlds) -> None:
+    """A group's parts come in the order in which the group names its ranks."""
+    groups = {0: [2, 0], 1: [1, 3], 2: [2, 0], 3: [1, 3]}
+    xs = [numbered([rank + 1], 10 * rank) for rank in range(4)]
+
+    def each(world: World) -> np.ndarray:
+        group = groups[world.rank]
+        proto = collective(
+            "AllGather",
+            TensorProto.FLOAT,
+            ["n"],
+            axis=0,
+            group=group,
+            sizes=[rank + 1 for rank in group],
+        )
+        return run(world, proto, *xs)
+
+    for rank, y in enumerate(on_ranks(worlds_of(4), each)):
+        np.testing.assert_array_equal(y, np.concatenate([xs[member] for member in groups[rank]]))
+
+
+def test_overlapping_groups_in_one_order(worlds_of: Worlds) -> None:
+    """Three ranks in three overlapping pairs, again and again, and then all together."""
+    pairs = [[0, 1], [1, 2], [0, 2]]
+
+    def each(world: World) -> list[np.ndarray]:
+        nodes, value, token = [], "X", "t"
+        for tag, group in enumerate([*pairs, [0, 1, 2]]):
+            if world.rank in group:
+                outputs = [f"y{tag}", f"t{tag}"]
+                nodes.append(
+                    node("AllReduce", [value, token], outputs, tag=tag, group=group, op="sum")
+                )
+                value, token = outputs
+        nodes.append(helper.make_node("Identity", [value], ["Y"]))
+        vector = ("X", TensorProto.FLOAT, [7])
+        ranks_session = session(world, model(nodes, [vector], [("Y", TensorProto.FLOAT, [7])]))
+        x = np.full([7], world.rank + 1, "f4")
+        return [ranks_session.run(["Y"], {"X": x, "t": TOKEN})[0] for _ in range(50)]
+
+    ones = {0: 1.0, 1: 2.0, 2: 3.0}
+    for pair in pairs:
+        total = sum(ones[rank] for rank in pair)
+        ones |= dict.fromkeys(pair, total)
+    for results in on_ranks(worlds_of(3), each):
+        for y in results:
+            np.testing.assert_array_equal(y, np.full([7], sum(ones.values()), "f4"))
+
+
+@pytest.mark.parametrize("group", [None, [3, 1]])
+def test_rank_and_group_size(worlds_of: Worlds, group: list[int] | None) -> None:
+    attributes = {} if group is None else {"group": group}
+    members = group or [0, 1, 2, 3]
+    proto = model(
+        [node("Rank", [], ["r"], **attributes), node("GroupSize", [], ["n"], **attributes)],
+        [],
+        [("r", TensorProto.INT64, []), ("n", TensorProto.INT64, [])],
+    )
+    for member, rank in enumerate(members):
+        world = worlds_of(4)[rank]
+        assert session(world, proto).run(["r", "n"], {"t": TOKEN}) == [member, len(members)]
+
+
+def test_the_token_is_empty(worlds_of: Worlds) -> None:
+    proto = collective("AllReduce", TensorProto.FLOAT, [2])
+
+    def each(world: World) -> np.ndarray:
+        [token] = session(world, proto).run(["s"], {"X": np.zeros([2], "f4"), "t": TOKEN})
+        return token
+
+    for token in on_ranks(worlds_of(2), each):
+        assert (token.dtype, token.shape) == (np.dtype(bool), (0,))

@@ -1,0 +1,258 @@
+"""Joining, leaving and aborting worlds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from native.ranks import TOKEN, collective, errors_on_ranks, on_ranks, run, session
+from onnx import TensorProto
+
+from onnxpar.errors import OnnxparError
+from onnxpar.runtime.groups import World, library_path, session_options, thread_worlds
+
+Worlds = Callable[..., list[World]]
+
+ALL_REDUCE = collective("AllReduce", TensorProto.FLOAT, ["n"])
+
+
+def join(store: str, sizes: list[int], timeout: float = 5, ranks: list[int] | None = None) -> list:
+    """The worlds, or the errors, of ranks that join at the same time."""
+
+    def each(rank: int) -> World | str:
+        try:
+            id = f"{store}/{rank}/{time.monotonic_ns()}"
+            return World.create(id, rank, sizes[rank], store, timeout=timeout)
+        except OnnxparError as error:
+            return str(error)
+
+    chosen = list(range(len(sizes))) if ranks is None else ranks
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        return list(pool.map(each, chosen))
+
+
+def close(worlds: list[World]) -> None:
+    for world in worlds:
+        world.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def check(worlds: list[World]) -> None:
+    x = [np.full([3], world.rank, "f4") for world in worlds]
+    for y in on_ranks(worlds, lambda world: run(world, ALL_REDUCE, *x)):
+        np.testing.assert_array_equal(y, sum(x))
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_store_serves_one_world_after_another(kind: str, tmp_path: Path) -> None:
+    place = {"hash": "hash:again", "file": f"file:{tmp_path}", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+    for _ in range(3):
+        worlds = join(place[kind], [3, 3, 3])
+        check(worlds)
+        close(worlds)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_left_by_a_world_that_died(tmp_path: Path) -> None:
+    (tmp_path / "onnxpar-hub").write_text(f"127.0.0.1 {free_port()} 123\n")
+    worlds = join(f"file:{tmp_path}", [2, 2])
+    check(worlds)
+    close(worlds)
+
+
+def test_a_file_that_leads_to_something_else(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (tmp_path / "onnxpar-hub").write_text(f"127.0.0.1 {silent.getsockname()[1]} 123\n")
+        late = threading.Thread(target=lambda: None)
+        with ThreadPoolExecutor(2) as pool:
+            second = pool.submit(join, f"file:{tmp_path}", [2, 2], 5, [1])
+            time.sleep(0.2)
+            first = pool.submit(join, f"file:{tmp_path}", [2, 2], 5, [0])
+            worlds = [*first.result(), *second.result()]
+        late.run()
+    check(worlds)
+    close(worlds)
+
+
+def test_strangers_do_not_disturb_a_hub() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(join, f"tcp://127.0.0.1:{port}", [2, 2], 5, [0])
+        time.sleep(0.1)
+        for garbage in [b"", b"GET / HTTP/1.0\r\n\r\n", b"\x01\x00\x00\x00\x00", b"\xff" * 5000]:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(garbage)
+        worlds = [*first.result(timeout=0.001)] if first.done() else []
+        [second] = join(f"tcp://127.0.0.1:{port}", [2, 2], 5, [1])
+        worlds = [*first.result(), second]
+    check(worlds)
+    close(worlds)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_never_joins(kind: str, missing: int, tmp_path: Path) -> None:
+    place = {"hash": "hash:missing", "file": f"file:{tmp_path}", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+    present = [rank for rank in range(3) if rank != missing]
+    begun = time.monotonic()
+    errors = join(place[kind], [3, 3, 3], timeout=0.5, ranks=present)
+    assert time.monotonic() - begun < 3
+    for error in errors:
+        assert f"rank {missing} has not joined the world" in error
+
+
+def test_ranks_that_expect_different_worlds() -> None:
+    errors = join("hash:sizes", [2, 3], timeout=1)
+    assert any("of 3 ranks, others one of 2" in str(e) or "of 2 ranks, others one of 3" in str(e) for e in errors)
+
+
+def test_two_ranks_of_one_number() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(join, "hash:twice", [3, 3, 3], 1.5, [0, 1])
+        time.sleep(0.2)
+        [error] = join("hash:twice", [3, 3, 3], timeout=0.5, ranks=[1])
+        assert "the world has its rank 1" in error
+        rest.result()
+
+
+@pytest.mark.parametrize(
+    "rank, size, store, reason",
+    [
+        (2, 2, "hash:x", "rank 2 is not in a world of 2 ranks"),
+        (0, 2, "carrier:pigeon", "must be hash:NAME, file:/dir or tcp://host:port"),
+        (0, 2, "tcp://localhost", "must be tcp://host:port"),
+        (0, 2, "file:relative", "must name an absolute path"),
+        (1, 2, "tcp://no.such.host.invalid:1", "cannot resolve host"),
+    ],
+)
+def test_wrong_arguments(rank: int, size: int, store: str, reason: str) -> None:
+    with pytest.raises(OnnxparError, match=reason):
+        World.create("wrong", rank, size, store, timeout=1)
+
+
+def test_a_world_of_one_rank_needs_no_store() -> None:
+    with World.create("one", 0, 1, "") as world:
+        [y] = on_ranks([world], lambda world: run(world, ALL_REDUCE, np.ones([2], "f4")))
+        np.testing.assert_array_equal(y, np.ones([2], "f4"))
+
+
+def test_an_id_is_unique() -> None:
+    with (
+        World.create("same", 0, 1, ""),
+        pytest.raises(OnnxparError, match="this process has a world 'same'"),
+    ):
+        World.create("same", 0, 1, "")
+
+
+def test_abort_reaches_every_rank_and_every_later_collective(fresh_worlds: Worlds) -> None:
+    worlds = fresh_worlds(3)
+
+    def each(world: World) -> None:
+        if world.rank == 2:
+            time.sleep(0.1)
+            world.abort("the dog ate my tensor")
+        run(world, ALL_REDUCE, *[np.ones([2], "f4")] * 3)
+
+    for _ in range(2):
+        begun = time.monotonic()
+        for message in errors_on_ranks(worlds, each):
+            assert "AllReduce 'node' (tag 1): aborted by rank 2: the dog ate my tensor" in message
+        assert time.monotonic() - begun < 1
+
+
+def test_a_world_is_left_during_a_collective(fresh_worlds: Worlds) -> None:
+    worlds = fresh_worlds(2)
+
+    def each(world: World) -> None:
+        if world.rank == 1:
+            time.sleep(0.1)
+            world.close()
+        run(world, ALL_REDUCE, *[np.ones([2], "f4")] * 2)
+
+    errors = errors_on_ranks(worlds[:1] + worlds[1:], each)
+    assert "rank 1" in errors[0]
+    assert "left the world before AllReduce 'node' (tag 1)" in errors[0]
+
+
+def test_closing_a_world_interrupts_its_collective(fresh_worlds: Worlds) -> None:
+    worlds = fresh_worlds(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run, worlds[0], ALL_REDUCE, np.ones([2], "f4"))
+        time.sleep(0.1)
+        worlds[0].close()
+        with pytest.raises(Exception, match="this rank has left the world"):
+            waiting.result(timeout=5)
+
+
+def test_a_session_that_outlives_its_world() -> None:
+    worlds = thread_worlds(2)
+    sessions = on_ranks(worlds, lambda world: session(world, ALL_REDUCE))
+    close(worlds)
+    for each in sessions:
+        with pytest.raises(Exception, match="this rank has left the world"):
+            each.run(["Y"], {"X": np.ones([2], "f4"), "t": TOKEN})
+
+
+def test_sessions_come_and_go_in_one_world(worlds_of: Worlds) -> None:
+    for _ in range(20):
+        check(worlds_of(2))
+
+
+def test_a_session_without_a_world() -> None:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(library_path()))
+    options.log_severity_level = 4
+    with pytest.raises(Exception, match="AllReduce 'node': this process is not a rank"):
+        ort.InferenceSession(ALL_REDUCE, options)
+
+
+def test_a_world_that_does_not_exist() -> None:
+    world = World("nowhere", 0, 1)
+    with pytest.raises(Exception, match="onnxpar.world='nowhere' names no world of this process"):
+        session_options(world)
+
+
+PROGRAM = """
+import sys, numpy as np, onnxruntime as ort
+options = ort.SessionOptions()
+options.register_custom_ops_library(sys.argv[1])
+session = ort.InferenceSession(sys.argv[2], options)
+[y] = session.run(["Y"], {"X": np.ones([3], "f4"), "t": np.zeros([0], bool)})
+print(y.tolist())
+"""
+
+
+def test_a_program_that_finds_its_world_in_the_environment(tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    model.write_bytes(ALL_REDUCE)
+    environment = os.environ | {
+        "ONNXPAR_WORLD_SIZE": "2",
+        "ONNXPAR_STORE": f"file:{tmp_path}/store",
+        "ONNXPAR_TIMEOUT": "20",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(library_path()), str(model)],
+            env=environment | {"ONNXPAR_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=40)[0].strip() for rank in ranks] == ["[2.0, 2.0, 2.0]"] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]

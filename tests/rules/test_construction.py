@@ -1,0 +1,32 @@
+"""Rules of ops that make tensors from sizes and positions."""
+
+import pytest
+from numpy import array
+
+from onnxpar.rules.oracle import Case
+
+CASES = [
+    (Case("Trilu", [(2, 4, 5)]), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),
+    (Case("Trilu", [(4, 4), array(1)], {"upper": 0}), "d0 d1, _ -> d0 d1 {whole: d0 d1}"),
+    (
+        Case("OneHot", [array([[1, 0, 3], [2, 2, 0]]), array(4), array([0, 1])], fed=[0]),
+        "i0 i1, _, _ -> i0 i1 o {whole: o}",
+    ),
+    (
+        Case("OneHot", [array([1, -1, 3]), array(4), array([2, 7])], {"axis": 0}, fed=[0]),
+        "i0, _, _ -> o i0 {whole: o}",
+    ),
+    (Case("EyeLike", [(4, 5)], {"k": 1}), "i0_0 i0_1 -> o0_0 o0_1 {whole: i0_0 i0_1 o0_0 o0_1}"),
+    (Case("Range", [array(0), array(7), array(2)]), "(), (), () -> o0_0 {whole: o0_0}"),
+    (Case("Shape", [(4, 5)]), "i0_0 i0_1 -> o0_0 {whole: i0_0 i0_1 o0_0}"),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+def test_rule(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+def test_size_is_taken_of_the_whole(prove_rule):
+    case = Case("Size", [(4, 5)])
+    prove_rule(case, "i0_0 i0_1 -> () {whole: i0_0 i0_1}", ["x0.0 -> sum", "x0.1 -> sum"])

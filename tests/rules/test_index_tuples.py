@@ -1,0 +1,70 @@
+"""Rules of GatherND and ScatterND."""
+
+import numpy as np
+import pytest
+from numpy import array
+
+from onnxpar.rules.oracle import Case
+
+X = (4, 5, 3)
+MASK = np.stack(np.broadcast_arrays(np.arange(4)[:, None, None], np.arange(5)), -1)
+"""(batch, position) of every element, as torch exports attention masks: (4, 1, 5, 2)."""
+TAIL = MASK[:, :, 2:]
+PAIRS = array([[0, 1], [3, -1], [2, 2]])
+ROWS = array([[3], [0], [-2], [3], [1], [1]])
+
+CASES = [
+    (Case("GatherND", [(4, 5), MASK]), "i0 i2, _ -> i0 i1 i2"),
+    (Case("GatherND", [X, MASK]), "i0 i2 d0, _ -> i0 i1 i2 d0"),
+    (Case("GatherND", [X, TAIL]), "i0 p1 + i2 + q1 d0, _ -> i0 i1 i2 d0"),
+    (Case("GatherND", [X, MASK * [0, 1] + [2, 0]]), "p0 + k0 + q0 i2 d0, _ -> i0 i1 i2 d0"),
+    (Case("GatherND", [X, PAIRS]), "t0 t1 d0, i0 w -> i0 d0 {whole: t0 t1 w}"),
+    (Case("GatherND", [X, PAIRS], fed=[1]), "t0 t1 d0, i0 w -> i0 d0 {whole: t0 t1 w}"),
+    (Case("GatherND", [X, array([[-2]])]), "p0 + k0 + q0 d0 d1, _ -> i0 d0 d1"),
+    (Case("GatherND", [X, ROWS]), "v d0 d1, i0 1 -> i0 d0 d1 {sum: v}"),
+    (Case("GatherND", [X, ROWS], fed=[1]), "v d0 d1, i0 1 -> i0 d0 d1 {sum: v}"),
+    (Case("GatherND", [(4,), ROWS], fed=[1]), "v, i0 1 -> i0 {sum: v}"),
+    (Case("GatherND", [(4,), ROWS]), "v, i0 1 -> i0 {sum: v}"),
+    (Case("GatherND", [(6, 4), ROWS], {"batch_dims": 1}, fed=[1]), "b0 v, b0 1 -> b0 {sum: v}"),
+    (
+        Case("GatherND", [(6, 4, 2), ROWS[:, None]], {"batch_dims": 1}, fed=[1]),
+        "b0 v d0, b0 i0 1 -> b0 i0 d0 {sum: v}",
+    ),
+    (
+        Case("GatherND", [(3, 5, 4), PAIRS], {"batch_dims": 1}),
+        "b0 t0 t1, b0 w -> b0 {whole: t0 t1 w}",
+    ),
+    (Case("GatherND", [X, np.full((2, 2), 1)]), "p0 + k0 + q0 p1 + k1 + q1 d0, _ -> i0 d0"),
+    (
+        Case("ScatterND", [X, PAIRS, (3, 3)]),
+        "t0 t1 d0, i0 w, i0 d0 -> t0 t1 d0 {whole: t0 t1 i0 w}",
+    ),
+    (Case("ScatterND", [(4, 5), MASK, (4, 1, 5)]), "i0 i2, _, i0 i1 i2 -> i0 i2 {whole: i1}"),
+    (
+        Case("ScatterND", [X, TAIL, (4, 1, 3, 3)]),
+        "i0 p1 + i2 + q1 d0, _, i0 i1 i2 d0 -> i0 p1 + i2 + q1 d0 {whole: i1}",
+    ),
+    (
+        Case("ScatterND", [X, ROWS[:3], (3, 5, 3)]),
+        "t0 d0 d1, i0 w, i0 d0 d1 -> t0 d0 d1 {whole: t0 i0 w}",
+    ),
+    (
+        Case("ScatterND", [X, np.arange(4)[:, None], X], {"reduction": "add"}),
+        "i0 d0 d1, _, i0 d0 d1 -> i0 d0 d1",
+    ),
+    (
+        Case("ScatterND", [X, np.arange(1, 3)[:, None], (2, 5, 3)]),
+        "p0 + i0 + q0 d0 d1, _, i0 d0 d1 -> p0 + i0 + q0 d0 d1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+def test_rule(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+def test_updates_by_max_could_be_pending(prove_rule):
+    case = Case("ScatterND", [X, PAIRS, (3, 3)], {"reduction": "max"}, fed=[1])
+    text = "t0 t1 d0, i0 w, i0 d0 -> t0 t1 d0 {whole: t0 t1 i0 w}"
+    prove_rule(case, text, ["x1.0 x2.0 -> max"])

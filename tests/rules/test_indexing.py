@@ -1,0 +1,58 @@
+"""Rules of ops that pick elements."""
+
+import numpy as np
+import pytest
+from numpy import array
+
+from onnxpar.rules.oracle import Case
+
+X = (7, 4, 3)
+INDEX = array([[0, -1, 3], [6, 3, 2]])
+TABLE = np.arange(21).reshape(7, 3)
+ROW_OF_EACH = np.argsort(np.random.default_rng(0).random((2, 4, 3)), axis=0)
+
+CASES = [
+    (Case("Gather", [X, INDEX]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),
+    (Case("Gather", [X, INDEX], fed=[1]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),
+    (
+        Case("Gather", [X, INDEX % 4], {"axis": 1}, fed=[1]),
+        "d0 v d2, i0 i1 -> d0 i0 i1 d2 {sum: v}",
+    ),
+    (
+        Case("Gather", [X, array([2, 0], np.int32)], {"axis": -1}),
+        "d0 d1 v, i0 -> d0 d1 i0 {sum: v}",
+    ),
+    (
+        Case("Gather", [X, array([2, 0], np.int32)], {"axis": -1}, fed=[1]),
+        "d0 d1 v, i0 -> d0 d1 i0 {sum: v}",
+    ),
+    (Case("Gather", [X, array(2)]), "before + one + after d1 d2, _ -> d1 d2"),
+    (Case("Gather", [X, array(2)], fed=[1]), "v d1 d2, () -> d1 d2 {sum: v}"),
+    (Case("Gather", [X, array([-2])]), "before + one + after d1 d2, _ -> i0 d1 d2"),
+    (Case("Gather", [X, array([[2, 3, 4, 5]])]), "before + i1 + after d1 d2, _ -> i0 i1 d1 d2"),
+    (Case("Gather", [X, np.arange(4)], {"axis": 1}), "d0 i0 d2, _ -> d0 i0 d2"),
+    (Case("Gather", [TABLE, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {sum: v}"),
+    (Case("Gather", [TABLE > 4, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {whole: v}"),
+    (Case("Gather", [X, INDEX], opset=12, fed=[1]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),
+    (
+        Case("GatherElements", [X, ROW_OF_EACH], {"axis": 0}, fed=[1]),
+        "v d1 d2, i d1 d2 -> i d1 d2 {sum: v}",
+    ),
+    (
+        Case("GatherElements", [X, ROW_OF_EACH - 7], {"axis": 0}),
+        "v d1 d2, i d1 d2 -> i d1 d2 {sum: v}",
+    ),
+    (
+        Case("GatherElements", [X, ROW_OF_EACH[:, :2] % 3], {"axis": 0}, fed=[1]),
+        "v d1 d2, i i1 d2 -> i i1 d2 {sum: v, whole: d1 i1}",
+    ),
+    (
+        Case("GatherElements", [TABLE, TABLE[:, ::-1] % 3], {"axis": 1}, fed=[0, 1]),
+        "d0 v, d0 i -> d0 i {sum: v}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+def test_rule(prove_rule, case, text):
+    prove_rule(case, text)

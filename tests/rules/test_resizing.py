@@ -1,0 +1,97 @@
+"""Rules of ops that resize space."""
+
+import numpy as np
+import pytest
+from numpy import array
+
+from onnxpar.rules.oracle import Case
+
+X = (2, 4, 3, 6)
+NEAREST = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+
+
+def scales(*values: float) -> np.ndarray:
+    return array(values, np.float32)
+
+
+CASES = [
+    (
+        Case("Resize", [X, None, scales(1, 1, 2, 3)], NEAREST),
+        "d0 d1 d2 d3, _, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",
+    ),
+    (
+        Case("Resize", [X, None, None, array([2, 4, 6, 12])], NEAREST),
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",
+    ),
+    (
+        Case("Resize", [X, None, None, array([2, 4, 6, 8])], NEAREST),
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 (d2 r2) y3 {whole: r2 d3 y3}",
+    ),
+    (
+        Case("Resize", [X, None, scales(1, 1, 2, 2)], {"mode": "linear"}),
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (
+        Case("Resize", [X, None, scales(1, 1, 0.7, 1.5)], {"mode": "cubic"}),
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (
+        Case("Resize", [X, None, None, array([5, 9])], {"mode": "linear", "axes": [2, 3]}),
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (Case("Resize", [(5, 4, 3, 6), None, scales(1.1, 1, 1, 1)], {"mode": "linear"}), "FAIL"),
+    (
+        Case("Resize", [X, scales(1, 1, 2, 2)], opset=10),
+        "d0 d1 d2 d3, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",
+    ),
+    (
+        Case("Upsample", [X, scales(1, 1, 2, 2)], opset=9),
+        "d0 d1 d2 d3, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",
+    ),
+    (
+        Case("Upsample", [X], {"scales": [1.0, 1.0, 2.0, 1.0]}, opset=8),
+        "d0 d1 d2 d3 -> d0 d1 (d2 r2) d3 {whole: r2}",
+    ),
+    (
+        Case("Upsample", [X, scales(1, 1, 2, 2)], {"mode": "linear"}, opset=9),
+        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (
+        Case("Pad", [X, array([0, 0, 1, 1, 0, 0, 2, 0])]),
+        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (
+        Case("Pad", [X, array([0, 0, 1, 1, 0, 0, 2, 0]), array(2, np.float32)]),
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (
+        Case("Pad", [X, array([1, 0, 0, 1]), None, array([2, -1])], {"mode": "reflect"}),
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (
+        Case("Pad", [X, array([0, 0, 0, 0, 0, 0, 1, -1])], {"mode": "edge"}),
+        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (Case("Pad", [X, array([0] * 8)]), "d0 d1 d2 d3, _ -> d0 d1 d2 d3"),
+    (
+        Case("Pad", [X], {"pads": [0, 0, 1, 1, 0, 0, 0, 0], "value": 0.0}, opset=10),
+        "d0 d1 d2 d3 -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
+    (
+        Case("DepthToSpace", [(2, 12, 2, 3)], {"blocksize": 2}),
+        "n (i j c) h w -> n c (h i) (w j) {whole: i j}",
+    ),
+    (
+        Case("DepthToSpace", [(2, 12, 2, 3)], {"blocksize": 2, "mode": "CRD"}),
+        "n (c i j) h w -> n c (h i) (w j) {whole: i j}",
+    ),
+    (
+        Case("SpaceToDepth", [(2, 3, 4, 6)], {"blocksize": 2}),
+        "n c (h i) (w j) -> n (i j c) h w {whole: i j}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+def test_rule(prove_rule, case, text):
+    prove_rule(case, text)

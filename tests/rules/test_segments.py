@@ -1,0 +1,69 @@
+"""Rules of ops that join and cut dimensions."""
+
+import pytest
+from numpy import array
+
+from onnxpar.rules.oracle import Case
+
+X = (4, 9, 3)
+
+CASES = [
+    (Case("Concat", [X, (4, 5, 3)], {"axis": 1}), "d0 s0 d2, d0 s1 d2 -> d0 s0 + s1 d2"),
+    (Case("Concat", [X, X, X], {"axis": -1}), "d0 d1 s0, d0 d1 s1, d0 d1 s2 -> d0 d1 s0 + s1 + s2"),
+    (Case("Concat", [X], {"axis": 0}), "s0 d1 d2 -> s0 d1 d2"),
+    (Case("Concat", [X, (4, 0, 3)], {"axis": 1}), "d0 s0 d2, d0 s1 d2 -> d0 s0 + s1 d2"),
+    (
+        Case("Split", [X, array([2, 3, 4])], {"axis": 1}, outputs=3),
+        "d0 s0 + s1 + s2 d2, _ -> d0 s0 d2; d0 s1 d2; d0 s2 d2",
+    ),
+    (
+        Case("Split", [X], {"axis": 0, "num_outputs": 2}, outputs=2),
+        "s0 + s1 d1 d2 -> s0 d1 d2; s1 d1 d2",
+    ),
+    (
+        Case("Split", [X], {"axis": 1, "num_outputs": 2}, outputs=2),
+        "d0 s0 + s1 d2 -> d0 s0 d2; d0 s1 d2",
+    ),
+    (
+        Case("Split", [X], {"axis": 1}, outputs=3, opset=13),
+        "d0 s0 + s1 + s2 d2 -> d0 s0 d2; d0 s1 d2; d0 s2 d2",
+    ),
+    (
+        Case("Split", [X], {"axis": 1}, outputs=3, opset=11),
+        "d0 s0 + s1 + s2 d2 -> d0 s0 d2; d0 s1 d2; d0 s2 d2",
+    ),
+    (
+        Case("Split", [X], {"axis": -2, "split": [4, 5]}, outputs=2, opset=11),
+        "d0 s0 + s1 d2 -> d0 s0 d2; d0 s1 d2",
+    ),
+    (
+        Case("Slice", [X, array([2]), array([7]), array([1])]),
+        "d0 p1 + d1 + q1 d2, _, _, _ -> d0 d1 d2",
+    ),
+    (
+        Case("Slice", [X, array([-3, 0]), array([2**62, -1]), array([1, 0])]),
+        "p0 + d0 + q0 p1 + d1 + q1 d2, _, _, _ -> d0 d1 d2",
+    ),
+    (
+        Case("Slice", [X, array([0]), array([9]), array([1]), array([2])]),
+        "d0 x1 d2, _, _, _, _ -> d0 d1 d2 {whole: d1 x1}",
+    ),
+    (
+        Case("Slice", [X, array([-1]), array([-(2**62)]), array([1]), array([-1])]),
+        "d0 x1 d2, _, _, _, _ -> d0 d1 d2 {whole: d1 x1}",
+    ),
+    (
+        Case("Slice", [X, array([8, 0]), array([1, 2]), array([1, 2]), array([-3, 1])]),
+        "d0 x1 p2 + d2 + q2, _, _, _, _ -> d0 d1 d2 {whole: d1 x1}",
+    ),
+    (Case("Slice", [X, array([0, 1]), array([4, 9])]), "d0 p1 + d1 + q1 d2, _, _ -> d0 d1 d2"),
+    (
+        Case("Slice", [X], {"starts": [1, 0], "ends": [3, 8], "axes": [2, 1]}, opset=9),
+        "d0 p1 + d1 + q1 p2 + d2 + q2 -> d0 d1 d2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+def test_rule(prove_rule, case, text):
+    prove_rule(case, text)
