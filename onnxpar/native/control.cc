@@ -86,7 +86,7 @@ bool Control::TryJoin(const HubAddress& hub, int rank, int size, Clock::time_poi
     return false;
   }
   if (!answer || answer->kind() != Kind::kAccept) {
-    *error = "no hub of onnxpar answers on " + where;
+    if (Clock::now() < until) *error = "no hub of onnxpar answers on " + where;
     return false;
   }
   answer = Receive(until + kGrace);

@@ -20,10 +20,11 @@ import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
-from onnxpar.factors import OpFactors, TensorFactors, analyse, with_axes
+from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, analyse, with_axes
 from onnxpar.layout import Layout, nested_parts
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.rules.local import PerRank, localize_node
+from onnxpar.rules.rule import Var
 
 Array = npt.NDArray[Any]
 
@@ -97,38 +98,87 @@ class Split:
     leaves: Mapping[int, tuple[Axes, tuple[int, ...] | None]]
 
 
-class Oracle:
-    """A case, what it computes whole, and its rule over atoms."""
+@dataclass(frozen=True)
+class Cut:
+    """A dimension of a tensor that another op would cut into atoms: `(2 n)` or `k + n`."""
 
-    def __init__(self, case: Case) -> None:
+    factor: str
+    tensor: str
+    dim: int
+    sizes: tuple[int, int]
+    kind: str
+
+    def apply(self, graph: gs.Graph) -> None:
+        """Adds the op that cuts it."""
+        tensor = graph.tensors()[self.tensor]
+        shape = list(tensor.shape)
+        if self.kind == "product":
+            shape[self.dim : self.dim + 1] = self.sizes
+            shapes = [shape]
+        else:
+            shapes = [[*shape[: self.dim], s, *shape[self.dim + 1 :]] for s in self.sizes]
+        results = [gs.Variable(f"cut{i}", tensor.dtype, s) for i, s in enumerate(shapes)]
+        op, attrs = ("Split", {"axis": self.dim}) if len(results) > 1 else ("Reshape", {})
+        graph.nodes.append(gs.Node(op, "cut", attrs, [tensor], results))
+
+
+class Oracle:
+    """A case, what it computes whole, and its rule over atoms, as cut by another op if any."""
+
+    def __init__(self, case: Case, cut: Cut | None = None) -> None:
         self.case = case
+        self.cut = cut
         self.feeds = case.values
         self.whole = run(case.graph(), case.values)
-        self.graph = case.graph(self.whole)
-        self.factors = analyse(self.graph)
+        self.graph, self.factors = self._analysed()
         self.op = self.factors.ops[0]
 
+    def _analysed(self) -> tuple[gs.Graph, GraphFactors]:
+        graph = self.case.graph(self.whole)
+        if self.cut is None:
+            return graph, analyse(graph)
+        self.cut.apply(graph)
+        factors = analyse(graph)
+        graph.nodes.pop().inputs.clear()
+        return graph, factors
+
     def splits(self) -> Iterator[Split]:
-        """Every leaf alone over 2 and 3 ranks, and every pair of leaves over 2 x 2."""
-        leaves = self.op.leaves
-        for i, leaf in enumerate(leaves):
-            for n in (2, 3):
+        """Leaves alone over 2 and 3 ranks, and pairs of leaves over 2 x 2; if cut, those cut."""
+        leaves = [
+            (i, leaf)
+            for i, leaf in enumerate(self.op.leaves)
+            if self.cut is None or leaf.factor == self.cut.factor
+        ]
+        for i, leaf in leaves:
+            for n in range(2, 3 + (self.cut is None)):
                 mesh = Mesh.of([("x", n)])
-                if leaf.size < n:
-                    continue
+                by_hand = (leaf.size - n + 1, *[1] * (n - 1))
                 default = nested_parts(leaf.size, (n,))
-                for parts in {None, (leaf.size - n + 1, *[1] * (n - 1)), default[::-1]}:
+                for parts in {default, by_hand, default[::-1]} if leaf.size >= n else ():
                     yield Split(mesh, {i: ((mesh.axis("x"),), None if parts == default else parts)})
         mesh = Mesh.parse("x=2,y=2")
-        for i, j in combinations(range(len(leaves)), 2):
+        for (i, _), (j, _) in combinations(leaves, 2):
             kinds = {self.op.reduction(i), self.op.reduction(j)} - {None}
             if len(kinds) < 2:
                 yield Split(mesh, {i: ((mesh.axis("x"),), None), j: ((mesh.axis("y"),), None)})
 
+    def cuts(self) -> Iterator[Cut]:
+        """Each factor that may be split, cut into a product and into segments."""
+        for tensor, spec in [*zip(self.op.node.inputs, self.op.rule.inputs, strict=False)] + [
+            *zip(self.op.node.outputs, self.op.rule.outputs, strict=False)
+        ]:
+            for dim, expr in enumerate(spec or ()):
+                size = tensor.shape[dim]
+                if isinstance(expr, Var) and expr.name not in self.op.whole and size >= 4:
+                    segments = (size // 2, size - size // 2)
+                    yield Cut(expr.name, tensor.name, dim, segments, "concat")
+                    if size % 2 == 0:
+                        yield Cut(expr.name, tensor.name, dim, (2, size // 2), "product")
+
     def wrong(self, split: Split) -> str | None:
         """What is wrong under the split, None where every part is right."""
-        graph = self.case.graph(self.whole)
-        op = analyse(graph).ops[0]
+        graph, factors = self._analysed()
+        op = factors.ops[0]
         layouts = self._layouts(op, split)
         per_rank = PerRank()
         localize_node(graph, op, layouts, split.mesh, per_rank)
@@ -140,7 +190,10 @@ class Oracle:
                 where = ", ".join(
                     f"{op.leaves[k].factor}: {v[1] or 'even'}" for k, v in split.leaves.items()
                 )
-                return f"{self.case.op} [{op.rule.text()}] over {split.mesh}, {where}: {problem}"
+                cut = f", {self.cut}" if self.cut else ""
+                return (
+                    f"{self.case.op} [{op.rule.text()}] over {split.mesh}, {where}{cut}: {problem}"
+                )
         return None
 
     def _layouts(self, op: OpFactors, split: Split) -> dict[str, Layout]:

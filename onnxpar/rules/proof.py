@@ -39,7 +39,9 @@ class Proof:
 def prove(case: Case) -> Proof:
     """Runs every split that the rule of the case allows, and tries those that it does not."""
     oracle = Oracle(case)
-    found = [oracle.wrong(split) for split in oracle.splits()]
+    cuts = {(cut.factor, cut.kind): cut for cut in oracle.cuts()}.values()
+    oracles = [oracle, *(Oracle(case, cut) for cut in cuts)]
+    found = [each.wrong(split) for each in oracles for split in each.splits()]
     wrong = [f for f in found if f] + false_claims(oracle)
     return Proof(oracle.op.rule.text(), len(found), wrong, missed_splits(oracle))
 

@@ -91,6 +91,11 @@ class Bundle:
             raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
         return Bundle(folder, mesh, inputs, outputs, states)
 
+    def check_complete(self) -> None:
+        """Errors: ModelError where the folder lacks the graph of any rank."""
+        for rank in range(self.mesh.size):
+            self.rank_file(rank)
+
     def rank_file(self, rank: int) -> Path:
         """The graph of a rank. Errors: ModelError where the folder lacks it."""
         file = self.path / f"rank_{rank:04d}.onnx"

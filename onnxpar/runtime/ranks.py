@@ -47,8 +47,7 @@ class ProcessRanks:
         bind_address: str = "127.0.0.1",
     ) -> None:
         size = bundle.mesh.size
-        for rank in range(size):
-            bundle.rank_file(rank)
+        bundle.check_complete()
         self._bundle = bundle
         self._runs = 0
         self._processes = Processes(bundle.path, size, timeout, log_dir)

@@ -47,6 +47,7 @@ class ThreadRanks:
     """One thread per rank. Where one fails, all are aborted and every later call says why."""
 
     def __init__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> None:
+        bundle.check_complete()
         size = bundle.mesh.size
         self._lock = threading.Lock()
         self._failure: Exception | None = None

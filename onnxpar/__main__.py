@@ -1,0 +1,7 @@
+"""`python -m onnxpar`."""
+
+import sys
+
+from onnxpar.cli import main
+
+sys.exit(main())

@@ -1,0 +1,79 @@
+"""The calls that Python users make; the command line is the same with other spelling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxpar import pipeline
+from onnxpar.mesh import Mesh
+from onnxpar.pipeline import Options
+from onnxpar.plan import Plan
+from onnxpar.strategy import Strategy
+
+
+def shard(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    devices: int | None = None,
+    mesh: str | Mesh | None = None,
+    preset: str | None = None,
+    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
+    dims: Mapping[str, int] | None = None,
+    states: Sequence[tuple[str, str]] = (),
+    strict: bool = False,
+    verify: bool = False,
+) -> Plan:
+    """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
+
+    devices   number of ranks, where no mesh is given
+    mesh      named axes, `"dp=2,tp=4"` or a Mesh
+    preset    data-parallel, tensor-parallel or hybrid
+    strategy  a YAML file, or the same structure in Python: {"shard": {...}, "tensors": {...}}
+    dims      sizes of symbolic dimensions, by symbol
+    states    (input, output) pairs that are fed back
+    strict    an op that stays whole is an error
+    verify    check the invariants between passes
+    Errors: OnnxparError, naming what is wrong and the remedy; nothing is left half-written.
+    """
+    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify)
+    return pipeline.shard(Path(model), Path(output), options)
+
+
+def make_plan(
+    model: str | os.PathLike[str],
+    *,
+    devices: int | None = None,
+    mesh: str | Mesh | None = None,
+    preset: str | None = None,
+    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
+    dims: Mapping[str, int] | None = None,
+    states: Sequence[tuple[str, str]] = (),
+    strict: bool = False,
+    verify: bool = False,
+) -> Plan:
+    """What `shard` would do with the same options; nothing is written."""
+    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify)
+    return pipeline.plan(Path(model), options)[0]
+
+
+def _options(
+    devices: int | None,
+    mesh: str | Mesh | None,
+    preset: str | None,
+    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None,
+    dims: Mapping[str, int] | None,
+    states: Sequence[tuple[str, str]],
+    strict: bool,
+    verify: bool,
+) -> Options:
+    if isinstance(mesh, str):
+        mesh = Mesh.parse(mesh)
+    if isinstance(strategy, Mapping):
+        strategy = Strategy.of(strategy)
+    elif strategy is not None and not isinstance(strategy, Strategy):
+        strategy = Strategy.read(os.fspath(strategy))
+    return Options(devices, mesh, preset, strategy, dims, states, strict, verify)

@@ -1,0 +1,229 @@
+"""What the commands of the command line do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from tqdm import tqdm
+
+from onnxpar import pipeline
+from onnxpar.errors import InputError, OnnxparError, StrategyError
+from onnxpar.model import Model, load
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.pass_list import passes_help as passes_help
+from onnxpar.pass_list import parse_passes
+from onnxpar.pipeline import Options
+from onnxpar.plan import Plan
+from onnxpar.report import plan_lines
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.compare import compare
+from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
+from onnxpar.runtime.launch import launched_rank, redirect_output
+from onnxpar.runtime.session import InferenceSession
+from onnxpar.strategy import Strategy
+from onnxpar.text import graph_text
+
+
+def shard(args: argparse.Namespace) -> int:
+    """Writes a model.par."""
+    with _progress("weights", _weight_bytes(args.model)) as progress:
+        made = pipeline.shard(args.model, args.output, _options(args), progress)
+    _print_plan(made, full=False)
+    print(f"written to {args.output}")
+    return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Prints what shard would do."""
+    made, _ = pipeline.plan(args.model, _options(args))
+    if args.json:
+        print(made.text())
+    else:
+        _print_plan(made)
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Prints the plan of a model.par."""
+    Bundle.load(args.par)
+    data = json.loads((Path(args.par) / "plan.json").read_text())
+    print(json.dumps(data, indent=1) if args.json else "\n".join(plan_lines(data)))
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a model.par; under mpirun as one of its ranks."""
+    rank = launched_rank()
+    if rank is not None:
+        redirect_output(args.log_dir or "log", rank.rank)
+    if args.repeat < 1:
+        raise InputError(f"--repeat {args.repeat}: at least 1")
+    feeds = read_feeds(args.inputs, _input_specs(args.par))
+    with _session(args.par, args) as session:
+        names = [port.name for port in session.get_outputs()]
+        seconds = []
+        for _ in tqdm(range(args.repeat), "runs", disable=not _is_terminal() or args.repeat == 1):
+            start = time.perf_counter()
+            results = session.run(None, feeds)
+            seconds.append(time.perf_counter() - start)
+    if rank is not None and rank.rank:
+        return 0
+    if args.outputs:
+        write_arrays(args.outputs, dict(zip(names, results, strict=True)))
+    for name, result in zip(names, results, strict=True):
+        print(f"{name}: {result.dtype} {'x'.join(map(str, result.shape)) or 'scalar'}")
+    if args.repeat > 1:
+        first, later = seconds[0], seconds[1:]
+        print(
+            f"{args.repeat} runs: first {first * 1e3:.1f} ms, then median "
+            f"{np.median(later) * 1e3:.1f} ms (min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
+        )
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Shards, runs and compares; 1 on a mismatch."""
+    options = _options(args)
+    with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
+        par = Path(folder) / "model.par"
+        with _progress("weights", _weight_bytes(args.model)) as progress:
+            made = pipeline.shard(args.model, par, options, progress)
+        feeds = _check_feeds(args, made, _input_specs(par))
+        with _session(par, args) as session:
+            report = compare(args.model, session, feeds)
+    _print_plan(made)
+    print()
+    print(report.text())
+    return 0 if report.ok else 1
+
+
+def opt(args: argparse.Namespace) -> int:
+    """Runs the passes named and prints the graph behind the last, or behind those asked for."""
+    passes = parse_passes(args.passes)
+    known = {p.name for p in passes}
+    for name in args.print_after:
+        if name != "all" and name not in known:
+            raise StrategyError(f"--print-after {name}: not among the passes {', '.join(known)}")
+    model = load(args.model, _dims(args.dim), _states(args.state))
+    ctx = pipeline.make_context(model, _options(args))
+    counter = iter(range(1, 100))
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        number = next(counter)
+        if args.dump:
+            Path(args.dump).mkdir(parents=True, exist_ok=True)
+            file = Path(args.dump) / f"{number:02d}-{step.name}.onnxtxt"
+            file.write_text(graph_text(model.graph, ctx))
+        if "all" in args.print_after or step.name in args.print_after:
+            print(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
+
+    pipeline.run_passes(model, ctx, passes, watch, check=True)
+    if not args.print_after and not args.dump:
+        print(graph_text(model.graph, ctx), end="")
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    strategy = Strategy.read(args.strategy) if args.strategy else None
+    return Options(
+        devices=args.devices,
+        mesh=args.mesh,
+        preset=args.preset,
+        strategy=strategy,
+        dims=_dims(args.dim),
+        states=_states(args.state),
+        strict=args.strict,
+        verify=True,
+    )
+
+
+def _dims(entries: list[str]) -> dict[str, int]:
+    dims = {}
+    for entry in entries:
+        name, _, size = entry.rpartition("=")
+        if not name or not size.isdigit() or not int(size):
+            raise StrategyError(f"--dim {entry}: is not NAME=N with N >= 1")
+        dims[name] = int(size)
+    return dims
+
+
+def _states(entries: list[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for entry in entries:
+        source, _, result = entry.partition("=")
+        if not source or not result:
+            raise StrategyError(f"--state {entry}: is not INPUT=OUTPUT")
+        pairs.append((source, result))
+    return pairs
+
+
+def _session(par: Any, args: argparse.Namespace) -> InferenceSession:
+    return InferenceSession(par, timeout=args.timeout, log_dir=args.log_dir)
+
+
+def _input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:
+    Bundle.load(par)
+    plan = json.loads((Path(par) / "plan.json").read_text())
+    return [(p["name"], p["dtype"], tuple(p["shape"] or ())) for p in plan["inputs"]]
+
+
+def _check_feeds(args: argparse.Namespace, made: Plan, specs: Any) -> dict[str, Any]:
+    feeds = make_feeds(specs, made.ranges, args.seed)
+    if args.inputs:
+        given = [s for s in specs if s[0] in _npz_names(args.inputs)]
+        feeds |= read_feeds(args.inputs, given)
+    return feeds
+
+
+def _npz_names(path: str) -> set[str]:
+    try:
+        with np.load(path) as arrays:
+            return set(arrays.files)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _print_plan(made: Plan, full: bool = True) -> None:
+    print("\n".join(plan_lines(made.to_json(), full)))
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _weight_bytes(model: Path) -> int:
+    """The size of the model and its external data, for the progress bar."""
+    if not _is_terminal():
+        return 0
+    try:
+        proto = onnx.load(str(model), load_external_data=False)
+    except Exception:  # the command itself says what is wrong with it
+        return 0
+    return sum(
+        int(np.prod(t.dims, dtype=np.int64))
+        * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
+        for t in proto.graph.initializer
+    )
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes, on a terminal only."""
+    with tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, disable=not _is_terminal(), leave=False
+    ) as bar:
+        yield bar.update
+
+
+__all__ = ["OnnxparError", "check", "inspect", "opt", "passes_help", "plan", "run", "shard"]

@@ -1,0 +1,114 @@
+"""What a user gets wrong is an InputError or a ModelError before any rank hears of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime.bundles import Tensor, k_split, write_par
+
+from onnxpar.errors import InputError, ModelError
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.threads import ThreadSession
+
+WRONG_FEEDS = [
+    ({}, "input 'x' is not fed; give float32 [4, 7]"),
+    ({"x": "good", "z": 1}, "no input is named 'z'; the inputs are x"),
+    (
+        {"x": np.zeros((4, 7))},
+        "input 'x' was given float64 [4, 7], expects float32 [4, 7]; "
+        "convert it with .astype('float32')",
+    ),
+    (
+        {"x": np.zeros((4, 2), np.float32)},
+        "input 'x' was given float32 [4, 2], expects float32 [4, 7]; "
+        "shapes are those of the unsplit model",
+    ),
+    ({"x": np.zeros(28, np.float32)}, "float32 [28], expects float32 [4, 7]"),
+    ({"x": "text"}, "input 'x' was given str128 [], expects float32 [4, 7]"),
+]
+
+
+@pytest.mark.parametrize(("feeds", "message"), WRONG_FEEDS)
+def test_wrong_feeds(feeds: dict[str, Any], message: str, par: Path, x: np.ndarray) -> None:
+    feeds = (
+        {name: x if value == "good" else value for name, value in feeds.items()}
+        if ("z" in feeds)
+        else feeds
+    )
+    with ThreadSession(par) as session:
+        with pytest.raises(InputError) as caught:
+            session.run(None, feeds)
+        assert message in str(caught.value)
+        session.run(None, {"x": x})
+
+
+def test_wrong_feeds_leave_processes_alone(par: Path, x: np.ndarray) -> None:
+    with InferenceSession(par) as session:
+        with pytest.raises(InputError):
+            session.run(None, {})
+        session.run(None, {"x": x})
+
+
+def test_unknown_outputs(par: Path, x: np.ndarray) -> None:
+    with (
+        ThreadSession(par) as session,
+        pytest.raises(InputError, match="no output is named 'q'; the outputs are y, d"),
+    ):
+        session.run(["q"], {"x": x})
+
+
+def test_sizes_that_data_decides_take_any_value(tmp_path: Path) -> None:
+    par = write_par(tmp_path, "tp=2", [Tensor("x", None)], [Tensor("x", None)], lambda rank: [])
+    plan = json.loads((par / "plan.json").read_text())
+    plan["inputs"][0]["shape"] = [None, 3]
+    (par / "plan.json").write_text(json.dumps(plan))
+    with ThreadSession(par) as session:
+        for size in (1, 4):
+            value = np.ones((size, 3), np.float32)
+            np.testing.assert_array_equal(session.run(None, {"x": value})[0], value)
+        with pytest.raises(InputError, match=r"float32 \[3, 4\], expects float32 \[\?, 3\]"):
+            session.run(None, {"x": np.ones((3, 4), np.float32)})
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no plan\.json; see `onnxpar shard`"):
+        InferenceSession(tmp_path / "nowhere.par")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 99}, "has format 99, this onnxpar reads 1"),
+        ({"mesh": 7}, "plan.json: TypeError"),
+        ({"outputs": [{}]}, "plan.json: KeyError: 'name'"),
+        ({"states": [{"input": "x", "output": "nope"}]}, r"state pairs name no port: \['nope'\]"),
+        (
+            {"inputs": [{"name": "x", "dtype": "str", "shape": None}]},
+            "'x': onnxpar hands no str tensors over",
+        ),
+    ],
+)
+def test_broken_plans(change: dict[str, Any], message: str, par: Path) -> None:
+    plan = json.loads((par / "plan.json").read_text())
+    (par / "plan.json").write_text(json.dumps({**plan, **change}))
+    with pytest.raises(ModelError, match=message):
+        Bundle.load(par)
+
+
+def test_a_plan_that_is_no_json(par: Path) -> None:
+    (par / "plan.json").write_text("{")
+    with pytest.raises(ModelError, match=r"plan\.json is not JSON"):
+        Bundle.load(par)
+
+
+def test_a_missing_rank(tmp_path: Path) -> None:
+    par = k_split(tmp_path / "model.par", ranks=3)
+    (par / "rank_0002.onnx").unlink()
+    for kind in (InferenceSession, ThreadSession):
+        with pytest.raises(ModelError, match=r"lacks rank_0002\.onnx, though its plan has 3 ranks"):
+            kind(par)
