@@ -112,7 +112,7 @@ class Sharding:
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.op_axes(op)):
             if over and op.reduction(i):
-                axes += over
+                axes += tuple(a for a in over if a not in axes)
                 reduce = op.reduction(i)  # type: ignore[assignment]
         return axes, reduce
 

@@ -12,6 +12,7 @@ from onnxpar.mesh import parts_over
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import Plan, Port, Weight, Whole, numpy_dtype, part_bytes
 from onnxpar.ranges import integer_ranges
+from onnxpar.search.tensor_parallel import is_contraction
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
@@ -71,8 +72,8 @@ def whole_nodes(ctx: PassContext) -> list[Whole]:
         if lost:
             reasons = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
             out.append(Whole(op.node.name, op.node.op, reasons, lost))
-        elif is_compute(op) and not any(ctx.sharding.op_axes(op)) and ctx.sharding.mesh.size > 1:
-            reasons = "; ".join(dict.fromkeys(op.whole.values())) or "nothing around it is split"
+        elif is_contraction(op) and not any(ctx.sharding.op_axes(op)) and ctx.sharding.mesh.size > 1:
+            reasons = "no split of it was worth a collective"
             out.append(Whole(op.node.name, op.node.op, reasons, 0))
     return out
 
@@ -89,16 +90,11 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
     return total
 
 
-def is_compute(op: OpFactors) -> bool:
-    """Whether the node contracts two operands: a matrix product or a convolution."""
-    return len(op.rule.linear) >= 2 and bool(op.rule.reduce)
-
-
 def _flops(ctx: PassContext) -> dict[str, int]:
     """Multiplications and additions of the contractions: in all, and on rank 0."""
     total = here = 0
     for op in ctx.sharding.factors.ops:
-        if not is_compute(op):
+        if not is_contraction(op):
             continue
         whole = 2 * math.prod(s or 1 for s in op.rule.sizes.values())
         split = math.prod(parts_over(a) for a in ctx.sharding.op_axes(op))

@@ -1,5 +1,6 @@
 #include "collective.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -45,12 +46,6 @@ int64_t Collective::AgreeInt(const KernelInfo& info, const char* attribute) {
   return value;
 }
 
-std::vector<int64_t> Collective::AgreeInts(const KernelInfo& info, const char* attribute) {
-  const std::vector<int64_t> values = NoteInts(info, attribute);
-  signature_ = Mix(signature_, values);
-  return values;
-}
-
 std::string Collective::AgreeString(const KernelInfo& info, const char* attribute,
                                     const char* otherwise) {
   const std::string value = info.String(attribute, otherwise);
@@ -64,18 +59,43 @@ void Collective::Agree(const char* name, int64_t value) {
   signature_ = Mix(signature_, static_cast<uint64_t>(value));
 }
 
-std::vector<int64_t> Collective::NoteInts(const KernelInfo& info, const char* attribute) {
-  const std::vector<int64_t> values = info.Ints(attribute);
-  AddDetail(attribute, ToText(values));
-  return values;
+std::vector<int64_t> Collective::AgreeSizes(const KernelInfo& info, const char* attribute) {
+  const std::vector<int64_t> sizes = NoteSizes(info, attribute);
+  signature_ = Mix(signature_, sizes);
+  return sizes;
+}
+
+std::vector<int64_t> Collective::NoteSizes(const KernelInfo& info, const char* attribute) {
+  const std::vector<int64_t> sizes = info.IntsOrNone(attribute);
+  if (sizes.empty()) return sizes;
+  AddDetail(attribute, ToText(sizes));
+  const bool negative = std::any_of(sizes.begin(), sizes.end(), [](int64_t s) { return s < 0; });
+  if (sizes.size() == group_.ranks.size() && !negative) return sizes;
+  throw std::runtime_error(std::string(attribute) + "=" + ToText(sizes) +
+                           " must give a size >= 0 for each of the " +
+                           std::to_string(group_.ranks.size()) + " ranks of group " +
+                           ToText(group_.ranks));
 }
 
 void Collective::AddDetail(const char* attribute, const std::string& value) {
   details_ += (details_.empty() ? "" : ", ") + std::string(attribute) + "=" + value;
 }
 
-bool Collective::Alone(const Tensor& x, void* y) const {
+std::vector<int64_t> Collective::GatherExtents(Transport& transport, const Call& call,
+                                               int64_t extent) {
+  std::vector<int64_t> extents(call.ranks.size());
+  std::vector<Block> blocks;
+  for (int member = 0; member < call.size(); ++member) {
+    blocks.push_back(onnxpar::Run(member, sizeof(extent), member * sizeof(extent)));
+  }
+  transport.AllGather({call.ranks, call.me, Mix(call.key, std::string("extents"))}, &extent,
+                      extents.data(), blocks);
+  return extents;
+}
+
+bool Collective::Alone(KernelContext& context, const Tensor& x) const {
   if (group_.ranks.size() > 1) return false;
+  void* const y = context.Output(0, x.shape);
   if (x.data != y && x.Bytes() > 0) std::memcpy(y, x.data, x.Bytes());
   return true;
 }

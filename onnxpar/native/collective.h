@@ -26,11 +26,12 @@ class Collective : public Kernel {
 
   /// Reads an attribute that must be the same on all members.
   int64_t AgreeInt(const KernelInfo& info, const char* attribute);
-  std::vector<int64_t> AgreeInts(const KernelInfo& info, const char* attribute);
+  /// One size for each member; none where the attribute is absent.
+  std::vector<int64_t> AgreeSizes(const KernelInfo& info, const char* attribute);
   std::string AgreeString(const KernelInfo& info, const char* attribute, const char* otherwise);
   void Agree(const char* name, int64_t value);
-  /// Reads an attribute that may differ between members.
-  std::vector<int64_t> NoteInts(const KernelInfo& info, const char* attribute);
+  /// The same where members may have sizes of their own.
+  std::vector<int64_t> NoteSizes(const KernelInfo& info, const char* attribute);
 
   /// Computes all outputs but the last, the token.
   virtual void Execute(KernelContext& context) = 0;
@@ -44,8 +45,11 @@ class Collective : public Kernel {
     world_->Run({name_, details_, group_, signature, x.type, x.shape, sends_, receives_}, body);
   }
 
-  /// Copies `x` to `y` if this rank is the only member.
-  bool Alone(const Tensor& x, void* y) const;
+  /// Every member's `extent`, in the order of the group; runs within the collective `call`.
+  static std::vector<int64_t> GatherExtents(Transport& transport, const Call& call, int64_t extent);
+
+  /// Copies `x` to output 0 if this rank is the only member.
+  bool Alone(KernelContext& context, const Tensor& x) const;
 
   /// Declares what this rank gives to, and gets from, each member, where that may differ.
   void DeclareAmounts(const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {

@@ -12,10 +12,13 @@
 namespace onnxpar {
 namespace {
 
-/// Up to here an all-reduce sends everything to everyone: one step instead of two.
-constexpr size_t kDirectBytes = 32 * 1024;
+/// An all-reduce that sends no more than this is one step, everything to everyone, instead of two.
+constexpr size_t kDirectBytes = 384 * 1024;
 /// A larger one runs in segments of at most this size per member.
 constexpr size_t kSegmentBytes = 512 * 1024;
+
+/// From here on a broadcast to several ranks has them pass chunks on.
+constexpr size_t kDealtBytes = 64 * 1024;
 
 /// Memory that is kept between calls.
 class Scratch {
@@ -74,7 +77,8 @@ void* At(const void* base, size_t offset) {
 
 void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                               void* out, size_t elements) {
-  if (elements * ElementSize(reduction.type) <= kDirectBytes) {
+  const size_t others = call.ranks.size() - 1;
+  if (elements * ElementSize(reduction.type) * others <= kDirectBytes) {
     DirectAllReduce(call, reduction, in, out, elements);
   } else {
     SegmentedAllReduce(call, reduction, in, out, elements);
@@ -224,7 +228,7 @@ void GlooTransport::AllGather(const Call& call, const void* in, void* out,
 
 /// The root deals a chunk to each other member; these then gather the chunks among themselves.
 void GlooTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
-  const bool dealt = bytes > kDirectBytes && call.size() > 2;
+  const bool dealt = bytes > kDealtBytes && call.size() > 2;
   std::vector<Block> chunks;  // of all members but the root
   for (int member = 0; member < call.size(); ++member) {
     if (member == root) continue;

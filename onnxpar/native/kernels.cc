@@ -13,14 +13,13 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-/// Checks that `sizes` gives one size for each member of the group.
-void CheckSizes(const char* name, const Sizes& sizes, const Group& group) {
-  const bool negative = std::any_of(sizes.begin(), sizes.end(), [](int64_t s) { return s < 0; });
-  if (sizes.size() == group.ranks.size() && !negative) return;
-  throw std::runtime_error(std::string(name) + "=" + ToText(sizes) +
-                           " must give a size >= 0 for each of the " +
-                           std::to_string(group.ranks.size()) + " ranks of group " +
-                           ToText(group.ranks));
+/// The default parts of an axis: as equal as can be, the larger ones first.
+Sizes EqualParts(int64_t extent, size_t parts) {
+  Sizes sizes;
+  for (size_t i = 0; i < parts; ++i) {
+    sizes.push_back(static_cast<int64_t>(PartOf(static_cast<size_t>(extent), parts, i).size));
+  }
+  return sizes;
 }
 
 /// Checks what a size attribute says about X.
@@ -40,8 +39,8 @@ class AllReduce : public Collective {
  private:
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
+    if (Alone(context, x)) return;
     void* const y = context.Output(0, x.shape);
-    if (Alone(x, y)) return;
     Run(x, x.shape, [&](Transport& transport, const Call& call) {
       transport.AllReduce(call, {x.type, op_}, x.data, y, x.Elements());
     });
@@ -55,20 +54,22 @@ class AllGather : public Collective {
   AllGather(const KernelInfo& info, std::shared_ptr<World> world)
       : Collective("AllGather", info, std::move(world)),
         axis_(AgreeInt(info, "axis")),
-        sizes_(AgreeInts(info, "sizes")) {
-    CheckSizes("sizes", sizes_, group_);
-  }
+        sizes_(AgreeSizes(info, "sizes")) {}
 
  private:
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t axis = NormalizeAxis(axis_, x.shape);
-    CheckExtent("sizes=" + ToText(sizes_), sizes_[group_.me], x.shape, axis);
-    const Shape y_shape = WithExtent(x.shape, axis, SumOf(sizes_));
-    void* const y = context.Output(0, y_shape);
-    if (Alone(x, y)) return;
+    if (!sizes_.empty()) {
+      CheckExtent("sizes=" + ToText(sizes_), sizes_[group_.me], x.shape, axis);
+    }
+    if (Alone(context, x)) return;
     Run(x, WithoutAxis(x.shape, axis), [&](Transport& transport, const Call& call) {
-      transport.AllGather(call, x.data, y, SlicesOf(y_shape, axis, ElementSize(x.type), sizes_));
+      const Sizes sizes =
+          sizes_.empty() ? GatherExtents(transport, call, x.shape[axis]) : sizes_;
+      const Shape y_shape = WithExtent(x.shape, axis, SumOf(sizes));
+      void* const y = context.Output(0, y_shape);
+      transport.AllGather(call, x.data, y, SlicesOf(y_shape, axis, ElementSize(x.type), sizes));
     });
   }
 
@@ -81,21 +82,21 @@ class ReduceScatter : public Collective {
   ReduceScatter(const KernelInfo& info, std::shared_ptr<World> world)
       : Collective("ReduceScatter", info, std::move(world)),
         axis_(AgreeInt(info, "axis")),
-        sizes_(AgreeInts(info, "sizes")),
-        op_(ParseReduceOp(AgreeString(info, "op", "sum"))) {
-    CheckSizes("sizes", sizes_, group_);
-  }
+        sizes_(AgreeSizes(info, "sizes")),
+        op_(ParseReduceOp(AgreeString(info, "op", "sum"))) {}
 
  private:
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t axis = NormalizeAxis(axis_, x.shape);
-    CheckExtent("the sum of sizes=" + ToText(sizes_), SumOf(sizes_), x.shape, axis);
-    void* const y = context.Output(0, WithExtent(x.shape, axis, sizes_[group_.me]));
-    if (Alone(x, y)) return;
+    const Sizes sizes =
+        sizes_.empty() ? EqualParts(x.shape[axis], group_.ranks.size()) : sizes_;
+    CheckExtent("the sum of sizes=" + ToText(sizes), SumOf(sizes), x.shape, axis);
+    if (Alone(context, x)) return;
+    void* const y = context.Output(0, WithExtent(x.shape, axis, sizes[group_.me]));
     Run(x, x.shape, [&](Transport& transport, const Call& call) {
       transport.ReduceScatter(call, {x.type, op_}, x.data,
-                              SlicesOf(x.shape, axis, ElementSize(x.type), sizes_), y);
+                              SlicesOf(x.shape, axis, ElementSize(x.type), sizes), y);
     });
   }
 
@@ -104,52 +105,46 @@ class ReduceScatter : public Collective {
   const ReduceOp op_;
 };
 
+/// Cuts X along one axis and joins what it gets along another.
 class AllToAll : public Collective {
  public:
   AllToAll(const KernelInfo& info, std::shared_ptr<World> world)
       : Collective("AllToAll", info, std::move(world)),
         split_axis_(AgreeInt(info, "split_axis")),
         concat_axis_(AgreeInt(info, "concat_axis")),
-        // Along one axis, members have sizes of their own, which agree pair by pair.
-        split_sizes_(split_axis_ == concat_axis_ ? NoteInts(info, "split_sizes")
-                                                 : AgreeInts(info, "split_sizes")),
-        concat_sizes_(split_axis_ == concat_axis_ ? NoteInts(info, "concat_sizes")
-                                                  : AgreeInts(info, "concat_sizes")) {
-    CheckSizes("split_sizes", split_sizes_, group_);
-    CheckSizes("concat_sizes", concat_sizes_, group_);
-    if (split_axis_ == concat_axis_) DeclareAmounts(&split_sizes_, &concat_sizes_);
-  }
+        split_sizes_(AgreeSizes(info, "split_sizes")),
+        concat_sizes_(AgreeSizes(info, "concat_sizes")) {}
 
  private:
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t split = NormalizeAxis(split_axis_, x.shape);
     const size_t concat = NormalizeAxis(concat_axis_, x.shape);
-    CheckExtent("the sum of split_sizes=" + ToText(split_sizes_), SumOf(split_sizes_), x.shape,
-                split);
-    Shape y_shape = x.shape;
-    Shape common = WithoutAxis(x.shape, split);
-    if (split != concat) {
-      CheckExtent("concat_sizes=" + ToText(concat_sizes_), concat_sizes_[group_.me], x.shape,
-                  concat);
-      y_shape[split] = split_sizes_[group_.me];
-      common = WithExtent(x.shape, concat, 0);
-    } else if (split_axis_ != concat_axis_) {
+    if (split == concat) {
       throw std::runtime_error("split_axis=" + std::to_string(split_axis_) + " and concat_axis=" +
                                std::to_string(concat_axis_) +
                                " are one axis; give them the same number");
-    } else if (split_sizes_[group_.me] != concat_sizes_[group_.me]) {
-      throw std::runtime_error("split_sizes=" + ToText(split_sizes_) +
-                               " and concat_sizes=" + ToText(concat_sizes_) +
-                               " differ in what this rank keeps");
     }
-    y_shape[concat] = SumOf(concat_sizes_);
-    void* const y = context.Output(0, y_shape);
-    if (Alone(x, y)) return;
+    const Sizes split_sizes = split_sizes_.empty()
+                                  ? EqualParts(x.shape[split], group_.ranks.size())
+                                  : split_sizes_;
+    CheckExtent("the sum of split_sizes=" + ToText(split_sizes), SumOf(split_sizes), x.shape,
+                split);
+    if (!concat_sizes_.empty()) {
+      CheckExtent("concat_sizes=" + ToText(concat_sizes_), concat_sizes_[group_.me], x.shape,
+                  concat);
+    }
+    if (Alone(context, x)) return;
     const size_t element = ElementSize(x.type);
-    Run(x, common, [&](Transport& transport, const Call& call) {
-      transport.Exchange(call, x.data, SlicesOf(x.shape, split, element, split_sizes_), y,
-                         SlicesOf(y_shape, concat, element, concat_sizes_));
+    Run(x, WithoutAxis(x.shape, concat), [&](Transport& transport, const Call& call) {
+      const Sizes concat_sizes = concat_sizes_.empty()
+                                     ? GatherExtents(transport, call, x.shape[concat])
+                                     : concat_sizes_;
+      Shape y_shape = WithExtent(x.shape, concat, SumOf(concat_sizes));
+      y_shape[split] = split_sizes[call.me];
+      void* const y = context.Output(0, y_shape);
+      transport.Exchange(call, x.data, SlicesOf(x.shape, split, element, split_sizes), y,
+                         SlicesOf(y_shape, concat, element, concat_sizes));
     });
   }
 
@@ -157,6 +152,45 @@ class AllToAll : public Collective {
   const int64_t concat_axis_;
   const Sizes split_sizes_;
   const Sizes concat_sizes_;
+};
+
+/// AllToAll along one axis: it only moves the bounds between the members' parts. Each has sizes of
+/// its own, which agree pair by pair.
+class Redistribute : public Collective {
+ public:
+  Redistribute(const KernelInfo& info, std::shared_ptr<World> world)
+      : Collective("AllToAll", info, std::move(world)),
+        axis_(AgreeInt(info, "split_axis")),
+        gives_(NoteSizes(info, "split_sizes")),
+        takes_(NoteSizes(info, "concat_sizes")) {
+    if (gives_.empty() || takes_.empty()) {
+      throw std::runtime_error("along one axis, split_sizes and concat_sizes must be given");
+    }
+    if (gives_[group_.me] != takes_[group_.me]) {
+      throw std::runtime_error("split_sizes=" + ToText(gives_) + " and concat_sizes=" +
+                               ToText(takes_) + " differ in what this rank keeps");
+    }
+    DeclareAmounts(&gives_, &takes_);
+  }
+
+ private:
+  void Execute(KernelContext& context) override {
+    const Tensor x = context.Input(0);
+    const size_t axis = NormalizeAxis(axis_, x.shape);
+    CheckExtent("the sum of split_sizes=" + ToText(gives_), SumOf(gives_), x.shape, axis);
+    if (Alone(context, x)) return;
+    const size_t element = ElementSize(x.type);
+    const Shape y_shape = WithExtent(x.shape, axis, SumOf(takes_));
+    void* const y = context.Output(0, y_shape);
+    Run(x, WithoutAxis(x.shape, axis), [&](Transport& transport, const Call& call) {
+      transport.Exchange(call, x.data, SlicesOf(x.shape, axis, element, gives_), y,
+                         SlicesOf(y_shape, axis, element, takes_));
+    });
+  }
+
+  const int64_t axis_;
+  const Sizes gives_;
+  const Sizes takes_;
 };
 
 class Broadcast : public Collective {
@@ -172,8 +206,8 @@ class Broadcast : public Collective {
  private:
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
+    if (Alone(context, x)) return;
     void* const y = context.Output(0, x.shape);
-    if (Alone(x, y)) return;
     Run(x, x.shape, [&](Transport& transport, const Call& call) {
       if (call.me == root_ && x.data != y) std::memcpy(y, x.data, x.Bytes());
       transport.Broadcast(call, static_cast<int>(root_), y, x.Bytes());
@@ -220,10 +254,11 @@ class NeighborExchange : public Collective {
   NeighborExchange(const KernelInfo& info, std::shared_ptr<World> world)
       : Collective("NeighborExchange", info, std::move(world)),
         axis_(AgreeInt(info, "axis")),
-        before_(AgreeInts(info, "before")),
-        after_(AgreeInts(info, "after")) {
-    CheckSizes("before", before_, group_);
-    CheckSizes("after", after_, group_);
+        before_(AgreeSizes(info, "before")),
+        after_(AgreeSizes(info, "after")) {
+    if (before_.empty() || after_.empty()) {
+      throw std::runtime_error("attributes 'before' and 'after' (ints) must be given");
+    }
     if (before_.front() != 0 || after_.back() != 0) {
       throw std::runtime_error("before=" + ToText(before_) + " must begin and after=" +
                                ToText(after_) + " end with 0: there is no neighbour");
@@ -256,8 +291,8 @@ class NeighborExchange : public Collective {
       receives.push_back(
           SliceOf(y_shape, axis, element, me + 1, before_[me] + extent, after_[me]));
     }
+    if (Alone(context, x)) return;
     void* const y = context.Output(0, y_shape);
-    if (Alone(x, y)) return;
     Run(x, WithoutAxis(x.shape, axis), [&](Transport& transport, const Call& call) {
       transport.Exchange(call, x.data, sends, y, receives);
     });
@@ -295,6 +330,9 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
   if (kind == "AllReduce") return std::make_unique<AllReduce>(info, world);
   if (kind == "AllGather") return std::make_unique<AllGather>(info, world);
   if (kind == "ReduceScatter") return std::make_unique<ReduceScatter>(info, world);
+  if (kind == "AllToAll" && info.Int("split_axis") == info.Int("concat_axis")) {
+    return std::make_unique<Redistribute>(info, world);
+  }
   if (kind == "AllToAll") return std::make_unique<AllToAll>(info, world);
   if (kind == "Broadcast") return std::make_unique<Broadcast>(info, world);
   if (kind == "Send") return std::make_unique<PointToPoint>("Send", true, info, world);

@@ -29,6 +29,11 @@ Dimension Mine(const std::vector<int64_t>& sizes, int me) {
   return {sizes[me], ""};
 }
 
+/// The sum of `sizes`, as a dimension.
+Dimension Total(const std::vector<int64_t>& sizes) {
+  return sizes.empty() ? Dimension{} : Dimension{SumOf(sizes), ""};
+}
+
 /// The axis that an attribute names, or the number of dimensions if X does not have it.
 size_t AxisOf(const ShapeContext& node, const char* attribute, const Dimensions& x) {
   const int64_t rank = static_cast<int64_t>(x.size());
@@ -50,7 +55,7 @@ void InferAllGather(ShapeContext& node, const World*) {
   Dimensions y = node.Input(0);
   const size_t axis = AxisOf(node, "axis", y);
   if (axis == y.size()) return;
-  y[axis] = {SumOf(node.Ints("sizes")), ""};
+  y[axis] = Total(node.Ints("sizes"));
   node.SetOutput(0, node.InputType(0), y);
 }
 
@@ -70,7 +75,7 @@ void InferAllToAll(ShapeContext& node, const World* world) {
   const size_t concat = AxisOf(node, "concat_axis", y);
   if (split == y.size() || concat == y.size()) return;
   y[split] = Mine(node.Ints("split_sizes"), MemberOf(node, world));
-  y[concat] = {SumOf(node.Ints("concat_sizes")), ""};
+  y[concat] = Total(node.Ints("concat_sizes"));
   node.SetOutput(0, node.InputType(0), y);
 }
 

@@ -76,6 +76,14 @@ class NodeView:
         """Whether the ranks hold parts of the factor."""
         return bool(dim_axes(self.factors[factor]))
 
+    def counted_twice(self, reduce: Mapping[str, str]) -> list[str]:
+        """Reduced factors of which some segment is whole where another is split.
+
+        Every rank would add the whole segment to its sum; a max or min does not mind.
+        """
+        summed = [f for f, op in reduce.items() if op in ("sum", "prod")]
+        return [f for f in summed if not _segments_agree(self.factors[f])]
+
     def on(self, rank: int) -> RankView:
         """What a rank sees."""
         return RankView(self, rank)
@@ -141,6 +149,8 @@ def localize_node(
     view = NodeView.of(op, layouts, mesh)
     if not any(map(view.is_split, view.factors)):
         return
+    twice = view.counted_twice(op.rule.reduce)
+    assert not twice, f"{op.node.op} '{op.node.name}': segments of {twice} are split differently"
     if op.rule.lower and any(map(view.is_split, op.rule.lowered)):
         builder = LoweringBuilder(graph, view, per_rank)
         op.rule.lower(builder)
@@ -243,6 +253,15 @@ class LoweringBuilder:
     def _fresh(self, kind: str) -> str:
         self._names += 1
         return f"{self._view.node.name}::{kind}{self._names}"
+
+
+def _segments_agree(dim: Dim) -> bool:
+    if isinstance(dim, Factor):
+        return True
+    over = {frozenset(dim_axes(child)) for child in dim.children}
+    if isinstance(dim, Concat) and len(over) > 1:
+        return False
+    return all(map(_segments_agree, dim.children))
 
 
 def _match(

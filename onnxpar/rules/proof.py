@@ -16,7 +16,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from onnxpar.layout import ReduceOp, neutral
-from onnxpar.rules.oracle import TOLERANCE, Case, Oracle, close, run
+from onnxpar.rules.case import Case, run
+from onnxpar.rules.oracle import TOLERANCE, Oracle, close
 
 _ORT = ort.capi.onnxruntime_pybind11_state
 _REFUSED = (_ORT.Fail, _ORT.InvalidArgument, _ORT.RuntimeException, _ORT.InvalidGraph)

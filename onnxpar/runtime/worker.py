@@ -1,4 +1,4 @@
-"""A rank's process: `python -m onnxpar.runtime.worker`, started by the session, for nobody else.
+"""A rank's process, which a session starts, and nobody else.
 
 Nothing heavy is imported here before the watch stands, so that the rank ends with its parent at any
 time of its life.
@@ -97,7 +97,3 @@ def _report(wire: Wire, text: str) -> None:
         wire.receive()
     except Closed:
         return
-
-
-if __name__ == "__main__":
-    main()

@@ -39,6 +39,12 @@ SMALL_COVER = 0.6
 Event = tuple[str, str]
 
 
+def is_contraction(op: OpFactors) -> bool:
+    """Whether the node multiplies and reduces two operands."""
+    return len(op.rule.linear) >= 2 and bool(op.rule.reduce)
+
+
+
 def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[list[Seed]]:
     """Seeds on the weights: first the covering atoms, then weights that no such atom covers."""
     if parts_over(axes) == 1:
@@ -61,6 +67,7 @@ class _Cover:
         self.parts = parts
         self.companion: dict[int, int] = {}
         self.events: dict[int, set[Event]] = defaultdict(set)
+        self.conflicts: dict[int, Counter[int]] = defaultdict(Counter)
         self.readers: dict[str, list[tuple[OpFactors, int]]] = defaultdict(list)
         for op in sharding.factors.ops:
             self._note(op)
@@ -108,6 +115,9 @@ class _Cover:
         for i, leaf in enumerate(op.leaves):
             if op.reduction(i):
                 self.events[leaf.atom].add(("reduce", op.node.name))
+            for j, other in enumerate(op.leaves if is_contraction(op) else ()):
+                if i != j and leaf.atom != other.atom and (i, j) not in op.apart:
+                    self.conflicts[leaf.atom][other.atom] += 1
         for i, (tensor, links) in enumerate(zip(op.node.inputs, op.inputs, strict=True)):
             factors = self.sharding.factors.tensors.get(tensor.name)
             if isinstance(tensor, gs.Constant):
@@ -149,7 +159,7 @@ class _Cover:
             for leaf in self.sharding.factors.tensors[w.name].leaves
         }
         usable = {a for a, s in sizes.items() if self.capacity(a, s) > 1}
-        state = CoverState(self.events, self._pieces_to_cover(), usable)
+        state = CoverState(self.events, self.conflicts, self._pieces_to_cover(), usable)
         order = sorted(state.holders, key=lambda a: (-len(self.events[a]), state.size(a), a))
         state.prune(order)
         improved = True
@@ -246,15 +256,18 @@ def is_contracted(weight: gs.Tensor) -> bool:
 
 
 class CoverState:
-    """A set of atoms, and what it costs: its collectives, and the pieces it leaves uncovered."""
+    """A set of atoms, and what it costs: its collectives, the contractions in which two of them meet
+    (only one can take the axes there), and the pieces it leaves uncovered."""
 
     def __init__(
         self,
         events: Mapping[int, set[Event]],
+        conflicts: Mapping[int, Mapping[int, int]],
         pieces: Sequence[tuple[float, frozenset[int]]],
         usable: set[int],
     ) -> None:
         self.events = events
+        self.conflicts = conflicts
         self.price = [price for price, _ in pieces]
         self.holders: dict[int, list[int]] = defaultdict(list)
         for i, (_, atoms) in enumerate(pieces):
@@ -283,6 +296,7 @@ class CoverState:
     def gain(self, atom: int) -> float:
         """What removing a chosen atom saves."""
         saved = sum(self.caused[e] == 1 for e in self.events.get(atom, ()))
+        saved += sum(n for o, n in self.conflicts.get(atom, {}).items() if o in self.chosen)
         return saved - sum(self.price[i] for i in self.holders[atom] if self.covered[i] == 1)
 
     def prune(self, order: Iterable[int]) -> list[int]:

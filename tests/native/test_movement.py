@@ -247,3 +247,33 @@ def test_the_token_is_empty(worlds_of: Worlds) -> None:
 
     for token in on_ranks(worlds_of(2), each):
         assert (token.dtype, token.shape) == (np.dtype(bool), (0,))
+
+
+def test_sizes_that_only_the_run_knows(worlds_of: Worlds) -> None:
+    """Without sizes, members contribute what they have, and get parts as equal as can be."""
+    three = worlds_of(3)
+    dynamic: list[int | str | None] = ["a", "b"]
+    gather = collective("AllGather", TensorProto.FLOAT, dynamic, axis=1)
+    exchange = collective("AllToAll", TensorProto.FLOAT, dynamic, split_axis=0, concat_axis=1)
+    gathers = on_ranks(three, lambda world: session(world, gather))
+    exchanges = on_ranks(three, lambda world: session(world, exchange))
+    for widths in [(2, 3, 0), (1, 1, 1), (0, 7, 4)]:
+        whole = numbered([5, sum(widths)])
+        xs = np.split(whole, np.cumsum(widths)[:-1], 1)
+
+        def each(world: World, xs: list[np.ndarray] = xs) -> list[np.ndarray]:
+            feeds = {"X": xs[world.rank], "t": TOKEN}
+            return [kind[world.rank].run(["Y"], feeds)[0] for kind in (gathers, exchanges)]
+
+        rows = np.split(whole, [2, 4])
+        for (gathered, exchanged), row in zip(on_ranks(three, each), rows, strict=True):
+            np.testing.assert_array_equal(gathered, whole)
+            np.testing.assert_array_equal(exchanged, row)
+
+
+def test_reduce_scatter_into_default_parts(worlds_of: Worlds) -> None:
+    xs = [numbered([5, 2], 100 * rank) for rank in range(3)]
+    proto = collective("ReduceScatter", TensorProto.FLOAT, ["n", 2], axis=0)
+    results = on_ranks(worlds_of(3), lambda world: run(world, proto, *xs))
+    for y, part in zip(results, np.split(sum(xs), [2, 4]), strict=True):
+        np.testing.assert_array_equal(y, part)

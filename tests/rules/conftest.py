@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from onnxpar.rules.oracle import Case
+from onnxpar.rules.case import Case
 from onnxpar.rules.proof import prove
 from onnxpar.rules.rule import rule_of
 

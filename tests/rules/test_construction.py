@@ -3,7 +3,7 @@
 import pytest
 from numpy import array
 
-from onnxpar.rules.oracle import Case
+from onnxpar.rules.case import Case
 
 CASES = [
     (Case("Trilu", [(2, 4, 5)]), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.oracle import Case
+from onnxpar.rules.case import Case
 
 X = (4, 3, 5)
 BOOL = array([[True, False, True], [False, False, True], [True, True, True], [False] * 3])

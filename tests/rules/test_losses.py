@@ -3,7 +3,7 @@
 import pytest
 from numpy import array
 
-from onnxpar.rules.oracle import Case
+from onnxpar.rules.case import Case
 
 SCORES = (3, 5, 2)
 LABELS = array([[0, 4], [1, 1], [3, 2]])

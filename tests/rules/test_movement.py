@@ -3,7 +3,7 @@
 import pytest
 from numpy import array
 
-from onnxpar.rules.oracle import Case
+from onnxpar.rules.case import Case
 
 X = (4, 6, 5)
 

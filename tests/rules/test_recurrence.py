@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.oracle import Case
+from onnxpar.rules.case import Case
 
 X = (3, 4, 5)
 LENGTHS = array([3, 1, 2, 3], np.int32)

@@ -1,0 +1,247 @@
+"""Whatever happens to a rank or the session's process: an error that names it, and nobody left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import helper
+from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_until, write_par
+
+from onnxpar.errors import RankError
+from onnxpar.runtime.session import InferenceSession, Session
+from onnxpar.runtime.threads import ThreadSession
+
+TIMEOUT = 4.0
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def session(tmp_path: Path, x: np.ndarray) -> Iterator[InferenceSession]:
+    """Three ranks that have run once."""
+    par = k_split(tmp_path / "model.par", ranks=3)
+    with InferenceSession(par, timeout=TIMEOUT) as session:
+        session.run(None, {"x": x})
+        yield session
+
+
+def failure(session: Session, x: np.ndarray) -> tuple[str, float]:
+    """The text of the RankError that a run raises, and after how many seconds."""
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        session.run(None, {"x": x})
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_killed_between_runs(session: InferenceSession, x: np.ndarray, rank: int) -> None:
+    ranks = pids(session)
+    os.kill(ranks[rank], signal.SIGKILL)
+    text, seconds = failure(session, x)
+    assert re.match(rf"run 2 of .*: rank {rank} was killed by SIGKILL \(signal 9\)", text)
+    assert seconds < 5
+    assert not any(map(is_alive, ranks))
+    text, _ = failure(session, x)
+    assert re.match(rf"this session is closed: run 2 of .*: rank {rank} was killed", text)
+
+
+def test_a_rank_killed_in_a_collective(session: InferenceSession, x: np.ndarray) -> None:
+    victim = pids(session)[1]
+    os.kill(victim, signal.SIGSTOP)  # so that the others are in the collective when it dies
+    timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    text, seconds = failure(session, x)
+    timer.join()
+    assert "rank 1 was killed by SIGKILL" in text
+    assert re.search(r"\n  rank 0: AllReduce 'y' .*rank 1", text)
+    assert re.search(r"\n  rank 2: AllReduce 'y' .*rank 1", text)
+    assert seconds < 5
+
+
+def test_a_stopped_rank(session: InferenceSession, x: np.ndarray) -> None:
+    ranks = pids(session)
+    os.kill(ranks[2], signal.SIGSTOP)
+    text, seconds = failure(session, x)
+    assert "rank 2 is stopped by a signal" in text
+    assert re.search(r"\n  rank 0: AllReduce 'y' ", text)
+    assert seconds < TIMEOUT + 1
+    assert not any(map(is_alive, ranks))
+
+
+def test_a_rank_stopped_for_a_moment(session: InferenceSession, x: np.ndarray) -> None:
+    victim = pids(session)[2]
+    os.kill(victim, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (victim, signal.SIGCONT)).start()
+    session.run(None, {"x": x})
+
+
+def test_a_rank_that_exits(session: InferenceSession, x: np.ndarray) -> None:
+    os.kill(pids(session)[0], signal.SIGTERM)
+    text, _ = failure(session, x)
+    assert "rank 0 was killed by SIGTERM" in text
+
+
+def test_a_new_session_after_a_failure(session: InferenceSession, x: np.ndarray) -> None:
+    os.kill(pids(session)[0], signal.SIGKILL)
+    failure(session, x)
+    with InferenceSession(session._bundle.path) as again:
+        np.testing.assert_array_equal(again.run(["d"], {"x": x})[0], x + x)
+
+
+def out_of_bounds(folder: Path) -> Path:
+    """Ranks 0 and 2 sum x; rank 1 looks an index up first, which fails for 9."""
+
+    def nodes(rank: int) -> list:
+        gather = [
+            helper.make_node("Constant", [], ["table"], value_floats=[1.0, 2.0]),
+            helper.make_node("Gather", ["table", "at"], ["found"], name="look_up"),
+            helper.make_node("Add", ["x", "found"], ["z"]),
+        ]
+        local = gather if rank == 1 else [helper.make_node("Identity", ["x"], ["z"])]
+        return [*local, *all_reduce("z", "y")]
+
+    inputs = [Tensor("x", (1,)), Tensor("at", (1,), None, "int64")]
+    return write_par(folder, "tp=3", inputs, [Tensor("y", (1,))], nodes)
+
+
+@pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])
+def test_a_run_that_fails_on_one_rank(kind: Callable[..., Session], tmp_path: Path) -> None:
+    session = kind(out_of_bounds(tmp_path), timeout=30)
+    x, good, bad = np.ones(1, np.float32), np.array([1]), np.array([9])
+    assert session.run(None, {"x": x, "at": good})[0] == 5
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 failed: Gather 'look_up': .*out of data bounds"):
+        session.run(None, {"x": x, "at": bad})
+    assert time.monotonic() - start < 5
+    with pytest.raises(RankError, match=r"closed: .*rank 1 failed: Gather 'look_up'"):
+        session.run(None, {"x": x, "at": good})
+
+
+@pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])
+def test_a_rank_that_does_not_load(kind: Callable[..., Session], par: Path) -> None:
+    (par / "rank_0001.onnx").write_bytes(b"no model")
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)the start.*rank 1 failed: .*(?i:protobuf)"):
+        kind(par, timeout=30)
+    assert time.monotonic() - start < 10
+
+
+def test_errors_quote_the_log(par: Path, tmp_path: Path, x: np.ndarray) -> None:
+    with InferenceSession(par, log_dir=tmp_path / "log") as session:
+        session.run(None, {"x": x})
+        with (tmp_path / "log" / "rank.1" / "stderr.log").open("a") as log:
+            log.write("its last words\n")
+        os.kill(pids(session)[1], signal.SIGKILL)
+        text, _ = failure(session, x)
+    assert re.search(r"its log \(.*/log/rank\.1\) ends with:\n(.*\n)*its last words", text)
+
+
+def test_an_interrupted_run_closes_the_session(
+    session: InferenceSession, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ranks = pids(session)
+    monkeypatch.setattr(session._ranks._processes, "_read", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.run(None, {"x": x})
+    assert not any(map(is_alive, ranks))
+    text, _ = failure(session, x)
+    assert "this session is closed: run 2 did not end well" in text
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from runtime.bundles import pids
+from onnxpar.runtime.session import InferenceSession
+session = InferenceSession(sys.argv[1])
+print(*pids(session), flush=True)
+{end}
+"""
+
+
+def start_owner(par: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Another process with a session; and that session's ranks."""
+    script = OWNER.format(end=end)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script, str(par), str(TESTS)], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    return owner, [int(pid) for pid in owner.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("end", ["kill", "kill while a rank is stopped", "terminate", "exit"])
+def test_ranks_end_with_the_session_process(par: Path, end: str) -> None:
+    leave = "time.sleep(60)" if end != "exit" else "import os; os._exit(3)"
+    owner, ranks = start_owner(par, leave)
+    with owner:
+        assert len(ranks) == 2
+        if "stopped" in end:
+            os.kill(ranks[0], signal.SIGSTOP)
+        if end.startswith("kill"):
+            owner.kill()
+        elif end == "terminate":
+            owner.terminate()
+        owner.wait(10)
+        assert wait_until(lambda: not any(map(is_alive, ranks)))
+
+
+def test_the_end_of_a_script_is_quiet(par: Path) -> None:
+    """No traceback, no warning of a resource tracker, no rank that is left."""
+    script = OWNER.format(end="")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", script, str(par), str(TESTS)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert not any(is_alive(int(pid)) for pid in done.stdout.split())
+
+
+def test_a_forked_process_cannot_use_the_session(session: InferenceSession, x: np.ndarray) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            session.run(None, {"x": x})
+        except RankError as error:
+            session.close()
+            os._exit(0 if "make one in process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    session.run(None, {"x": x})
+
+
+def test_nothing_is_left(par: Path, x: np.ndarray) -> None:
+    """No process, not even a zombie, no descriptor, no shared memory, no thread."""
+
+    def held() -> tuple[set[str], int, int, list[str]]:
+        me = Path("/proc/self")
+        children = (me / f"task/{os.getpid()}/children").read_text().split()
+        return set(children), len(list((me / "fd").iterdir())), threading.active_count(), []
+
+    with InferenceSession(par) as session:
+        session.run(None, {"x": x})
+    before, shared = held(), sorted(os.listdir("/dev/shm"))
+    for kill in (False, True):
+        session = InferenceSession(par)
+        session.run(None, {"x": x})
+        if kill:
+            os.kill(pids(session)[1], signal.SIGKILL)
+            failure(session, x)
+        session.close()
+    assert wait_until(lambda: held() == before)
+    assert sorted(os.listdir("/dev/shm")) == shared
