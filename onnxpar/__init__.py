@@ -1,8 +1,9 @@
-"""onnxpar, the sharding compiler for ONNX: splits a model over ranks that each run a stock onnxruntime.
+"""onnxpar, the sharding compiler for ONNX: splits a model over ranks that each run a stock
+onnxruntime.
 
-    plan = onnxpar.shard("gpt2.onnx", "gpt2.par", devices=4, preset="tensor-parallel")
-    session = onnxpar.InferenceSession("gpt2.par")
-    logits, = session.run(["logits"], feeds)
+plan = onnxpar.shard("gpt2.onnx", "gpt2.par", devices=4, preset="tensor-parallel")
+session = onnxpar.InferenceSession("gpt2.par")
+logits, = session.run(["logits"], feeds)
 """
 
 from onnxpar.api import make_plan as plan

@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
     shard = _add(commands_of, "shard", "write a sharded model", commands.shard)
     _add_model(shard)
-    shard.add_argument("-o", "--output", required=True, metavar="DIR", help="folder to write: model.par")
+    shard.add_argument(
+        "-o", "--output", required=True, metavar="DIR", help="folder to write: model.par"
+    )
 
     plan = _add(commands_of, "plan", "show what shard would do; nothing is written", commands.plan)
     _add_model(plan)
@@ -65,10 +67,15 @@ def parser() -> argparse.ArgumentParser:
     _add_runtime(run)
 
     check = _add(
-        commands_of, "check", "shard, run, and compare with onnxruntime on the whole model", commands.check
+        commands_of,
+        "check",
+        "shard, run, and compare with onnxruntime on the whole model",
+        commands.check,
     )
     _add_model(check)
-    check.add_argument("--inputs", metavar="NPZ", help="arrays by input name; made up where missing")
+    check.add_argument(
+        "--inputs", metavar="NPZ", help="arrays by input name; made up where missing"
+    )
     check.add_argument("--seed", type=int, default=0, help="for inputs that are made up")
     _add_runtime(check)
 
@@ -80,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
     _add_model(opt)
     opt.add_argument("--passes", required=True, metavar="LIST", help=commands.passes_help())
     opt.add_argument("--print-after", action="append", default=[], metavar="PASS", help="or 'all'")
-    opt.add_argument("--dump", metavar="DIR", help="write the graph behind every pass: 01-NAME.onnxtxt")
+    opt.add_argument(
+        "--dump", metavar="DIR", help="write the graph behind every pass: 01-NAME.onnxtxt"
+    )
     return top
 
 
@@ -118,7 +127,9 @@ def _add_model(to: argparse.ArgumentParser) -> None:
 
 
 def _add_runtime(to: argparse.ArgumentParser) -> None:
-    to.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for every wait, seconds")
+    to.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="for every wait, seconds"
+    )
     to.add_argument("--log-dir", metavar="DIR", help="ranks' output, under rank.N/")
 
 

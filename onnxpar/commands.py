@@ -20,9 +20,9 @@ from tqdm import tqdm
 from onnxpar import pipeline
 from onnxpar.errors import InputError, OnnxparError, StrategyError
 from onnxpar.model import Model, load
-from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.pass_list import passes_help as passes_help
 from onnxpar.pass_list import parse_passes
+from onnxpar.pass_list import passes_help as passes_help
+from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
 from onnxpar.report import plan_lines
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         first, later = seconds[0], seconds[1:]
         print(
             f"{args.repeat} runs: first {first * 1e3:.1f} ms, then median "
-            f"{np.median(later) * 1e3:.1f} ms (min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
+            f"{np.median(later) * 1e3:.1f} ms "
+            f"(min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
         )
     return 0
 

@@ -1,4 +1,5 @@
-"""Errors for users. A failed `assert` is our own bug; everything a user can cause is an OnnxparError."""
+"""Errors for users. A failed `assert` is our own bug; everything a user can cause is an
+OnnxparError."""
 
 
 class OnnxparError(Exception):

@@ -1,10 +1,10 @@
 """The factors of a whole graph: what each dimension of each tensor is made of.
 
-Rules relate the dimensions of one node; unifying them over the graph refines every dimension down to
-*atoms*, the index variables that no op cuts further: the 192 columns of a fused QKV weight become
-`h d + h d + h d`, because a Reshape far behind it separates heads. Layouts are then an assignment of
-mesh axes to atoms, so that granularity needs no further thought: what is split is never cut inside an
-atom that some op treats as one.
+Rules relate the dimensions of one node; unifying them over the graph refines every dimension down
+to *atoms*, the index variables that no op cuts further: the 192 columns of a fused QKV weight
+become `h d + h d + h d`, because a Reshape far behind it separates heads. Layouts are then an
+assignment of mesh axes to atoms, so that granularity needs no further thought: what is split is
+never cut inside an atom that some op treats as one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _flat(node: _Node, kind: str) -> list[_Node]:
 
 
 def _refine(node: _Node, kind: str, sizes: tuple[int, ...]) -> list[_Node] | None:
-    """Makes an atom a product or concatenation of these sizes; None where it is already otherwise."""
+    """Makes an atom a product or concatenation of these sizes; None where it is already
+    otherwise."""
     node = node.root()
     if node.kind:
         return None
@@ -322,7 +323,9 @@ class _Analysis:
         specs = [links(t, s) for t, s in _operands(node, rule)]
         n = len(node.inputs)
         trees = {name: self._tree(factor) for name, factor in factors.items()}
-        operands = [(t.name, links) for (t, _), links in zip(_operands(node, rule), specs, strict=True)]
+        operands = [
+            (t.name, links) for (t, _), links in zip(_operands(node, rule), specs, strict=True)
+        ]
         return OpFactors(
             node,
             rule,
@@ -407,4 +410,3 @@ def with_axes(dim: Dim, axes: Iterator[tuple[Axes, tuple[int, ...] | None]]) -> 
         over, parts = next(axes)
         return Factor(dim.size, over, parts)
     return type(dim)(tuple(with_axes(c, axes) for c in dim.children))
-

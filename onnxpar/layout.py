@@ -1,8 +1,8 @@
 """Layouts: how each rank holds its part of a global tensor.
 
-A dimension is a tree: a concatenation of segments, each a product of factors, each factor split over
-an ordered list of mesh axes. `indices` gives its whole meaning: which global positions a rank holds,
-in which order. Everything else here is derived from that or faster than that.
+A dimension is a tree: a concatenation of segments, each a product of factors, each factor split
+over an ordered list of mesh axes. `indices` gives its whole meaning: which global positions a
+rank holds, in which order. Everything else here is derived from that or faster than that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     >>> nested_parts(5, (2, 2))
     (2, 1, 1, 1)
     """
-    parts = (size,)
+    parts: tuple[int, ...] = (size,)
     for n in counts:
         parts = tuple(p // n + (i < p % n) for p in parts for i in range(n))
     return parts
@@ -127,7 +128,7 @@ def runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
         return []
     cuts = np.flatnonzero(np.diff(at) != 1) + 1
     bounds = np.concatenate([[0], cuts, [len(at)]])
-    return [(int(at[a]), int(b - a)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [(int(at[a]), int(b - a)) for a, b in pairwise(bounds)]
 
 
 def normalize(dim: Dim) -> Dim:
@@ -230,7 +231,8 @@ class Layout:
     def take(self, whole: Array, mesh: Mesh, rank: int) -> Array:
         """A rank's part of a global array: a view where that is possible.
 
-        A partial layout keeps the value on coordinate 0 of its axes and the neutral element elsewhere.
+        A partial layout keeps the value on coordinate 0 of its axes and the neutral element
+        elsewhere.
         """
         part = whole
         for i, dim in enumerate(self.dims):
@@ -304,7 +306,7 @@ def _combine(reduce: ReduceOp, a: Array, b: Array) -> Array:
 
 def _open_mesh(at: list[Array]) -> Any:
     """An index of contiguous slices where all dimensions allow it, else an open mesh."""
-    if all(not len(i) or i[-1] - i[0] + 1 == len(i) and (np.diff(i) == 1).all() for i in at):
+    if all(not len(i) or (i[-1] - i[0] + 1 == len(i) and (np.diff(i) == 1).all()) for i in at):
         return tuple(slice(int(i[0]), int(i[0]) + len(i)) if len(i) else slice(0, 0) for i in at)
     return np.ix_(*at)
 

@@ -1,7 +1,8 @@
 """How a reshard becomes nodes that a rank runs: everything follows from which positions it holds.
 
-Collectives of the runtime cut and join contiguous parts. Where a rank's positions in a dimension are not
-one run (a split of an inner factor, or of segments), the parts are ordered by a Gather before or behind.
+Collectives of the runtime cut and join contiguous parts. Where a rank's positions in a dimension
+are not one run (a split of an inner factor, or of segments), the parts are ordered by a Gather
+before or behind.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class ReshardBuilder:
     def _Select(self, x: gs.Tensor, y: gs.Tensor) -> None:
         dtype = numpy_dtype(x)
         zero = self._constant("neutral", np.asarray(neutral(self.after.reduce, dtype), dtype))
-        first = self._varying("first", lambda rank: np.array(not self.mesh.coordinate(self.axes, rank)))
+        first = self._varying(
+            "first", lambda rank: np.array(not self.mesh.coordinate(self.axes, rank))
+        )
         self._add("Where", [first, x, zero], y)
 
     def _by_member(self, x: gs.Tensor, axis: int, before: Dim, after: Dim) -> gs.Tensor:

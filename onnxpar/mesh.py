@@ -60,7 +60,9 @@ class Mesh:
         names = [name for name, _ in shape]
         for name, size in shape:
             if names.count(name) > 1:
-                raise StrategyError(f"mesh: axis {name!r} stands twice; give each axis its own name")
+                raise StrategyError(
+                    f"mesh: axis {name!r} stands twice; give each axis its own name"
+                )
             if size < 1:
                 raise StrategyError(f"mesh: axis {name!r} has size {size}; sizes start at 1")
         return Mesh(shape)
@@ -102,7 +104,9 @@ class Mesh:
                 break
             pre = 1
         if size != 1:
-            raise StrategyError(f"{size} more parts do not fit the mesh {self}; choose its sizes so")
+            raise StrategyError(
+                f"{size} more parts do not fit the mesh {self}; choose its sizes so"
+            )
         return tuple(out)
 
     def coordinate(self, axes: Sequence[Axis], rank: int) -> int:

@@ -43,9 +43,9 @@ def load(
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
-    dims    sizes of symbolic dimensions, by symbol
-    states  (input, output) pairs that are fed back; caches that grow by Concat are found by themselves
-    Errors: ModelError for a file that cannot be used, StrategyError for a symbol without a size.
+    dims    sizes of symbolic dimensions, by symbol states  (input, output) pairs that are fed
+    back; caches that grow by Concat are found by themselves Errors: ModelError for a file that
+    cannot be used, StrategyError for a symbol without a size.
     """
     path = Path(path)
     proto = read_proto(path)
@@ -93,11 +93,14 @@ def _check(proto: onnx.ModelProto, path: Path) -> None:
     try:
         onnx.checker.check_model(bare)
     except onnx.checker.ValidationError as error:
-        raise ModelError(f"{path}: breaks the ONNX standard: {str(error).splitlines()[0]}") from None
+        raise ModelError(
+            f"{path}: breaks the ONNX standard: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _make_inline_stub(tensor: TensorProto) -> None:
-    """The checker would look for the data in the working directory; only its shape matters there."""
+    """The checker would look for the data in the working directory; only its shape matters
+    there."""
     dims = list(tensor.dims)
     name, dtype = tensor.name, tensor.data_type
     tensor.Clear()

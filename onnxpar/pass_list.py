@@ -36,7 +36,8 @@ def parse_passes(text: str) -> list[Pass]:
 
 
 def _options(kind: type[Pass], text: str) -> dict[str, int]:
-    fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = dataclasses.fields(kind)  # type: ignore[arg-type]
+    fields = {f.name.replace("_", "-"): f for f in known}
     values = {}
     for option in filter(None, re.split(r"[,\s]+", text)):
         key, _, value = option.partition("=")

@@ -1,8 +1,9 @@
 """Where pending reductions are carried out: at once, or behind the linear ops that they pass.
 
-A partial sum may pass an op if exactly one of its jointly linear groups carries it. Passing pays where
-two sums meet (attention and MLP joined by an Add need one all-reduce, not two) or where the tensor gets
-smaller. Chains of single readers form trees, on which the cheapest set of reductions is found exactly.
+A partial sum may pass an op if exactly one of its jointly linear groups carries it. Passing pays
+where two sums meet (attention and MLP joined by an Add need one all-reduce, not two) or where the
+tensor gets smaller. Chains of single readers form trees, on which the cheapest set of reductions
+is found exactly.
 """
 
 from __future__ import annotations

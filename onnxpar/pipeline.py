@@ -72,7 +72,9 @@ def _mesh_and_preset(model: Model, options: Options) -> tuple[Mesh, str | None]:
     if devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
     if preset is None and strategy is None:
-        preset = "hybrid" if mesh is not None and "dp" in mesh.sizes and len(mesh.shape) > 1 else None
+        preset = (
+            "hybrid" if mesh is not None and "dp" in mesh.sizes and len(mesh.shape) > 1 else None
+        )
         preset = preset or choose_preset(model.graph, devices)
     return mesh or preset_mesh(preset, devices), preset
 
@@ -102,7 +104,9 @@ def run_passes(
     return plan
 
 
-def plan(path: str | Path, options: Options, watch: Watch | None = None) -> tuple[Plan, PassContext]:
+def plan(
+    path: str | Path, options: Options, watch: Watch | None = None
+) -> tuple[Plan, PassContext]:
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
     model = load(path, options.dims, options.states)
     ctx = make_context(model, options)
@@ -123,7 +127,8 @@ def shard(
     options: Options,
     progress: Callable[[int], None] | None = None,
 ) -> Plan:
-    """Writes the model as a folder `output`, which an InferenceSession runs. Errors: OnnxparError."""
+    """Writes the model as a folder `output`, which an InferenceSession runs. Errors:
+    OnnxparError."""
     output = Path(output)
     if output.exists() and not (output / "plan.json").exists():
         raise OnnxparError(f"{output}: exists and is no sharded model; choose another -o")

@@ -24,8 +24,9 @@ def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
     """The tensor's dtype for NumPy; bfloat16 and the like are ml_dtypes'."""
     dtype = tensor.dtype
     if isinstance(dtype, int):
-        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
-    return np.dtype(dtype)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(dtype)
+    found: np.dtype[Any] = np.dtype(dtype)
+    return found
 
 
 def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
@@ -38,8 +39,8 @@ def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the plan. `group` is that of rank 0, of `groups` in all; `bytes` is what each
-    rank sends."""
+    """One collective of the plan. `group` is that of rank 0, of `groups` in all; `bytes` is what
+    each rank sends."""
 
     kind: str
     name: str

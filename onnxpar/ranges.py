@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-_FOLLOW = {
-    *"Reshape Unsqueeze Squeeze Flatten Transpose Identity Expand Concat Slice Split Cast".split()
-}
+_FOLLOW = frozenset(
+    ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Identity", "Expand", "Concat")
+    + ("Slice", "Split", "Cast")
+)
 _MASK = (0, 2)
 """A mask: what is cast to floating point or bool, compared, or multiplied."""
 
@@ -29,7 +30,7 @@ def _range(tensor: gs.Tensor, seen: set[str]) -> tuple[int, int] | None:
         limit = _limit(node, position)
         if limit is not None:
             found.append((0, limit))
-        elif node.op in _FOLLOW and position == 0 or node.op == "Concat":
+        elif (node.op in _FOLLOW and position == 0) or node.op == "Concat":
             for result in node.outputs:
                 if result.name not in seen and "float" not in str(result.dtype):
                     inner = _range(result, seen)

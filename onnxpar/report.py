@@ -10,7 +10,8 @@ WIDTH = 100
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
-    """Aligned columns: numbers to the right; the first column gives way where a line is too long."""
+    """Aligned columns: numbers to the right; the first column gives way where a line is too
+    long."""
     cells = [[_cell(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)

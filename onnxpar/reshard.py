@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from onnxpar.factors import TensorFactors, with_axes
 from onnxpar.layout import ReduceOp
@@ -20,8 +20,8 @@ LOCAL_STEPS = ("LocalSlice", "Select")
 class Step:
     """One collective, or a local cut: `kind` over `axes`, between two placements.
 
-    LocalSlice keeps this rank's part; Select keeps the value on coordinate 0 of `axes` and the neutral
-    element of the reduction elsewhere (from whole to partial).
+    LocalSlice keeps this rank's part; Select keeps the value on coordinate 0 of `axes` and the
+    neutral element of the reduction elsewhere (from whole to partial).
     """
 
     kind: str
@@ -37,9 +37,9 @@ Bytes = Callable[[Placement], float]
 def plan_steps(before: Placement, after: Placement, factors: TensorFactors) -> list[Step]:
     """The steps from one placement of a tensor to another, fewest bytes first where order is free.
 
-    Axes that are added to an unused leaf are cut at once; what is pending is scattered to where it is
-    wanted, else all-reduced; an axis that moves between leaves is an all-to-all; the rest is gathered
-    and cut. Sub-axes that do not divide each other go through the whole tensor.
+    Axes that are added to an unused leaf are cut at once; what is pending is scattered to where
+    it is wanted, else all-reduced; an axis that moves between leaves is an all-to-all; the rest
+    is gathered and cut. Sub-axes that do not divide each other go through the whole tensor.
     """
     cuts = _cuts([*before.leaves, *after.leaves, before.partial, after.partial])
     if cuts is None:
@@ -158,7 +158,7 @@ def _cuts(axes: Iterable[Axes]) -> dict[str, list[int]] | None:
         cuts.setdefault(axis.name, set()).update((axis.pre, axis.pre * axis.size))
     ordered = {name: sorted(at) for name, at in cuts.items()}
     for at in ordered.values():
-        if any(b % a for a, b in zip(at, at[1:], strict=False)):
+        if any(b % a for a, b in pairwise(at)):
             return None
     return ordered
 
@@ -166,9 +166,7 @@ def _cuts(axes: Iterable[Axes]) -> dict[str, list[int]] | None:
 def _refined(placement: Placement, cuts: dict[str, list[int]]) -> _Refined:
     def pieces(axis: Axis) -> Axes:
         at = [c for c in cuts[axis.name] if axis.pre <= c <= axis.pre * axis.size]
-        return tuple(
-            Axis(axis.name, b // a, a) for a, b in zip(at, at[1:], strict=False)
-        )
+        return tuple(Axis(axis.name, b // a, a) for a, b in pairwise(at))
 
     def all_pieces(axes: Axes) -> Axes:
         return tuple(p for a in axes for p in pieces(a))
@@ -189,7 +187,8 @@ def plan_tree(
 ) -> list[Step]:
     """The cheapest steps that make every wanted placement, each from any that is there already.
 
-    All consumers of a tensor are served together, so that a sum that three nodes read is reduced once.
+    All consumers of a tensor are served together, so that a sum that three nodes read is reduced
+    once.
     """
     goals = list(dict.fromkeys(w for w in wanted if w != start))
     orders = permutations(goals) if len(goals) <= 3 else [goals]

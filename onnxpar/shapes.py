@@ -1,8 +1,9 @@
 """Shape inference and constant folding in one walk over a graph with static inputs.
 
 ONNX's own inference stops at the first shape that is computed by nodes. Here each node is either
-evaluated (all its operands are known and small) or inferred with what is known so far, so that targets
-computed from Shape are constants by the time they are needed. Declared shapes are not trusted.
+evaluated (all its operands are known and small) or inferred with what is known so far, so that
+targets computed from Shape are constants by the time they are needed. Declared shapes are not
+trusted.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ FOLD_LIMIT = 1 << 16
 SMALL_WEIGHT = 256
 """Elements of a floating-point initializer up to which it takes part in folding."""
 
-_NEVER = {
-    *"RandomNormal RandomNormalLike RandomUniform RandomUniformLike Bernoulli Multinomial".split(),
-    *"If Loop Scan SequenceEmpty Optional Dropout".split(),
-}
+_NEVER = frozenset(
+    ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli")
+    + ("Multinomial", "If", "Loop", "Scan", "SequenceEmpty", "Optional", "Dropout")
+)
 
 
 def infer(model: onnx.ModelProto) -> None:
@@ -162,7 +163,9 @@ class _Walk:
         for node in self.graph.node:
             for name in node.output:
                 if name in self.types and name not in outputs:
-                    self.graph.value_info.append(onnx.helper.make_value_info(name, self.types[name]))
+                    self.graph.value_info.append(
+                        onnx.helper.make_value_info(name, self.types[name])
+                    )
         for output in self.graph.output:
             if output.name in self.types:
                 output.type.CopyFrom(self.types[output.name])

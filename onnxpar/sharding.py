@@ -1,7 +1,7 @@
 """The sharding of a graph while it is being decided: mesh axes assigned to atoms.
 
-Tensors and nodes hold axes per leaf; None is open. A `Placement` is a decided assignment, and becomes
-a `Layout` once the leaves are put back into their dimensions.
+Tensors and nodes hold axes per leaf; None is open. A `Placement` is a decided assignment, and
+becomes a `Layout` once the leaves are put back into their dimensions.
 """
 
 from __future__ import annotations

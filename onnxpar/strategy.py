@@ -21,8 +21,8 @@ from onnxpar.sharding import Sharding, overlaps
 class Strategy:
     """A strategy as written: entries of `shard` by node glob, of `tensors` by tensor glob.
 
-    An entry is a list per dimension (for `shard`, a list of those per input) of: null or 1 (whole), a
-    number of parts, an axis name, a list of axis names, or {axis: [sizes by hand]}.
+    An entry is a list per dimension (for `shard`, a list of those per input) of: null or 1
+    (whole), a number of parts, an axis name, a list of axis names, or {axis: [sizes by hand]}.
     """
 
     mesh: Mesh | None = None
@@ -32,7 +32,8 @@ class Strategy:
 
     @staticmethod
     def read(path: str | Path) -> Strategy:
-        """Reads a strategy file (YAML). Errors: StrategyError, naming the file and what is wrong."""
+        """Reads a strategy file (YAML). Errors: StrategyError, naming the file and what is
+        wrong."""
         try:
             data = yaml.safe_load(Path(path).read_text())
         except OSError as error:
@@ -92,7 +93,8 @@ class NodeSeed:
 
 @dataclass(frozen=True)
 class TensorSeed:
-    """Axes for leaves of one tensor; `pin` makes it hold that layout whatever its neighbours need."""
+    """Axes for leaves of one tensor; `pin` makes it hold that layout whatever its neighbours
+    need."""
 
     tensor: str
     axes: Sequence[Axes | None]
@@ -206,9 +208,7 @@ def _spread(
     return spread
 
 
-def _ask(
-    ask: Any, mesh: Mesh, what: str, pre: int
-) -> tuple[Axes, tuple[int, ...] | None, int]:
+def _ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ...] | None, int]:
     """Reads one dimension's entry: axes, sizes by hand, and how many flat parts are in use then."""
     if ask is None or ask == 1:
         return (), None, pre
@@ -237,7 +237,9 @@ def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
     factors = sharding.factors.tensors[name]
     what = f"tensor '{name}'"
     if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != len(factors.dims):
-        raise StrategyError(f"{what} has {len(factors.dims)} dimensions, the strategy says {entry!r}")
+        raise StrategyError(
+            f"{what} has {len(factors.dims)} dimensions, the strategy says {entry!r}"
+        )
     axes: list[Axes] = []
     parts: dict[int, tuple[int, ...]] = {}
     used: list[Axis] = []
@@ -268,7 +270,8 @@ def _hand_parts(
         return {}
     if len(sizes) != parts_over(over) or sum(sizes) != size:
         raise StrategyError(
-            f"{what}: sizes by hand {list(sizes)} must be {parts_over(over)} parts that add up to {size}"
+            f"{what}: sizes by hand {list(sizes)} must be {parts_over(over)} parts "
+            f"that add up to {size}"
         )
     if len(leaves) != 1 or spread[0] != over:
         raise StrategyError(f"{what}: sizes by hand need a dimension that no op merges or cuts")
@@ -322,7 +325,8 @@ def _leaf_count(dim: Dim) -> int:
 
 
 def nest(sizes: Sequence[int], axes: Axes) -> list[Axes] | None:
-    """Several factors share one axis: 2 heads groups by 4 heads over tp=8 are tp:(1)2 and tp:(2)4."""
+    """Several factors share one axis: 2 heads groups by 4 heads over tp=8 are tp:(1)2 and
+    tp:(2)4."""
     out: list[Axes] = []
     rest = list(axes)
     for size in sizes:

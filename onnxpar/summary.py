@@ -59,7 +59,8 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
 
 
 def _sample(ranks: int) -> list[int]:
-    """Ranks to look at for the largest part: parts by hand may put it anywhere, so up to 64 of them."""
+    """Ranks to look at for the largest part: parts by hand may put it anywhere, so up to 64 of
+    them."""
     return list(range(ranks)) if ranks <= 64 else [0, ranks - 1]
 
 
@@ -72,7 +73,9 @@ def whole_nodes(ctx: PassContext) -> list[Whole]:
         if lost:
             reasons = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
             out.append(Whole(op.node.name, op.node.op, reasons, lost))
-        elif is_contraction(op) and not any(ctx.sharding.op_axes(op)) and ctx.sharding.mesh.size > 1:
+        elif (
+            is_contraction(op) and not any(ctx.sharding.op_axes(op)) and ctx.sharding.mesh.size > 1
+        ):
             reasons = "no split of it was worth a collective"
             out.append(Whole(op.node.name, op.node.op, reasons, 0))
     return out

@@ -15,7 +15,8 @@ from onnxpar.plan import DOMAIN, numpy_dtype
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
-    """One line per input, weight, node and output; layouts are the placed or the propagated ones."""
+    """One line per input, weight, node and output; layouts are the placed or the propagated
+    ones."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 
 

@@ -1,7 +1,8 @@
 """Checks a graph with layouts from the rules alone: the type checker of sharded programs.
 
-It shares no code with the passes that choose layouts, so that a wrong choice and a wrong check would
-have to agree. A failure is our own bug, hence an AssertionError that names the node and its layouts.
+It shares no code with the passes that choose layouts, so that a wrong choice and a wrong check
+would have to agree. A failure is our own bug, hence an AssertionError that names the node and its
+layouts.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
     for tensor, links in op.operands():
         if tensor.name not in layouts:
             continue
-        axes = [merge_axes(f.axes) for d in layouts[tensor.name].dims for f in leaves(d) if f.size > 1]
+        axes = [
+            merge_axes(f.axes) for d in layouts[tensor.name].dims for f in leaves(d) if f.size > 1
+        ]
         if len(axes) != len(links):
             fail(f"{tensor.name} has {len(axes)} factors, the node sees {len(links)}")
         for over, link in zip(axes, links, strict=True):

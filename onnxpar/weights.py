@@ -1,7 +1,8 @@
 """Cuts weights into the ranks' parts, stream-wise: no weight is ever in memory whole.
 
-Every distinct part is written once. Parts that all ranks share go to `shared.weights`, others to the
-file of the first rank that holds them; the ranks' graphs refer to them by file, offset and length.
+Every distinct part is written once. Parts that all ranks share go to `shared.weights`, others to
+the file of the first rank that holds them; the ranks' graphs refer to them by file, offset and
+length.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,7 +58,8 @@ class Part:
 
 @dataclass
 class WeightStore:
-    """The weight files of a sharded model in `folder`; `source` is the folder of the whole model."""
+    """The weight files of a sharded model in `folder`; `source` is the folder of the whole
+    model."""
 
     folder: Path
     source: Path
@@ -73,6 +76,11 @@ class WeightStore:
                 _Writer(part, stack.enter_context(self._open(part)), layout, self.mesh, rank)
                 for rank, part in parts.items()
             ]
+            if weight.data_location == TensorProto.EXTERNAL:
+                writers = [w for w in writers if not w.copy_run(weight, self.source)]
+            if not writers:
+                self.progress(int(np.prod(weight.dims)) * numpy_dtype(weight).itemsize)
+                return [parts[r].proto(name, weight.data_type) for r in holder]
             for lead, start, block in read_blocks(weight, self.source):
                 for writer in writers:
                     writer.write(lead, start, block)
@@ -119,6 +127,26 @@ class _Writer:
         self.fill = layout.reduce if blank else None
         self.done = 0
 
+    def copy_run(self, weight: TensorProto, folder: Path) -> bool:
+        """Lets the kernel copy a part that is one run of the file; False where it is not."""
+        if self.fill or self.part.data is not None or not all(self.whole[1:]) or not self.held:
+            return False
+        rows = self.held[0]
+        if not len(rows) or rows[-1] - rows[0] + 1 != len(rows):
+            return False
+        location, offset, _ = external_location(weight)
+        at = offset + int(rows[0]) * (self.part.length // len(rows))
+        with (folder / location).open("rb") as source:
+            while self.done < self.part.length:
+                self.done += os.copy_file_range(
+                    source.fileno(),
+                    self.sink.fileno(),
+                    self.part.length - self.done,
+                    at + self.done,
+                    self.part.offset + self.done,
+                )
+        return True
+
     def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
         """Takes the held elements out of a block of `read_blocks`."""
         for at, held in zip(lead, self.held, strict=False):
@@ -157,9 +185,7 @@ def numpy_dtype(weight: TensorProto) -> np.dtype[Any]:
     return np.dtype(helper.tensor_dtype_to_np_dtype(weight.data_type))
 
 
-def read_blocks(
-    weight: TensorProto, folder: Path
-) -> Iterator[tuple[tuple[int, ...], int, Array]]:
+def read_blocks(weight: TensorProto, folder: Path) -> Iterator[tuple[tuple[int, ...], int, Array]]:
     """A weight in blocks of at most CHUNK bytes: (leading indices, first row, rows behind them)."""
     shape = tuple(weight.dims)
     if weight.data_location != TensorProto.EXTERNAL:
@@ -167,21 +193,33 @@ def read_blocks(
         yield (), 0, whole.reshape(shape or (1,))
         return
     location, offset, _ = external_location(weight)
-    with (folder / location).open("rb") as source:
-        yield from _read(source, offset, shape or (1,), numpy_dtype(weight), ())
+    buffer = np.empty(CHUNK, np.uint8)
+    with (folder / location).open("rb", buffering=0) as source:
+        yield from _read(source, offset, shape or (1,), numpy_dtype(weight), (), buffer)
 
 
 def _read(
-    source: BinaryIO, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], lead: tuple[int, ...]
+    source: FileIO,
+    offset: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    lead: tuple[int, ...],
+    buffer: Array,
 ) -> Iterator[tuple[tuple[int, ...], int, Array]]:
+    """Blocks are views of the buffer: they hold until the next one is taken."""
     row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     if row > CHUNK and len(shape) > 1:
         for i in range(shape[0]):
-            yield from _read(source, offset + i * row, shape[1:], dtype, (*lead, i))
+            yield from _read(source, offset + i * row, shape[1:], dtype, (*lead, i), buffer)
         return
     rows = max(CHUNK // max(row, 1), 1)
     for start in range(0, shape[0], rows):
         count = min(rows, shape[0] - start)
+        block = buffer[: count * row]
         source.seek(offset + start * row)
-        block = np.fromfile(source, dtype, count * row // dtype.itemsize)
-        yield lead, start, block.reshape(count, *shape[1:])
+        read = 0
+        while read < len(block):
+            n = source.readinto(block[read:].data)
+            assert n, "the file was checked to be long enough"
+            read += n
+        yield lead, start, block.view(dtype).reshape(count, *shape[1:])

@@ -20,9 +20,9 @@ from onnxpar.sharding import Placement
 class InsertCollectives(Pass):
     """Turn every layout mismatch into explicit collectives and local cuts.
 
-    Requires axes on every leaf that is to be split. Ensures that `ctx.layouts` holds the layout of each
-    tensor and that each node's operands have the layout its rule needs. Shapes stay global: a reshard
-    node is an identity in the global program.
+    Requires axes on every leaf that is to be split. Ensures that `ctx.layouts` holds the layout
+    of each tensor and that each node's operands have the layout its rule needs. Shapes stay
+    global: a reshard node is an identity in the global program.
     """
 
     name: ClassVar[str] = "insert-collectives"
@@ -82,7 +82,8 @@ class _Insertion:
                     self.sharding.pinned.add(name)
 
     def _place_input(self, tensor: gs.Variable) -> None:
-        """An input is fed as its readers need it; one that is needed in two layouts is fed whole."""
+        """An input is fed as its readers need it; one that is needed in two layouts is fed
+        whole."""
         name = tensor.name
         if name not in self.sharding.factors.tensors:
             return
@@ -98,7 +99,8 @@ class _Insertion:
         self._serve(tensor, placement, self.reads[name])
 
     def _place_weight(self, weight: gs.Constant) -> None:
-        """A weight is stored once per layout that it is needed in, unless its layout was asked for."""
+        """A weight is stored once per layout that it is needed in, unless its layout was asked
+        for."""
         name = weight.name
         if name not in self.sharding.factors.tensors:
             return

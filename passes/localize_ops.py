@@ -18,8 +18,8 @@ from onnxpar.rules.local import localize_node
 class LocalizeOps(Pass):
     """Rewrite every node for local parts, and every reshard into the runtime's collectives.
 
-    Requires layouts of all tensors and no mismatch (insert-collectives). Ensures that shapes of inputs
-    and outputs are rank 0's, that rank-dependent values are in `ctx.per_rank`, and that
+    Requires layouts of all tensors and no mismatch (insert-collectives). Ensures that shapes of
+    inputs and outputs are rank 0's, that rank-dependent values are in `ctx.per_rank`, and that
     `ctx.collectives` lists the collectives in graph order.
     """
 

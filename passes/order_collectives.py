@@ -16,9 +16,9 @@ from onnxpar.plan import DOMAIN
 class OrderCollectives(Pass):
     """Chain a token through the collectives in graph order.
 
-    onnxruntime runs independent nodes in an order of its own, which changes with the graph; ranks that
-    enter overlapping groups in different orders wait for each other for ever. The token is an empty
-    tensor and costs nothing.
+    onnxruntime runs independent nodes in an order of its own, which changes with the graph; ranks
+    that enter overlapping groups in different orders wait for each other for ever. The token is
+    an empty tensor and costs nothing.
     """
 
     name: ClassVar[str] = "order-collectives"

@@ -19,9 +19,9 @@ class PropagateLayouts(Pass):
     """Spread annotated layouts over the graph, forwards and backwards.
 
     Requires annotations (annotate-strategy), as axes on leaves of tensors and nodes, in order of
-    priority. Ensures that every leaf reached has axes that its neighbours share, unless the axes are
-    taken there. The model is OpenXLA Shardy's propagation; there are no partial dimensions to merge,
-    since leaves are atoms.
+    priority. Ensures that every leaf reached has axes that its neighbours share, unless the axes
+    are taken there. The model is OpenXLA Shardy's propagation; there are no partial dimensions to
+    merge, since leaves are atoms.
     """
 
     name: ClassVar[str] = "propagate-layouts"
@@ -63,7 +63,8 @@ def _annotated(sharding: Sharding) -> Iterable[OpFactors]:
 
 
 def _spread(sharding: Sharding, op: OpFactors) -> set[str]:
-    """Takes axes from the operands into the node, and gives them on; returns the changed tensors."""
+    """Takes axes from the operands into the node, and gives them on; returns the changed
+    tensors."""
     for tensor, links in op.operands():
         for axes, link in zip(sharding.tensors.get(tensor.name, ()), links, strict=True):
             if axes and link is not None:

@@ -20,8 +20,8 @@ from onnxpar.weights import WeightStore
 class SplitRanks(Pass):
     """Instantiate the coordinates of every rank and write its files to `output`.
 
-    Requires a localized and ordered graph. Ensures `rank_0000.onnx` ... and their weights; the folder
-    must exist. `progress` is told bytes of weights as they are read.
+    Requires a localized and ordered graph. Ensures `rank_0000.onnx` ... and their weights; the
+    folder must exist. `progress` is told bytes of weights as they are read.
     """
 
     name: ClassVar[str] = "split-ranks"
@@ -60,7 +60,7 @@ def _stub(proto: TensorProto) -> TensorProto:
 def _export(graph: gs.Graph) -> onnx.ModelProto:
     for node in graph.nodes:
         node.attrs.pop("onnxpar.opset", None)
-    model = gs.export_onnx(graph)
+    model: onnx.ModelProto = gs.export_onnx(graph)
     model.ir_version = graph.ir_version
     model.producer_name = "onnxpar"
     del model.graph.value_info[:]

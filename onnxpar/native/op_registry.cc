@@ -155,7 +155,10 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
 /// Called by onnxruntime when a session registers this library.
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
     OrtSessionOptions* options, const OrtApiBase* base) {
-  onnxpar::NegotiateApi(base);
+  if (!onnxpar::NegotiateApi(base)) {
+    return onnxpar::MakeStatus(std::string("onnxpar needs onnxruntime 1.18 or later, this is ") +
+                               base->GetVersionString());
+  }
   return onnxpar::Guard([&] {
     const std::shared_ptr<onnxpar::World> world = onnxpar::WorldOf(options);
     // Sessions keep pointers to their ops and may outlive the options, so ops are never freed.

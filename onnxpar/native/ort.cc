@@ -140,14 +140,14 @@ const char* TypeName(DataType type) {
 std::string ToText(const std::vector<int64_t>& values) { return Bracketed(values); }
 std::string ToText(const std::vector<int>& values) { return Bracketed(values); }
 
-const OrtApi* NegotiateApi(const OrtApiBase* base) {
-  const std::string version = base->GetVersionString();
-  const int major = std::atoi(version.c_str());
-  const int minor = std::atoi(version.c_str() + std::min(version.find('.') + 1, version.size()));
-  // GetApi prints an error on a version that it does not have, so ask for none that is too new.
-  if (major == 1 && minor < static_cast<int>(kOrtApiVersion)) return nullptr;
-  api = base->GetApi(kOrtApiVersion);
-  return api;
+bool NegotiateApi(const OrtApiBase* base) {
+  const std::string version = base->GetVersionString();  // "1.N.P"
+  const size_t dot = version.find('.');
+  const int minor = dot == std::string::npos ? 0 : std::atoi(version.c_str() + dot + 1);
+  const bool old = std::atoi(version.c_str()) == 1 && minor < static_cast<int>(kOrtApiVersion);
+  // Asked for a version that it does not have, onnxruntime prints an error and returns null.
+  api = base->GetApi(old ? static_cast<uint32_t>(minor) : kOrtApiVersion);
+  return !old;
 }
 
 OrtStatus* MakeStatus(const std::string& message) {

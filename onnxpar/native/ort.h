@@ -20,8 +20,9 @@ const char* TypeName(DataType type);
 std::string ToText(const std::vector<int64_t>& values);
 std::string ToText(const std::vector<int>& values);
 
-/// Keeps the function table of the onnxruntime that loaded us; throws if it is older than 1.18.
-const OrtApi* NegotiateApi(const OrtApiBase* base);
+/// Keeps the function table of the onnxruntime that loaded us; false if it is older than 1.18, and
+/// then good for MakeStatus only.
+bool NegotiateApi(const OrtApiBase* base);
 
 OrtStatus* MakeStatus(const std::string& message);
 

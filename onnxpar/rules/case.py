@@ -99,32 +99,46 @@ class Cut:
 _SESSIONS: dict[bytes, ort.InferenceSession] = {}
 
 
-def run(graph: gs.Graph, feeds: Mapping[str, Array]) -> list[Array]:
-    """Runs a graph; constants that are not fed have their own values.
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A graph ready to run: constants are operands too, with values by default."""
 
-    Constants become inputs and sizes are open (but for shape-like constants), so that ranks whose
-    nodes are the same share a session.
-    """
-    values = dict(feeds)
-    inputs = []
-    bare = [gs.Node(n.op, n.name, dict(n.attrs), domain=n.domain) for n in graph.nodes]
-    fed: dict[str, gs.Variable] = {}
-    for old, node in zip(graph.nodes, bare, strict=True):
-        node.attrs.pop("onnxpar.opset", None)
-        for tensor in old.inputs:
-            if isinstance(tensor, gs.Constant):
-                values.setdefault(tensor.name, tensor.values)
-            if tensor.name in values and tensor.name not in fed:
-                value = values[tensor.name]
-                fixed = isinstance(tensor, gs.Constant) and np.issubdtype(value.dtype, np.integer)
-                shape = value.shape if fixed else [f"{tensor.name}_{i}" for i in range(value.ndim)]
-                fed[tensor.name] = gs.Variable(tensor.name, value.dtype, shape)
-                inputs.append(fed[tensor.name])
-            node.inputs.append(fed.get(tensor.name) or _named(fed, tensor.name))
-        node.outputs.extend([_named(fed, t.name) for t in old.outputs])
-    outputs = [fed[t.name] for t in graph.outputs]
+    session: ort.InferenceSession
+    operands: frozenset[str]
+    values: Mapping[str, Array]
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """The graph's results for operands by name."""
+        given = {**self.values, **feeds}
+        return list(self.session.run(None, {k: np.asarray(given[k]) for k in self.operands}))
+
+
+def compiled(graph: gs.Graph) -> Program:
+    """Makes a session for a graph of any sizes; the same nodes share a session."""
+    tensors = {t.name: t for node in graph.nodes for t in node.inputs if t.name}
+    values = {name: t.values for name, t in tensors.items() if isinstance(t, gs.Constant)}
+    bare = {name: gs.Variable(name) for name in tensors}
+    operands = []
+    for name, tensor in tensors.items():
+        if name in values or not tensor.inputs:
+            bare[name].dtype = tensor.dtype
+            bare[name].shape = _open_shape(tensor)
+            operands.append(bare[name])
+    nodes = []
+    for node in graph.nodes:
+        inputs = [bare[t.name] if t.name else gs.Variable.empty() for t in node.inputs]
+        for tensor in node.outputs:
+            bare.setdefault(tensor.name, gs.Variable(tensor.name))
+        outputs = [bare[t.name] for t in node.outputs]
+        attrs = {k: v for k, v in node.attrs.items() if k != "onnxpar.opset"}
+        nodes.append(gs.Node(node.op, node.name, attrs, inputs, outputs, node.domain))
     copy = gs.Graph(
-        bare, inputs, outputs, opset=graph.opset, import_domains=graph.import_domains, ir_version=10
+        nodes,
+        operands,
+        [bare[t.name] for t in graph.outputs],
+        opset=graph.opset,
+        import_domains=graph.import_domains,
+        ir_version=10,
     )
     model = gs.export_onnx(copy, do_type_check=False).SerializeToString()
     if model not in _SESSIONS:
@@ -133,9 +147,16 @@ def run(graph: gs.Graph, feeds: Mapping[str, Array]) -> list[Array]:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
         _SESSIONS[model] = ort.InferenceSession(model, options, ["CPUExecutionProvider"])
-    used = {t.name for t in inputs}
-    return list(_SESSIONS[model].run(None, {k: np.asarray(values[k]) for k in sorted(used)}))
+    return Program(_SESSIONS[model], frozenset(t.name for t in operands), values)
 
 
-def _named(made: dict[str, gs.Variable], name: str) -> gs.Variable:
-    return made.setdefault(name, gs.Variable(name)) if name else gs.Variable.empty()
+def _open_shape(tensor: gs.Tensor) -> list[int | str]:
+    """Every size open, but for what Resize's inference insists on."""
+    if isinstance(tensor, gs.Constant) and any(n.op == "Resize" for n in tensor.outputs):
+        return list(tensor.shape)
+    return [f"{tensor.name}_{i}" for i in range(len(tensor.shape))]
+
+
+def run(graph: gs.Graph, feeds: Mapping[str, Array]) -> list[Array]:
+    """The graph's results for operands by name."""
+    return compiled(graph).run(feeds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from onnxpar.rules.rule import (
     dtype_of,
     einsum,
     names,
+    numel,
     rule,
     tensor_shape,
 )
@@ -31,7 +33,7 @@ _SUMMABLE = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 def gather(node: gs.Node) -> Rule:
     """`v d, i -> i d`: a split table gives each rank the rows it holds and zeros for the others.
 
-    A constant run of indices is a slice: `(before + i + after) d, _ -> i d`.
+    Constant indices that count up are a slice: `(before + (i j) + after) d, _ -> i j d`.
     """
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
@@ -48,14 +50,9 @@ def gather(node: gs.Node) -> Rule:
 
 
 def run_start(index: gs.Tensor, size: Size) -> int | None:
-    """The first of constant indices that count up by one along at most one dimension."""
+    """The first of constant indices that count up by one, row by row; None where they do not."""
     values = constant(index)
-    if (
-        values is None
-        or size is None
-        or values.size != max(values.shape, default=1)
-        or not values.size
-    ):
+    if values is None or size is None or not values.size:
         return None
     flat = values.reshape(-1) % size
     return int(flat[0]) if (np.diff(flat) == 1).all() else None
@@ -66,17 +63,20 @@ def run_segments(
 ) -> tuple[str, dict[str, Any]]:
     """The dimension that a constant run slices as text, and the fields of its rule.
 
-    The factor of the index's long dimension is the segment that is kept.
+    The segment that is kept is the product of the index's dimensions.
     """
-    long = [i for i, size in enumerate(index) if size != 1]
-    kept, count = (at[long[0]], index[long[0]] or 0) if long else ("one", 1)
+    kept = [dim for dim, size in zip(at, index, strict=True) if size != 1] or ["one"]
 
     def local_index(local: Local) -> Array:
-        found = np.arange(local.size(kept)) + (local.size("before") if start else 0)
-        return found.reshape([-1 if i in long else 1 for i in range(len(index))])
+        found = np.arange(math.prod(map(local.size, kept)))
+        found += local.size("before") if start else 0
+        return found.reshape([local.size(dim) if dim in kept else 1 for dim in at])
 
-    sizes = {"before": start, kept: count, "after": rows - start - count}
-    return f"(before + {kept} + after)" if count != rows else kept, {
+    count = numel(index)
+    sizes = {"one": 1, **dict(zip(at, index, strict=True))}
+    sizes |= {"before": start, "after": rows - start - count}
+    text = f"({' '.join(kept)})"
+    return text if count == rows else f"(before + {text} + after)", {
         "sizes": sizes,
         "reduce": {},
         "local": {1: local_index},

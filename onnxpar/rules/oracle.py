@@ -20,7 +20,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, analyse, with_axes
 from onnxpar.layout import Layout, nested_parts
 from onnxpar.mesh import Axes, Mesh
-from onnxpar.rules.case import Case, Cut, run
+from onnxpar.rules.case import Case, Cut, compiled
 from onnxpar.rules.local import NodeView, PerRank, localize_node
 from onnxpar.rules.rule import Var
 
@@ -45,7 +45,8 @@ class Oracle:
         self.case = case
         self.cut = cut
         self.feeds = case.values
-        self.whole = run(case.graph(), case.values)
+        self.program = compiled(case.graph())
+        self.whole = self.program.run(case.values)
         self.graph, self.factors = self._analysed()
         self.op = self.factors.ops[0]
 
@@ -105,8 +106,7 @@ class Oracle:
             return None
         per_rank = PerRank()
         localize_node(graph, op, layouts, split.mesh, per_rank)
-        ranks = range(split.mesh.size)
-        parts = [self._run_rank(graph, layouts, split.mesh, per_rank, r) for r in ranks]
+        parts = self._run_ranks(graph, layouts, split.mesh, per_rank)
         for i, expected in enumerate(self.whole):
             problem = compare_parts(layouts[f"y{i}"], expected, [p[i] for p in parts], split.mesh)
             if problem:
@@ -138,24 +138,26 @@ class Oracle:
             layouts[tensor.name] = Layout(dims, pending, reduce)
         return layouts
 
-    def _run_rank(
-        self,
-        graph: gs.Graph,
-        layouts: Mapping[str, Layout],
-        mesh: Mesh,
-        per_rank: PerRank,
-        rank: int,
-    ) -> list[Array]:
-        feeds = {
-            name: layouts[name].take(value, mesh, rank) if name in layouts else value
-            for name, value in self.feeds.items()
-        }
-        feeds |= {name: value(rank) for name, value in per_rank.constants.items()}
-        for node in graph.nodes:
-            for (name, key), value in per_rank.attributes.items():
-                if name == node.name:
-                    node.attrs[key] = value(rank)
-        return run(graph, feeds)
+    def _run_ranks(
+        self, graph: gs.Graph, layouts: Mapping[str, Layout], mesh: Mesh, per_rank: PerRank
+    ) -> list[list[Array]]:
+        """Every rank's parts of the results."""
+        results = []
+        program = compiled(graph)
+        for rank in range(mesh.size):
+            feeds = {
+                name: layouts[name].take(value, mesh, rank) if name in layouts else value
+                for name, value in self.feeds.items()
+            }
+            feeds |= {name: value(rank) for name, value in per_rank.constants.items()}
+            for node in graph.nodes:
+                for (name, key), value in per_rank.attributes.items():
+                    if name == node.name:
+                        node.attrs[key] = value(rank)
+            if per_rank.attributes:
+                program = compiled(graph)
+            results.append(program.run({k: v for k, v in feeds.items() if k in program.operands}))
+        return results
 
 
 def compare_parts(layout: Layout, expected: Array, parts: list[Array], mesh: Mesh) -> str | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from onnxpar.layout import ReduceOp, neutral
-from onnxpar.rules.case import Case, run
+from onnxpar.rules.case import Case
 from onnxpar.rules.oracle import TOLERANCE, Oracle, close
 
 _ORT = ort.capi.onnxruntime_pybind11_state
@@ -81,7 +81,7 @@ def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
         noise = rng.standard_normal(value.shape) if noisy else np.zeros(value.shape)
         one[name] = value - np.asarray(noise).astype(value.dtype)
         other[name] = value - one[name]
-    return run(oracle.graph, one), run(oracle.graph, other)
+    return oracle.program.run(one), oracle.program.run(other)
 
 
 def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
@@ -94,7 +94,7 @@ def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
     none = np.full_like(value, neutral(reduce, value.dtype))
     for a, b in ((np.where(which, value, other), np.where(which, other, value)), (value, none)):
         feeds = [{**oracle.feeds, name: np.asarray(x, value.dtype)} for x in (a, b)]
-        yield run(oracle.graph, feeds[0]), run(oracle.graph, feeds[1])
+        yield oracle.program.run(feeds[0]), oracle.program.run(feeds[1])
 
 
 def missed_splits(oracle: Oracle) -> list[str]:
@@ -145,7 +145,7 @@ def _halved(oracle: Oracle, cut: Cut) -> list[str] | None:
             if dim is not None:
                 feeds[f"x{i}"] = np.array_split(feeds[f"x{i}"], 2, dim)[half]
         try:
-            parts.append(run(oracle.graph, feeds))
+            parts.append(oracle.program.run(feeds))
         except _REFUSED:
             return None
     joins = [_join(a, b, c) for a, b, c in zip(*parts, oracle.whole, strict=True)]

@@ -44,7 +44,8 @@ _ORT_ERRORS = (
 class Comparison:
     """One output: its largest error, relative to the largest magnitude of the reference.
 
-    `fault` says what no error can measure: another dtype or shape, NaN elsewhere. Else it is empty.
+    Of what must be equal, the error is the share of elements that are not. `fault` says what no
+    error can measure: another dtype or shape, NaN elsewhere. Else it is empty.
     """
 
     name: str
@@ -62,8 +63,9 @@ class Comparison:
     @property
     def badness(self) -> tuple[bool, float]:
         """Orders outputs: those with a fault last, then by how much of the tolerance they use."""
-        used = self.error / self.tolerance if self.tolerance else self.error
-        return bool(self.fault), used
+        if not self.tolerance:
+            return bool(self.fault), math.inf if self.error else 0.0
+        return bool(self.fault), self.error / self.tolerance
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def run_unsplit(
     except _ORT_ERRORS as error:
         raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
     binding = session.io_binding()
-    held = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+    held = {name: np.asarray(array, order="C") for name, array in feeds.items()}
     for argument in session.get_inputs():
         if argument.name not in held:
             raise InputError(f"input {argument.name!r} of the unsplit model is not fed")
@@ -192,6 +194,7 @@ def _float_error(given: Array, reference: Array) -> tuple[float, str]:
 def _line(row: Comparison, width: int) -> str:
     name = row.name if len(row.name) <= width else "..." + row.name[3 - width :]
     shape = str(list(row.shape))
+    shape = shape if len(shape) <= 18 else shape[:14] + "...]"
     mark = "" if row.ok else f"  {row.fault or 'too large'}"
     allowed = f"{row.tolerance:8.0e}" if row.tolerance else "   equal"
     return f"{name:{width}}  {row.dtype:8}  {shape:18}  {row.error:8.1e}  {allowed}{mark}"

@@ -45,7 +45,7 @@ class Request:
 
 
 class Executor:
-    """Runs one rank's graph on its parts of global arrays.
+    """Runs one rank's graph.
 
     Of a tensor that is whole on all ranks, only rank 0 returns its copy, unless `everywhere`.
     """
@@ -79,19 +79,18 @@ class Executor:
         self._bound: dict[str, Place] = {}
         self._placed: dict[str, Place] = {}
         self._order: list[str] = []
-        self._scratch: dict[str, Array] = {}
         self._kept: dict[str, ort.OrtValue] = {}
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
-        """Runs once on global arrays; returns this rank's parts of the fetched outputs.
+        """Runs once on this rank's parts, which are contiguous; returns its parts of the outputs.
 
         Only parts that assembling needs are returned. With `keep`, state outputs stay here as the
-        next run's inputs. The feeds are in use until this returns.
+        next run's inputs.
         """
-        held = [self._bind_input(name, feeds) for name in self._inputs]
+        for name in self._inputs:
+            self._bind_input(name, feeds)
         slots, order = self._bind_outputs(request, room)
         self.session.run_with_iobinding(self._binding, run_options(request.options))
-        del held
         if len(slots) == len(order):
             return slots
         values = dict(zip(order, self._binding.get_outputs(), strict=True))
@@ -108,28 +107,24 @@ class Executor:
             return {}
         return {name: self._ship(name, self._kept[name], room)}
 
-    def write_state(self, name: str, whole: Array) -> None:
-        """Keeps this rank's part of the global array as a state."""
-        self._kept[name] = copy_of(self._parts[name].take(whole, self._rank))
+    def write_state(self, name: str, part: Array) -> None:
+        """Keeps a copy of this rank's part as a state."""
+        self._kept[name] = copy_of(part)
 
     def reset_states(self) -> None:
         """Forgets all kept states."""
         self._kept.clear()
 
-    def _bind_input(self, name: str, feeds: Mapping[str, Array]) -> Array | None:
-        """Binds the fed or the kept value; returns the memory that must live through the run."""
+    def _bind_input(self, name: str, feeds: Mapping[str, Array]) -> None:
+        """Binds the fed or the kept value."""
         if name not in feeds:
             self._bound.pop(name, None)
             self._binding.bind_ortvalue_input(name, self._kept[name])
-            return None
-        part = self._parts[name].take(feeds[name], self._rank, self._scratch.get(name))
-        if part.flags.owndata and part is not feeds[name]:
-            self._scratch[name] = part
-        at = _place(part)
+            return
+        at = _place(feeds[name])
         if self._bound.get(name) != at:
-            bind_input(self._binding, name, part)
+            bind_input(self._binding, name, feeds[name])
             self._bound[name] = at
-        return part
 
     def _bind_outputs(self, request: Request, room: Room) -> tuple[dict[str, Slot], list[str]]:
         """Binds what is fetched or kept: into room where sizes are known, else as it comes."""

@@ -87,9 +87,10 @@ def _random(
 
 def _read_npz(file: Path) -> dict[str, Array]:
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise InputError(f"{file} is a single array; write a .npz with one array per input")
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise InputError(f"{file} is a single array; write a .npz with one array per input")
+        with loaded as archive:
             return {name: archive[name] for name in archive.files}
     except FileNotFoundError as error:
         raise InputError(f"there is no file {file}") from error

@@ -124,7 +124,8 @@ class LaunchedRank:
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs this rank and gathers. Errors: RankError, on every rank."""
         with self._failing_together("the run"):
-            slots = self._executor.run(request, feeds, Heap())
+            parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
+            slots = self._executor.run(request, parts, Heap())
             return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
 
     def read_state(self, name: str) -> PartsOf:
@@ -136,7 +137,7 @@ class LaunchedRank:
     def write_state(self, name: str, array: Array) -> None:
         """Keeps this rank's part of an array as a state."""
         with self._failing_together(f"writing state {name!r}"):
-            self._executor.write_state(name, array)
+            self._executor.write_state(name, self._parts[name].take(array, self._rank))
 
     def reset_states(self) -> None:
         """Forgets all states."""

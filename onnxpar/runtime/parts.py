@@ -37,37 +37,48 @@ class Parts:
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """The ranks whose parts make up the tensor: of several that hold the same, the first."""
+        return tuple(sorted(set(self.origins)))
+
+    @cached_property
+    def origins(self) -> tuple[int, ...]:
+        """For each rank, the first that holds the same part."""
         if self._layout is None:
-            return (0,)
+            return (0,) * self._mesh.size
         axes = tuple(a for d in self._layout.dims for a in dim_axes(d)) + self._layout.partial
         first: dict[tuple[int, ...], int] = {}
-        for rank in range(self._mesh.size):
+        return tuple(
             first.setdefault(tuple(self._mesh.coordinate((a,), rank) for a in axes), rank)
-        return tuple(sorted(first.values()))
+            for rank in range(self._mesh.size)
+        )
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
         """The shape of a rank's part; None where data decides it."""
         return self._shape if self._layout is None else self._layout.local_shape(self._mesh, rank)
 
-    def take(self, whole: Array, rank: int, out: Array | None = None) -> Array:
-        """A rank's part of a contiguous global array, contiguous too.
-
-        A view of `whole` where that is possible, else a copy: in `out` if that is given.
-        """
+    def take(self, whole: Array, rank: int) -> Array:
+        """A rank's part of a global array, contiguous; a view of it where that is possible."""
         if self._layout is None:
-            return whole
-        if self._layout.partial:
-            return np.ascontiguousarray(self._layout.take(whole, self._mesh, rank))
-        blocks = self._blocks(rank)
-        if len(blocks) == 1:
-            view = np.asarray(whole[blocks[0][0]])
-            if view.flags.c_contiguous:
-                return view
-        shape = self._layout.local_shape(self._mesh, rank)
-        part: Array = np.empty(shape, whole.dtype) if out is None else out
-        for there, here in blocks:
-            part[here] = whole[there]
-        return part
+            part = whole
+        elif self._layout.partial:
+            part = self._layout.take(whole, self._mesh, rank)
+        else:
+            blocks = self._blocks(rank)
+            if len(blocks) > 1:
+                part = np.empty(self._layout.local_shape(self._mesh, rank), whole.dtype)
+                self.write(whole, rank, part)
+            else:
+                part = np.asarray(whole[blocks[0][0]])
+        return part if part.flags.c_contiguous else part.copy()
+
+    def write(self, whole: Array, rank: int, part: Array) -> None:
+        """Copies a rank's part of a global array into an array of its shape."""
+        if self._layout is None:
+            np.copyto(part, whole)
+        elif self._layout.partial:
+            np.copyto(part, self._layout.take(whole, self._mesh, rank))
+        else:
+            for there, here in self._blocks(rank):
+                part[here] = whole[there]
 
     def assemble(self, parts: Mapping[int, Array]) -> Array:
         """A new global array from the parts of the `sources`."""

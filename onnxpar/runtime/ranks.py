@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import numpy as np
-
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array
+from onnxpar.runtime.parts import Array, Parts
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.wire import Message, pack
 
@@ -49,6 +47,7 @@ class ProcessRanks:
         size = bundle.mesh.size
         bundle.check_complete()
         self._bundle = bundle
+        self._parts = {n: Parts(p.layout, bundle.mesh) for n, p in bundle.inputs.items()}
         self._runs = 0
         self._processes = Processes(bundle.path, size, timeout, log_dir)
         with tempfile.TemporaryDirectory(prefix="onnxpar-") as folder:
@@ -93,16 +92,23 @@ class ProcessRanks:
         self._processes.close()
 
     def _hand_over(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
-        """Copies each array into shared memory, once; returns where they stand."""
+        """Copies each array into shared memory once, cut into parts that every rank can use there.
+
+        Returns where they stand: an (offset, shape), or one for each rank.
+        """
         self.check_usable()
         arena = self._processes.inputs
         arena.clear()
-        slots = arena.place([(array.dtype, array.shape) for array in feeds.values()])
-        for slot, array in zip(slots, feeds.values(), strict=True):
-            np.copyto(slot.array, array)
+        pieces = [(name, rank) for name in feeds for rank in self._parts[name].sources]
+        shapes = [self._parts[n].local_shape(rank) or feeds[n].shape for n, rank in pieces]
+        specs = [(feeds[n].dtype, shape) for (n, _), shape in zip(pieces, shapes, strict=True)]
+        found: dict[str, dict[int, tuple[int, Sequence[int]]]] = {name: {} for name in feeds}
+        for (name, rank), slot in zip(pieces, arena.place(specs), strict=True):
+            self._parts[name].write(feeds[name], rank, slot.array)
+            found[name][rank] = slot.offset, slot.array.shape
         return {
-            name: [slot.offset, list(slot.array.shape)]
-            for name, slot in zip(feeds, slots, strict=True)
+            name: at[0] if len(at) == 1 else [at[rank] for rank in self._parts[name].origins]
+            for name, at in found.items()
         }
 
     def _size(self) -> int:

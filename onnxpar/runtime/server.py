@@ -31,7 +31,7 @@ def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
     spec = SessionSpec.from_json(start["spec"])
     executor = Executor(bundle, world, spec, share["threads"], share["spin"])
     wire.send({"providers": executor.session.get_providers()})
-    server = Server(bundle, executor, Arena(inputs), Arena(outputs))
+    server = Server(bundle, world.rank, executor, Arena(inputs), Arena(outputs))
     while (message := wire.receive())["do"] != "close":
         wire.send(server.answer(message))
     del server, executor  # ends profiling, before the world that its kernels use
@@ -41,8 +41,11 @@ def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
 class Server:
     """Answers messages; the arrays that they speak of stand in the arenas."""
 
-    def __init__(self, bundle: Bundle, executor: Executor, inputs: Arena, outputs: Arena) -> None:
-        self._bundle = bundle
+    def __init__(
+        self, bundle: Bundle, rank: int, executor: Executor, inputs: Arena, outputs: Arena
+    ) -> None:
+        self._dtypes = {name: port.dtype for name, port in bundle.inputs.items()}
+        self._rank = rank
         self._executor = executor
         self._inputs = inputs
         self._outputs = outputs
@@ -75,11 +78,13 @@ class Server:
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:
+        """This rank's parts: [offset, shape] for all ranks alike, or such a pair for each rank."""
         self._inputs.map(message["size"])
-        return {
-            name: self._inputs.view(offset, self._bundle.inputs[name].dtype, tuple(shape))
-            for name, (offset, shape) in message["feeds"].items()
-        }
+        feeds = {}
+        for name, where in message["feeds"].items():
+            offset, shape = where[self._rank] if isinstance(where[0], list) else where
+            feeds[name] = self._inputs.view(offset, self._dtypes[name], tuple(shape))
+        return feeds
 
     def _sent(self, slots: Mapping[str, Slot]) -> Message:
         sent = {name: [slot.offset, list(slot.array.shape)] for name, slot in slots.items()}

@@ -14,7 +14,7 @@ from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array
+from onnxpar.runtime.parts import Array, Parts
 from onnxpar.runtime.ranks import PartsOf
 from onnxpar.runtime.session import Session
 
@@ -49,6 +49,7 @@ class ThreadRanks:
     def __init__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> None:
         bundle.check_complete()
         size = bundle.mesh.size
+        self._parts = {n: Parts(p.layout, bundle.mesh) for n, p in bundle.inputs.items()}
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._closed = False
@@ -63,7 +64,12 @@ class ThreadRanks:
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks once. Errors: RankError, of the first rank that failed."""
-        return _by_name(self._all(lambda r: self._executors[r].run(request, feeds, Heap()), "run"))
+
+        def run(rank: int) -> Mapping[str, Slot]:
+            parts = {n: self._parts[n].take(array, rank) for n, array in feeds.items()}
+            return self._executors[rank].run(request, parts, Heap())
+
+        return _by_name(self._all(run, "run"))
 
     def read_state(self, name: str) -> PartsOf:
         """The parts of a kept state."""
@@ -72,7 +78,10 @@ class ThreadRanks:
 
     def write_state(self, name: str, array: Array) -> None:
         """Keeps an array as a state."""
-        self._all(lambda r: self._executors[r].write_state(name, array), "writing a state")
+        parts = self._parts[name]
+        self._all(
+            lambda r: self._executors[r].write_state(name, parts.take(array, r)), "writing a state"
+        )
 
     def reset_states(self) -> None:
         """Forgets all states."""

@@ -39,7 +39,8 @@ def default_rounds(graph: gs.Graph, sharding: Sharding) -> list[list[Seed]]:
 
 
 def choose_preset(graph: gs.Graph, devices: int) -> str:
-    """What `--devices N` alone does: data-parallel where the batch divides by N, else tensor-parallel.
+    """What `--devices N` alone does: data-parallel where the batch divides by N, else
+    tensor-parallel.
 
     A rule, not a search: a batch that divides needs no collective where outputs are per sample.
     """

@@ -1,8 +1,9 @@
 """tensor-parallel: which index variables to split so that every large weight is, at the least cost.
 
 Weights are edges between the atoms of their dimensions, and an atom costs the collectives that it
-causes wherever it is reduced or must be whole. The cheapest set of atoms that covers all weights is what
-people know as column-then-row, whole heads and vocabulary-split embeddings; no name is looked at.
+causes wherever it is reduced or must be whole. The cheapest set of atoms that covers all weights
+is what people know as column-then-row, whole heads and vocabulary-split embeddings; no name is
+looked at.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ Event = tuple[str, str]
 def is_contraction(op: OpFactors) -> bool:
     """Whether the node multiplies and reduces two operands."""
     return len(op.rule.linear) >= 2 and bool(op.rule.reduce)
-
 
 
 def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[list[Seed]]:
@@ -123,9 +123,9 @@ class _Cover:
             if isinstance(tensor, gs.Constant):
                 self.readers[tensor.name].append((op, i))
                 continue
-            for leaf, link in zip(factors.leaves if factors else (), links, strict=True):
+            for held, link in zip(factors.leaves if factors else (), links, strict=True):
                 if link is None:
-                    self.events[leaf.atom].add(("gather", tensor.name))
+                    self.events[held.atom].add(("gather", tensor.name))
 
     def _segments(self, weight: gs.Constant) -> Iterator[tuple[int, frozenset[int]]]:
         """(elements, atoms that split them) of each piece that must be covered by itself."""
@@ -178,7 +178,8 @@ class _Cover:
         return out
 
     def seeds(self, weight: gs.Constant, chosen: set[int], axes: Axes) -> Iterator[Seed]:
-        """Axes for the leaves of one weight: one dimension of it, the reduced one where both could."""
+        """Axes for the leaves of one weight: one dimension of it, the reduced one where both
+        could."""
         factors = self.sharding.factors.tensors[weight.name]
         candidates = []
         for dim in range(len(factors.dims)):
@@ -194,10 +195,12 @@ class _Cover:
         yield TensorSeed(weight.name, [given.get(i) for i in range(len(factors.leaves))])
 
     def companions(self, chosen: set[int]) -> dict[int, int]:
-        """For each chosen atom that is too small, the one that takes the rest of the axes beside it.
+        """For each chosen atom that is too small, the one that takes the rest of the axes beside
+        it.
 
-        With 4 key/value heads on 8 ranks the 2 query heads of each take the remaining 2: of the atoms
-        that stand in a dimension with it and cause no new collective, the one in the most weights.
+        With 4 key/value heads on 8 ranks the 2 query heads of each take the remaining 2: of the
+        atoms that stand in a dimension with it and cause no new collective, the one in the most
+        weights.
         """
         taken = {e for a in chosen for e in self.events[a]}
         beside: dict[int, Counter[int]] = defaultdict(Counter)
@@ -212,9 +215,7 @@ class _Cover:
                     free = other.atom not in chosen and self.events[other.atom] <= taken
                     if i != j and same_dim and free and other.size % rest == 0:
                         beside[leaf.atom][other.atom] += self.size_of(weight)
-        return {
-            atom: min(others, key=lambda o: (-others[o], o)) for atom, others in beside.items()
-        }
+        return {atom: min(others, key=lambda o: (-others[o], o)) for atom, others in beside.items()}
 
     def _dim_axes(self, name: str, at: list[int], chosen: set[int], axes: Axes) -> dict[int, Axes]:
         """A chosen leaf takes the axes; one that is too small shares them with its companion."""
@@ -256,8 +257,8 @@ def is_contracted(weight: gs.Tensor) -> bool:
 
 
 class CoverState:
-    """A set of atoms, and what it costs: its collectives, the contractions in which two of them meet
-    (only one can take the axes there), and the pieces it leaves uncovered."""
+    """A set of atoms, and what it costs: its collectives, the contractions in which two of them
+    meet (only one can take the axes there), and the pieces it leaves uncovered."""
 
     def __init__(
         self,
@@ -362,8 +363,8 @@ class CloseOpen:
 
 @dataclass(frozen=True)
 class SplitAlone:
-    """Splits a weight that nothing reached, for its own reader: by the columns of a product, or only
-    in storage (gathered in each run) where that moves fewer bytes."""
+    """Splits a weight that nothing reached, for its own reader: by the columns of a product, or
+    only in storage (gathered in each run) where that moves fewer bytes."""
 
     tensor: str
     axes: Axes

@@ -40,11 +40,13 @@ CASES = [
     ),
     (
         Case("Attention", [Q, K, V, (3, 9), *PAST], outputs=3, opset=23),
-        "b (k g) s d, b k t d, b k t e, s u, b k p d, b k p e -> b (k g) s e; b k u d; b k u e {whole: t d p u}",
+        "b (k g) s d, b k t d, b k t e, s u, b k p d, b k p e"
+        " -> b (k g) s e; b k u d; b k u e {whole: t d p u}",
     ),
     (
         Case("Attention", [*FLAT, None, *PAST], HEADS, outputs=3, opset=23),
-        "b s (k g d), b t (k d), b t (k e), _, b k p d, b k p e -> b s (k g e); b k u d; b k u e {whole: t d p u}",
+        "b s (k g d), b t (k d), b t (k e), _, b k p d, b k p e"
+        " -> b s (k g e); b k u d; b k u e {whole: t d p u}",
     ),
     (
         Case("RotaryEmbedding", [Q, ANGLES, ANGLES], opset=23),

@@ -82,7 +82,8 @@ CASES = [
     ),
     (
         Case("MaxPool", [X], {"kernel_shape": [3, 2], "strides": [1, 2]}, outputs=2),
-        "i0_0 i0_1 i0_2 i0_3 -> o0_0 o0_1 o0_2 o0_3; o1_0 o1_1 o1_2 o1_3 {whole: i0_0 i0_1 i0_2 i0_3 o0_0 o0_1 o0_2 o0_3 o1_0 o1_1 o1_2 o1_3}",
+        "i0_0 i0_1 i0_2 i0_3 -> o0_0 o0_1 o0_2 o0_3; o1_0 o1_1 o1_2 o1_3"
+        " {whole: i0_0 i0_1 i0_2 i0_3 o0_0 o0_1 o0_2 o0_3 o1_0 o1_1 o1_2 o1_3}",
     ),
     (
         Case("AveragePool", [X], {"kernel_shape": [3, 3], "count_include_pad": 1, **PADDED}),

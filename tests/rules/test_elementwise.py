@@ -20,11 +20,11 @@ ARITHMETIC = ["Add", "Sub", "Mul", "Div", "Max", "Min", "Mean", "Sum"]
 COMPARISONS = ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
 
 CASES = [
-    *((Case(op, [X]), "d0 d1 d2 -> d0 d1 d2") for op in INCREASING + SLOPED + SMOOTH + OTHER),
+    *((Case(op, [(4, 3)]), "d0 d1 -> d0 d1") for op in INCREASING + SLOPED + SMOOTH + OTHER),
     *((Case(op, [POSITIVE], fed=[0]), "d0 d1 -> d0 d1") for op in POSITIVE_ONLY),
     (Case("Acosh", [POSITIVE + 1], fed=[0]), "d0 d1 -> d0 d1"),
-    *((Case(op, [X, X]), "d0 d1 d2, d0 d1 d2 -> d0 d1 d2") for op in ARITHMETIC + COMPARISONS),
-    *((Case(op, [X, (3, 1)]), "d0 d1 d2, d1 1 -> d0 d1 d2") for op in ARITHMETIC + COMPARISONS),
+    *((Case(op, [(4, 3), (4, 3)]), "d0 d1, d0 d1 -> d0 d1") for op in ARITHMETIC + COMPARISONS),
+    *((Case(op, [X, (3, 1)]), "d0 d1 d2, d1 1 -> d0 d1 d2") for op in ARITHMETIC),
     (Case("Add", [(4, 1), (3,)]), "d0 1, d1 -> d0 d1"),
     (Case("Add", [(), ()]), "(), () -> ()"),
     (Case("Add", [INT, INT], fed=[0, 1]), "d0 d1, d0 d1 -> d0 d1"),

@@ -31,6 +31,15 @@ CASES = [
     (Case("Gather", [X, array([-2])]), "before + one + after d1 d2, _ -> i0 d1 d2"),
     (Case("Gather", [X, array([[2, 3, 4, 5]])]), "before + i1 + after d1 d2, _ -> i0 i1 d1 d2"),
     (Case("Gather", [X, np.arange(4)], {"axis": 1}), "d0 i0 d2, _ -> d0 i0 d2"),
+    (
+        Case("Gather", [TABLE > 4, np.arange(6).reshape(2, 1, 3)], fed=[0]),
+        "before + (i0 i2) + after d1, _ -> i0 i1 i2 d1",
+    ),
+    (Case("Gather", [(8, 3), np.arange(8).reshape(4, 2)]), "(i0 i1) d1, _ -> i0 i1 d1"),
+    (
+        Case("Gather", [(9, 3), np.arange(1, 9).reshape(4, 2)]),
+        "before + (i0 i1) + after d1, _ -> i0 i1 d1",
+    ),
     (Case("Gather", [TABLE, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {sum: v}"),
     (Case("Gather", [TABLE > 4, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {whole: v}"),
     (Case("Gather", [X, INDEX], opset=12, fed=[1]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),

@@ -28,7 +28,8 @@ CASES = [
             fed=[4],
             outputs=3,
         ),
-        "s b i, d g i, d g h, d e, b, d b h, d b h, d f -> s d b h; d b h; d b h {whole: s i d g h e f}",
+        "s b i, d g i, d g h, d e, b, d b h, d b h, d f"
+        " -> s d b h; d b h; d b h {whole: s i d g h e f}",
     ),
     (
         Case("GRU", [X, *weights(3), None, (1, 4, 6)], {"hidden_size": 6}, outputs=2),

@@ -67,6 +67,7 @@ CASES = [
         "d0 d1 d2, _ -> d0 d1 k; d0 d1 k {whole: d2 k}",
     ),
     (Case("TopK", [X], {"k": 2}, outputs=2, opset=9), "d0 d1 d2 -> d0 d1 k; d0 d1 k {whole: d2 k}"),
+    (Case("CumProd", [X, array(1)], opset=26), "d0 d1 d2, _ -> d0 d1 d2 {whole: d1}"),
     (Case("CumSum", [X, array(1)]), "d0 d1 d2, _ -> d0 d1 d2 {whole: d1}"),
     (
         Case("CumSum", [X, array(-3)], {"reverse": 1, "exclusive": 1}),

@@ -39,7 +39,10 @@ CASES = [
         Case("Resize", [X, None, None, array([5, 9])], {"mode": "linear", "axes": [2, 3]}),
         "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
     ),
-    (Case("Resize", [(2, 4, 5, 6), None, scales(1, 1, 1.1, 2)], {"mode": "linear"}), ""),
+    (
+        Case("Resize", [(2, 4, 5, 6), None, scales(1, 1, 1.1, 2)], {"mode": "linear"}),
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+    ),
     (
         Case("Resize", [X, scales(1, 1, 2, 2)], opset=10),
         "d0 d1 d2 d3, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",

@@ -1,0 +1,31 @@
+"""Options and profiles that all tests share."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write tests/golden anew; review the difference by eye",
+    )
+    parser.addoption(
+        "--random-graphs",
+        type=int,
+        default=150,
+        metavar="N",
+        help="random graphs to shard and compare; more than the default draws new ones each time",
+    )

@@ -1,0 +1,128 @@
+"""Processes that are ranks already: under mpirun, or by the environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runtime.bundles import k_split, weight_of_k_split
+
+from onnxpar.errors import RankError
+from onnxpar.runtime.launch import Launched, bind_address, launched_rank
+
+TESTS = Path(__file__).parent.parent
+
+SCRIPT = """
+import os, sys
+import numpy as np
+from onnxpar.errors import RankError
+from onnxpar.runtime.session import InferenceSession
+x = np.load(sys.argv[2])
+try:
+    for _ in range(2):
+        with InferenceSession(sys.argv[1], timeout=20, log_dir=(sys.argv[3:] or [None])[0]) as s:
+            for _ in range(3):
+                y, d = s.run(None, {"x": x})
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["ONNXPAR_RANK"]
+    np.savez(f"{sys.argv[2]}.{rank}.npz", y=y, d=d)
+    print("done", rank)
+    os.system("echo from a child of rank " + rank)
+except RankError as error:
+    print("RankError:", error)
+"""
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    return k_split(tmp_path / "model.par", ranks=4)
+
+
+def save(x: np.ndarray, folder: Path) -> Path:
+    np.save(folder / "x.npy", x)
+    (folder / "script.py").write_text(SCRIPT)
+    return folder / "x.npy"
+
+
+def check_results(file: Path, x: np.ndarray, ranks: int) -> None:
+    for rank in range(ranks):
+        with np.load(f"{file}.{rank}.npz") as found:
+            np.testing.assert_allclose(found["y"], x @ weight_of_k_split(), rtol=1e-5, atol=1e-5)
+            np.testing.assert_array_equal(found["d"], x + x)
+
+
+def mpirun(n: int, *arguments: object) -> str:
+    command = shutil.which("mpirun")
+    if command is None:
+        pytest.skip("there is no mpirun")
+    options = ["--allow-run-as-root", "--oversubscribe", "-n", str(n), sys.executable]
+    done = subprocess.run(
+        [command, *options, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_mpirun(four: Path, tmp_path: Path, x: np.ndarray) -> None:
+    file = save(x, tmp_path)
+    out = mpirun(4, tmp_path / "script.py", four, file, tmp_path / "log")
+    check_results(file, x, 4)
+    assert out == ""
+    for rank in range(4):
+        log = (tmp_path / "log" / f"rank.{rank}" / "stdout.log").read_text()
+        assert sorted(log.splitlines()) == [f"done {rank}", f"from a child of rank {rank}"]
+
+
+def test_mpirun_with_another_number_of_processes(four: Path, tmp_path: Path, x: np.ndarray) -> None:
+    out = mpirun(3, tmp_path / "script.py", four, save(x, tmp_path))
+    assert out.count("has 4 ranks, but 3 processes were started; start 4 (mpirun -n 4 ...)") == 3
+
+
+def test_ranks_by_the_environment(par: Path, tmp_path: Path, x: np.ndarray) -> None:
+    file = save(x, tmp_path)
+    environment = {
+        **os.environ,
+        "ONNXPAR_WORLD_SIZE": "2",
+        "ONNXPAR_STORE": f"file:{tmp_path}/store",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "script.py", par, file],
+            env={**environment, "ONNXPAR_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        with rank:
+            assert rank.wait(60) == 0
+    check_results(file, x, 2)
+
+
+def test_what_the_environment_says() -> None:
+    assert launched_rank({}) is None
+    ours = {"ONNXPAR_RANK": "1", "ONNXPAR_WORLD_SIZE": "2", "ONNXPAR_STORE": "tcp://h:1"}
+    assert launched_rank(ours) == Launched(1, 2, 2, "tcp://h:1")
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    one_host = {**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_SERVER_TMPDIR": "/job"}
+    assert launched_rank(one_host) == Launched(0, 4, 4, "file:/job/onnxpar")
+    assert launched_rank({**one_host, **ours}) == Launched(1, 2, 4, "tcp://h:1")
+    two_hosts = {**one_host, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(RankError, match="set ONNXPAR_STORE"):
+        launched_rank(two_hosts)
+    with pytest.raises(RankError, match="rank 3 of None; set ONNXPAR_WORLD_SIZE"):
+        launched_rank({"ONNXPAR_RANK": "3"})
+    with pytest.raises(RankError, match="ONNXPAR_RANK='x' in the environment is no number"):
+        launched_rank({"ONNXPAR_RANK": "x"})
+
+
+def test_where_ranks_listen() -> None:
+    assert bind_address({}) == "127.0.0.1"
+    assert bind_address({"ONNXPAR_BIND": "10.0.0.7"}) == "10.0.0.7"
