@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,15 +36,45 @@ class ReshardBuilder:
         self.axes: Axes = self.node.attrs["axes"]
         self.before: Layout = self.node.attrs["before"]
         self.after: Layout = self.node.attrs["after"]
-        self.x, self.y = self.node.inputs[0], self.node.outputs[0]
+        self.inputs, self.outputs = list(self.node.inputs), list(self.node.outputs)
         self.node.inputs.clear()
         self.node.outputs.clear()
         self.built: list[gs.Node] = []
 
     def build(self) -> list[gs.Node]:
         """The nodes, in order; the last makes the reshard's result."""
-        getattr(self, "_" + self.node.op)(self.x, self.y)
+        if len(self.inputs) > 1:
+            self._bucket()
+        else:
+            getattr(self, "_" + self.node.op)(self.inputs[0], self.outputs[0])
         return self.built
+
+    def _bucket(self) -> None:
+        """Several all-reduces as one: their elements in a row."""
+        befores = [before for before, _ in self.node.attrs["members"]]
+        flat = []
+        for i, tensor in enumerate(self.inputs):
+            flat.append(self._fresh(tensor, f"flat{i}"))
+            self._add("Reshape", [tensor, self._constant(f"row{i}", np.array([-1]))], flat[i])
+        joined, summed = self._fresh(flat[0], "joined"), self._fresh(flat[0], "summed")
+        self._add("Concat", flat, joined, axis=0)
+        self._collective("AllReduce", joined, summed, op=self.before.reduce)
+
+        def sizes(rank: int) -> Array:
+            shapes = [b.local_shape(self.mesh, rank) for b in befores]
+            return np.array([np.prod(s, dtype=np.int64) for s in shapes])
+
+        pieces = [self._fresh(t, f"piece{i}") for i, t in enumerate(self.inputs)]
+        self._split(summed, self._varying("sizes", sizes), pieces)
+        for i, (piece, result, layout) in enumerate(
+            zip(pieces, self.outputs, befores, strict=True)
+        ):
+            shape = partial(_shape, layout, self.mesh)
+            self._add("Reshape", [piece, self._varying(f"shape{i}", shape)], result)
+
+    def _split(self, x: gs.Tensor, sizes: gs.Tensor, results: list[gs.Variable]) -> None:
+        name = f"{self.node.name}::Split"
+        self.built.append(gs.Node("Split", name, {"axis": 0}, [x, sizes], results))
 
     def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
         self._collective("AllReduce", x, y, op=self.before.reduce)
@@ -181,6 +212,10 @@ class ReshardBuilder:
         constant = self._constant(what, value(0))
         self.per_rank.constants[constant.name] = value
         return constant
+
+
+def _shape(layout: Layout, mesh: Mesh, rank: int) -> Array:
+    return np.array(layout.local_shape(mesh, rank), np.int64)
 
 
 def _is_run(dim: Dim) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.inliner
+import onnx.version_converter
 import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
@@ -19,6 +20,8 @@ from onnxpar.shapes import infer
 
 _MAX_IR, _MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
+_MIN_OPSET = 13
+"""What passes emit."""
 
 
 @dataclass
@@ -52,6 +55,7 @@ def load(
     _check(proto, path)
     if proto.functions:
         proto = onnx.inliner.inline_local_functions(proto)
+    proto = _at_least_opset(proto, _MIN_OPSET, path)
     bound = _bind_dims(proto.graph, dict(dims or {}), path)
     for tensor in proto.graph.initializer:
         check_external(tensor, path)
@@ -140,6 +144,23 @@ def check_external(tensor: TensorProto, model: Path) -> None:
             f"{model}: external data {location!r} is too short for {tensor.name!r}: "
             f"{need} bytes from {offset}"
         )
+
+
+def _at_least_opset(proto: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
+    """The model in a newer opset where it is older: what passes insert is of that one."""
+    own = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), opset)
+    if own >= opset:
+        return proto
+    remedy = f"export it with opset {opset} or newer"
+    if any(t.data_location == TensorProto.EXTERNAL for t in proto.graph.initializer):
+        raise ModelError(f"{path}: opset {own} with external data; {remedy}")
+    try:
+        return onnx.version_converter.convert_version(proto, opset)
+    except (RuntimeError, onnx.version_converter.ConvertError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"{path}: opset {own} does not convert to {opset}: {reason}; {remedy}"
+        ) from None
 
 
 def _bind_dims(graph: onnx.GraphProto, dims: dict[str, int], path: Path) -> dict[str, int]:

@@ -52,15 +52,23 @@ class Collective:
     after: str
 
 
+def reshards(node: gs.Node) -> list[tuple[gs.Tensor, Layout, Layout]]:
+    """(operand, before, after) of a reshard node; several where all-reduces were fused."""
+    members = node.attrs.get("members") or [(node.attrs["before"], node.attrs["after"])]
+    return [(t, *layouts) for t, layouts in zip(node.inputs, members, strict=True)]
+
+
 def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
     """The plan's entry for a reshard node."""
-    before, after = node.attrs["before"], node.attrs["after"]
+    members = reshards(node)
     group = mesh.group(node.attrs["axes"], 0)
-    source = node.inputs[0]
-    size = max(part_bytes(source, before, mesh), part_bytes(source, after, mesh))
+    size = sum(
+        max(part_bytes(source, before, mesh), part_bytes(source, after, mesh))
+        for source, before, after in members
+    )
     sent = int(bytes_sent(node.op, len(group), size))
-    tensor = source.name.split("@")[0]
-    layouts = before.text(mesh), after.text(mesh)
+    tensor = " ".join(source.name.split("@")[0] for source, _, _ in members)
+    layouts = ["; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2)]
     return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)
 
 

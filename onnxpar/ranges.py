@@ -5,8 +5,19 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 _FOLLOW = frozenset(
-    ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Identity", "Expand", "Concat")
-    + ("Slice", "Split", "Cast")
+    (
+        "Reshape",
+        "Unsqueeze",
+        "Squeeze",
+        "Flatten",
+        "Transpose",
+        "Identity",
+        "Expand",
+        "Concat",
+        "Slice",
+        "Split",
+        "Cast",
+    )
 )
 _MASK = (0, 2)
 """A mask: what is cast to floating point or bool, compared, or multiplied."""

@@ -21,8 +21,20 @@ SMALL_WEIGHT = 256
 """Elements of a floating-point initializer up to which it takes part in folding."""
 
 _NEVER = frozenset(
-    ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli")
-    + ("Multinomial", "If", "Loop", "Scan", "SequenceEmpty", "Optional", "Dropout")
+    (
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+        "If",
+        "Loop",
+        "Scan",
+        "SequenceEmpty",
+        "Optional",
+        "Dropout",
+    )
 )
 
 

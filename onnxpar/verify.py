@@ -15,7 +15,7 @@ from onnxpar.factors import OpFactors
 from onnxpar.layout import Concat, Dim, Factor, Layout, leaves
 from onnxpar.mesh import Axis, merge_axes
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import DOMAIN
+from onnxpar.plan import DOMAIN, reshards
 
 
 def verify(graph: gs.Graph, ctx: PassContext) -> None:
@@ -147,9 +147,13 @@ _CHANGES = {
 
 
 def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
-    before, after = node.attrs["before"], node.attrs["after"]
-    assert ctx.layouts[node.inputs[0].name] == before, node.name
-    assert ctx.layouts[node.outputs[0].name] == after, node.name
+    for (source, before, after), result in zip(reshards(node), node.outputs, strict=True):
+        assert ctx.layouts[source.name] == before, node.name
+        assert ctx.layouts[result.name] == after, node.name
+        _verify_step(node, before, after)
+
+
+def _verify_step(node: gs.Node, before: Layout, after: Layout) -> None:
     over = set(_pieces(node.attrs["axes"]))
 
     def split(layout: Layout) -> set[tuple[str, int]]:

@@ -3,8 +3,13 @@
 // Functions return 0, or 1 after which onnxpar_last_error() tells this thread why.
 #include <chrono>
 #include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
+#include "hub.h"
 #include "world.h"
 
 #define ONNXPAR_EXPORT extern "C" __attribute__((visibility("default")))
@@ -24,6 +29,13 @@ int Guard(const Body& body) {
     last_error = "unknown error";
   }
   return 1;
+}
+
+std::mutex hubs_mutex;
+
+std::map<std::string, std::shared_ptr<onnxpar::Hub>>& Hubs() {
+  static auto* hubs = new std::map<std::string, std::shared_ptr<onnxpar::Hub>>;
+  return *hubs;
 }
 
 }  // namespace
@@ -61,5 +73,30 @@ ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
     const auto world = onnxpar::World::Find(id);
     if (!world) throw std::runtime_error("no world '" + std::string(id) + "'");
     world->Abort(message);
+  });
+}
+
+/// Serves the hub of one world from this process, which need not be a rank, on `host`; the ranks
+/// join it at the store tcp://host:port. When this process ends, they fail.
+ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port) {
+  return Guard([&] {
+    const auto hub = onnxpar::Hub::Start({host, *port}, /*key=*/"", /*host_rank=*/-1);
+    *port = hub->address().port;
+    std::lock_guard<std::mutex> lock(hubs_mutex);
+    Hubs()[std::string(host) + ":" + std::to_string(*port)] = hub;
+  });
+}
+
+/// Ends a hub in good order.
+ONNXPAR_EXPORT int onnxpar_hub_stop(const char* host, int port) {
+  return Guard([&] {
+    std::shared_ptr<onnxpar::Hub> hub;
+    {
+      std::lock_guard<std::mutex> lock(hubs_mutex);
+      hub = std::move(Hubs()[std::string(host) + ":" + std::to_string(port)]);
+      Hubs().erase(std::string(host) + ":" + std::to_string(port));
+    }
+    if (!hub) throw std::runtime_error("no hub on this address");
+    hub->Stop();
   });
 }

@@ -71,10 +71,9 @@ std::vector<int64_t> Collective::NoteSizes(const KernelInfo& info, const char* a
   AddDetail(attribute, ToText(sizes));
   const bool negative = std::any_of(sizes.begin(), sizes.end(), [](int64_t s) { return s < 0; });
   if (sizes.size() == group_.ranks.size() && !negative) return sizes;
-  throw std::runtime_error(std::string(attribute) + "=" + ToText(sizes) +
-                           " must give a size >= 0 for each of the " +
-                           std::to_string(group_.ranks.size()) + " ranks of group " +
-                           ToText(group_.ranks));
+  throw std::runtime_error(
+      std::string(attribute) + "=" + ToText(sizes) + " must give a size >= 0 for each of the " +
+      std::to_string(group_.ranks.size()) + " ranks of group " + ToText(group_.ranks));
 }
 
 void Collective::AddDetail(const char* attribute, const std::string& value) {
@@ -95,9 +94,12 @@ std::vector<int64_t> Collective::GatherExtents(Transport& transport, const Call&
 
 bool Collective::Alone(KernelContext& context, const Tensor& x) const {
   if (group_.ranks.size() > 1) return false;
-  void* const y = context.Output(0, x.shape);
-  if (x.data != y && x.Bytes() > 0) std::memcpy(y, x.data, x.Bytes());
+  CopyTensor(x, context.Output(0, x.shape));
   return true;
+}
+
+void Collective::CopyTensor(const Tensor& x, void* y) {
+  if (x.data != y && x.Bytes() > 0) std::memcpy(y, x.data, x.Bytes());
 }
 
 }  // namespace onnxpar

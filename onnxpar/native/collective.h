@@ -36,8 +36,8 @@ class Collective : public Kernel {
   /// Computes all outputs but the last, the token.
   virtual void Execute(KernelContext& context) = 0;
 
-  /// Calls body(transport, call) once the members agree on the type of `x`, on `common`, the part of
-  /// its shape that they share, and on the attributes.
+  /// Calls body(transport, call) once the members agree on the type of `x`, on `common`, the part
+  /// of its shape that they share, and on the attributes.
   template <typename Body>
   void Run(const Tensor& x, const Shape& common, const Body& body) {
     ElementSize(x.type);  // rejects what no transport carries
@@ -50,6 +50,9 @@ class Collective : public Kernel {
 
   /// Copies `x` to output 0 if this rank is the only member.
   bool Alone(KernelContext& context, const Tensor& x) const;
+
+  /// Copies `x` to `y`, which may be the same memory.
+  static void CopyTensor(const Tensor& x, void* y);
 
   /// Declares what this rank gives to, and gets from, each member, where that may differ.
   void DeclareAmounts(const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {

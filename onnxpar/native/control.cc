@@ -147,8 +147,7 @@ void Control::Handle(Fields& fields) {
       const uint64_t question = fields.Number();
       const std::vector<int> ranks = fields.Ints();
       const Answer answer = listener_.HasBegun(ranks, fields.Number());
-      return Send(
-          Frame(Kind::kStatus).Add(question).Add(uint64_t{answer.begun}).Add(answer.doing));
+      return Send(Frame(Kind::kStatus).Add(question).Add(uint64_t{answer.begun}).Add(answer.doing));
     }
     case Kind::kFail:
       return Fail(fields.Text());

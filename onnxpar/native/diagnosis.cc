@@ -68,8 +68,8 @@ std::optional<std::string> FindDisagreement(const std::vector<Member>& members, 
   for (const Member& other : members) {
     if (other.rank == rank || !other.waiting) continue;
     // The lower rank first, so that the text does not depend on who reports first.
-    const auto found = rank < other.rank ? FindDisagreement(member, other)
-                                         : FindDisagreement(other, member);
+    const auto found =
+        rank < other.rank ? FindDisagreement(member, other) : FindDisagreement(other, member);
     if (found) return found;
   }
   return std::nullopt;
@@ -94,7 +94,8 @@ std::string DescribeOverdue(const std::vector<Member>& members, const Report& re
     if (rank == reporter) continue;
     const auto answer = answers.find(rank);
     if (answer == answers.end()) {
-      late.push_back(members[rank].Name() + " does not respond: it is stopped, or its host is gone");
+      late.push_back(members[rank].Name() +
+                     " does not respond: it is stopped, or its host is gone");
     } else if (!answer->second.begun) {
       late.push_back(members[rank].Name() + " has not arrived, it is " + answer->second.doing);
     }

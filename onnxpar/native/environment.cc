@@ -43,8 +43,8 @@ WorldConfig ConfigFromEnvironment(const std::string& rank) {
   if (config.store.empty()) config.store = StoreOfMpirun();
   config.bind_address = bind.empty() ? "127.0.0.1" : bind;
   if (!timeout.empty()) {
-    config.timeout = std::chrono::milliseconds(
-        std::lround(1000 * Number("ONNXPAR_TIMEOUT", timeout)));
+    config.timeout =
+        std::chrono::milliseconds(std::lround(1000 * Number("ONNXPAR_TIMEOUT", timeout)));
   }
   if (config.store.empty() && config.size > 1) {
     throw std::runtime_error("ONNXPAR_STORE is not set; use file:/dir or tcp://host:port");

@@ -100,8 +100,9 @@ void GlooTransport::DirectAllReduce(const Call& call, const Reduction& reduction
   Fold(reduction, sources.data(), sources.size(), out, elements);
 }
 
-/// One all-reduce, segment by segment: member i gets and reduces chunk i of a segment, then gives the
-/// result to all. `out` may be `in`: a chunk's result comes back from the member it was sent to.
+/// One all-reduce, segment by segment: member i gets and reduces chunk i of a segment, then gives
+/// the result to all. `out` may be `in`: a chunk's result comes back from the member it was sent
+/// to.
 class Segments {
  public:
   Segments(GlooMesh& mesh, const Call& call, const Reduction& reduction, const void* in, void* out,
@@ -120,8 +121,7 @@ class Segments {
   size_t Count() const { return count_; }
 
   std::unique_ptr<GlooMesh::Flight> Scatter(size_t segment) {
-    return Fly([&](int member, std::vector<Message>& sends,
-                                std::vector<Message>& receives) {
+    return Fly([&](int member, std::vector<Message>& sends, std::vector<Message>& receives) {
       const Range theirs = Chunk(segment, member);
       const Range mine = Chunk(segment, call_.me);
       sends.push_back(MessageAt(call_, 2 * segment, member, At(in_, theirs.begin), theirs.size));
@@ -141,8 +141,7 @@ class Segments {
   }
 
   std::unique_ptr<GlooMesh::Flight> Gather(size_t segment) {
-    return Fly([&](int member, std::vector<Message>& sends,
-                                    std::vector<Message>& receives) {
+    return Fly([&](int member, std::vector<Message>& sends, std::vector<Message>& receives) {
       const Range theirs = Chunk(segment, member);
       const Range mine = Chunk(segment, call_.me);
       const uint64_t step = 2 * segment + 1;

@@ -53,9 +53,9 @@ void Hub::Serve() {
   Poll(milliseconds(0));  // what the ranks said before they heard of the end
   for (const auto& peer : peers_) peer->connection.Send(Frame(Kind::kGoodbye));
   const auto until = Clock::now() + kGoodbyeTime;
-  while (Clock::now() < until &&
-         std::any_of(peers_.begin(), peers_.end(),
-                     [](const auto& peer) { return peer->connection.wants_to_write(); })) {
+  while (Clock::now() < until && std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+           return peer->connection.wants_to_write();
+         })) {
     Poll(milliseconds(10));
   }
   peers_.clear();
@@ -157,8 +157,8 @@ void Hub::HandleHello(Peer& peer, Fields& fields) {
   }
   if (members_.size() != size || rank >= size) {
     return Refuse(peer,
-                  who + " expects a world of " + std::to_string(size) +
-                      " ranks, others one of " + std::to_string(members_.size()),
+                  who + " expects a world of " + std::to_string(size) + " ranks, others one of " +
+                      std::to_string(members_.size()),
                   false);
   }
   Member& member = members_[rank];

@@ -65,8 +65,7 @@ class AllGather : public Collective {
     }
     if (Alone(context, x)) return;
     Run(x, WithoutAxis(x.shape, axis), [&](Transport& transport, const Call& call) {
-      const Sizes sizes =
-          sizes_.empty() ? GatherExtents(transport, call, x.shape[axis]) : sizes_;
+      const Sizes sizes = sizes_.empty() ? GatherExtents(transport, call, x.shape[axis]) : sizes_;
       const Shape y_shape = WithExtent(x.shape, axis, SumOf(sizes));
       void* const y = context.Output(0, y_shape);
       transport.AllGather(call, x.data, y, SlicesOf(y_shape, axis, ElementSize(x.type), sizes));
@@ -89,8 +88,7 @@ class ReduceScatter : public Collective {
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t axis = NormalizeAxis(axis_, x.shape);
-    const Sizes sizes =
-        sizes_.empty() ? EqualParts(x.shape[axis], group_.ranks.size()) : sizes_;
+    const Sizes sizes = sizes_.empty() ? EqualParts(x.shape[axis], group_.ranks.size()) : sizes_;
     CheckExtent("the sum of sizes=" + ToText(sizes), SumOf(sizes), x.shape, axis);
     if (Alone(context, x)) return;
     void* const y = context.Output(0, WithExtent(x.shape, axis, sizes[group_.me]));
@@ -121,13 +119,12 @@ class AllToAll : public Collective {
     const size_t split = NormalizeAxis(split_axis_, x.shape);
     const size_t concat = NormalizeAxis(concat_axis_, x.shape);
     if (split == concat) {
-      throw std::runtime_error("split_axis=" + std::to_string(split_axis_) + " and concat_axis=" +
-                               std::to_string(concat_axis_) +
+      throw std::runtime_error("split_axis=" + std::to_string(split_axis_) +
+                               " and concat_axis=" + std::to_string(concat_axis_) +
                                " are one axis; give them the same number");
     }
-    const Sizes split_sizes = split_sizes_.empty()
-                                  ? EqualParts(x.shape[split], group_.ranks.size())
-                                  : split_sizes_;
+    const Sizes split_sizes =
+        split_sizes_.empty() ? EqualParts(x.shape[split], group_.ranks.size()) : split_sizes_;
     CheckExtent("the sum of split_sizes=" + ToText(split_sizes), SumOf(split_sizes), x.shape,
                 split);
     if (!concat_sizes_.empty()) {
@@ -137,9 +134,8 @@ class AllToAll : public Collective {
     if (Alone(context, x)) return;
     const size_t element = ElementSize(x.type);
     Run(x, WithoutAxis(x.shape, concat), [&](Transport& transport, const Call& call) {
-      const Sizes concat_sizes = concat_sizes_.empty()
-                                     ? GatherExtents(transport, call, x.shape[concat])
-                                     : concat_sizes_;
+      const Sizes concat_sizes =
+          concat_sizes_.empty() ? GatherExtents(transport, call, x.shape[concat]) : concat_sizes_;
       Shape y_shape = WithExtent(x.shape, concat, SumOf(concat_sizes));
       y_shape[split] = split_sizes[call.me];
       void* const y = context.Output(0, y_shape);
@@ -209,7 +205,7 @@ class Broadcast : public Collective {
     if (Alone(context, x)) return;
     void* const y = context.Output(0, x.shape);
     Run(x, x.shape, [&](Transport& transport, const Call& call) {
-      if (call.me == root_ && x.data != y) std::memcpy(y, x.data, x.Bytes());
+      if (call.me == root_) CopyTensor(x, y);
       transport.Broadcast(call, static_cast<int>(root_), y, x.Bytes());
     });
   }
@@ -288,8 +284,7 @@ class NeighborExchange : public Collective {
       const int64_t width = before_[me + 1];
       CheckWidth(width, me + 1, x.shape, axis);
       sends.push_back(SliceOf(x.shape, axis, element, me + 1, extent - width, width));
-      receives.push_back(
-          SliceOf(y_shape, axis, element, me + 1, before_[me] + extent, after_[me]));
+      receives.push_back(SliceOf(y_shape, axis, element, me + 1, before_[me] + extent, after_[me]));
     }
     if (Alone(context, x)) return;
     void* const y = context.Output(0, y_shape);
@@ -302,8 +297,8 @@ class NeighborExchange : public Collective {
     if (width <= shape[axis]) return;
     throw std::runtime_error("rank " + std::to_string(group_.ranks[neighbor]) + " wants " +
                              std::to_string(width) + " elements along axis " +
-                             std::to_string(axis) + ", but rank " +
-                             std::to_string(world_->rank()) + " has X of shape " + ToText(shape));
+                             std::to_string(axis) + ", but rank " + std::to_string(world_->rank()) +
+                             " has X of shape " + ToText(shape));
   }
 
   const int64_t axis_;

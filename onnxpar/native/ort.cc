@@ -8,14 +8,16 @@
 namespace onnxpar {
 namespace {
 
-const OrtApi* api = nullptr;
+/// One per process: sessions of several onnxruntimes in one process are not supported.
+std::atomic<const OrtApi*> api{nullptr};
 
 template <typename Result, typename... Arguments>
 Result Invoke(OrtFunction slot, Arguments... arguments) {
-  return reinterpret_cast<Result (*)(Arguments...)>(const_cast<void*>(api[slot]))(arguments...);
+  return reinterpret_cast<Result (*)(Arguments...)>(const_cast<void*>(api.load()[slot]))(
+      arguments...);
 }
 
-/// The message of a failed call, or an empty string; releases the status.
+/// Whether the call succeeds.
 template <typename... Arguments>
 bool Try(OrtFunction slot, Arguments... arguments) {
   auto* status = Invoke<OrtStatus*>(slot, arguments...);
@@ -28,7 +30,8 @@ template <typename... Arguments>
 void Call(OrtFunction slot, Arguments... arguments) {
   auto* status = Invoke<OrtStatus*>(slot, arguments...);
   if (status == nullptr) return;
-  std::string message = Invoke<const char*>(kGetErrorMessage, static_cast<const OrtStatus*>(status));
+  std::string message =
+      Invoke<const char*>(kGetErrorMessage, static_cast<const OrtStatus*>(status));
   Invoke<void>(kReleaseStatus, status);
   throw std::runtime_error(message);
 }

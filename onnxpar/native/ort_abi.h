@@ -1,8 +1,8 @@
 // The part of onnxruntime's C ABI that the plugin uses, declared by hand.
 //
-// No Python wheel ships onnxruntime's headers. Its C ABI is append-only: a function keeps its slot in
-// the OrtApi table and a field its place in OrtCustomOp for ever, so these few declarations load in
-// every onnxruntime from 1.18 on.
+// No Python wheel ships onnxruntime's headers. Its C ABI is append-only: a function keeps its slot
+// in the OrtApi table and a field its place in OrtCustomOp for ever, so these few declarations load
+// in every onnxruntime from 1.18 on.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,8 @@
 // Elementwise reductions, always folded in the order of the group's members.
 //
-// One order for every algorithm and size makes results bit-identical on all members, from run to run,
-// and between an AllReduce, its ReduceScatter + AllGather, and any bucket that it is fused into.
+// One order for every algorithm and size makes results bit-identical on all members, from run to
+// run, and between an AllReduce, its ReduceScatter + AllGather, and any bucket that it is fused
+// into.
 #pragma once
 
 #include <cstddef>

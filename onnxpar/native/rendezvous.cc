@@ -121,7 +121,7 @@ class KnownAddress : public Rendezvous {
       return Hub::Start(where_.address, where_.key, 0);
     } catch (const std::system_error& error) {
       const bool elsewhere =
-          error.code() == std::errc::address_in_use ||          // by a launcher, or by an old world
+          error.code() == std::errc::address_in_use ||       // by a launcher, or by an old world
           error.code() == std::errc::address_not_available;  // on another host
       if (elsewhere) return nullptr;
       throw;

@@ -30,12 +30,12 @@ struct Call {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-/// The collectives of one rank, one at a time. Every call blocks until its output is complete and its
-/// input may be overwritten, or throws a TransportError. A list of blocks names each member at most
-/// once; the member may be this rank.
+/// The collectives of one rank, one at a time. Every call blocks until its output is complete and
+/// its input may be overwritten, or throws a TransportError. A list of blocks names each member at
+/// most once; the member may be this rank.
 ///
-/// A message passes between every two members that a call pairs, even an empty one, so that no member
-/// goes past a collective on which another disagrees with it.
+/// A message passes between every two members that a call pairs, even an empty one, so that no
+/// member goes past a collective on which another disagrees with it.
 class Transport {
  public:
   virtual ~Transport() = default;

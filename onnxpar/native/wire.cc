@@ -196,9 +196,9 @@ int Listen(Address* address) {
       listen(listener, SOMAXCONN) != 0) {
     const int error = errno;
     if (listener >= 0) close(listener);
-    throw std::system_error(error, std::generic_category(),
-                            "cannot listen on " + address->host + ":" +
-                                std::to_string(address->port));
+    throw std::system_error(
+        error, std::generic_category(),
+        "cannot listen on " + address->host + ":" + std::to_string(address->port));
   }
   sockaddr_storage bound{};
   socklen_t size = sizeof(bound);

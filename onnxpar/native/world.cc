@@ -33,9 +33,10 @@ void LeaveWorldsAtExit() {
   for (const auto& [id, world] : Worlds()) world->LeaveAtExit();
 }
 
-/// Gloo writes to sockets whose other end may have gone; that is an error code, not a reason to die.
+/// Gloo writes to sockets whose other end may have gone; that is an error code, not a reason to
+/// die.
 void IgnoreBrokenPipes() {
-  struct sigaction action {};
+  struct sigaction action{};
   sigaction(SIGPIPE, nullptr, &action);
   if (action.sa_handler == SIG_DFL) signal(SIGPIPE, SIG_IGN);
 }
@@ -95,8 +96,8 @@ void World::Connect() {
   control_ = std::make_shared<Control>(config_.rank, config_.size, config_.store,
                                        config_.bind_address, config_.timeout, *this);
   try {
-    std::shared_ptr<Transport> transport = ConnectGloo(
-        config_.rank, config_.size, *control_, config_.bind_address, config_.timeout);
+    std::shared_ptr<Transport> transport =
+        ConnectGloo(config_.rank, config_.size, *control_, config_.bind_address, config_.timeout);
     std::lock_guard<std::mutex> lock(mutex_);
     transport_ = std::move(transport);
   } catch (const std::exception& error) {

@@ -123,7 +123,7 @@ class World : public ControlListener {
   const WorldConfig config_;
   std::mutex run_mutex_;  // taken before mutex_
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;                  // guards what follows
   std::shared_ptr<Control> control_;  // null in a world of one rank, and in one that has been left
   std::shared_ptr<Transport> transport_;
   std::condition_variable failed_;

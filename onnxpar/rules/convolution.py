@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_graphsurgeon as gs
 
@@ -24,6 +25,7 @@ from onnxpar.rules.rule import (
 )
 
 WINDOW = "a window over it reads its neighbours"
+UNKNOWN = "channels that only a run can tell"
 
 
 @dataclass(frozen=True)
@@ -73,34 +75,95 @@ def _lie_apart(
     grown = (node.attrs.get("output_padding") or [0] * rank)[i]
     if size is None or out is None or width is None or "output_shape" in node.attrs:
         return False
-    wide, narrow = (out, size) if node.op == "ConvTranspose" else (size, out)
-    fits = (width - 1) * dilation + 1 <= stride and wide == narrow * stride
-    return fits and not (pads[i] or pads[rank + i] or grown)
+    if pads[i] or pads[rank + i] or grown:
+        return False
+    if node.op == "ConvTranspose":
+        return width == stride and dilation == 1 and out == size * stride
+    return (width - 1) * dilation + 1 <= stride and size == out * stride
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The operands of a convolution as rule text, and the fields of its rule."""
+
+    image: str
+    weight: str
+    channels: str
+    result: str
+    fields: dict[str, Any]
+
+
+def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
+    """`n (g c) h w, (g o) c _ _ -> n (g o) y x`; None for channels that only a run can tell."""
+    image, kernel = (tensor_shape(node.inputs[i]) or () for i in (0, weight))
+    out = tensor_shape(node.outputs[0]) or ()
+    group = node.attrs.get("group", 1)
+    if image[1] is None or out[1] is None:
+        return None
+    space = windows(node, kernel[2:])
+    c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
+    window = names("w", len(kernel) - 2)
+    return Parts(
+        dims_text(["n", c, *space.before]),
+        dims_text([*([c, "o"] if node.op == "ConvTranspose" else [o, "c"]), *window]),
+        o,
+        dims_text(["n", o, *space.after]),
+        {
+            "sizes": {"g": group, "c": image[1] // group, "o": out[1] // group, **space.sizes},
+            "whole": {**dict.fromkeys(window, WINDOW), **space.whole},
+            "local": {"group": lambda local: local.size("g")} if group > 1 else {},
+        },
+    )
 
 
 @rule("Conv ConvTranspose")
 def convolution(node: gs.Node) -> Rule:
     """`n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; c is reduced and the bias added once."""
-    image, kernel, out = (tensor_shape(t) or () for t in (*node.inputs[:2], node.outputs[0]))
-    group = node.attrs.get("group", 1)
-    if image[1] is None or out[1] is None:
-        return whole_rule(node, "channels that only a run can tell")
-    space = windows(node, kernel[2:])
-    c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
-    weight = [c, "o"] if node.op == "ConvTranspose" else [o, "c"]
-    bias = given(node, 2) is not None
-    window = names("w", len(kernel) - 2)
-    operands = [dims_text(["n", c, *space.before]), dims_text([*weight, *window])]
-    operands += [o if bias else "_"] * (len(node.inputs) - 2)
+    parts = convolution_parts(node, 1)
+    if parts is None:
+        return whole_rule(node, UNKNOWN)
+    if given(node, 2) is None:
+        rest = ", _" * (len(node.inputs) - 2)
+        text = f"{parts.image}, {parts.weight}{rest} -> {parts.result}"
+        return einsum(node, text, linear=(FIRST, frozenset({1})), **parts.fields)
     return einsum(
         node,
-        f"{', '.join(operands)} -> {dims_text(['n', o, *space.after])}",
-        sizes={"g": group, "c": image[1] // group, "o": out[1] // group, **space.sizes},
-        whole={**dict.fromkeys(window, WINDOW), **space.whole},
-        linear=(frozenset({0, 2}), frozenset({1, 2})) if bias else (FIRST, frozenset({1})),
-        additive=frozenset({2}) if bias else frozenset(),
-        local={"group": lambda local: local.size("g")} if group > 1 else {},
+        f"{parts.image}, {parts.weight}, {parts.channels} -> {parts.result}",
+        linear=(frozenset({0, 2}), frozenset({1, 2})),
+        additive=frozenset({2}),
+        **parts.fields,
     )
+
+
+@rule("ConvInteger")
+def convolution_integer(node: gs.Node) -> Rule:
+    """As Conv; zero points are subtracted before the product, on every part."""
+    parts = convolution_parts(node, 1)
+    if parts is None:
+        return whole_rule(node, UNKNOWN)
+    points = [_per_channel(t, parts.channels) for t in node.inputs[2:]]
+    text = f"{', '.join([parts.image, parts.weight, *points])} -> {parts.result}"
+    return einsum(node, text, **parts.fields)
+
+
+@rule("QLinearConv")
+def qlinear_convolution(node: gs.Node) -> Rule:
+    """As Conv, but c is whole: the sum is rounded to the quantized type."""
+    parts = convolution_parts(node, 3)
+    if parts is None:
+        return whole_rule(node, UNKNOWN)
+    scales = [_per_channel(t, parts.channels) for t in node.inputs[4:6]]
+    bias = [_per_channel(t, parts.channels) for t in node.inputs[8:]]
+    operands = [parts.image, "_", "_", parts.weight, *scales, "_", "_", *bias]
+    whole = {"c": "the sum is rounded to the quantized type", **parts.fields["whole"]}
+    fields = {**parts.fields, "whole": whole}
+    return einsum(node, f"{', '.join(operands)} -> {parts.result}", **fields)
+
+
+def _per_channel(tensor: gs.Tensor, channels: str) -> str:
+    if not tensor.name:
+        return "_"
+    return dims_text("1" if s == 1 else channels for s in tensor_shape(tensor) or ())
 
 
 @rule("MaxPool AveragePool LpPool")

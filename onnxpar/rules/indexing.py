@@ -155,13 +155,12 @@ def _positions(local: Local, dim: str) -> Array:
 
 
 def _local_rows(build: Lowering, rows: int) -> tuple[gs.Tensor, gs.Tensor]:
-    """Nodes that turn global into local rows, clamped into range, and a mask of those held.
+    """Nodes that turn global into local rows (0 where not held), and a mask of those held.
 
     A constant map from global to local rows is needed only where a rank's rows are not one run.
     """
     dtype = dtype_of(build.local.node.inputs[1])
     assert dtype is not None
-    last = build.per_rank(lambda at: np.array(max(at.size("v") - 1, 0), dtype))
     if build.local.is_run("v"):
         start = build.per_rank(lambda at: np.array(at.positions("v")[:1].sum(), dtype))
         row = build.add("Mod", [build.input(1), np.array(rows, dtype)])
@@ -169,9 +168,10 @@ def _local_rows(build: Lowering, rows: int) -> tuple[gs.Tensor, gs.Tensor]:
     else:
         table = build.per_rank(lambda at: _row_map(at, rows).astype(dtype))
         found = build.add("Gather", [table, build.input(1)], axis=0)
-    zero = np.zeros((), dtype)
-    clamped = build.add("Max", [build.add("Min", [found, last]), zero])
-    return clamped, build.add("Equal", [found, clamped])
+    count = build.per_rank(lambda at: np.array(at.size("v"), dtype))
+    below = build.add("Less", [found, count])
+    held = build.add("And", [below, build.add("Greater", [found, np.array(-1, dtype)])])
+    return build.add("Where", [held, found, np.zeros((), dtype)]), held
 
 
 def _row_map(local: Local, rows: int) -> Array:

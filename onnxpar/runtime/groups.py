@@ -92,6 +92,42 @@ class World:
         self.close()
 
 
+class Hub:
+    """Where the ranks of one world meet, served by a process that need not be a rank.
+
+    Without one, rank 0 serves it. A launcher that does so itself notices every rank's end alike,
+    rank 0's too, and its own end is an error on all ranks.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        bound = ctypes.c_int(port)
+        _check(_library().onnxpar_hub_start(host.encode(), ctypes.byref(bound)))
+        self._host = host
+        self._port = bound.value
+        self._open = True
+
+    @property
+    def store(self) -> str:
+        """What the ranks pass to `World.create`, or find in ONNXPAR_STORE."""
+        return f"tcp://{self._host}:{self._port}"
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            _check(_library().onnxpar_hub_stop(self._host.encode(), self._port))
+
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
 def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
     """The `n` ranks of a new world, for `n` threads of this process."""
     name = f"threads-{os.getpid()}-{next(_names)}"
@@ -119,6 +155,8 @@ def _library() -> ctypes.CDLL:
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
         "onnxpar_world_destroy": [text],
         "onnxpar_world_abort": [text, text],
+        "onnxpar_hub_start": [text, ctypes.POINTER(number)],
+        "onnxpar_hub_stop": [text, number],
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)

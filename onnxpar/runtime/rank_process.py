@@ -117,7 +117,8 @@ def in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
             errors.append(error)
         finally:
             done.set()
-        end.wait()
+        if not errors:
+            end.wait()
 
     threading.Thread(target=live, daemon=True, name="onnxpar-ranks").start()
     done.wait()

@@ -49,8 +49,8 @@ class ProcessRanks:
         self._bundle = bundle
         self._parts = {n: Parts(p.layout, bundle.mesh) for n, p in bundle.inputs.items()}
         self._runs = 0
-        self._processes = Processes(bundle.path, size, timeout, log_dir)
         with tempfile.TemporaryDirectory(prefix="onnxpar-") as folder:
+            self._processes = Processes(bundle.path, size, timeout, log_dir)
             world = {"size": size, "store": f"file:{folder}/store", "bind_address": bind_address}
             common = {"path": str(bundle.path.resolve()), "spec": asdict(spec)}
             messages = [

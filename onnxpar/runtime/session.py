@@ -34,7 +34,7 @@ class Session:
             port.name: Parts(port.layout, bundle.mesh)
             for port in (*bundle.inputs.values(), *bundle.outputs.values())
         }
-        self._finalizer = weakref.finalize(self, ranks.close)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks)
 
     def get_inputs(self) -> list[NodeArg]:
         """The inputs, with the shapes of the unsplit model."""
@@ -144,6 +144,12 @@ class InferenceSession(Session):
         else:
             ranks = launch.LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
         super().__init__(bundle, ranks)
+
+
+def _close_in(owner: int, ranks: Ranks) -> None:
+    """Closes the ranks in the process that has them, and not in one forked from it."""
+    if os.getpid() == owner:
+        ranks.close()
 
 
 class States:

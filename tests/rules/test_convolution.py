@@ -1,11 +1,17 @@
 """Rules of convolutions and pools."""
 
+import numpy as np
 import pytest
+from numpy import array
 
 from onnxpar.rules.case import Case
 
 X = (2, 4, 6, 6)
 PADDED = {"pads": [1, 1, 1, 1]}
+RNG = np.random.default_rng(0)
+X8, W8 = RNG.integers(0, 9, X, np.uint8), RNG.integers(0, 9, (6, 4, 3, 3), np.uint8)
+ZERO, ZEROS = array(3, np.uint8), np.full(6, 3, np.uint8)
+ONE, ONES, BIG = array(1, np.float32), np.ones(6, np.float32), array(4, np.float32)
 
 CASES = [
     (
@@ -71,6 +77,18 @@ CASES = [
     (
         Case("ConvTranspose", [X, (4, 3, 1, 1)]),
         "n c h0 h1, c o w0 w1 -> n o h0 h1 {sum: c, whole: w0 w1}",
+    ),
+    (Case("ConvInteger", [X8, W8], PADDED, [0, 1]), ""),
+    (Case("ConvInteger", [X8, W8, ZERO, ZERO], {**PADDED, "group": 1}, [0, 1]), ""),
+    (Case("QLinearConv", [X8, ONE, ZERO, W8, ONE, ZERO, BIG, ZERO], PADDED, [0, 3]), ""),
+    (
+        Case(
+            "QLinearConv",
+            [X8, ONE, ZERO, W8[:, :2], ONES, ZEROS, BIG, ZERO, np.arange(6, dtype=np.int32)],
+            {"group": 2},
+            [0, 3],
+        ),
+        "",
     ),
     (
         Case("MaxPool", [X], {"kernel_shape": [3, 3], "strides": [2, 2], **PADDED}),

@@ -42,7 +42,7 @@ CASES = [
     ),
     (Case("Gather", [TABLE, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {sum: v}"),
     (Case("Gather", [TABLE > 4, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {whole: v}"),
-    (Case("Gather", [X, INDEX], opset=12, fed=[1]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),
+    (Case("Gather", [X, INDEX], opset=11, fed=[1]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),
     (
         Case("GatherElements", [X, ROW_OF_EACH], {"axis": 0}, fed=[1]),
         "v d1 d2, i d1 d2 -> i d1 d2 {sum: v}",

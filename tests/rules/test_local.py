@@ -102,14 +102,15 @@ def test_a_lookup_masks_the_rows_that_others_hold():
     case = Case("Gather", [(7, 3), array([[6, 0], [3, 4]])], fed=[1])
     graph, per_rank = localized(case, "v")
     assert text(graph) == [
-        "Mod3 = Mod(x1, 7)",
-        "Sub5 = Sub(Mod3, 0)",
-        "Min6 = Min(Sub5, 3)",
-        "Max7 = Max(Min6, 0)",
-        "Equal9 = Equal(Sub5, Max7)",
-        "Unsqueeze10 = Unsqueeze(Equal9, [-1])",
-        "Gather12 = Gather(x0, Max7)",
-        "y0 = Where(Unsqueeze10, Gather12, 0.0)",
+        "Mod2 = Mod(x1, 7)",
+        "Sub4 = Sub(Mod2, 0)",
+        "Less6 = Less(Sub4, 4)",
+        "Greater7 = Greater(Sub4, -1)",
+        "And9 = And(Less6, Greater7)",
+        "Where10 = Where(And9, Sub4, 0)",
+        "Unsqueeze12 = Unsqueeze(And9, [-1])",
+        "Gather14 = Gather(x0, Where10)",
+        "y0 = Where(Unsqueeze12, Gather14, 0.0)",
     ]
     assert [[v(r).tolist() for v in per_rank.constants.values()] for r in (0, 1)] == [
         [3, 0],

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_until, write_par
 
 from onnxpar.errors import RankError
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 
-TIMEOUT = 4.0
 TESTS = Path(__file__).parent.parent
 
 
@@ -29,7 +28,7 @@ TESTS = Path(__file__).parent.parent
 def session(tmp_path: Path, x: np.ndarray) -> Iterator[InferenceSession]:
     """Three ranks that have run once."""
     par = k_split(tmp_path / "model.par", ranks=3)
-    with InferenceSession(par, timeout=TIMEOUT) as session:
+    with InferenceSession(par) as session:
         session.run(None, {"x": x})
         yield session
 
@@ -69,11 +68,12 @@ def test_a_rank_killed_in_a_collective(session: InferenceSession, x: np.ndarray)
 
 def test_a_stopped_rank(session: InferenceSession, x: np.ndarray) -> None:
     ranks = pids(session)
+    session._ranks._processes._timeout = 3
     os.kill(ranks[2], signal.SIGSTOP)
     text, seconds = failure(session, x)
     assert "rank 2 is stopped by a signal" in text
     assert re.search(r"\n  rank 0: AllReduce 'y' ", text)
-    assert seconds < TIMEOUT + 1
+    assert seconds < 3
     assert not any(map(is_alive, ranks))
 
 
@@ -82,6 +82,53 @@ def test_a_rank_stopped_for_a_moment(session: InferenceSession, x: np.ndarray) -
     os.kill(victim, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (victim, signal.SIGCONT)).start()
     session.run(None, {"x": x})
+
+
+def test_a_rank_that_stops_answering(session: InferenceSession, x: np.ndarray) -> None:
+    """Its process runs, but nothing in it does: here because its messages go elsewhere."""
+    processes = session._ranks._processes
+    processes._timeout, processes._tick = 1, 0.1
+    rank = processes.ranks[1]
+    rank.control.send = lambda message: None
+    rank.work.send = lambda message: None
+    text, seconds = failure(session, x)
+    assert "rank 1 has not answered for 1." in text
+    assert re.search(r"\n  rank 0: AllReduce 'y' ", text)
+    assert seconds < 5
+
+
+def test_a_rank_that_computes_for_long(tmp_path: Path) -> None:
+    """It is busy for longer than the timeout, and answers pings meanwhile."""
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Sin", ["a"], ["b"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("a", TensorProto.FLOAT, [1]),
+        ],
+        [
+            helper.make_tensor_value_info("on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("b", TensorProto.FLOAT, [1]),
+        ],
+    )
+    par = write_par(
+        tmp_path,
+        "tp=2",
+        [Tensor("n", (), None, "int64"), Tensor("x", (1,))],
+        [Tensor("y", (1,))],
+        lambda rank: [helper.make_node("Loop", ["n", "", "x"], ["y"], body=body)],
+    )
+    x = np.ones(1, np.float32)
+    with InferenceSession(par) as session:
+        start = time.monotonic()
+        session.run(None, {"n": np.array(20_000), "x": x})
+        seconds = (time.monotonic() - start) / 20_000
+        session._ranks._processes._timeout = 1
+        session._ranks._processes._tick = 0.1
+        start = time.monotonic()
+        session.run(None, {"n": np.array(int(2 / seconds)), "x": x})
+        assert time.monotonic() - start > 1
 
 
 def test_a_rank_that_exits(session: InferenceSession, x: np.ndarray) -> None:

@@ -1,0 +1,99 @@
+"""Imports point one way, passes do not import each other, rules know no mesh."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = (
+    ("errors",),
+    ("mesh",),
+    ("layout",),
+    ("rules.rule",),
+    ("shapes", "model"),
+    ("factors", "rules"),
+    ("sharding", "search.cost", "plan", "lower_reshard", "ranges", "weights"),
+    ("reshard", "pending", "strategy", "buckets"),
+    ("search",),
+    ("passes",),
+    ("summary", "text", "verify"),
+    ("pipeline",),
+    ("pass_list", "report"),
+    ("runtime",),
+    ("api", "commands"),
+    ("cli",),
+)
+"""From the lowest; a module imports from its own layer or below."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the package by its name below onnxpar."""
+    for file in sorted((ROOT / "onnxpar").rglob("*.py")):
+        yield ".".join(file.relative_to(ROOT / "onnxpar").with_suffix("").parts), file
+    for file in sorted((ROOT / "passes").glob("*.py")):
+        yield f"passes.{file.stem}", file
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The onnxpar modules that a file imports at run time, by name below onnxpar."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onnxpar"):
+            base = (node.module or "").removeprefix("onnxpar").removeprefix(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix(".")
+                path = ROOT / "onnxpar" / Path(*inner.split("."))
+                is_module = path.with_suffix(".py").exists() or path.is_dir()
+                yield inner if is_module else base
+
+
+def layer(module: str) -> int:
+    """The number of a module's layer: that of its longest listed prefix."""
+    found = [
+        (len(name), i)
+        for i, names in enumerate(LAYERS)
+        for name in names
+        if module == name or module.startswith(name + ".")
+    ]
+    assert found, f"{module} stands in no layer; add it to LAYERS"
+    return max(found)[1]
+
+
+OTHERS = ("__init__", "__main__")
+
+
+@pytest.mark.parametrize("module,file", [m for m in modules() if m[0] not in OTHERS])
+def test_imports_point_down(module: str, file: Path) -> None:
+    for name in imports(file):
+        assert layer(name) <= layer(module), f"{module} imports {name}, which stands above it"
+
+
+def test_passes_do_not_import_each_other() -> None:
+    for module, file in modules():
+        if module.startswith("passes.") and module != "passes.pass_":
+            others = {n for n in imports(file) if n.startswith("passes.")} - {"passes.pass_"}
+            assert not others, f"{module} imports {others}"
+
+
+def test_rules_know_no_mesh() -> None:
+    for module, file in modules():
+        if module.startswith("rules.") and module not in ("rules.local", "rules.oracle"):
+            assert "mesh" not in set(imports(file)), module
+
+
+def test_the_runtime_knows_no_passes() -> None:
+    for module, file in modules():
+        if module.startswith("runtime."):
+            known = {n.split(".")[0] for n in imports(file)}
+            assert known <= {"runtime", "layout", "mesh", "errors"}, (module, known)
+
+
+def test_runtime_follows_the_plan_format() -> None:
+    from onnxpar.plan import FORMAT
+    from onnxpar.runtime import bundle
+
+    assert FORMAT == bundle.FORMAT
