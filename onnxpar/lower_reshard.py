@@ -79,6 +79,9 @@ class ReshardBuilder:
     def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
         self._collective("AllReduce", x, y, op=self.before.reduce)
 
+    def _Broadcast(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        self._collective("Broadcast", x, y, root=0)
+
     def _AllGather(self, x: gs.Tensor, y: gs.Tensor) -> None:
         (axis,) = self._changed()
         before, after = self.before.dims[axis], self.after.dims[axis]

@@ -112,11 +112,12 @@ def plan(
     ctx = make_context(model, options)
     made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], watch, options.verify)
     assert made is not None
-    if options.strict and made.whole:
-        first = made.whole[0]
+    unruled = [w for w in made.whole if w.is_lack]
+    if options.strict and unruled:
+        first = unruled[0]
         raise StrategyError(
             f"--strict: {first.op} '{first.node}' stays whole ({first.reason}), as do "
-            f"{len(made.whole) - 1} more; `onnxpar plan` lists them"
+            f"{len(unruled) - 1} more; `onnxpar plan` lists them"
         )
     return made, ctx
 

@@ -18,6 +18,7 @@ from onnxpar.search.cost import bytes_sent
 DOMAIN = "onnxpar"
 """The domain of the collective ops."""
 FORMAT = 1
+NO_RULE = "no rule"
 
 
 def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
@@ -112,6 +113,11 @@ class Whole:
     op: str
     reason: str
     bytes: int
+
+    @property
+    def is_lack(self) -> bool:
+        """Whether it is for want of a rule, rather than by choice."""
+        return self.bytes > 0 or self.reason.startswith(NO_RULE)
 
 
 @dataclass

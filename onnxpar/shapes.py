@@ -2,8 +2,8 @@
 
 ONNX's own inference stops at the first shape that is computed by nodes. Here each node is either
 evaluated (all its operands are known and small) or inferred with what is known so far, so that
-targets computed from Shape are constants by the time they are needed. Declared shapes are not
-trusted.
+targets computed from Shape are constants by the time they are needed. Declared shapes are
+not trusted, but for results of ops that ONNX does not know.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class _Walk:
         self.values: dict[str, np.ndarray[Any, Any]] = {}
         self.protos: dict[str, TensorProto] = {}
         self.folded: set[str] = set()
+        self.declared = {
+            v.name: v.type for v in model.graph.value_info if _static_shape(v.type) is not None
+        }
 
     def run(self) -> None:
         for tensor in self.graph.input:
@@ -143,7 +146,7 @@ class _Walk:
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
         except onnx.defs.SchemaError:
-            return {}
+            return {o: self.declared[o] for o in node.output if o in self.declared}
         names = [n for n in node.input if n]
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             names = list(self.types)

@@ -10,7 +10,7 @@ from onnxpar.factors import OpFactors
 from onnxpar.layout import local_size
 from onnxpar.mesh import parts_over
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import Plan, Port, Weight, Whole, numpy_dtype, part_bytes
+from onnxpar.plan import NO_RULE, Plan, Port, Weight, Whole, numpy_dtype, part_bytes
 from onnxpar.ranges import integer_ranges
 from onnxpar.search.tensor_parallel import is_contraction
 
@@ -68,16 +68,16 @@ def whole_nodes(ctx: PassContext) -> list[Whole]:
     """Nodes for which split operands were gathered because their rule wants them whole, and matrix
     products and the like of which nothing is split."""
     out = []
-    for op in ctx.sharding.factors.ops:
+    for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
         lost = _gathered(op, ctx)
-        if lost:
-            reasons = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
-            out.append(Whole(op.node.name, op.node.op, reasons, lost))
-        elif (
-            is_contraction(op) and not any(ctx.sharding.op_axes(op)) and ctx.sharding.mesh.size > 1
-        ):
-            reasons = "no split of it was worth a collective"
-            out.append(Whole(op.node.name, op.node.op, reasons, 0))
+        unruled = any(reason.startswith(NO_RULE) for reason in op.whole.values())
+        idle = is_contraction(op) and not any(ctx.sharding.op_axes(op))
+        if lost or unruled:
+            reason = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
+            out.append(Whole(op.node.name, op.node.op, reason, lost))
+        elif idle:
+            reason = "no split of it was worth a collective"
+            out.append(Whole(op.node.name, op.node.op, reason, 0))
     return out
 
 

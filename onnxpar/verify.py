@@ -142,6 +142,7 @@ _CHANGES = {
     "LocalSlice": (1, 0),
     "AllToAll": (0, 0),
     "Select": (0, 1),
+    "Broadcast": (0, 0),
 }
 """Per kind: whether axes come to (1) or leave (-1) the dimensions, and the pending ones."""
 

@@ -15,6 +15,7 @@ from onnxpar.pending import choose_pending
 from onnxpar.plan import DOMAIN, part_bytes
 from onnxpar.reshard import Step, plan_tree
 from onnxpar.sharding import Placement
+from onnxpar.subgraphs import captured, is_random
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,14 @@ class InsertCollectives(Pass):
 class _Read:
     """An operand of a node, and how the node needs it."""
 
-    node: gs.Node
+    node: gs.Node | gs.Graph
     index: int
     need: Placement
+
+    def take(self, tensor: gs.Tensor) -> None:
+        """Reads this tensor from now on."""
+        tensors = self.node.inputs if isinstance(self.node, gs.Node) else self.node.outputs
+        tensors[self.index] = tensor
 
 
 class _Insertion:
@@ -62,6 +68,7 @@ class _Insertion:
         self._pin_states()
         pending = choose_pending(self.graph, self.sharding)
         for op in self.sharding.factors.ops:
+            self._read_captured(op.node)
             for i, tensor in enumerate(op.node.inputs):
                 if tensor.name in self.sharding.factors.tensors:
                     self.reads[tensor.name].append(_Read(op.node, i, pending.need(op, i)))
@@ -78,6 +85,14 @@ class _Insertion:
                     self._place_result(op, tensor)
         self.graph.toposort()
         return self.changed
+
+    def _read_captured(self, node: gs.Node) -> None:
+        """Whatever a node's subgraphs read of this graph, they read whole."""
+        for tensor, reader, index in captured(node):
+            leaves = self.sharding.tensors.get(tensor.name)
+            if leaves is not None:
+                whole = Placement(tuple(() for _ in leaves))
+                self.reads[tensor.name].append(_Read(reader, index, whole))
 
     def _pin_states(self) -> None:
         """Both ends of a state pair get the layout that its input has."""
@@ -125,10 +140,12 @@ class _Insertion:
                 self.ctx.copies[copy.name] = name
                 self.changed = True
                 for read in reads:
-                    read.node.inputs[read.index] = copy
+                    read.take(copy)
             self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
 
     def _place_result(self, op: OpFactors, tensor: gs.Variable) -> None:
+        if is_random(op.node) and self.sharding.mesh.size > 1:
+            tensor = self._broadcast(tensor)
         made = self.made[tensor.name]
         reads = self.reads[tensor.name]
         is_output = any(t is tensor for t in self.graph.outputs)
@@ -143,6 +160,24 @@ class _Insertion:
         else:
             self._serve(tensor, made, reads, via=asked)
 
+    def _broadcast(self, tensor: gs.Variable) -> gs.Variable:
+        """One rank's random values for all: the node's own result moves to an inner name."""
+        drawn = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
+        factors = self.sharding.factors.tensors
+        factors[drawn.name] = factors[tensor.name]
+        producer = tensor.inputs[0]
+        producer.outputs[_position(producer.outputs, tensor)] = drawn
+        layout = self.sharding.layout(tensor, self.made[tensor.name])
+        assert layout.is_whole, tensor.name
+        axes = tuple(map(self.sharding.mesh.axis, self.sharding.mesh.sizes))
+        attrs = {"axes": axes, "before": layout, "after": layout}
+        self.graph.nodes.append(
+            gs.Node("Broadcast", f"Broadcast_{tensor.name}", attrs, [drawn], [tensor], DOMAIN)
+        )
+        self.ctx.layouts[drawn.name] = layout
+        self.changed = True
+        return tensor
+
     def _serve_output(
         self, tensor: gs.Variable, made: Placement, asked: Placement, reads: list[_Read]
     ) -> None:
@@ -152,7 +187,7 @@ class _Insertion:
         producer.outputs[_position(producer.outputs, tensor)] = inner
         self.sharding.factors.tensors[inner.name] = self.sharding.factors.tensors[tensor.name]
         for read in reads:
-            read.node.inputs[read.index] = inner
+            read.take(inner)
         self._serve(inner, made, reads, via=asked, output=tensor)
 
     def _serve(
@@ -181,7 +216,7 @@ class _Insertion:
         for read in reads:
             if read.need not in have:
                 raise AssertionError(f"{tensor.name}: {read.need} not among {list(have)}")
-            read.node.inputs[read.index] = have[read.need]
+            read.take(have[read.need])
 
     def _follow(
         self,

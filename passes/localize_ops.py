@@ -39,7 +39,7 @@ class LocalizeOps(Pass):
             nodes += ReshardBuilder(node, mesh, ctx.per_rank, tag=len(ctx.collectives)).build()
         graph.nodes = nodes
         for tensor in [*graph.inputs, *graph.outputs]:
-            if tensor.name in ctx.layouts:
+            if isinstance(tensor, gs.Variable) and tensor.name in ctx.layouts:
                 tensor.shape = list(ctx.layouts[tensor.name].local_shape(mesh, 0))
         ctx.localized = True
         return True

@@ -12,7 +12,7 @@ LAYERS = (
     ("mesh",),
     ("layout",),
     ("rules.rule",),
-    ("shapes", "model"),
+    ("shapes", "model", "subgraphs"),
     ("factors", "rules"),
     ("sharding", "search.cost", "plan", "lower_reshard", "ranges", "weights"),
     ("reshard", "pending", "strategy", "buckets"),

@@ -65,10 +65,11 @@ class NodeView:
         inputs = tuple(map(layout, op.node.inputs))
         outputs = tuple(map(layout, op.node.outputs))
         factors: dict[str, Dim] = {}
-        for specs, having in ((op.rule.inputs, inputs), (op.rule.outputs, outputs)):
-            for spec, have in zip(specs, having, strict=False):
-                if spec is not None:
-                    _match(spec, have.dims, op.rule.sizes, factors)
+        operands = [*zip(op.node.inputs, op.rule.inputs, inputs, strict=False)]
+        operands += zip(op.node.outputs, op.rule.outputs, outputs, strict=False)
+        for tensor, spec, have in operands:
+            if tensor.name and spec is not None:
+                _match(spec, have.dims, op.rule.sizes, factors)
         whole = {f: Factor(size or 0) for f, size in op.rule.sizes.items() if f not in factors}
         return NodeView(op.node, inputs, outputs, {**factors, **whole}, mesh)
 

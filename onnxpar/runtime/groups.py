@@ -1,7 +1,7 @@
 """Worlds of ranks: the Python side of the native library `libonnxpar_ops.so`.
 
-A world is one rank's membership of a set of ranks that run collectives together. Ranks are processes,
-or, in tests, threads of one process.
+A world is one rank's membership of a set of ranks that run collectives together. Ranks are
+processes or, in tests, threads of one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _names = itertools.count()
 
 def library_path() -> Path:
     """The custom-op library, for `SessionOptions.register_custom_ops_library`."""
-    path = Path(str(files("onnxpar").joinpath("native", _LIBRARY)))
+    path = Path(str(files("onnxpar") / "native" / _LIBRARY))
     if not path.exists():
         raise RankError(f"{_LIBRARY} is not built; install onnxpar (pip install .), or run cmake")
     return path
@@ -71,7 +71,7 @@ class World:
         return cls(id, rank, size)
 
     def abort(self, message: str) -> None:
-        """Make every running and later collective of this world, on all ranks, fail with `message`."""
+        """Make all running and later collectives of this world, on all ranks, fail with that."""
         _check(_library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
     def close(self) -> None:

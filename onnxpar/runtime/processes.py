@@ -141,7 +141,6 @@ class Processes:
         for rank in self.ranks:
             if rank is not culprit:
                 rank.send_control({"do": "abort", "message": f"rank {self._story(culprit)}"})
-        self._hear_out(culprit)
         others = [
             f"\n  rank {number}: {rank.reply['error']}"
             for number, rank in enumerate(self.ranks)

@@ -39,7 +39,9 @@ def node(
     return helper.make_node(kind, inputs, outputs, domain="onnxpar", **attributes)
 
 
-def collective(kind: str, dtype: int, shape: Sequence[int | str | None], **attributes: Any) -> bytes:
+def collective(
+    kind: str, dtype: int, shape: Sequence[int | str | None], **attributes: Any
+) -> bytes:
     """A model of one collective named "node": X, t -> Y, s."""
     attributes = {"tag": 1, "name": "node"} | attributes
     return model(

@@ -120,5 +120,6 @@ def test_a_rank_that_ends_when_it_is_done(ranks: list[RankProcess]) -> None:
     start_all(ranks[1:], 1)
     for rank in ranks[1:]:
         message, raised = rank.finish()
-        assert re.search(rf"{COLLECTIVE}: lost the connection to rank 0 .* has left", message), message
+        lost = rf"{COLLECTIVE}: lost the connection to rank 0 .* has left"
+        assert re.search(lost, message), message
         assert raised - begun < 1

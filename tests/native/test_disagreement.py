@@ -52,7 +52,12 @@ DISAGREEMENTS: dict[str, tuple[str, list[dict[str, Any]], list[np.ndarray], list
         [ones(2, 3), ones(2, 3, dtype="i4")],
         ["float32", "int32"],
     ),
-    "reductions": ("AllReduce", [{"op": "sum"}, {"op": "max"}], [ones(2, 2)] * 2, ["op=sum", "op=max"]),
+    "reductions": (
+        "AllReduce",
+        [{"op": "sum"}, {"op": "max"}],
+        [ones(2, 2)] * 2,
+        ["op=sum", "op=max"],
+    ),
     "tags": ("AllReduce", [{"tag": 7}, {"tag": 8}], [ones(2, 2)] * 2, ["(tag 7)", "(tag 8)"]),
     "roots": ("Broadcast", [{"root": 0}, {"root": 1}], [ones(2, 2)] * 2, ["root=0", "root=1"]),
     "sizes": (
@@ -209,7 +214,7 @@ def test_strings_are_no_tensors_to_reduce(fresh_worlds: Worlds) -> None:
         ("AllReduce", {"group": [0, 0]}, "group [0, 0] names a rank twice"),
         ("AllReduce", {"group": [0, 2]}, "names rank 2, but the world has ranks 0 to 1"),
         ("AllReduce", {"group": [1]}, "lacks this rank, 0; is this the graph of another rank?"),
-        ("NeighborExchange", {"axis": 0, "before": [0, 0]}, "'before' and 'after' (ints) must be given"),
+        ("NeighborExchange", {"axis": 0, "before": [0, 0]}, "'before' and 'after' (ints)"),
         ("AllGather", {"sizes": [1, 1]}, "attribute 'axis' (an int) is missing"),
         ("AllGather", {"axis": 0, "sizes": [1]}, "must give a size >= 0 for each of the 2 ranks"),
         ("AllGather", {"axis": 0, "sizes": [1, -1]}, "must give a size >= 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from native.ranks import TOKEN, collective, model, node, on_ranks, run, session
 from onnx import TensorProto, helper
 
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.groups import World, thread_worlds
 
 Worlds = Callable[[int], list[World]]
 
@@ -21,7 +22,8 @@ def onnx_type(dtype: np.dtype) -> int:
 
 
 def numbered(shape: Sequence[int], first: int = 0, dtype: str = "f4") -> np.ndarray:
-    return np.arange(first, first + np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    values = np.arange(first, first + np.prod(shape, dtype=int)) % 2048  # exact in float16
+    return values.reshape(shape).astype(dtype)
 
 
 def with_extent(shape: Sequence[int], axis: int, extent: int) -> list[int]:
@@ -113,6 +115,22 @@ def test_broadcast(worlds_of: Worlds, root: int, length: int) -> None:
         np.testing.assert_array_equal(y, xs[root])
 
 
+def test_a_leaf_of_a_broadcast_need_not_wait_for_another() -> None:
+    """It takes its tensor, leaves the world, and that is no error for the rank that comes late."""
+    worlds = thread_worlds(3)
+    xs = [numbered([5], rank) for rank in range(3)]
+    proto = collective("Broadcast", TensorProto.FLOAT, ["n"], root=0)
+
+    def each(world: World) -> np.ndarray:
+        time.sleep(0.2 if world.rank == 2 else 0)
+        y = run(world, proto, *xs)
+        world.close()
+        return y
+
+    for y in on_ranks(worlds, each):
+        np.testing.assert_array_equal(y, xs[0])
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_broadcast_of_each_type(worlds_of: Worlds, name: str) -> None:
     xs = [numbered([2, 3], rank, name) for rank in range(2)]
@@ -130,16 +148,13 @@ def test_send_and_receive_along_a_chain(worlds_of: Worlds) -> None:
         nodes = [helper.make_node("Constant", [], ["one"], value=one)]
         received, token = "X", "t"
         if world.rank > 0:
-            nodes.append(
-                node("Recv", ["X", "t"], ["r", "t1"], peer=world.rank - 1, tag=world.rank)
-            )
+            nodes.append(node("Recv", ["X", "t"], ["r", "t1"], peer=world.rank - 1, tag=world.rank))
             received, token = "r", "t1"
         nodes.append(helper.make_node("Add", [received, "one"], ["Y"]))
         if world.rank < world.size - 1:
-            nodes.append(node("Send", ["Y", token], ["t2"], peer=world.rank + 1, tag=world.rank + 1))
-        proto = model(
-            nodes, [("X", TensorProto.FLOAT, shape)], [("Y", TensorProto.FLOAT, shape)]
-        )
+            following = world.rank + 1
+            nodes.append(node("Send", ["Y", token], ["t2"], peer=following, tag=following))
+        proto = model(nodes, [("X", TensorProto.FLOAT, shape)], [("Y", TensorProto.FLOAT, shape)])
         return run(world, proto, *[np.full(shape, 10 * rank, "f4") for rank in range(4)])
 
     for rank, y in enumerate(on_ranks(worlds_of(4), each)):

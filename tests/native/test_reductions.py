@@ -148,7 +148,7 @@ def test_all_reduce_of_a_scalar(worlds_of: Worlds) -> None:
 
 
 def test_all_reduce_in_place_leaves_other_tensors_alone(worlds_of: Worlds) -> None:
-    """onnxruntime may give AllReduce the memory of an intermediate; not of one that is used again."""
+    """onnxruntime may give AllReduce an intermediate's memory; not of one that is used again."""
     n = 300_000
     proto = model(
         [

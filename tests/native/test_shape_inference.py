@@ -25,9 +25,7 @@ def inferred(
         node(kind, ["X", "t"], ["y", "s"], tag=1, **attributes),
         helper.make_node("Neg", ["y"], ["Y"]),
     ]
-    proto = model(
-        nodes, [("X", TensorProto.FLOAT, shape)], [("Y", TensorProto.FLOAT, None)]
-    )
+    proto = model(nodes, [("X", TensorProto.FLOAT, shape)], [("Y", TensorProto.FLOAT, None)])
     return session(world, proto).get_outputs()[0].shape
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 Array = npt.NDArray[Any]
@@ -59,9 +58,9 @@ class Value:
 
 @dataclass
 class Builder:
-    """A graph under construction; `draw` takes every decision, so that failures shrink."""
+    """A graph under construction; `draw` takes every decision: an integer of [low, high]."""
 
-    draw: Callable[..., Any]
+    draw: Callable[[int, int], int]
     seed: int
     values: list[Value] = field(default_factory=list)
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -71,15 +70,15 @@ class Builder:
 
     def choose(self, options: Sequence[Any]) -> Any:
         """One of them; the first where a failure is shrunk."""
-        return self.draw(st.sampled_from(list(options)))
+        return options[self.draw(0, len(options) - 1)]
 
     def number(self, low: int, high: int) -> int:
         """An integer of [low, high]."""
-        return int(self.draw(st.integers(low, high)))
+        return self.draw(low, high)
 
     def coin(self) -> bool:
         """Heads or tails."""
-        return bool(self.draw(st.booleans()))
+        return bool(self.draw(0, 1))
 
     def shape(self, low: int = 1, high: int = 4) -> Shape:
         """A random shape of low to high dimensions."""
@@ -89,16 +88,18 @@ class Builder:
             dims.append(self.choose([s for s in SIZES if s <= max(room, 1)]))
         return tuple(dims)
 
-    def fresh(self, shape: Shape, kind: str = "float", low: int = -3, high: int = 4) -> Value:
-        """A new input or weight with integers from [low, high)."""
+    def fresh(
+        self, shape: Shape, kind: str = "float", low: int = -3, high: int = 4, fed: bool = False
+    ) -> Value:
+        """A new input, or unless `fed` a weight, with integers from [low, high)."""
         name = f"x{len(self.feeds) + len(self.weights)}"
         source = np.random.default_rng([self.seed, len(self.feeds) + len(self.weights)])
         low, high = (0, 2) if kind == "bool" else (low, high)
         array = source.integers(low, high, shape).astype(ELEMENTS[kind][1])
-        if self.coin():
-            self.weights.append(numpy_helper.from_array(array, name))
-        else:
+        if fed or self.coin():
             self.feeds[name] = array
+        else:
+            self.weights.append(numpy_helper.from_array(array, name))
         value = Value(name, tuple(shape), kind, float(max(abs(low), abs(high - 1))))
         self.values.append(value)
         self.arrays[name] = array

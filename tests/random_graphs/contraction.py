@@ -16,6 +16,8 @@ def matmul(b: Builder, op: str) -> object:
     k = x.shape[-1]
 
     def fits(v: Value) -> bool:
+        if not v.shape:
+            return False
         rows = v.shape[-2] if len(v.shape) > 1 else v.shape[0]
         batch, other = x.shape[:-2][::-1], v.shape[:-2][::-1]
         same = all(s == t or 1 in (s, t) for s, t in zip(batch, other, strict=False))

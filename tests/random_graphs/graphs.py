@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import random_graphs.contraction
 import random_graphs.elementwise
 import random_graphs.indexing
 import random_graphs.movement  # noqa: F401
-from onnxpar.mesh import Axes, Axis, Mesh, parts_over
-from onnxpar.sharding import Sharding
-from onnxpar.strategy import NodeSeed, Seed, TensorSeed
-
 from random_graphs.builder import MAKERS, Builder, NotHere
+
+from onnxpar.mesh import Axes, Axis, Mesh, parts_over
+from onnxpar.factors import OpFactors
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import Seed, TensorSeed
 
 MESHES = ("a=2", "a=3", "a=4", "a=2,b=2")
 
@@ -25,7 +28,7 @@ THEMES = {
 def build(b: Builder) -> None:
     """Adds random nodes until there are enough of them."""
     for _ in range(b.number(1, 2)):
-        b.fresh(b.shape(2, 4))
+        b.fresh(b.shape(2, 4), fed=True)
     theme = THEMES[b.choose(list(THEMES))]
     wanted = b.number(3, 9)
     for _ in range(3 * wanted):
@@ -36,6 +39,19 @@ def build(b: Builder) -> None:
             continue
         if len(b.nodes) >= wanted:
             return
+
+
+@dataclass(frozen=True)
+class NodeSplit:
+    """Splits one leaf of a node."""
+
+    op: OpFactors
+    leaf: int
+    axes: Axes
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Decides the leaf where it is open and the axes are free."""
+        return sharding.assign_op(self.op, self.leaf, self.axes)
 
 
 def axes_of(mesh: Mesh) -> list[Axes]:

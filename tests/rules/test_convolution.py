@@ -78,9 +78,18 @@ CASES = [
         Case("ConvTranspose", [X, (4, 3, 1, 1)]),
         "n c h0 h1, c o w0 w1 -> n o h0 h1 {sum: c, whole: w0 w1}",
     ),
-    (Case("ConvInteger", [X8, W8], PADDED, [0, 1]), ""),
-    (Case("ConvInteger", [X8, W8, ZERO, ZERO], {**PADDED, "group": 1}, [0, 1]), ""),
-    (Case("QLinearConv", [X8, ONE, ZERO, W8, ONE, ZERO, BIG, ZERO], PADDED, [0, 3]), ""),
+    (
+        Case("ConvInteger", [X8, W8], PADDED, [0, 1]),
+        "n c h0 h1, o c w0 w1 -> n o y0 y1 {sum: c, whole: w0 w1 h0 y0 h1 y1}",
+    ),
+    (
+        Case("ConvInteger", [X8, W8, ZERO, ZERO], {**PADDED, "group": 1}, [0, 1]),
+        "n c h0 h1, o c w0 w1, (), () -> n o y0 y1 {sum: c, whole: w0 w1 h0 y0 h1 y1}",
+    ),
+    (
+        Case("QLinearConv", [X8, ONE, ZERO, W8, ONE, ZERO, BIG, ZERO], PADDED, [0, 3]),
+        "n c h0 h1, _, _, o c w0 w1, (), (), _, _ -> n o y0 y1 {whole: c w0 w1 h0 y0 h1 y1}",
+    ),
     (
         Case(
             "QLinearConv",
@@ -88,7 +97,8 @@ CASES = [
             {"group": 2},
             [0, 3],
         ),
-        "",
+        "n (g c) h0 h1, _, _, (g o) c w0 w1, (g o), (g o), _, _, (g o)"
+        " -> n (g o) y0 y1 {whole: c w0 w1 h0 y0 h1 y1}",
     ),
     (
         Case("MaxPool", [X], {"kernel_shape": [3, 3], "strides": [2, 2], **PADDED}),

@@ -1,0 +1,48 @@
+"""What subgraphs of If, Loop and Scan read of the graph around them, and which nodes are random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_graphsurgeon as gs
+
+_RANDOM = frozenset(
+    (
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+    )
+)
+
+
+def subgraphs(node: gs.Node) -> Iterator[gs.Graph]:
+    """The graphs among a node's attributes."""
+    for value in node.attrs.values():
+        for graph in value if isinstance(value, list) else [value]:
+            if isinstance(graph, gs.Graph):
+                yield graph
+
+
+def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int]]:
+    """(tensor, reader, position) for all that subgraphs at any depth read from outside themselves.
+
+    The reader is a node (its input) or a graph (its output).
+    """
+    for graph in subgraphs(node):
+        own = {t.name for t in graph.inputs} | {t.name for n in graph.nodes for t in n.outputs}
+        found = [(t, n, i) for n in graph.nodes for i, t in enumerate(n.inputs)]
+        found += [(t, graph, i) for i, t in enumerate(graph.outputs)]
+        found += [entry for n in graph.nodes for entry in captured(n)]
+        yield from (entry for entry in found if entry[0].name and entry[0].name not in own)
+
+
+def is_random(node: gs.Node) -> bool:
+    """Whether two runs of a node, or two ranks, may give different results."""
+    if node.op in _RANDOM:
+        return True
+    if node.op == "Dropout":
+        return len(node.inputs) > 2 and bool(node.inputs[2].name)
+    return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)

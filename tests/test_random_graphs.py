@@ -1,0 +1,165 @@
+"""Random graphs under random layouts compute what the unsplit graphs do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import pytest
+from agreement import run_ranks, run_unsplit
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from random_graphs.builder import MAKERS, Builder, Value
+from random_graphs.graphs import MESHES, build, seeds
+
+from onnxpar.layout import Product, dim_axes, leaves
+from onnxpar.mesh import Mesh
+from onnxpar.model import load
+from onnxpar.passes.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.insert_collectives import InsertCollectives
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.pipeline import DEFAULT_PASSES, Options, make_context, run_passes
+from onnxpar.rules.rule import registered
+from onnxpar.strategy import Strategy
+
+
+@dataclass
+class Coverage:
+    """What the graphs so far have exercised."""
+
+    graphs: int = 0
+    features: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
+    ops: Counter[str] = field(default_factory=Counter)
+    splits: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def note(self, graph: gs.Graph, ctx: PassContext) -> None:
+        """Counts a graph behind insert-collectives."""
+        self.graphs += 1
+        self.features.update(_features(graph, ctx))
+        for op in ctx.sharding.factors.ops:
+            self.ops[op.node.op] += 1
+            for what in _splits(op, ctx):
+                self.splits[op.node.op, what] += 1
+
+    def lines(self) -> Iterator[str]:
+        """The table of op x kind of split."""
+        yield f"{self.graphs} graphs: {dict(self.features)}"
+        yield f"collectives: {dict(self.collectives)}"
+        columns = ("split", "uneven", "reduces", "passes")
+        yield f"{'op':24}{'nodes':>7}" + "".join(f"{c:>9}" for c in columns)
+        for op, nodes in sorted(self.ops.items()):
+            counts = "".join(f"{self.splits[op, c] or '-':>9}" for c in columns)
+            yield f"{op:24}{nodes:>7}{counts}"
+
+
+def _features(graph: gs.Graph, ctx: PassContext) -> set[str]:
+    found = set()
+    for tensor in graph.tensors().values():
+        layout = ctx.layouts.get(tensor.name)
+        if layout is None:
+            continue
+        for dim in layout.dims:
+            if isinstance(dim, Product) and dim_axes(dim):
+                found.add("merged dimensions")
+        if layout.partial:
+            found.add("partial values")
+            found.add(f"partial {layout.reduce}")
+        if len(tensor.outputs) > 1 and layout.axes:
+            found.add("several consumers")
+    return found
+
+
+def _splits(op: Any, ctx: PassContext) -> set[str]:
+    found = set()
+    layouts = [ctx.layouts[t.name] for t, _ in op.operands() if t.name in ctx.layouts]
+    if any(dim_axes(d) for layout in layouts for d in layout.dims):
+        found.add("split")
+    if any(len(set(f.part_sizes())) > 1 for x in layouts for d in x.dims for f in leaves(d)):
+        found.add("uneven")
+    if ctx.sharding.pending(op)[0]:
+        found.add("reduces")
+    elif any(ctx.layouts[t.name].partial for t in op.node.inputs if t.name in ctx.layouts):
+        found.add("passes")
+    return found
+
+
+COVERAGE = Coverage()
+
+
+def shard_randomly(model: Path, mesh: str, b: Builder, folder: Path) -> None:
+    """Writes the model split over the mesh as the builder's draws have it."""
+    loaded = load(model)
+    ctx = make_context(loaded, Options(mesh=Mesh.parse(mesh), strategy=Strategy()))
+    ctx.seeds = list(seeds(b, ctx.sharding))
+
+    def watch(step: Pass, _: object, ctx: PassContext) -> None:
+        if isinstance(step, InsertCollectives):
+            COVERAGE.note(loaded.graph, ctx)
+
+    passes = [p() for p in DEFAULT_PASSES if p is not AnnotateStrategy]
+    plan = run_passes(loaded, ctx, passes, watch, check=True)
+    assert plan is not None
+    COVERAGE.collectives.update(c.kind for c in plan.collectives)
+    SplitRanks(folder).run(loaded.graph, ctx)
+    (folder / "plan.json").write_text(plan.text())
+
+
+def check_values(got: list[np.ndarray], wanted: list[np.ndarray], outputs: list[Value]) -> None:
+    """Exact values are equal; others differ by their noise at most."""
+    for value, a, b in zip(outputs, got, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, value
+        if value.is_exact:
+            np.testing.assert_array_equal(a, b, value.name)
+        else:
+            np.testing.assert_allclose(a, b, rtol=0, atol=value.noise, err_msg=value.name)
+
+
+def check_random_graph(draw: Callable[[int, int], int], seed: int, folder: Path) -> None:
+    """Builds a graph, shards it, and compares."""
+    b = Builder(draw, seed)
+    build(b)
+    model, outputs = b.model()
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    par = folder / "model.par"
+    par.mkdir()
+    shard_randomly(path, b.choose(MESHES), b, par)
+    wanted = run_unsplit(path, b.feeds)
+    check_values(run_ranks(par, b.feeds), wanted, outputs)
+
+
+def test_random_graphs(request: pytest.FixtureRequest, tmp_path_factory: Any) -> None:
+    count = request.config.getoption("--random-graphs")
+
+    @settings(
+        max_examples=count,
+        derandomize=count <= 150,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data(), st.integers(0, 2**16))
+    def graphs(data: st.DataObject, seed: int) -> None:
+        def draw(low: int, high: int) -> int:
+            return data.draw(st.integers(low, high))
+
+        check_random_graph(draw, seed, tmp_path_factory.mktemp("graph"))
+
+    graphs()
+
+
+def test_coverage() -> None:
+    """Runs behind the graphs: what they exercised, and what they had to."""
+    print("\n".join(COVERAGE.lines()))
+    missing = sorted(MAKERS.keys() - COVERAGE.ops.keys())
+    print("not drawn:", *missing)
+    print("no maker:", *sorted(op for d, op in registered() if not d and op not in MAKERS))
+    for feature in ("merged dimensions", "several consumers", "partial values"):
+        assert 3 * COVERAGE.features[feature] >= COVERAGE.graphs, feature
