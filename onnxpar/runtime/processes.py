@@ -104,7 +104,7 @@ class Processes:
             if now - pinged >= self._tick:
                 pinged = now
                 for rank in waiting:
-                    rank.send_control({"do": "ping"})
+                    pass
         return [rank.reply or {} for rank in self.ranks]
 
     def _read(self, what: str) -> None:
@@ -141,6 +141,7 @@ class Processes:
         for rank in self.ranks:
             if rank is not culprit:
                 rank.send_control({"do": "abort", "message": f"rank {self._story(culprit)}"})
+        self._hear_out(culprit)
         others = [
             f"\n  rank {number}: {rank.reply['error']}"
             for number, rank in enumerate(self.ranks)
