@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.buckets import fuse_all_reduces
 from onnxpar.factors import OpFactors
+from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pending import choose_pending
 from onnxpar.plan import DOMAIN, part_bytes
@@ -95,13 +96,32 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(reader, index, whole))
 
     def _pin_states(self) -> None:
-        """Both ends of a state pair get the layout that its input has."""
+        """Both ends of a state pair get the layout of the input; what grows stays whole."""
+        tensors = self.sharding.factors.tensors
         for source, result in self.ctx.model.states:
-            axes = list(self.sharding.tensor_placement(source).leaves)
+            if source not in tensors or result not in tensors:
+                continue
+            axes = self.sharding.tensor_placement(source).leaves
+            by_dim: dict[int, list[Axes]] = defaultdict(list)
+            for over, dim in zip(axes, tensors[source].dim_of_leaf, strict=True):
+                by_dim[dim].append(over)
             for name in (source, result):
-                if len(self.sharding.tensors.get(name, [])) == len(axes):
-                    self.sharding.tensors[name] = list(axes)
-                    self.sharding.pinned.add(name)
+                dims = dict.fromkeys(tensors[name].dim_of_leaf)
+                self.sharding.tensors[name] = [
+                    axes
+                    for d in dims
+                    for axes in (
+                        by_dim[d]
+                        if self._pairs(source, result, d)
+                        else [()] * tensors[name].dim_of_leaf.count(d)
+                    )
+                ]
+                self.sharding.pinned.add(name)
+
+    def _pairs(self, source: str, result: str, dim: int) -> bool:
+        """Whether a dimension is cut alike in both tensors of a state pair."""
+        a, b = (self.sharding.factors.tensors[n] for n in (source, result))
+        return a.dims[dim] == b.dims[dim]
 
     def _place_input(self, tensor: gs.Variable) -> None:
         """An input is fed as its readers need it; one that is needed in two layouts is fed

@@ -13,8 +13,9 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 from agreement import run_ranks, run_unsplit
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from random_graphs.builder import MAKERS, Builder, Value
 from random_graphs.graphs import MESHES, build, seeds
 
@@ -129,10 +130,13 @@ def check_random_graph(draw: Callable[[int, int], int], seed: int, folder: Path)
     model, outputs = b.model()
     path = folder / "model.onnx"
     onnx.save(model, path)
+    try:
+        wanted = run_unsplit(path, b.feeds)
+    except ort_errors.Fail:
+        reject()  # its own shape inference fails behind some GroupNormalizations
     par = folder / "model.par"
     par.mkdir()
     shard_randomly(path, b.choose(MESHES), b, par)
-    wanted = run_unsplit(path, b.feeds)
     check_values(run_ranks(par, b.feeds), wanted, outputs)
 
 

@@ -104,7 +104,7 @@ class Processes:
             if now - pinged >= self._tick:
                 pinged = now
                 for rank in waiting:
-                    pass
+                    rank.send_control({"do": "ping"})
         return [rank.reply or {} for rank in self.ranks]
 
     def _read(self, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import random_graphs.contraction
 import random_graphs.elementwise
@@ -68,29 +69,48 @@ def axes_of(mesh: Mesh) -> list[Axes]:
 
 
 def seeds(b: Builder, sharding: Sharding) -> list[list[Seed]]:
-    """One to five annotations of nodes or tensors, in rounds."""
-    choices = axes_of(sharding.mesh)
-    ops = [op for op in sharding.factors.ops if op.leaves]
-    tensors = {n: t for n, t in sharding.factors.tensors.items() if t.leaves}
+    """One to five annotations of nodes or tensors, in rounds; what is reduced or merged often."""
+    any_op, reduced = op_leaves(sharding)
+    any_tensor, merged = tensor_leaves(sharding)
     rounds: list[list[Seed]] = []
     for _ in range(b.number(1, 5)):
-        if ops and b.coin():
-            op = b.choose(ops)
-            leaf = b.number(0, len(op.leaves) - 1)
-            axes = fitting(b, choices, op.leaves[leaf].size)
-            if axes:
-                rounds.append([NodeSplit(op, leaf, axes)])
-        elif tensors:
-            name = b.choose(list(tensors))
-            leaves = tensors[name].leaves
-            leaf = b.number(0, len(leaves) - 1)
-            axes = fitting(b, choices, leaves[leaf].size)
-            if axes:
-                given: list[Axes | None] = [None] * len(leaves)
-                given[leaf] = axes
-                parts = {leaf: uneven(b, leaves[leaf].size, axes)} if not b.number(0, 3) else {}
-                rounds.append([TensorSeed(name, given, parts, pin=b.coin())])
+        found = b.choose([f for f in (reduced, merged, any_op, any_tensor) if f] or [[]])
+        if not found:
+            continue
+        where, leaf, size = b.choose(found)
+        axes = fitting(b, axes_of(sharding.mesh), size)
+        if axes and isinstance(where, OpFactors):
+            rounds.append([NodeSplit(where, leaf, axes)])
+        elif axes:
+            given: list[Axes | None] = [None] * len(sharding.tensors[where])
+            given[leaf] = axes
+            parts = {} if b.number(0, 3) else {leaf: uneven(b, size, axes)}
+            rounds.append([TensorSeed(where, given, parts, pin=b.coin())])
     return rounds
+
+
+Places = list[tuple[Any, int, int]]
+"""Node or tensor, leaf, size."""
+
+
+def op_leaves(sharding: Sharding) -> tuple[Places, Places]:
+    """All leaves of nodes, and those over which a node reduces."""
+    found: Places = [
+        (op, i, leaf.size) for op in sharding.factors.ops for i, leaf in enumerate(op.leaves)
+    ]
+    return found, [place for place in found if place[0].reduction(place[1])]
+
+
+def tensor_leaves(sharding: Sharding) -> tuple[Places, Places]:
+    """All leaves of tensors, and those that share their dimension with others."""
+    found: Places = []
+    merged: Places = []
+    for name, factors in sharding.factors.tensors.items():
+        for i, (leaf, dim) in enumerate(zip(factors.leaves, factors.dim_of_leaf, strict=True)):
+            found.append((name, i, leaf.size))
+            if factors.dim_of_leaf.count(dim) > 1:
+                merged.append((name, i, leaf.size))
+    return found, merged
 
 
 def fitting(b: Builder, choices: list[Axes], size: int) -> Axes:
