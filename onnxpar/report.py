@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 WIDTH = 100
@@ -90,7 +91,12 @@ def _collective_lines(collectives: Sequence[Mapping[str, Any]], full: bool) -> I
 
 def _group(collective: Mapping[str, Any]) -> str:
     ranks = collective["group"]
-    shown = ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]}..{ranks[-1]}"
+    steps = {b - a for a, b in pairwise(ranks)}
+    if len(ranks) <= 4 or len(steps) > 1:
+        shown = ",".join(map(str, ranks[:8])) + (",..." if len(ranks) > 8 else "")
+    else:
+        by = f" by {steps.pop()}" if steps != {1} else ""
+        shown = f"{ranks[0]}..{ranks[-1]}{by}"
     return f"{shown} (x{collective['groups']})" if collective["groups"] > 1 else shown
 
 

@@ -27,6 +27,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serves the session at the other end of the inherited sockets until it closes them."""
     parent, work, control, inputs, outputs = map(int, sys.argv[1:])
+    _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
     watch = Watch(Wire(socket.socket(fileno=control)))
     threading.Thread(target=watch.run, daemon=True, name="onnxpar-watch").start()

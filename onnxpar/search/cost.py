@@ -12,7 +12,13 @@ BANDWIDTH = 2e9
 MEMORY_BANDWIDTH = 1e10
 """Bytes per second that a rank copies."""
 
-_TRAFFIC = {"AllReduce": 2.0, "ReduceScatter": 1.0, "AllGather": 1.0, "AllToAll": 1.0, "Broadcast": 1.0}
+_TRAFFIC = {
+    "AllReduce": 2.0,
+    "ReduceScatter": 1.0,
+    "AllGather": 1.0,
+    "AllToAll": 1.0,
+    "Broadcast": 1.0,
+}
 
 
 def bytes_sent(kind: str, ranks: int, size: float) -> float:

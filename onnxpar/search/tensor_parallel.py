@@ -213,7 +213,7 @@ class _Cover:
                 for j, other in enumerate(factors.leaves):
                     same_dim = factors.dim_of_leaf[i] == factors.dim_of_leaf[j]
                     free = other.atom not in chosen and self.events[other.atom] <= taken
-                    if i != j and same_dim and free and other.size % rest == 0:
+                    if i != j and same_dim and free and gcd(other.size, rest) > 1:
                         beside[leaf.atom][other.atom] += self.size_of(weight)
         return {atom: min(others, key=lambda o: (-others[o], o)) for atom, others in beside.items()}
 
@@ -232,7 +232,11 @@ class _Cover:
             companion = self.companion.get(leaf.atom)
             major, rest = nest([own, self.parts // own], axes) or [(), ()]
             given[i] = major
-            given |= {j: rest for j in at if factors.leaves[j].atom == companion and rest}
+            for j in at:
+                other = factors.leaves[j]
+                if other.atom == companion and rest:
+                    share = gcd(other.size, self.parts // own)
+                    given[j] = (nest([share, self.parts // own // share], rest) or [()])[0]
         return given
 
     def _reduces(self, name: str, at: list[int], chosen: set[int]) -> bool:
