@@ -5,6 +5,15 @@
 
 namespace onnxpar {
 
+/// Bytes `begin` to `begin + size` of something.
+struct Range {
+  size_t begin;
+  size_t size;
+};
+
+/// Part `index` when `total` is cut into `parts`, the larger parts first.
+Range PartOf(size_t total, size_t parts, size_t index);
+
 /// `rows` runs of `row_bytes`, each `stride` bytes after the one before; the first is at `offset`.
 struct Block {
   int member;  // of the group
@@ -25,11 +34,10 @@ inline Block Run(int member, size_t bytes, size_t offset = 0) {
 /// Copies a block to one of as many bytes, row-major on both sides.
 void CopyBlock(const void* from, const Block& source, void* to, const Block& target);
 
-/// Part `index` when `total` is cut into `parts`, the larger parts first.
-struct Range {
-  size_t begin;
-  size_t size;
-};
-Range PartOf(size_t total, size_t parts, size_t index);
+/// Copies those bytes of a block, counted row-major, to contiguous memory.
+void PackBlock(const void* from, const Block& source, const Range& range, void* to);
+
+/// The inverse.
+void UnpackBlock(const void* from, void* to, const Block& target, const Range& range);
 
 }  // namespace onnxpar

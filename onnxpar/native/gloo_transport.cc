@@ -3,10 +3,8 @@
 // which is matched by a slot that hashes all that its two ends must agree on.
 #include "gloo_transport.h"
 
-#include <algorithm>
-
 #include "gloo_mesh.h"
-#include "hash.h"
+#include "gloo_pieces.h"
 #include "ort.h"
 
 namespace onnxpar {
@@ -14,27 +12,8 @@ namespace {
 
 /// An all-reduce that sends no more than this is one step, everything to everyone, instead of two.
 constexpr size_t kDirectBytes = 384 * 1024;
-/// A larger one runs in segments of at most this size per member.
-constexpr size_t kSegmentBytes = 512 * 1024;
-
 /// From here on a broadcast to several ranks has them pass chunks on.
 constexpr size_t kDealtBytes = 64 * 1024;
-
-/// Memory that is kept between calls.
-class Scratch {
- public:
-  char* Get(size_t bytes) {
-    if (bytes > size_) {
-      memory_.reset(new char[bytes]);
-      size_ = bytes;
-    }
-    return memory_.get();
-  }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  size_t size_ = 0;
-};
 
 class GlooTransport : public Transport {
  public:
@@ -54,175 +33,99 @@ class GlooTransport : public Transport {
   void Abort() override { mesh_.Abort(); }
 
  private:
-  void DirectAllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
-                       size_t elements);
-  void SegmentedAllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
-                          size_t elements);
-  /// Exchange, without the block that stays on this rank.
-  void Transfer(const Call& call, uint64_t step, const void* in, const std::vector<Block>& sends,
-                void* out, const std::vector<Block>& receives);
+  /// The steps of a collective, so that messages of one do not match those of another.
+  enum Phase { kFirst, kSecond };
+
+  template <typename AfterPiece>
+  void Reduce(const Call& call, const Reduction& reduction, const void* in,
+              const std::vector<Block>& blocks, void* out, const AfterPiece& after_piece);
+  void Move(const Call& call, Phase phase, const void* in, const std::vector<Block>& sends,
+            void* out, const std::vector<Block>& receives);
 
   GlooMesh mesh_;
+  Scratch move_scratch_;
   Scratch reduce_scratch_;
-  Scratch pack_scratch_;
 };
 
-Message MessageAt(const Call& call, uint64_t step, int member, void* data, size_t bytes) {
-  return {call.ranks[member], Mix(Mix(call.key, step), bytes), data, bytes};
+/// One block for each member, all of the same bytes.
+std::vector<Block> ToEach(const Call& call, const Range& range) {
+  std::vector<Block> blocks;
+  for (int member = 0; member < call.size(); ++member) {
+    blocks.push_back(Run(member, range.size, range.begin));
+  }
+  return blocks;
 }
 
-void* At(const void* base, size_t offset) {
-  return static_cast<char*>(const_cast<void*>(base)) + offset;
+/// `elements` cut into one part for each member.
+std::vector<Block> PartsOf(const Call& call, size_t elements, size_t element_size) {
+  std::vector<Block> parts;
+  for (int member = 0; member < call.size(); ++member) {
+    const Range part = PartOf(elements, call.ranks.size(), static_cast<size_t>(member));
+    parts.push_back(Run(member, part.size * element_size, part.begin * element_size));
+  }
+  return parts;
 }
 
+/// Small ones in one step. Large ones as reduce-scatter and all-gather, the second following the
+/// first piece by piece. In place, a part's result comes from the member it was sent to, so nothing
+/// is overwritten before it has been sent.
 void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                               void* out, size_t elements) {
-  const size_t others = call.ranks.size() - 1;
-  if (elements * ElementSize(reduction.type) * others <= kDirectBytes) {
-    DirectAllReduce(call, reduction, in, out, elements);
-  } else {
-    SegmentedAllReduce(call, reduction, in, out, elements);
+  const size_t element_size = ElementSize(reduction.type);
+  const size_t bytes = elements * element_size;
+  if (bytes * (call.ranks.size() - 1) <= kDirectBytes) {
+    return Reduce(call, reduction, in, ToEach(call, {0, bytes}), out, [](size_t) {});
   }
-}
-
-void GlooTransport::DirectAllReduce(const Call& call, const Reduction& reduction, const void* in,
-                                    void* out, size_t elements) {
-  const size_t bytes = elements * ElementSize(reduction.type);
-  char* scratch = reduce_scratch_.Get(bytes * call.size());
-  std::vector<Block> sends, receives;
-  std::vector<const void*> sources;
-  for (int member = 0; member < call.size(); ++member) {
-    sends.push_back(Run(member, bytes));
-    receives.push_back(Run(member, bytes, member * bytes));
-    sources.push_back(member == call.me ? in : scratch + member * bytes);
-  }
-  Transfer(call, 0, in, sends, scratch, receives);
-  Fold(reduction, sources.data(), sources.size(), out, elements);
-}
-
-/// One all-reduce, segment by segment: member i gets and reduces chunk i of a segment, then gives
-/// the result to all. `out` may be `in`: a chunk's result comes back from the member it was sent
-/// to.
-class Segments {
- public:
-  Segments(GlooMesh& mesh, const Call& call, const Reduction& reduction, const void* in, void* out,
-           size_t elements, Scratch& scratch)
-      : mesh_(mesh),
-        call_(call),
-        reduction_(reduction),
-        in_(in),
-        out_(out),
-        elements_(elements),
-        element_size_(ElementSize(reduction.type)),
-        count_((elements * element_size_ - 1) / (kSegmentBytes * call.size()) + 1),
-        slot_bytes_(Chunk(0, 0).size),
-        scratch_(scratch.Get(2 * slot_bytes_ * call.size())) {}
-
-  size_t Count() const { return count_; }
-
-  std::unique_ptr<GlooMesh::Flight> Scatter(size_t segment) {
-    return Fly([&](int member, std::vector<Message>& sends, std::vector<Message>& receives) {
-      const Range theirs = Chunk(segment, member);
-      const Range mine = Chunk(segment, call_.me);
-      sends.push_back(MessageAt(call_, 2 * segment, member, At(in_, theirs.begin), theirs.size));
-      receives.push_back(
-          MessageAt(call_, 2 * segment, member, Received(segment, member), mine.size));
-    });
-  }
-
-  void Reduce(size_t segment) {
-    const Range mine = Chunk(segment, call_.me);
-    std::vector<const void*> sources;
-    for (int member = 0; member < call_.size(); ++member) {
-      sources.push_back(member == call_.me ? At(in_, mine.begin) : Received(segment, member));
-    }
-    Fold(reduction_, sources.data(), sources.size(), At(out_, mine.begin),
-         mine.size / element_size_);
-  }
-
-  std::unique_ptr<GlooMesh::Flight> Gather(size_t segment) {
-    return Fly([&](int member, std::vector<Message>& sends, std::vector<Message>& receives) {
-      const Range theirs = Chunk(segment, member);
-      const Range mine = Chunk(segment, call_.me);
-      const uint64_t step = 2 * segment + 1;
-      sends.push_back(MessageAt(call_, step, member, At(out_, mine.begin), mine.size));
-      receives.push_back(MessageAt(call_, step, member, At(out_, theirs.begin), theirs.size));
-    });
-  }
-
- private:
-  /// In bytes.
-  Range Chunk(size_t segment, int member) const {
-    const Range whole = PartOf(elements_, count_, segment);
-    const Range part = PartOf(whole.size, call_.size(), member);
-    return {(whole.begin + part.begin) * element_size_, part.size * element_size_};
-  }
-
-  /// Two segments are under way at a time.
-  void* Received(size_t segment, int member) const {
-    return scratch_ + (segment % 2 * call_.size() + member) * slot_bytes_;
-  }
-
-  template <typename AddMessages>
-  std::unique_ptr<GlooMesh::Flight> Fly(const AddMessages& add) {
-    std::vector<Message> sends, receives;
-    for (int member = 0; member < call_.size(); ++member) {
-      if (member != call_.me) add(member, sends, receives);
-    }
-    return std::make_unique<GlooMesh::Flight>(mesh_, sends, receives);
-  }
-
-  GlooMesh& mesh_;
-  const Call& call_;
-  const Reduction& reduction_;
-  const void* const in_;
-  void* const out_;
-  const size_t elements_;
-  const size_t element_size_;
-  const size_t count_;
-  const size_t slot_bytes_;
-  char* const scratch_;
-};
-
-void GlooTransport::SegmentedAllReduce(const Call& call, const Reduction& reduction, const void* in,
-                                       void* out, size_t elements) {
-  Segments segments(mesh_, call, reduction, in, out, elements, reduce_scratch_);
-  std::unique_ptr<GlooMesh::Flight> scattering = segments.Scatter(0);
-  std::unique_ptr<GlooMesh::Flight> gathering;
-  for (size_t segment = 0; segment < segments.Count(); ++segment) {
-    std::unique_ptr<GlooMesh::Flight> next;
-    if (segment + 1 < segments.Count()) next = segments.Scatter(segment + 1);
-    scattering->Wait();
-    segments.Reduce(segment);
-    if (gathering) gathering->Wait();
-    gathering = segments.Gather(segment);
-    scattering = std::move(next);
-  }
-  gathering->Wait();
+  const std::vector<Block> parts = PartsOf(call, elements, element_size);
+  const Block& mine = parts[call.me];
+  const std::vector<Block> results = ToEach(call, {mine.offset, mine.Bytes()});
+  Pieces gather(mesh_, call, kSecond, out, results, out, parts, Pieces::kWhereStrided,
+                move_scratch_);
+  Reduce(call, reduction, in, parts, At(out, mine.offset), [&](size_t piece) {
+    gather.Post(piece);
+    if (piece > 0) gather.Wait(piece - 1);
+  });
+  gather.Wait(gather.Count() - 1);
 }
 
 void GlooTransport::ReduceScatter(const Call& call, const Reduction& reduction, const void* in,
                                   const std::vector<Block>& blocks, void* out) {
-  const size_t bytes = blocks[call.me].Bytes();
-  char* scratch = reduce_scratch_.Get(bytes * call.size());
-  std::vector<Block> receives;
-  std::vector<const void*> sources;
-  for (int member = 0; member < call.size(); ++member) {
-    receives.push_back(Run(member, bytes, member * bytes));
-    sources.push_back(scratch + member * bytes);
+  Reduce(call, reduction, in, blocks, out, [](size_t) {});
+}
+
+/// Sends `blocks[i]` of `in` to member i, folds what this member gets with its own block into
+/// `out`, and calls after_piece(i) when piece i of that is done.
+template <typename AfterPiece>
+void GlooTransport::Reduce(const Call& call, const Reduction& reduction, const void* in,
+                           const std::vector<Block>& blocks, void* out,
+                           const AfterPiece& after_piece) {
+  const Block& mine = blocks[call.me];
+  const std::vector<Block> receives = ToEach(call, {0, mine.Bytes()});
+  Pieces arriving(mesh_, call, kFirst, in, blocks, nullptr, receives, Pieces::kAlways,
+                  reduce_scratch_);
+  std::vector<const void*> sources(call.ranks.size());
+  arriving.Post(0);
+  for (size_t piece = 0; piece < arriving.Count(); ++piece) {
+    if (piece + 1 < arriving.Count()) arriving.Post(piece + 1);
+    arriving.Wait(piece);
+    const Range range = Pieces::RangeOf(mine, piece);
+    for (int member = 0; member < call.size(); ++member) {
+      sources[member] = arriving.Staged(member, piece);
+    }
+    if (mine.Contiguous()) {
+      sources[call.me] = At(in, mine.offset + range.begin);
+    } else {
+      PackBlock(in, mine, range, arriving.Staged(call.me, piece));
+    }
+    Fold(reduction, sources.data(), sources.size(), At(out, range.begin),
+         range.size / ElementSize(reduction.type));
+    after_piece(piece);
   }
-  CopyBlock(in, blocks[call.me], scratch, receives[call.me]);
-  Transfer(call, 0, in, blocks, scratch, receives);
-  Fold(reduction, sources.data(), sources.size(), out, bytes / ElementSize(reduction.type));
 }
 
 void GlooTransport::AllGather(const Call& call, const void* in, void* out,
                               const std::vector<Block>& blocks) {
-  std::vector<Block> sends;
-  for (int member = 0; member < call.size(); ++member) {
-    sends.push_back(Run(member, blocks[call.me].Bytes()));
-  }
-  Exchange(call, in, sends, out, blocks);
+  Exchange(call, in, ToEach(call, {0, blocks[call.me].Bytes()}), out, blocks);
 }
 
 /// The root deals a chunk to each other member; these then gather the chunks among themselves.
@@ -234,14 +137,14 @@ void GlooTransport::Broadcast(const Call& call, int root, void* data, size_t byt
     const Range range = dealt ? PartOf(bytes, call.size() - 1, chunks.size()) : Range{0, bytes};
     chunks.push_back(Run(member, range.size, range.begin));
   }
-  if (call.me == root) return Transfer(call, 0, data, chunks, data, {});
+  if (call.me == root) return Move(call, kFirst, data, chunks, data, {});
 
   const Block& mine = chunks[call.me - (call.me > root ? 1 : 0)];
-  Transfer(call, 0, data, {}, data, {Run(root, mine.Bytes(), mine.offset)});
+  Move(call, kFirst, data, {}, data, {Run(root, mine.Bytes(), mine.offset)});
   if (!dealt) return;
   std::vector<Block> sends;
   for (const Block& chunk : chunks) sends.push_back(Run(chunk.member, mine.Bytes(), mine.offset));
-  Transfer(call, 1, data, sends, data, chunks);
+  Move(call, kSecond, data, sends, data, chunks);
 }
 
 void GlooTransport::Exchange(const Call& call, const void* in, const std::vector<Block>& sends,
@@ -252,46 +155,13 @@ void GlooTransport::Exchange(const Call& call, const void* in, const std::vector
       if (to.member == call.me) CopyBlock(in, from, out, to);
     }
   }
-  Transfer(call, 0, in, sends, out, receives);
+  Move(call, kFirst, in, sends, out, receives);
 }
 
-void GlooTransport::Transfer(const Call& call, uint64_t step, const void* in,
-                             const std::vector<Block>& sends, void* out,
-                             const std::vector<Block>& receives) {
-  const auto packed = [&](const Block& b) { return b.member != call.me && !b.Contiguous(); };
-  size_t packed_bytes = 0;
-  for (const Block& block : sends) packed_bytes += packed(block) ? block.Bytes() : 0;
-  for (const Block& block : receives) packed_bytes += packed(block) ? block.Bytes() : 0;
-  char* free = pack_scratch_.Get(packed_bytes);
-
-  std::vector<Message> outgoing, incoming;
-  for (const Block& block : sends) {
-    if (block.member == call.me) continue;
-    void* data = At(in, block.offset);
-    if (packed(block)) {
-      data = free;
-      free += block.Bytes();
-      CopyBlock(in, block, data, Run(block.member, block.Bytes()));
-    }
-    outgoing.push_back(MessageAt(call, step, block.member, data, block.Bytes()));
-  }
-  for (const Block& block : receives) {
-    if (block.member == call.me) continue;
-    void* data = At(out, block.offset);
-    if (packed(block)) {
-      data = free;
-      free += block.Bytes();
-    }
-    incoming.push_back(MessageAt(call, step, block.member, data, block.Bytes()));
-  }
-  GlooMesh::Flight(mesh_, outgoing, incoming).Wait();
-
-  auto message = incoming.begin();
-  for (const Block& block : receives) {
-    if (block.member == call.me) continue;
-    if (packed(block)) CopyBlock(message->data, Run(block.member, block.Bytes()), out, block);
-    ++message;
-  }
+void GlooTransport::Move(const Call& call, Phase phase, const void* in,
+                         const std::vector<Block>& sends, void* out,
+                         const std::vector<Block>& receives) {
+  Pieces(mesh_, call, phase, in, sends, out, receives, Pieces::kWhereStrided, move_scratch_).Move();
 }
 
 }  // namespace

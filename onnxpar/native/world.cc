@@ -1,6 +1,7 @@
 #include "world.h"
 
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -21,14 +22,17 @@ constexpr milliseconds kSlow{20};
 constexpr milliseconds kVerdictTime{2000};
 
 std::mutex worlds_mutex;
+pid_t process = 0;  // that joined the worlds
 
 std::map<std::string, std::shared_ptr<World>>& Worlds() {
   static auto* worlds = new std::map<std::string, std::shared_ptr<World>>;  // outlives all threads
   return *worlds;
 }
 
-/// Other ranks must be able to tell a process that ends from one that dies.
+/// Other ranks must be able to tell a process that ends from one that dies. A forked child that
+/// ends is neither.
 void LeaveWorldsAtExit() {
+  if (getpid() != process) return;
   std::lock_guard<std::mutex> lock(worlds_mutex);
   for (const auto& [id, world] : Worlds()) world->LeaveAtExit();
 }
@@ -47,6 +51,10 @@ void CheckConfig(const WorldConfig& config) {
                              std::to_string(config.size) + " ranks");
   }
   if (config.timeout.count() <= 0) throw std::runtime_error("the timeout must be positive");
+  if (config.bind_address == "0.0.0.0" || config.bind_address == "::") {
+    throw std::runtime_error("bind address " + config.bind_address +
+                             " is no address that other ranks can reach; give this host's own");
+  }
 }
 
 }  // namespace
@@ -60,6 +68,7 @@ std::shared_ptr<World> World::Create(const WorldConfig& config) {
   CheckConfig(config);
   if (Find(config.id)) throw std::runtime_error("this process has a world '" + config.id + "'");
   static const bool at_exit [[maybe_unused]] = std::atexit(LeaveWorldsAtExit) == 0;
+  process = getpid();
   auto world = std::make_shared<World>(config);
   std::lock_guard<std::mutex> lock(worlds_mutex);
   Worlds()[config.id] = world;

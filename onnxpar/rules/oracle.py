@@ -18,7 +18,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, analyse, with_axes
-from onnxpar.layout import Layout, nested_parts
+from onnxpar.layout import Layout, dim_axes, nested_parts
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.rules.case import Case, Cut, compiled
 from onnxpar.rules.local import NodeView, PerRank, localize_node
@@ -102,6 +102,10 @@ class Oracle:
         graph, factors = self._analysed()
         op = factors.ops[0]
         layouts = self._layouts(op, split)
+        for name, layout in layouts.items():
+            over = [axis for dim in layout.dims for axis in dim_axes(dim)]
+            if len(set(over)) < len(over):
+                return f"{self.case.op} [{op.rule.text()}] splits {name} twice over one axis"
         if NodeView.of(op, layouts, split.mesh).counted_twice(op.rule.reduce):
             return None
         per_rank = PerRank()

@@ -120,7 +120,7 @@ def in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
         if not errors:
             end.wait()
 
-    end.set(); threading.Thread(target=live, daemon=True).start()
+    threading.Thread(target=live, daemon=True, name="onnxpar-ranks").start()
     done.wait()
     if errors:
         raise RankError(f"cannot start the ranks: {errors[0]}") from errors[0]

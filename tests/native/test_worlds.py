@@ -98,6 +98,20 @@ def test_a_file_that_leads_to_something_else(tmp_path: Path) -> None:
     close(worlds)
 
 
+def test_a_file_left_by_a_world_that_lives(tmp_path: Path) -> None:
+    """Its hub refuses rank 1, which looks again, and goes on waiting for its own ranks."""
+    with Hub() as hub, ThreadPoolExecutor(1) as pool:
+        port = hub.store.split(":")[-1]
+        (tmp_path / "onnxpar-hub").write_text(f"127.0.0.1 {port} 123\n")
+        second = pool.submit(join, f"file:{tmp_path}", [2, 2], 5, [1])
+        time.sleep(0.2)
+        worlds = [*join(f"file:{tmp_path}", [2, 2], 5, [0]), *second.result()]
+        others = join(hub.store, [2, 2])
+        for each in (worlds, others):
+            check(each)
+            close(each)
+
+
 def test_strangers_do_not_disturb_a_hub() -> None:
     with Hub() as hub, ThreadPoolExecutor(1) as pool:
         first = pool.submit(join, hub.store, [2, 2], 5, [0])
@@ -137,6 +151,16 @@ def test_a_rank_that_never_joins(kind: str, missing: int, tmp_path: Path) -> Non
         assert f"rank {missing} has not joined the world" in error
 
 
+def test_the_least_patient_rank_learns_who_is_missing() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(join, "hash:patience", [3, 3, 3], 5, [0])
+        begun = time.monotonic()
+        [error] = join("hash:patience", [3, 3, 3], timeout=0.5, ranks=[1])
+        assert "rank 2 has not joined the world" in error
+        assert time.monotonic() - begun < 0.9
+        assert "rank 2 has not joined the world" in patient.result()[0]
+
+
 def test_ranks_that_expect_different_worlds() -> None:
     errors = join("hash:sizes", [2, 3], timeout=1)
     assert re.search(
@@ -160,18 +184,33 @@ def test_two_ranks_of_one_number() -> None:
         (0, 2, "carrier:pigeon", "must be hash:NAME, file:/dir or tcp://host:port"),
         (0, 2, "tcp://localhost", "must be tcp://host:port"),
         (0, 2, "file:relative", "must name an absolute path"),
+        (0, 2, "hash:x@0.0.0.0", "is no address that other ranks can reach"),
         (1, 2, "tcp://no.such.host.invalid:1", "cannot resolve host"),
     ],
 )
 def test_wrong_arguments(rank: int, size: int, store: str, reason: str) -> None:
+    store, _, address = store.partition("@")
     with pytest.raises(OnnxparError, match=reason):
-        World.create("wrong", rank, size, store, timeout=1)
+        World.create("wrong", rank, size, store, address or "127.0.0.1", timeout=1)
 
 
 def test_a_world_of_one_rank_needs_no_store() -> None:
     with World.create("one", 0, 1, "") as world:
         [y] = on_ranks([world], lambda world: run(world, ALL_REDUCE, np.ones([2], "f4")))
         np.testing.assert_array_equal(y, np.ones([2], "f4"))
+
+
+def test_ranks_on_different_addresses() -> None:
+    """Hosts, if they were real ones; all of 127.0.0.0/8 is this host."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+
+    def each(rank: int) -> World:
+        return World.create(f"address/{rank}", rank, 3, store, f"127.0.0.{rank + 1}", timeout=5)
+
+    with ThreadPoolExecutor(3) as pool:
+        worlds = list(pool.map(each, range(3)))
+    check(worlds)
+    close(worlds)
 
 
 def test_an_id_is_unique() -> None:

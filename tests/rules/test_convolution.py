@@ -55,6 +55,10 @@ CASES = [
         "n c (y0 b0) (y1 b1), o c w0 w1 -> n o y0 y1 {sum: c, whole: w0 w1 b0 b1}",
     ),
     (
+        Case("Conv", [X, (6, 4, 2, 2)], {"strides": [2, 2], "pads": [1, 0, 0, 0]}),
+        "n c h0 (y1 b1), o c w0 w1 -> n o y0 y1 {sum: c, whole: w0 w1 h0 y0 b1}",
+    ),
+    (
         Case("Conv", [X, (6, 4, 3, 3)], {"auto_pad": "SAME_LOWER"}),
         "n c h0 h1, o c w0 w1 -> n o y0 y1 {sum: c, whole: w0 w1 h0 y0 h1 y1}",
     ),

@@ -10,6 +10,7 @@ X = (4, 5, 3)
 MASK = np.stack(np.broadcast_arrays(np.arange(4)[:, None, None], np.arange(5)), -1)
 """(batch, position) of every element, as torch exports attention masks: (4, 1, 5, 2)."""
 TAIL = MASK[:, :, 2:]
+DIAGONAL = np.stack([np.arange(4)] * 2, -1)
 PAIRS = array([[0, 1], [3, -1], [2, 2]])
 ROWS = array([[3], [0], [-2], [3], [1], [1]])
 
@@ -18,6 +19,7 @@ CASES = [
     (Case("GatherND", [X, MASK]), "i0 i2 d0, _ -> i0 i1 i2 d0"),
     (Case("GatherND", [X, TAIL]), "i0 p1 + i2 + q1 d0, _ -> i0 i1 i2 d0"),
     (Case("GatherND", [X, MASK * [0, 1] + [2, 0]]), "p0 + k0 + q0 i2 d0, _ -> i0 i1 i2 d0"),
+    (Case("GatherND", [(4, 4), DIAGONAL]), "i0 t1, _ -> i0 {whole: t1}"),
     (Case("GatherND", [X, PAIRS]), "t0 t1 d0, i0 w -> i0 d0 {whole: t0 t1 w}"),
     (Case("GatherND", [X, PAIRS], fed=[1]), "t0 t1 d0, i0 w -> i0 d0 {whole: t0 t1 w}"),
     (Case("GatherND", [X, array([[-2]])]), "p0 + k0 + q0 d0 d1, _ -> i0 d0 d1"),
