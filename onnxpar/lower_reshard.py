@@ -31,6 +31,7 @@ class ReshardBuilder:
     mesh: Mesh
     per_rank: PerRank
     tag: int
+    opset: int
 
     def __post_init__(self) -> None:
         self.axes: Axes = self.node.attrs["axes"]
@@ -65,16 +66,25 @@ class ReshardBuilder:
             return np.array([np.prod(s, dtype=np.int64) for s in shapes])
 
         pieces = [self._fresh(t, f"piece{i}") for i, t in enumerate(self.inputs)]
-        self._split(summed, self._varying("sizes", sizes), pieces)
+        self._split(summed, sizes, pieces)
         for i, (piece, result, layout) in enumerate(
             zip(pieces, self.outputs, befores, strict=True)
         ):
             shape = partial(_shape, layout, self.mesh)
             self._add("Reshape", [piece, self._varying(f"shape{i}", shape)], result)
 
-    def _split(self, x: gs.Tensor, sizes: gs.Tensor, results: list[gs.Variable]) -> None:
+    def _split(
+        self, x: gs.Tensor, sizes: Callable[[int], Array], results: list[gs.Variable]
+    ) -> None:
+        """Cuts the first dimension; sizes are an attribute before opset 13."""
         name = f"{self.node.name}::Split"
-        self.built.append(gs.Node("Split", name, {"axis": 0}, [x, sizes], results))
+        if self.opset >= 13:
+            operands = [x, self._varying("sizes", sizes)]
+            self.built.append(gs.Node("Split", name, {"axis": 0}, operands, results))
+            return
+        self.per_rank.attributes[name, "split"] = lambda rank: sizes(rank).tolist()
+        attrs = {"axis": 0, "split": sizes(0).tolist()}
+        self.built.append(gs.Node("Split", name, attrs, [x], results))
 
     def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
         self._collective("AllReduce", x, y, op=self.before.reduce)

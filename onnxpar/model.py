@@ -20,7 +20,7 @@ from onnxpar.shapes import infer
 
 _MAX_IR, _MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
-_MIN_OPSET = 13
+_MIN_OPSET = 10
 """What passes emit."""
 
 
@@ -207,7 +207,7 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 def _mark_opset(graph: gs.Graph) -> None:
     """Puts the opset on nodes whose meaning it changes."""
     for node in graph.nodes:
-        if node.op in ("Softmax", "LogSoftmax", "Hardmax") and graph.opset < 13:
+        if node.op in ("Softmax", "LogSoftmax", "Hardmax", "Split") and graph.opset < 13:
             node.attrs["onnxpar.opset"] = graph.opset
 
 

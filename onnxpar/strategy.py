@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,11 +183,9 @@ def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
                 axes[leaf] = given or axes.get(leaf, ())
             leaves = [-1 if k is None else k for k in links]
             parts |= _hand_parts(what, leaves, spread, over, sizes, tensor.dims[axis].size)
-    used: list[Axis] = []
-    for over in axes.values():
-        if overlaps(over, used):
+    for (i, a), (j, b) in combinations(axes.items(), 2):
+        if (i, j) not in op.apart and overlaps(a, b):
             raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
-        used += over
     return NodeSeed(op, axes, parts)
 
 
@@ -223,7 +222,7 @@ def _ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ..
         return (mesh.axis(ask),), None, pre
     if isinstance(ask, Mapping) and len(ask) == 1:
         name, sizes = next(iter(ask.items()))
-        if isinstance(sizes, Sequence) and all(isinstance(s, int) and s >= 0 for s in sizes):
+        if isinstance(sizes, Sequence) and all(isinstance(s, int) and s > 0 for s in sizes):
             return (mesh.axis(str(name)),), tuple(sizes), pre
     if isinstance(ask, Sequence) and ask and all(isinstance(a, str) for a in ask):
         return tuple(mesh.axis(a) for a in ask), None, pre

@@ -36,7 +36,9 @@ class LocalizeOps(Pass):
                 continue
             if node.op not in LOCAL_STEPS:
                 ctx.collectives.append(collective_of(node, mesh))
-            nodes += ReshardBuilder(node, mesh, ctx.per_rank, tag=len(ctx.collectives)).build()
+            nodes += ReshardBuilder(
+                node, mesh, ctx.per_rank, len(ctx.collectives), graph.opset
+            ).build()
         graph.nodes = nodes
         for tensor in [*graph.inputs, *graph.outputs]:
             if isinstance(tensor, gs.Variable) and tensor.name in ctx.layouts:

@@ -27,6 +27,7 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline import DEFAULT_PASSES, Options, make_context, run_passes
+from onnxpar.plan import DOMAIN
 from onnxpar.rules.rule import registered
 from onnxpar.strategy import Strategy
 
@@ -37,7 +38,7 @@ class Coverage:
 
     graphs: int = 0
     features: Counter[str] = field(default_factory=Counter)
-    collectives: Counter[str] = field(default_factory=Counter)
+    reshards: Counter[str] = field(default_factory=Counter)
     ops: Counter[str] = field(default_factory=Counter)
     splits: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -45,6 +46,7 @@ class Coverage:
         """Counts a graph behind insert-collectives."""
         self.graphs += 1
         self.features.update(_features(graph, ctx))
+        self.reshards.update(node.op for node in graph.nodes if node.domain == DOMAIN)
         for op in ctx.sharding.factors.ops:
             self.ops[op.node.op] += 1
             for what in _splits(op, ctx):
@@ -53,7 +55,7 @@ class Coverage:
     def lines(self) -> Iterator[str]:
         """The table of op x kind of split."""
         yield f"{self.graphs} graphs: {dict(self.features)}"
-        yield f"collectives: {dict(self.collectives)}"
+        yield f"reshards: {dict(self.reshards)}"
         columns = ("split", "uneven", "reduces", "passes")
         yield f"{'op':24}{'nodes':>7}" + "".join(f"{c:>9}" for c in columns)
         for op, nodes in sorted(self.ops.items()):
@@ -108,7 +110,6 @@ def shard_randomly(model: Path, mesh: str, b: Builder, folder: Path) -> None:
     passes = [p() for p in DEFAULT_PASSES if p is not AnnotateStrategy]
     plan = run_passes(loaded, ctx, passes, watch, check=True)
     assert plan is not None
-    COVERAGE.collectives.update(c.kind for c in plan.collectives)
     SplitRanks(folder).run(loaded.graph, ctx)
     (folder / "plan.json").write_text(plan.text())
 

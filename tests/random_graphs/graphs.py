@@ -10,6 +10,7 @@ import random_graphs.elementwise
 import random_graphs.indexing
 import random_graphs.movement  # noqa: F401
 from random_graphs.builder import MAKERS, Builder, NotHere
+from random_graphs.patterns import PATTERNS
 
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.factors import OpFactors
@@ -35,7 +36,10 @@ def build(b: Builder) -> None:
     for _ in range(3 * wanted):
         op = b.choose(theme if b.number(0, 3) else THEMES["any"])
         try:
-            MAKERS[op](b, op)
+            if b.number(0, 5):
+                MAKERS[op](b, op)
+            else:
+                b.choose(PATTERNS)(b)
         except NotHere:
             continue
         if len(b.nodes) >= wanted:
