@@ -186,7 +186,8 @@ class ReshardBuilder:
             order = np.argsort(have, kind="stable")
             return np.asarray(order[np.searchsorted(have, wanted(rank), sorter=order)], np.int64)
 
-        self._add("Gather", [x, self._varying("order", index)], y, axis=axis)
+        order = self._varying(f"order{len(self.built)}", index)
+        self._add("Gather", [x, order], y, axis=axis)
 
     def _joined(self, before: Dim, rank: int) -> Array:
         members = self.mesh.group(self.axes, rank)

@@ -34,6 +34,7 @@ _NEVER = frozenset(
         "SequenceEmpty",
         "Optional",
         "Dropout",
+        "LRN",  # onnx's reference counts its channels by the size of the batch
     )
 )
 

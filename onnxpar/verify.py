@@ -66,7 +66,10 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
             fail(f"{tensor.name} should await {pending[1]}")
 
 
-def _pieces(axes: Sequence[Axis]) -> list[tuple[str, int]]:
+_Piece = tuple[str, int]
+
+
+def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
     """Axes as prime steps, so that tp and tp:(1)2 tp:(2)2 compare equal."""
     out = []
     for axis in axes:
@@ -135,16 +138,16 @@ def _every_segment(op: OpFactors, factor: str, held: dict[int, tuple[Axis, ...]]
     return cover(op.trees[factor]) is not None
 
 
-_CHANGES = {
-    "AllReduce": (0, -1),
-    "ReduceScatter": (1, -1),
-    "AllGather": (-1, 0),
-    "LocalSlice": (1, 0),
-    "AllToAll": (0, 0),
-    "Select": (0, 1),
-    "Broadcast": (0, 0),
+_CHANGES: dict[str, tuple[set[int], int]] = {
+    "AllReduce": (set(), -1),
+    "ReduceScatter": ({1}, -1),
+    "AllGather": ({-1}, 0),
+    "LocalSlice": ({1}, 0),
+    "AllToAll": ({1, -1}, 0),
+    "Select": (set(), 1),
+    "Broadcast": (set(), 0),
 }
-"""Per kind: whether axes come to (1) or leave (-1) the dimensions, and the pending ones."""
+"""Per kind: whether its axes come to (1) and leave (-1) factors, and the pending ones."""
 
 
 def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
@@ -156,17 +159,25 @@ def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
 
 def _verify_step(node: gs.Node, before: Layout, after: Layout) -> None:
     over = set(_pieces(node.attrs["axes"]))
+    factors, pending = _CHANGES[node.op]
+    pairs = [
+        ({*_pieces(f.axes)}, {*_pieces(g.axes)})
+        for d, e in zip(before.dims, after.dims, strict=True)
+        for f, g in zip(leaves(d), leaves(e), strict=True)
+    ]
+    found = {_change(old, new, over) for old, new in pairs if old != new}
+    partial = ({*_pieces(before.partial)}, {*_pieces(after.partial)})
+    is_right = found == factors and (_change(*partial, over) if pending else 0) == pending
+    assert is_right and (pending or partial[0] == partial[1]), (
+        f"{node.op} '{node.name}': {before} -> {after} over {over}"
+    )
 
-    def split(layout: Layout) -> set[tuple[str, int]]:
-        return {p for d in layout.dims for f in leaves(d) for p in _pieces(f.axes)}
 
-    for (old, new), change in zip(
-        [(split(before), split(after)), ({*_pieces(before.partial)}, {*_pieces(after.partial)})],
-        _CHANGES[node.op],
-        strict=True,
-    ):
-        expected = old | over if change > 0 else old - over if change < 0 else old
-        assert new == expected, f"{node.op} '{node.name}': {before} -> {after} over {over}"
+def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None:
+    """1 where all of `over` came, -1 where all of it left, None for anything else."""
+    if old.isdisjoint(over) and new == old | over:
+        return 1
+    return -1 if over <= old and new == old - over else None
 
 
 def _verify_order(graph: gs.Graph) -> None:

@@ -8,4 +8,4 @@ ruff check .
 ruff format --check --quiet .
 clang-format --dry-run -Werror onnxpar/native/*.cc onnxpar/native/*.h
 mypy
-python -m pytest -q -n 2 "$@"
+pytest -q -n 2 "$@"

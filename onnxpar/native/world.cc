@@ -60,8 +60,8 @@ void CheckConfig(const WorldConfig& config) {
 }  // namespace
 
 std::string Operation::Describe() const {
-  return name + " on " + TypeName(type) + ToText(shape) + (details.empty() ? "" : " with ") +
-         details;
+  return name + " over ranks " + ToText(group.ranks) + " on " + TypeName(type) + ToText(shape) +
+         (details.empty() ? "" : " with ") + details;
 }
 
 std::shared_ptr<World> World::Create(const WorldConfig& config) {
@@ -241,7 +241,7 @@ Answer World::HasBegun(const std::vector<int>& ranks, uint64_t run) {
   const auto group = groups_.find(ranks);
   Answer answer;
   answer.begun = group != groups_.end() && group->second->runs > run;
-  answer.doing = running_ == nullptr ? "not in a collective" : "in " + running_->name;
+  answer.doing = running_ == nullptr ? "not in a collective" : "in " + running_->Describe();
   return answer;
 }
 

@@ -65,6 +65,7 @@ class Session:
 
         With `keep_states`, outputs of state pairs stay on their ranks and are the inputs of later
         runs wherever those inputs are not fed; they are returned only if they are named.
+        Fields and config entries of `run_options` reach every rank; setting `terminate` does not.
         Runs of several threads take their turns. Errors: InputError before anything runs;
         RankError, naming the rank, after which the session is closed.
         """

@@ -128,7 +128,7 @@ class ThreadRanks:
             self._failure = RankError(f"{what}: rank {rank} failed: {text}")
             self._failure.__cause__ = error
         for world in self._worlds:
-            (lambda *a: None)(f"rank {rank} failed: {text}")
+            world.abort(f"rank {rank} failed: {text}")
 
 
 def _by_name(slots: Sequence[Mapping[str, Slot]]) -> PartsOf:

@@ -14,7 +14,7 @@ import pytest
 from native.processes import RankProcess, start_ranks
 
 MANY = 1_000_000
-TIMEOUT = 1.5
+TIMEOUT = 2.5
 COLLECTIVE = re.escape("AllReduce 'node' (tag 1)")
 
 
@@ -44,7 +44,7 @@ def test_a_rank_killed_in_a_collective(ranks: list[RankProcess], victim: int) ->
             message, raised = rank.finish()
             pid = ranks[victim].pid
             assert re.search(rf"{COLLECTIVE}: rank {victim} \(pid {pid}\) died", message), message
-            assert raised - killed < 1
+            assert raised - killed < 3
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -60,7 +60,7 @@ def test_a_rank_killed_between_collectives(ranks: list[RankProcess], victim: int
         for rank in survivors:
             message, raised = rank.finish()
             assert re.search(rf"{COLLECTIVE}: rank {victim} \(pid \d+\) died", message), message
-            assert raised - begun < 1
+            assert raised - begun < 3
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -83,7 +83,7 @@ def test_a_late_rank(ranks: list[RankProcess]) -> None:
     for rank in ranks[:2]:
         message, _ = rank.finish()
         assert re.search(
-            rf"{COLLECTIVE} has waited for 1.5 s: rank 2 \(pid \d+\) has not arrived, "
+            rf"{COLLECTIVE} has waited for 2.5 s: rank 2 \(pid \d+\) has not arrived, "
             "it is not in a collective",
             message,
         ), message
@@ -104,7 +104,7 @@ def test_a_rank_that_ends_too_early(ranks: list[RankProcess], leaver: int) -> No
         message, raised = rank.finish()
         left = rf"{COLLECTIVE}: rank {leaver} \(pid \d+\) left the world before {COLLECTIVE}"
         assert re.search(left, message), message
-        assert raised - begun < 1
+        assert raised - begun < 3
 
 
 def test_a_rank_that_ends_when_it_is_done(ranks: list[RankProcess]) -> None:
@@ -122,4 +122,4 @@ def test_a_rank_that_ends_when_it_is_done(ranks: list[RankProcess]) -> None:
         message, raised = rank.finish()
         lost = rf"{COLLECTIVE}: lost the connection to rank 0 .* has left"
         assert re.search(lost, message), message
-        assert raised - begun < 1
+        assert raised - begun < 3

@@ -81,6 +81,15 @@ DISAGREEMENTS: dict[str, tuple[str, list[dict[str, Any]], list[np.ndarray], list
         [ones(3, 2), ones(2, 2)],
         ["sends 1 to rank 1", "expects 2"],
     ),
+    "an empty part along one axis": (
+        "AllToAll",
+        [
+            {"split_axis": 0, "concat_axis": 0, "split_sizes": [3, 0], "concat_sizes": [3, 0]},
+            {"split_axis": 0, "concat_axis": 0, "split_sizes": [0, 2], "concat_sizes": [2, 2]},
+        ],
+        [ones(3, 2), ones(2, 2)],
+        ["sends 0 to rank 1", "expects 2"],
+    ),
 }
 
 
@@ -148,6 +157,37 @@ def test_only_one_rank_changes_its_shape(fresh_worlds: Worlds) -> None:
     for message in errors_on_ranks(worlds, run_with(lambda rank: 5 + rank)):
         assert "float32[5]" in message
         assert "float32[6]" in message
+
+
+def test_slow_ranks_do_not_disagree(fresh_worlds: Worlds) -> None:
+    """Each has waited for the other, in one collective after another; that is only slow."""
+    worlds = fresh_worlds(2)
+    protos = [collective("AllReduce", FLOAT, ["n"], tag=tag) for tag in range(4)]
+
+    def each(world: World) -> list[np.ndarray]:
+        sessions = [session(world, proto) for proto in protos]
+        results = []
+        for tag, rank_session in enumerate(sessions):
+            time.sleep(0.06 if tag % 2 == world.rank else 0)
+            [y] = rank_session.run(["Y"], {"X": ones(2), "t": TOKEN})
+            results.append(y)
+        return results
+
+    for results in on_ranks(worlds, each):
+        np.testing.assert_array_equal(results, np.full([4, 2], 2, "f4"))
+
+
+def test_a_cycle_of_groups_is_told_at_the_timeout(fresh_worlds: Worlds) -> None:
+    """Three ranks that begin three overlapping pairs in three orders wait for each other."""
+    worlds = fresh_worlds(3, timeout=0.5)
+    pairs = [[0, 1], [1, 2], [0, 2]]
+    protos = [collective("AllReduce", FLOAT, ["n"], group=pair, tag=pair[0]) for pair in pairs]
+    for message in errors(worlds, protos, [ones(2)] * 3):
+        assert re.search(
+            r"has waited for 0.5 s: rank \d \(pid \d+\) has not arrived, "
+            r"it is in AllReduce 'node' \(tag \d\) over ranks \[\d, \d\] on float32\[2\]",
+            message,
+        ), message
 
 
 def test_a_failed_world_stays_failed(fresh_worlds: Worlds) -> None:

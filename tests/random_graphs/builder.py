@@ -58,7 +58,10 @@ class Value:
 
 @dataclass
 class Builder:
-    """A graph under construction; `draw` takes every decision: an integer of [low, high]."""
+    """A graph under construction; `draw` takes every decision: an integer of [low, high].
+
+    `hints` are dimensions of values of which a split would be telling.
+    """
 
     draw: Callable[[int, int], int]
     seed: int
@@ -67,6 +70,7 @@ class Builder:
     weights: list[TensorProto] = field(default_factory=list)
     feeds: dict[str, Array] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
+    hints: list[tuple[str, int]] = field(default_factory=list)
 
     def choose(self, options: Sequence[Any]) -> Any:
         """One of them; the first where a failure is shrunk."""
@@ -124,7 +128,10 @@ class Builder:
         exact: bool = False,
         where: Callable[[Value], bool] = lambda v: True,
     ) -> Value:
-        """A value of the graph, by preference a late one. Errors: NotHere where none suits."""
+        """A value of the graph, half the time the last that nothing reads yet.
+
+        Errors: NotHere where none suits.
+        """
         low, high = (rank, rank) if isinstance(rank, int) else rank
         found = [
             v
@@ -137,7 +144,9 @@ class Builder:
         ]
         if not found:
             raise NotHere
-        return self.choose(found)
+        read = {name for node in self.nodes for name in node.input}
+        unread = [v for v in found if v.name not in read]
+        return unread[0] if unread and self.coin() else self.choose(found)
 
     def partner(self, value: Value, bound: float = LIMIT, exact: bool = False) -> Value:
         """A value that is broadcast with this one: one that is there, or a new one."""

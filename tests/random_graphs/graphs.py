@@ -10,7 +10,7 @@ import random_graphs.elementwise
 import random_graphs.indexing
 import random_graphs.movement  # noqa: F401
 from random_graphs.builder import MAKERS, Builder, NotHere
-from random_graphs.patterns import PATTERNS
+from random_graphs.patterns import PATTERNS, changing, keeping, softly
 
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.factors import OpFactors
@@ -43,7 +43,18 @@ def build(b: Builder) -> None:
         except NotHere:
             continue
         if len(b.nodes) >= wanted:
-            return
+            break
+    tie_up(b)
+
+
+def tie_up(b: Builder) -> None:
+    """Gives what nothing reads a reader, so that what is pending there need not end there."""
+    read = {name for node in b.nodes for name in node.input}
+    for value in [v for v in b.values if v.kind == "float" and v.name not in read and v.shape]:
+        try:
+            b.choose([keeping, changing, softly])(b, value)
+        except NotHere:
+            continue
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,11 @@ def seeds(b: Builder, sharding: Sharding) -> list[list[Seed]]:
     """One to seven annotations of nodes or tensors, in rounds; what is reduced or merged often."""
     any_op, reduced = op_leaves(sharding)
     any_tensor, merged = tensor_leaves(sharding)
+    hinted = hinted_leaves(b, sharding)
+    kinds = [places for places in (hinted, reduced, merged, any_op, any_tensor) if places]
     rounds: list[list[Seed]] = []
     for _ in range(b.number(1, 7)):
-        found = b.choose([f for f in (reduced, merged, any_op, any_tensor) if f] or [[]])
+        found = b.choose(kinds or [[]])
         if not found:
             continue
         where, leaf, size = b.choose(found)
@@ -103,6 +116,17 @@ def op_leaves(sharding: Sharding) -> tuple[Places, Places]:
         (op, i, leaf.size) for op in sharding.factors.ops for i, leaf in enumerate(op.leaves)
     ]
     return found, [place for place in found if place[0].reduction(place[1])]
+
+
+def hinted_leaves(b: Builder, sharding: Sharding) -> Places:
+    """Leaves of dimensions that the graph was built around."""
+    found: Places = []
+    for name, dim in b.hints:
+        factors = sharding.factors.tensors.get(name)
+        for i, leaf in enumerate(factors.leaves if factors else ()):
+            if factors and factors.dim_of_leaf[i] == dim:
+                found.append((name, i, leaf.size))
+    return found
 
 
 def tensor_leaves(sharding: Sharding) -> tuple[Places, Places]:

@@ -13,54 +13,72 @@ Pattern = Callable[[Builder], object]
 def sum_of_parts(b: Builder, x: Value) -> Value:
     """A product with a fresh matrix: pending where the last dimension of x is split."""
     k = x.shape[-1]
+    if k < 2:
+        raise NotHere
     y = b.fresh((k, 4))
+    b.hints.append((x.name, len(x.shape) - 1))
     return b.add("MatMul", [x, y], k * x.bound * y.bound, gain=3.0 * k)[0]
 
 
-def linear(b: Builder, x: Value) -> Value:
-    """A linear op that a pending sum may pass."""
-    op = b.choose(["Neg", "Mul", "Transpose", "Reshape", "Cast", "Slice", "Div", "Add", "Expand"])
+def keeping(b: Builder, x: Value) -> Value:
+    """A linear op that a pending sum may pass, and that keeps the shape."""
+    op = b.choose(["Neg", "Mul", "Div", "Add", "Cast", "Identity"])
     if op in ("Mul", "Div", "Add"):
         y = b.fresh(x.shape[-1:], low=1)
         return b.add(op, [x, y], x.bound * 3, gain=3.0, rounds=op == "Div")[0]
-    if op == "Transpose":
-        return b.add(op, [x], x.bound, perm=list(range(len(x.shape)))[::-1])[0]
-    if op == "Reshape":
-        return b.add(op, [x, b.int64(-1)], x.bound)[0]
     if op == "Cast":
         (x,) = b.add(op, [x], x.bound, kind="double", to=11)
         return b.add(op, [x], x.bound, kind="float", to=1)[0]
-    if op == "Slice":
-        return b.add(op, [x, b.int64(0), b.int64(2), b.int64(-1)], x.bound)[0]
-    if op == "Expand":
-        return b.add(op, [x, b.int64(2, *x.shape)], x.bound)[0]
     return b.add(op, [x], x.bound)[0]
 
 
+def changing(b: Builder, x: Value) -> object:
+    """One that changes the shape."""
+    op = b.choose(["Transpose", "Reshape", "Slice", "Expand", "ReduceSum", "Gather", "Split"])
+    if op == "Transpose":
+        return b.add(op, [x], x.bound, perm=list(range(len(x.shape)))[::-1])
+    if op == "ReduceSum":
+        return b.add(op, [x, b.int64(0)], x.shape[0] * x.bound, gain=float(x.shape[0]), keepdims=0)
+    if op == "Split":
+        if x.shape[-1] != 4:
+            raise NotHere
+        return b.add(op, [x, b.int64(1, 3)], x.bound, outputs=2, axis=-1)
+    if op == "Gather":
+        if x.shape[-1] < 3:
+            raise NotHere
+        return b.add(op, [x, b.int64(0, 2, 1)], x.bound, axis=len(x.shape) - 1)
+    if op == "Slice":
+        return b.add(op, [x, b.int64(0), b.int64(2), b.int64(-1)], x.bound)
+    return b.add(op, [x, b.int64(*([-1] if op == "Reshape" else [2, *x.shape]))], x.bound)
+
+
+def softly(b: Builder, x: Value) -> object:
+    """One that is not linear."""
+    return b.add("Tanh", [x], 1.0, rounds=True)
+
+
 def sums_that_meet(b: Builder) -> object:
-    """Two pending sums, or one and a whole value, joined behind the same linear ops."""
+    """Two pending sums, or one and a whole value, joined and worked on."""
     x = b.pick(rank=(2, 3), bound=40.0)
-    if b.coin():
-        terms = [sum_of_parts(b, x), sum_of_parts(b, x)]
-    else:
-        y = b.fresh(x.shape)
-        terms = [sum_of_parts(b, x), sum_of_parts(b, y)]
+    terms = [sum_of_parts(b, x), sum_of_parts(b, x if b.coin() else b.fresh(x.shape))]
     if not b.number(0, 3):
-        terms.append(b.fresh(terms[0].shape))
-    if b.coin():
-        terms[0] = linear(b, terms[0])
+        terms.insert(b.number(0, 2), b.fresh(terms[0].shape))
+    for _ in range(b.number(0, 2)):
+        terms[0] = keeping(b, terms[0])
     bound = sum(t.bound for t in terms)
     join = b.choose(["Add", "Sub", "Sum", "Concat", "Where"])
-    if any(t.shape != terms[0].shape for t in terms):
-        raise NotHere
-    if join in ("Sum", "Concat"):
-        made = b.add(join, terms, bound, **({"axis": 0} if join == "Concat" else {}))
+    if join == "Concat":
+        made = b.add(join, terms, bound, axis=0)
+    elif join == "Sum":
+        made = b.add(join, terms, bound)
     elif join == "Where":
         mask = b.fresh(terms[0].shape[-1:], "bool")
         made = b.add(join, [mask, *terms[:2]], bound, kind="float")
     else:
         made = b.add(join, terms[:2], bound)
-    return linear(b, made[0]) if b.coin() else made
+    if b.coin():
+        return changing(b, made[0])
+    return keeping(b, made[0])
 
 
 def heads(b: Builder) -> object:
@@ -75,6 +93,7 @@ def heads(b: Builder) -> object:
         w = b.fresh((width, count * size), low=-1, high=2)
         (p,) = b.add("MatMul", [x, w], width * x.bound, gain=float(width))
         (p,) = b.add("Reshape", [p, b.int64(0, 0, count, size)], p.bound)
+        b.hints.append((p.name, 2))
         (p,) = b.add("Transpose", [p], p.bound, perm=[0, 2, 1, 3])
         parts.append(p)
     q, k = parts
@@ -96,6 +115,7 @@ def fused_projections(b: Builder) -> object:
     w = b.fresh((x.shape[-1], sum(sizes)))
     (y,) = b.add("MatMul", [x, w], 3 * x.shape[-1] * x.bound, gain=3.0 * x.shape[-1])
     parts = b.add("Split", [y, b.int64(*sizes)], y.bound, outputs=len(sizes), axis=-1)
+    b.hints.append((b.choose(parts).name, len(x.shape) - 1))
     order = parts[::-1] if b.coin() else parts
     return b.add("Concat", order, y.bound, axis=-1)
 
@@ -106,6 +126,7 @@ def merged_rows(b: Builder) -> object:
     at = b.number(0, len(x.shape) - 2)
     merged = (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
     (y,) = b.add("Reshape", [x, b.int64(*merged)], x.bound)
+    b.hints += [(x.name, at), (x.name, at + 1)]
     z = b.fresh(y.shape)
     (y,) = b.add(b.choose(["Add", "Mul"]), [y, z], 3 * y.bound, gain=3.0)
     return b.add("Reshape", [y, b.int64(*x.shape)], y.bound)

@@ -43,6 +43,8 @@ def test_seeds() -> None:
     feeds, same, other = (make_feeds(INPUTS, RANGES, seed) for seed in (3, 3, 4))
     np.testing.assert_array_equal(feeds["x"], same["x"])
     assert not np.array_equal(feeds["x"], other["x"])
+    twins = make_feeds([("a", "float32", [9]), ("b", "float32", [9])], {})
+    assert not np.array_equal(twins["a"], twins["b"])
     alone = make_feeds([("x", "float32", [40, 30])], {}, 3)
     np.testing.assert_array_equal(feeds["x"], alone["x"])
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runtime.bundles import k_split, weight_of_k_split
+from onnx import TensorProto, helper
+from runtime.bundles import Tensor, all_reduce, write_par
 
 from onnxpar.errors import RankError
 from onnxpar.runtime.launch import Launched, bind_address, launched_rank
@@ -27,9 +28,9 @@ try:
     for _ in range(2):
         with InferenceSession(sys.argv[1], timeout=20, log_dir=(sys.argv[3:] or [None])[0]) as s:
             for _ in range(3):
-                y, d = s.run(None, {"x": x})
+                outputs = s.run(None, {"x": x, "x2": x})
     rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["ONNXPAR_RANK"]
-    np.savez(f"{sys.argv[2]}.{rank}.npz", y=y, d=d)
+    np.savez(f"{sys.argv[2]}.{rank}.npz", *outputs)
     print("done", rank)
     os.system("echo from a child of rank " + rank)
 except RankError as error:
@@ -39,7 +40,28 @@ except RankError as error:
 
 @pytest.fixture
 def four(tmp_path: Path) -> Path:
-    return k_split(tmp_path / "model.par", ranks=4)
+    return spread(tmp_path / "model.par", 4)
+
+
+def spread(folder: Path, ranks: int) -> Path:
+    """-x split by rows, x split by columns in float64, and their whole sum over the ranks."""
+    rows, columns = ("tp", None), (None, "tp")
+    return write_par(
+        folder,
+        f"tp={ranks}",
+        [Tensor("x", (4, 7), rows), Tensor("x2", (4, 7), columns)],
+        [
+            Tensor("a", (4, 7), rows),
+            Tensor("b", (4, 7), columns, "float64"),
+            Tensor("sum", (1, 1)),
+        ],
+        lambda rank: [
+            helper.make_node("Neg", ["x"], ["a"]),
+            helper.make_node("Cast", ["x2"], ["b"], to=TensorProto.DOUBLE),
+            helper.make_node("ReduceSum", ["x"], ["part"]),
+            *all_reduce("part", "sum"),
+        ],
+    )
 
 
 def save(x: np.ndarray, folder: Path) -> Path:
@@ -51,8 +73,9 @@ def save(x: np.ndarray, folder: Path) -> Path:
 def check_results(file: Path, x: np.ndarray, ranks: int) -> None:
     for rank in range(ranks):
         with np.load(f"{file}.{rank}.npz") as found:
-            np.testing.assert_allclose(found["y"], x @ weight_of_k_split(), rtol=1e-5, atol=1e-5)
-            np.testing.assert_array_equal(found["d"], x + x)
+            np.testing.assert_array_equal(found["arr_0"], -x)
+            np.testing.assert_array_equal(found["arr_1"], x.astype(np.float64))
+            np.testing.assert_allclose(found["arr_2"], [[x.sum()]], rtol=1e-5)
 
 
 def mpirun(n: int, *arguments: object) -> str:
@@ -85,8 +108,8 @@ def test_mpirun_with_another_number_of_processes(four: Path, tmp_path: Path, x: 
     assert out.count("has 4 ranks, but 3 processes were started; start 4 (mpirun -n 4 ...)") == 3
 
 
-def test_ranks_by_the_environment(par: Path, tmp_path: Path, x: np.ndarray) -> None:
-    file = save(x, tmp_path)
+def test_ranks_by_the_environment(tmp_path: Path, x: np.ndarray) -> None:
+    par, file = spread(tmp_path / "model.par", 2), save(x, tmp_path)
     environment = {
         **os.environ,
         "ONNXPAR_WORLD_SIZE": "2",

@@ -202,14 +202,23 @@ def test_ports_are_those_of_the_unsplit_model(par: Path, open_session: Open) -> 
     assert outputs == [("y", "tensor(float)", [4, 3]), ("d", "tensor(float)", [4, 7])]
 
 
+def test_memory_is_reused(par: Path, x: np.ndarray) -> None:
+    with InferenceSession(par) as session:
+        processes = session._ranks._processes
+        sizes = set()
+        for _ in range(200):
+            session.run(None, {"x": x})
+            sizes.add((processes.inputs.size, *(rank.outputs.size for rank in processes.ranks)))
+    assert len(sizes) == 1
+
+
 def test_threads_take_turns(par: Path, x: np.ndarray) -> None:
-    wrong = []
+    right = []
 
     def run(k: int) -> None:
         for _ in range(10):
             (d,) = session.run(["d"], {"x": x * k})
-            if not np.array_equal(d, 2 * (x * k)):
-                wrong.append(k)
+            right.append(np.array_equal(d, 2 * (x * k)))
 
     with InferenceSession(par) as session:
         threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
@@ -217,7 +226,7 @@ def test_threads_take_turns(par: Path, x: np.ndarray) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert not wrong
+    assert right == [True] * 40
 
 
 def test_two_sessions_at_once(par: Path, tmp_path: Path, x: np.ndarray) -> None:

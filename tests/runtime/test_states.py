@@ -30,7 +30,7 @@ def counter(tmp_path: Path, dtype: str) -> Path:
     return write_par(
         tmp_path / "model.par",
         "tp=2",
-        [Tensor("x", SHAPE, split, kind), Tensor("s", SHAPE, split, dtype), Tensor("c", (2,))],
+        [Tensor("c", (2,)), Tensor("x", SHAPE, split, kind), Tensor("s", SHAPE, split, dtype)],
         [
             Tensor("y", SHAPE, split, kind),
             Tensor("s_next", SHAPE, split, dtype),
@@ -76,6 +76,7 @@ def test_fed_states_replace_kept_ones(
 ) -> None:
     with open_session(counter) as session:
         session.run(None, feeds, keep_states=True)
+        session.run(None, {"x": feeds["x"]}, keep_states=True)
         (y,) = session.run(["y"], feeds, keep_states=True)
     np.testing.assert_array_equal(y, np.full(SHAPE, 2))
 
@@ -96,7 +97,7 @@ def test_a_run_that_keeps_nothing_changes_nothing(
 ) -> None:
     with open_session(counter) as session:
         assert len(session.run(None, feeds)) == 3
-        with pytest.raises(InputError, match="'s' is not fed"):
+        with pytest.raises(InputError, match="'c' is not fed"):
             session.run(None, {"x": feeds["x"]})
         session.run(None, feeds, keep_states=True)
         for _ in range(2):
@@ -120,7 +121,7 @@ def test_states_can_be_written_and_reset(
         session.states.reset()
         with pytest.raises(InputError, match="no value of state 's' is kept"):
             session.states.read("s")
-        with pytest.raises(InputError, match="'s' is not fed"):
+        with pytest.raises(InputError, match="'c' is not fed"):
             session.run(None, {"x": feeds["x"]}, keep_states=True)
 
 

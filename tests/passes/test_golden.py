@@ -1,0 +1,90 @@
+"""The graph behind every pass, as text, for small models: read the files, they are the specification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.parser
+import pytest
+
+from onnxpar import pipeline
+from onnxpar.mesh import Mesh
+from onnxpar.model import Model, load
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.pass_list import parse_passes
+from onnxpar.pipeline import Options
+from onnxpar.strategy import Strategy
+from onnxpar.text import graph_text
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
+ALL = ",".join(p.name for p in pipeline.DEFAULT_PASSES)
+
+CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "column-row": (
+        """mlp (float[4,6] x) => (float[4,6] y)
+        <float[6,8] w = {%s}, float[8] b = {%s}, float[8,6] v = {%s}, float[6] c = {%s}>
+        { h = Gemm(x, w, b)  r = Relu(h)  y = Gemm(r, v, c) }"""
+        % tuple(",".join(["1"] * n) for n in (48, 8, 48, 6)),
+        "tp=2",
+        {"shard": {"Gemm_h": [[1, 1], [1, 2]]}},
+        ALL,
+    ),
+    "row-to-column": (
+        """swap (float[4,6] x) => (float[4,6] y) { h = Relu(x)  y = Exp(h) }""",
+        "tp=2",
+        {"shard": {"Relu_h": [["tp", None]], "Exp_y": [[None, "tp"]]}},
+        ALL,
+    ),
+    "scatter": (
+        """sum (float[4,6] x, float[6,8] w) => (float[4,8] y) { h = MatMul(x, w)  y = Relu(h) }""",
+        "a=2,b=2",
+        {"shard": {"MatMul_h": [["a", "b"], ["b", None]], "Relu_y": [[["a", "b"], None]]}},
+        ALL,
+    ),
+    "table": (
+        """lookup (int64[4] i, float[7,2] t) => (float[4,2] y) { y = Gather(t, i) }""",
+        "tp=3",
+        {"tensors": {"t": ["tp", None]}},
+        ALL,
+    ),
+    "fused-qkv": (
+        """qkv (float[2,3,12] x) => (float[2,3,4] y)
+        <int64[3] n = {4, 4, 4}>
+        { q, k, v = Split<axis = 2>(x, n)  a = Add(q, k)  y = Mul(a, v) }""",
+        "tp=2",
+        {"shard": {"Mul_y": [[None, None, "tp"], [None, None, "tp"]]}},
+        ALL,
+    ),
+    "heads": (
+        """heads (float[2,5,12] x, float[12,12] w) => (float[2,3,5,4] t)
+        <int64[4] s = {2, 5, 3, 4}>
+        { h = MatMul(x, w)  r = Reshape(h, s)  t = Transpose<perm = [0, 2, 1, 3]>(r) }""",
+        "tp=2",
+        {"tensors": {"t": [None, "tp", None, None]}},
+        ALL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    text, mesh, strategy, passes = CASES[name]
+    path = tmp_path / f"{name}.onnx"
+    onnx.save(onnx.parser.parse_model(HEAD + text), path)
+    model = load(path)
+    options = Options(mesh=Mesh.parse(mesh), strategy=Strategy.of(strategy))
+    shown: list[str] = []
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        shown.append(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
+
+    ctx = pipeline.make_context(model, options)
+    pipeline.run_passes(model, ctx, parse_passes(passes), watch, check=True)
+    found = "\n".join(shown[1:])
+    golden = GOLDEN / f"{name}.onnxtxt"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(found)
+    assert found == golden.read_text(), "review with --update-golden and git diff"
