@@ -275,3 +275,22 @@ def test_sub_axes_that_do_not_divide_go_through_the_whole(tmp_path: Path) -> Non
     )
     strategy = {"shard": {"two": [[2, 1], [1, 3]], "three": [[3, 1], [1, 2]]}}
     agree(model, {"x": X}, devices=6, strategy=strategy)
+
+
+@pytest.mark.parametrize("index", [7, -8])
+def test_an_index_beyond_a_split_table_is_refused(tmp_path: Path, index: int) -> None:
+    nodes = [helper.make_node("Gather", ["t", "i"], ["y"], "lookup")]
+    model = write(
+        tmp_path / "m.onnx",
+        nodes,
+        {"i": (INT, (4,))},
+        {"y": (FLOAT, (4, 5))},
+        {"t": weight(7, 5)},
+    )
+    strategy = {"tensors": {"t": ["tp", None]}}
+    agree(model, {"i": np.array([6, -7, 0, -1])}, devices=2, strategy=strategy)
+    with (
+        ThreadSession(model.with_suffix(".par")) as session,
+        pytest.raises(onnxpar.RankError, match="out of data bounds"),
+    ):
+        session.run(None, {"i": np.array([0, 1, index, 2])})

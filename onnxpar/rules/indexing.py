@@ -157,21 +157,33 @@ def _positions(local: Local, dim: str) -> Array:
 def _local_rows(build: Lowering, rows: int) -> tuple[gs.Tensor, gs.Tensor]:
     """Nodes that turn global into local rows (0 where not held), and a mask of those held.
 
-    A constant map from global to local rows is needed only where a rank's rows are not one run.
+    A constant map from global to local rows is needed only where a rank's rows are not one run. An
+    index beyond the whole table stays beyond the part, so that the runtime refuses it as it would.
     """
     dtype = dtype_of(build.local.node.inputs[1])
     assert dtype is not None
+    other: Any = np.zeros((), dtype)
     if build.local.is_run("v"):
         start = build.per_rank(lambda at: np.array(at.positions("v")[:1].sum(), dtype))
-        row = build.add("Mod", [build.input(1), np.array(rows, dtype)])
+        from_end = build.add("Add", [build.input(1), np.array(rows, dtype)])
+        is_negative = build.add("Less", [build.input(1), other])
+        row = build.add("Where", [is_negative, from_end, build.input(1)])
         found = build.add("Sub", [row, start])
+        exists = _between(build, row, np.array(rows, dtype))
+        other = build.add("Where", [exists, other, np.array(rows, dtype)])
     else:
         table = build.per_rank(lambda at: _row_map(at, rows).astype(dtype))
         found = build.add("Gather", [table, build.input(1)], axis=0)
     count = build.per_rank(lambda at: np.array(at.size("v"), dtype))
-    below = build.add("Less", [found, count])
-    held = build.add("And", [below, build.add("Greater", [found, np.array(-1, dtype)])])
-    return build.add("Where", [held, found, np.zeros((), dtype)]), held
+    held = _between(build, found, count)
+    return build.add("Where", [held, found, other]), held
+
+
+def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:
+    """Whether rows stand in [0, count)."""
+    dtype = dtype_of(build.local.node.inputs[1])
+    above = build.add("Greater", [row, np.array(-1, dtype)])
+    return build.add("And", [build.add("Less", [row, count]), above])
 
 
 def _row_map(local: Local, rows: int) -> Array:

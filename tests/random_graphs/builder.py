@@ -152,7 +152,7 @@ class Builder:
         """A value that is broadcast with this one: one that is there, or a new one."""
 
         def fits(other: Value) -> bool:
-            return other is not value and _broadcasts(value.shape, other.shape)
+            return _broadcasts(value.shape, other.shape)
 
         found = [
             v

@@ -88,7 +88,7 @@ def seeds(b: Builder, sharding: Sharding) -> list[list[Seed]]:
     any_op, reduced = op_leaves(sharding)
     any_tensor, merged = tensor_leaves(sharding)
     hinted = hinted_leaves(b, sharding)
-    kinds = [places for places in (hinted, reduced, merged, any_op, any_tensor) if places]
+    kinds = [places for places in (hinted, merged, reduced, merged, any_op, any_tensor) if places]
     rounds: list[list[Seed]] = []
     for _ in range(b.number(1, 7)):
         found = b.choose(kinds or [[]])
