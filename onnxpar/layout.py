@@ -249,17 +249,16 @@ class Layout:
     def assemble(self, parts: Sequence[Array], mesh: Mesh) -> Array:
         """The global array from every rank's part, in rank order; each part is written once."""
         whole = np.empty(self.shape, parts[0].dtype)
-        split = tuple(a for d in self.dims for a in dim_axes(d))
-        seen: dict[tuple[int, ...], set[int]] = {}
+        split = tuple(dict.fromkeys(a for d in self.dims for a in dim_axes(d)))
+        written: set[tuple[int, ...]] = set()
         for rank, part in enumerate(parts):
             where = tuple(mesh.coordinate((a,), rank) for a in split)
-            term = mesh.coordinate(self.partial, rank)
-            done = seen.setdefault(where, set())
-            if term in done:
+            if where in written:
                 continue
-            at = _open_mesh([indices(d, mesh, rank) for d in self.dims])
-            whole[at] = _combine(self.reduce, whole[at], part) if done else part
-            done.add(term)
+            written.add(where)
+            for other in mesh.group(self.partial, rank)[1:] if self.partial else ():
+                part = _combine(self.reduce, part, parts[other])
+            whole[_open_mesh([indices(d, mesh, rank) for d in self.dims])] = part
         return whole
 
     def text(self, mesh: Mesh) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from onnxpar.factors import TensorFactors, with_axes
-from onnxpar.layout import ReduceOp
+from onnxpar.layout import ReduceOp, nested_parts
 from onnxpar.mesh import Axes, Axis, parts_over
 from onnxpar.search.cost import step_seconds
 from onnxpar.sharding import Placement, covered_axes, overlaps
@@ -34,26 +34,49 @@ Bytes = Callable[[Placement], float]
 """Bytes that the fullest rank holds under a placement."""
 
 
-def plan_steps(before: Placement, after: Placement, factors: TensorFactors) -> list[Step]:
+PartSizes = Callable[[int, Axes], tuple[int, ...]]
+"""Sizes of the parts of a leaf that is split over axes."""
+
+
+def plan_steps(
+    before: Placement, after: Placement, factors: TensorFactors, parts: PartSizes | None = None
+) -> list[Step]:
     """The steps from one placement of a tensor to another, fewest bytes first where order is free.
 
-    Axes that are added to an unused leaf are cut at once; what is pending is scattered to where
-    it is wanted, else all-reduced; an axis that moves between leaves is an all-to-all; the rest
-    is gathered and cut. Sub-axes that do not divide each other go through the whole tensor.
+    Axes that are added to an unused leaf are cut at once; what is pending is scattered to where it
+    is wanted, else all-reduced; an axis that moves between leaves is an all-to-all; the rest is
+    gathered and cut. Where parts do not compose (sub-axes that do not divide each other, 14 over 4
+    and over 2, sizes by hand) the way leads through the whole tensor.
     """
     cuts = _cuts([*before.leaves, *after.leaves, before.partial, after.partial])
-    if cuts is None:
-        whole = Placement(tuple(() for _ in before.leaves))
-        return plan_steps(before, whole, factors) + plan_steps(whole, after, factors)
-    walk = _Walk(_refined(before, cuts), _refined(after, cuts), factors)
-    walk.cut_free_axes()
-    walk.reduce()
-    walk.exchange()
-    walk.gather()
-    walk.cut_free_axes()
-    walk.select()
-    assert walk.leaves == walk.goal and set(walk.partial) == set(walk.goal_partial), (before, after)
-    return walk.steps
+    if cuts is not None:
+        walk = _Walk(_refined(before, cuts), _refined(after, cuts), factors)
+        steps = walk.run()
+        if all(_composes(step, factors, parts) for step in steps):
+            return steps
+    whole = Placement(tuple(() for _ in before.leaves))
+    assert whole not in (before, after), (before, after)
+    return plan_steps(before, whole, factors, parts) + plan_steps(whole, after, factors, parts)
+
+
+def _composes(step: Step, factors: TensorFactors, parts: PartSizes | None) -> bool:
+    """Whether the fewer parts of each changed leaf are unions of the more."""
+    for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
+        if a == b:
+            continue
+        few, many = sorted((_sizes(factors, parts, i, a), _sizes(factors, parts, i, b)), key=len)
+        n = len(many) // len(few)
+        if tuple(sum(many[j * n : (j + 1) * n]) for j in range(len(few))) != few:
+            return False
+    return True
+
+
+def _sizes(
+    factors: TensorFactors, parts: PartSizes | None, leaf: int, axes: Axes
+) -> tuple[int, ...]:
+    if parts is not None:
+        return parts(leaf, axes)
+    return nested_parts(factors.leaves[leaf].size, tuple(a.size for a in axes))
 
 
 _Refined = tuple[list[Axes], Axes, ReduceOp]
@@ -67,6 +90,17 @@ class _Walk:
         self.goal, self.goal_partial, self.goal_op = goal
         self.factors = factors
         self.steps: list[Step] = []
+
+    def run(self) -> list[Step]:
+        """The steps, in order."""
+        self.cut_free_axes()
+        self.reduce()
+        self.exchange()
+        self.gather()
+        self.cut_free_axes()
+        self.select()
+        assert self.leaves == self.goal and set(self.partial) == set(self.goal_partial)
+        return self.steps
 
     def step(self, kind: str, axes: Axes, moved: Mapping[int, Axes], partial: Axes) -> None:
         before = Placement(tuple(self.leaves), self.partial, self.op)
@@ -183,7 +217,11 @@ def cost(steps: Sequence[Step], size: Bytes) -> float:
 
 
 def plan_tree(
-    start: Placement, wanted: Sequence[Placement], size: Bytes, factors: TensorFactors
+    start: Placement,
+    wanted: Sequence[Placement],
+    size: Bytes,
+    factors: TensorFactors,
+    parts: PartSizes | None = None,
 ) -> list[Step]:
     """The cheapest steps that make every wanted placement, each from any that is there already.
 
@@ -192,12 +230,16 @@ def plan_tree(
     """
     goals = list(dict.fromkeys(w for w in wanted if w != start))
     orders = permutations(goals) if len(goals) <= 3 else [goals]
-    trees = [_grow(start, order, size, factors) for order in orders]
+    trees = [_grow(start, order, size, factors, parts) for order in orders]
     return min(trees, key=lambda steps: cost(steps, size), default=[])
 
 
 def _grow(
-    start: Placement, goals: Iterable[Placement], size: Bytes, factors: TensorFactors
+    start: Placement,
+    goals: Iterable[Placement],
+    size: Bytes,
+    factors: TensorFactors,
+    parts: PartSizes | None,
 ) -> list[Step]:
     made = [start]
     tree: list[Step] = []
@@ -205,7 +247,7 @@ def _grow(
         if goal in made:
             continue
         sources = [s for s in made if not s.partial or goal.partial or s == start]
-        paths = [plan_steps(source, goal, factors) for source in sources]
+        paths = [plan_steps(source, goal, factors, parts) for source in sources]
         best = min(paths, key=lambda steps: cost(steps, size))
         tree += best
         made += [s.after for s in best]

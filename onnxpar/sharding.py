@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, with_axes
-from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp
+from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp, nested_parts
 from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, parts_over
 
 
@@ -115,6 +115,12 @@ class Sharding:
                 axes += tuple(a for a in over if a not in axes)
                 reduce = op.reduction(i)  # type: ignore[assignment]
         return axes, reduce
+
+    def part_sizes(self, name: str, leaf: int, axes: Axes) -> tuple[int, ...]:
+        """Sizes of the parts of a tensor's leaf that is split over axes."""
+        factor = self.factors.tensors[name].leaves[leaf]
+        by_hand = self.parts.get((factor.atom, axes)) if axes else None
+        return by_hand or nested_parts(factor.size, tuple(a.size for a in axes))
 
     def layout(self, tensor: gs.Tensor | str, placement: Placement) -> Layout:
         """The placement as a layout of the tensor's dimensions."""

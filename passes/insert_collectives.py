@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import onnx_graphsurgeon as gs
@@ -227,11 +228,12 @@ class _Insertion:
             return part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
 
         factors = self.sharding.factors.tensors[tensor.name]
+        parts = partial(self.sharding.part_sizes, tensor.name)
         if via is not None and via != made:
-            self._follow(plan_tree(made, [via], size, factors), tensor, have, output, via)
-            tree = plan_tree(via, goals, size, factors)
+            self._follow(plan_tree(made, [via], size, factors, parts), tensor, have, output, via)
+            tree = plan_tree(via, goals, size, factors, parts)
         else:
-            tree = plan_tree(made, goals, size, factors)
+            tree = plan_tree(made, goals, size, factors, parts)
         self._follow(tree, tensor, have)
         for read in reads:
             if read.need not in have:
