@@ -97,6 +97,8 @@ def _splits(op: Any, ctx: PassContext) -> set[str]:
 
 
 COVERAGE = Coverage()
+DEFAULT = 150
+RESHARDS = {"AllReduce", "AllGather", "ReduceScatter", "AllToAll", "LocalSlice", "Select"}
 
 
 @contextmanager
@@ -161,7 +163,7 @@ def test_random_graphs(request: pytest.FixtureRequest, tmp_path_factory: Any) ->
 
     @settings(
         max_examples=count,
-        derandomize=count <= 150,
+        derandomize=count <= DEFAULT,
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
@@ -173,13 +175,14 @@ def test_random_graphs(request: pytest.FixtureRequest, tmp_path_factory: Any) ->
         check_random_graph(draw, seed, tmp_path_factory.mktemp("graph"))
 
     graphs()
+    check_coverage()
 
 
-def test_coverage() -> None:
-    """Runs behind the graphs: what they exercised, and what they had to."""
+def check_coverage() -> None:
+    """Every op that the generator knows was drawn, and often enough what is hard."""
     print("\n".join(COVERAGE.lines()))
-    missing = sorted(MAKERS.keys() - COVERAGE.ops.keys())
-    print("not drawn:", *missing)
     print("no maker:", *sorted(op for d, op in registered() if not d and op not in MAKERS))
+    assert not sorted(MAKERS.keys() - COVERAGE.ops.keys())
     for feature in ("merged dimensions", "several consumers", "partial values"):
         assert 3 * COVERAGE.features[feature] >= COVERAGE.graphs, feature
+    assert not RESHARDS - COVERAGE.reshards.keys()

@@ -129,7 +129,8 @@ class Oracle:
         reduce: Any = "sum"
         for leaf, (axes, _) in split.leaves.items():
             if op.reduction(leaf):
-                own, reduce = own + axes, op.reduction(leaf)
+                own = tuple(dict.fromkeys(own + axes))
+                reduce = op.reduction(leaf)
         layouts = {}
         count = len(op.node.inputs)
         for i, (tensor, links) in enumerate(op.operands()):

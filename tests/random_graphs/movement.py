@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from onnx import helper
 
 from random_graphs.builder import MOST_ELEMENTS, Builder, NotHere, Shape, Value, makes
 
@@ -193,7 +192,7 @@ def constant_of_shape(b: Builder, op: str) -> object:
     (shape,) = b.add("Shape", [Value(x.name, x.shape, x.kind, 0.0)], 8.0, kind="int")
     b.values.remove(shape)
     zeros = Value(f"t{len(b.nodes)}_0", x.shape, "float", 1.0)
-    b.nodes.append(helper.make_node(op, [shape.name], [zeros.name], f"{op}_{len(b.nodes)}"))
+    b.note(op, [shape.name], zeros)
     return b.add("Add", [x, zeros], x.bound + 1)
 
 

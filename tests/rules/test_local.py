@@ -113,15 +113,21 @@ def test_a_lookup_masks_the_rows_that_others_hold():
     case = Case("Gather", [(7, 3), array([[6, 0], [3, 4]])], fed=[1])
     graph, per_rank = localized(case, "v")
     assert text(graph) == [
-        "Mod2 = Mod(x1, 7)",
-        "Sub4 = Sub(Mod2, 0)",
-        "Less6 = Less(Sub4, 4)",
-        "Greater7 = Greater(Sub4, -1)",
-        "And9 = And(Less6, Greater7)",
-        "Where10 = Where(And9, Sub4, 0)",
-        "Unsqueeze12 = Unsqueeze(And9, [-1])",
-        "Gather14 = Gather(x0, Where10)",
-        "y0 = Where(Unsqueeze12, Gather14, 0.0)",
+        "Add2 = Add(x1, 7)",
+        "Less4 = Less(x1, 0)",
+        "Where6 = Where(Less4, Add2, x1)",
+        "Sub7 = Sub(Where6, 0)",
+        "Greater8 = Greater(Where6, -1)",
+        "Less10 = Less(Where6, 7)",
+        "And12 = And(Less10, Greater8)",
+        "Where13 = Where(And12, 0, 7)",
+        "Greater17 = Greater(Sub7, -1)",
+        "Less19 = Less(Sub7, 4)",
+        "And20 = And(Less19, Greater17)",
+        "Where21 = Where(And20, Sub7, Where13)",
+        "Unsqueeze22 = Unsqueeze(And20, [-1])",
+        "Gather24 = Gather(x0, Where21)",
+        "y0 = Where(Unsqueeze22, Gather24, 0.0)",
     ]
     values = [[v(r).tolist() for v in per_rank.constants.values()] for r in (0, 1)]
     assert values == [[0, 4], [4, 3]]
