@@ -116,7 +116,8 @@ class _Chooser:
         """What it costs to let the group's pending operands pass; None where they may not."""
         group, is_sum = entry
         offered = {i: c for i in group if (c := self._operand(op, i))}
-        offered = {i: c for i, c in offered.items() if (c.op == "sum") == is_sum}
+        fitting = ("sum",) if is_sum else ("max", "min")
+        offered = {i: c for i, c in offered.items() if c.op in fitting}
         if not offered:
             return None
         axes, reduce = next((c.axes, c.op) for c in offered.values())

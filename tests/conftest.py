@@ -27,5 +27,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=150,
         metavar="N",
-        help="random graphs to shard and compare; more than the default draws new ones each time",
+        help="random graphs to shard and compare",
     )

@@ -29,13 +29,13 @@ THEMES = {
 """What a graph is mostly made of."""
 
 
-def build(b: Builder) -> None:
-    """Adds random nodes until there are enough of them; three of any op, the others of a theme."""
+def build(b: Builder, ops: Sequence[str]) -> None:
+    """Adds these ops, and between them random nodes of one theme."""
     for _ in range(b.number(1, 2)):
         b.fresh(b.shape(2, 4), fed=True)
     theme = THEMES[b.choose(list(THEMES))]
-    for _ in range(3):
-        insert(b, b.choose(THEMES["any"]))
+    for op in ops:
+        insert(b, op)
         add_some(b, theme, b.number(0, 3))
     tie_up(b)
 
@@ -111,12 +111,14 @@ def axes_of(mesh: Mesh) -> list[Axes]:
     return out
 
 
-def seeds(b: Builder, sharding: Sharding) -> list[list[Seed]]:
-    """One to seven annotations of nodes or tensors, in rounds; what is reduced or merged often."""
+def seeds(b: Builder, sharding: Sharding, ops: Sequence[str]) -> list[list[Seed]]:
+    """One to seven annotations of nodes or tensors, in rounds: `ops`, what is reduced or merged,
+    what patterns were built around, and anything else."""
     any_op, reduced = op_leaves(sharding)
+    inserted = [place for place in any_op if place[0].node.op in ops]
     any_tensor, merged = tensor_leaves(sharding)
     hinted = hinted_leaves(b, sharding)
-    kinds = [places for places in (hinted, merged, reduced, merged, any_op, any_tensor) if places]
+    kinds = [places for places in (inserted, hinted, merged, reduced, any_op, any_tensor) if places]
     rounds: list[list[Seed]] = []
     for _ in range(b.number(1, 7)):
         found = b.choose(kinds or [[]])

@@ -10,18 +10,9 @@ from onnxpar import pipeline
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import Options
 
-FLAT_MASK = "a bool mask, flattened over the batch, is looked up by constant positions"
-
-
-def per_sample(model: str) -> object:
-    """The legacy exporter's mask is gathered still."""
-    gathers = ("bert", "falcon", "gpt2", "llama", "mixtral", "t5")
-    known = model.split(".")[0] in gathers and ".legacy." in model
-    return pytest.param(model, marks=pytest.mark.xfail(strict=True, reason=FLAT_MASK) if known else ())
-
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("model", map(per_sample, STATIC))
+@pytest.mark.parametrize("model", STATIC)
 def test_data_parallel_inference_has_no_collective(model: str, ranks: int) -> None:
     plan, _ = pipeline.plan(MODELS / model, options(f"data-parallel {ranks}"))
     assert plan.collectives == []
@@ -30,11 +21,9 @@ def test_data_parallel_inference_has_no_collective(model: str, ranks: int) -> No
         assert port.layout.text(plan.mesh).startswith("[dp")
 
 
-@pytest.mark.parametrize("model", map(per_sample, DYNAMIC))
+@pytest.mark.parametrize("model", DYNAMIC)
 def test_uneven_batch_has_no_collective(model: str) -> None:
-    plan, _ = pipeline.plan(
-        MODELS / model, options("data-parallel 2", dims=dims_of(model, ODD))
-    )
+    plan, _ = pipeline.plan(MODELS / model, options("data-parallel 2", dims=dims_of(model, ODD)))
     assert plan.collectives == []
     layout = plan.outputs[0].layout
     assert layout is not None
