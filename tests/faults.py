@@ -1,246 +1,315 @@
-"""Seeded compiler faults: each is a small change to the compiler that makes it wrong.
-
-`FAULTS` maps a name to a function that applies the fault by monkeypatch. The suite must
-notice every one; `test_faults.py` says by which cases.
-"""
+"""Faults that a sharding compiler may have: each a small change of the compiler, and a model that
+must notice it by a wrong result, a broken invariant or an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 
-from onnxpar import lower_reshard, pending, sharding, weights
-from onnxpar.layout import Dim, Factor, nested_parts
+from onnxpar import layout, weights
+from onnxpar.layout import Factor, Layout, dim_axes
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.mesh import Mesh
-from onnxpar.passes import split_ranks
+from onnxpar.passes.insert_collectives import _Insertion
 from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.passes.pass_ import PassContext
 from onnxpar.pending import Pending
-from onnxpar.rules import indexing, local
-from onnxpar.runtime.parts import Parts
+from onnxpar.plan import numpy_dtype
+from onnxpar.rules import indexing, local, reductions
+from onnxpar.rules.rule import Rule, registered
 from onnxpar.sharding import Placement, Sharding
+from onnxpar.weights import WeightStore
 
 Patch = pytest.MonkeyPatch
-FAULTS: dict[str, Callable[[Patch], None]] = {}
 
 
-def fault(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
-    FAULTS[function.__name__.replace("_", " ")] = function
-    return function
+@dataclass(frozen=True)
+class Fault:
+    """`plant` breaks the compiler; the small models of these names must notice."""
+
+    plant: Callable[[Patch], None]
+    models: tuple[str, ...]
 
 
-@fault
-def a_bias_is_added_once_per_rank(patch: Patch) -> None:
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(*models: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Registers a fault by the name of its function."""
+
+    def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        FAULTS[plant.__name__] = Fault(plant, models)
+        return plant
+
+    return register
+
+
+def change_collective(
+    patch: Patch, kind: str, change: Callable[[ReshardBuilder, dict[str, Any]], None]
+) -> None:
+    """Changes the attributes of every collective of a kind as it is built."""
+    build = ReshardBuilder._collective
+
+    def changed(self: ReshardBuilder, k: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
+        if k == kind:
+            change(self, attrs)
+        build(self, k, x, y, **attrs)
+
+    patch.setattr(ReshardBuilder, "_collective", changed)
+
+
+def change_rule(patch: Patch, op: str, change: Callable[[gs.Node, Rule], Rule]) -> None:
+    """Changes the rule of an op."""
+    rule = registered()["", op]
+    patch.setitem(registered(), ("", op), lambda node: change(node, rule(node)))  # type: ignore[arg-type]
+
+
+@fault("mlp")
+def bias_added_twice(patch: Patch) -> None:
     def need(self: Pending, op: Any, index: int) -> Placement:
-        base = self.sharding.operand_placement(op, op.inputs[index])
-        return Placement(base.leaves, *self.operands.get((op.node.name, index), ((), "sum")))
+        return self.sharding.operand_placement(op, op.inputs[index])
 
     patch.setattr(Pending, "need", need)
 
 
-@fault
-def a_partial_weight_is_not_blanked(patch: Patch) -> None:
-    start = weights._Writer.__init__
-
-    def init(self: Any, *args: Any) -> None:
-        start(self, *args)
-        self.fill = None
-
-    patch.setattr(weights._Writer, "__init__", init)
+@fault("mlp")
+def rule_forgets_that_the_bias_is_added_once(patch: Patch) -> None:
+    change_rule(patch, "Gemm", lambda node, rule: replace(rule, additive=frozenset()))
 
 
-@fault
-def a_lookup_starts_one_row_late(patch: Patch) -> None:
-    right = local.RankView.positions
+@fault("table")
+def wrong_offset_of_a_table(patch: Patch) -> None:
+    positions = local.RankView.positions
 
-    def positions(self: Any, factor: str) -> Any:
-        return right(self, factor) + (factor == "v")
+    def off_by_one(self: local.RankView, factor: str) -> np.ndarray[Any, Any]:
+        return positions(self, factor) + (factor == "v" and self._rank > 0)
 
-    patch.setattr(local.RankView, "positions", positions)
-
-
-@fault
-def rows_of_other_ranks_are_not_masked(patch: Patch) -> None:
-    right = indexing._local_rows
-
-    def rows(build: Any, count: int) -> Any:
-        found, held = right(build, count)
-        return found, build.add("Or", [held, build.add("Not", [held])])
-
-    patch.setattr(indexing, "_local_rows", rows)
+    patch.setattr(local.RankView, "positions", off_by_one)
 
 
-@fault
-def a_reduction_is_dropped(patch: Patch) -> None:
-    patch.setattr(ReshardBuilder, "_AllReduce", lambda self, x, y: self._add("Identity", [x], y))
+@fault("table")
+def rows_held_elsewhere_are_not_zeroed(patch: Patch) -> None:
+    def unmasked(build: Any, row: gs.Tensor, count: Any) -> gs.Tensor:
+        above = build.add("Greater", [row, np.array(-100, np.int64)])
+        return build.add("And", [above, build.add("Less", [row, count])])
+
+    patch.setattr(indexing, "_between", unmasked)
 
 
-@fault
-def a_sum_becomes_a_maximum(patch: Patch) -> None:
-    patch.setattr(
-        ReshardBuilder,
-        "_AllReduce",
-        lambda self, x, y: self._collective("AllReduce", x, y, op="max"),
-    )
+@fault("gate", "mlp")
+def dropped_reduction(patch: Patch) -> None:
+    def identity(self: ReshardBuilder, x: gs.Tensor, y: gs.Tensor) -> None:
+        self._add("Identity", [x], y)
+
+    patch.setattr(ReshardBuilder, "_AllReduce", identity)
 
 
-@fault
-def a_sum_becomes_a_mean(patch: Patch) -> None:
-    def reduce(self: ReshardBuilder, x: gs.Tensor, y: gs.Tensor) -> None:
-        total = self._fresh(y, "total")
+@fault("gate")
+def maximum_for_a_sum(patch: Patch) -> None:
+    change_collective(patch, "AllReduce", lambda _, attrs: attrs.update(op="max"))
+
+
+@fault("peak")
+def sum_for_a_maximum(patch: Patch) -> None:
+    change_collective(patch, "AllReduce", lambda _, attrs: attrs.update(op="sum"))
+
+
+@fault("gate")
+def mean_for_a_sum(patch: Patch) -> None:
+    def mean(self: ReshardBuilder, x: gs.Tensor, y: gs.Tensor) -> None:
+        total = self._fresh(x, "total")
         self._collective("AllReduce", x, total, op=self.before.reduce)
-        share = np.array(1 / len(self.mesh.group(self.axes, 0)), np.float32)
-        self._add("Mul", [total, self._constant("share", share)], y)
+        ranks = np.array(len(self.mesh.group(self.axes, 0)), numpy_dtype(x))
+        self._add("Div", [total, self._constant("ranks", ranks)], y)
 
-    patch.setattr(ReshardBuilder, "_AllReduce", reduce)
-
-
-@fault
-def a_group_is_in_the_wrong_order(patch: Patch) -> None:
-    right = ReshardBuilder._collective
-
-    def collective(self: ReshardBuilder, kind: str, x: Any, y: Any, **attrs: Any) -> None:
-        right(self, kind, x, y, **attrs)
-        backwards = lambda rank: list(self.mesh.group(self.axes, rank))[::-1]  # noqa: E731
-        self.per_rank.attributes[self.node.name, "group"] = backwards
-
-    patch.setattr(ReshardBuilder, "_collective", collective)
+    patch.setattr(ReshardBuilder, "_AllReduce", mean)
 
 
-@fault
-def a_group_spans_the_wrong_axis(patch: Patch) -> None:
-    right = lower_reshard.ReshardBuilder.__post_init__
+@fault("residual", "scatter")
+def group_across_the_other_axis(patch: Patch) -> None:
+    def other(self: ReshardBuilder, attrs: dict[str, Any]) -> None:
+        names = {a.name for a in self.axes}
+        axes = [self.mesh.axis(n) for n, _ in self.mesh.shape if n not in names]
+        attrs["group"] = lambda rank: list(self.mesh.group(axes, rank))
 
-    def init(self: ReshardBuilder) -> None:
-        right(self)
-        last = self.mesh.shape[0][0]
-        self.axes = (self.mesh.axis(last),)
+    build = ReshardBuilder._collective
 
-    patch.setattr(ReshardBuilder, "__post_init__", init)
+    def changed(self: ReshardBuilder, k: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
+        build(self, k, x, y, **attrs)
+        wrong: dict[str, Any] = {}
+        other(self, wrong)
+        self.per_rank.attributes[self.node.name, "group"] = wrong["group"]
 
-
-@fault
-def every_rank_gets_the_first_slice(patch: Patch) -> None:
-    patch.setattr(weights.WeightStore, "_first_holders", lambda self, layout: [0] * self.mesh.size)
-
-
-@fault
-def heads_are_cut_in_the_middle(patch: Patch) -> None:
-    def size(dim: Dim, mesh: Mesh, rank: int) -> int:
-        axes = tuple(a for leaf in local.leaves(dim) for a in leaf.axes)
-        parts = nested_parts(dim.size, tuple(a.size for a in axes))
-        return parts[mesh.coordinate(axes, rank)]
-
-    patch.setattr(local, "local_size", size)
+    patch.setattr(ReshardBuilder, "_collective", changed)
 
 
-@fault
-def a_local_slice_is_off_by_one(patch: Patch) -> None:
-    right = lower_reshard.indices
+@fault("heads")
+def stale_slice_of_another_weight(patch: Patch) -> None:
+    cut, made = WeightStore.cut, dict[Any, Any]()
 
-    def shifted(dim: Dim, mesh: Mesh, rank: int) -> Any:
-        at = right(dim, mesh, rank)
-        split = isinstance(dim, Factor) and bool(dim.axes)
-        return np.maximum(at - 1, 0) if split and rank else at
+    def stale(self: WeightStore, name: str, weight: Any, how: Layout) -> list[Any]:
+        key = (tuple(weight.dims), how)
+        made.setdefault(key, cut(self, name, weight, how))
+        parts = [type(p).FromString(p.SerializeToString()) for p in made[key]]
+        for part in parts:
+            part.name = name
+        return parts
 
-    patch.setattr(lower_reshard, "indices", shifted)
-
-
-@fault
-def an_exchange_cuts_the_wrong_dimension(patch: Patch) -> None:
-    right = ReshardBuilder._collective
-
-    def collective(self: ReshardBuilder, kind: str, x: Any, y: Any, **attrs: Any) -> None:
-        if kind == "AllToAll":
-            attrs["split_axis"], attrs["concat_axis"] = attrs["concat_axis"], attrs["split_axis"]
-        right(self, kind, x, y, **attrs)
-
-    patch.setattr(ReshardBuilder, "_collective", collective)
+    patch.setattr(WeightStore, "cut", stale)
 
 
-@fault
-def a_gather_joins_the_wrong_dimension(patch: Patch) -> None:
-    right = ReshardBuilder._collective
+@fault("heads")
+def heads_cut_in_the_middle(patch: Patch) -> None:
+    """A split of merged factors is taken for a split of the dimension that they make up."""
+    placed = Sharding.layout
 
-    def collective(self: ReshardBuilder, kind: str, x: Any, y: Any, **attrs: Any) -> None:
-        if kind == "AllGather":
-            attrs["axis"] = (attrs["axis"] + 1) % len(self.before.dims)
-        right(self, kind, x, y, **attrs)
+    def flat(self: Sharding, tensor: Any, placement: Placement) -> Layout:
+        how = placed(self, tensor, placement)
+        dims = tuple(Factor(d.size, dim_axes(d)) for d in how.dims)
+        return Layout(dims, how.partial, how.reduce)
 
-    patch.setattr(ReshardBuilder, "_collective", collective)
-
-
-@fault
-def uneven_parts_are_scattered_in_reverse(patch: Patch) -> None:
-    right = ReshardBuilder._sizes
-
-    def sizes(self: ReshardBuilder, dim: Dim) -> Any:
-        given = right(self, dim)
-        return lambda rank: given(rank)[::-1]
-
-    patch.setattr(ReshardBuilder, "_sizes", sizes)
+    patch.setattr(Sharding, "layout", flat)
 
 
-@fault
-def what_counts_once_is_kept_on_every_rank(patch: Patch) -> None:
-    patch.setattr(ReshardBuilder, "_Select", lambda self, x, y: self._add("Identity", [x], y))
+@fault("slice")
+def slice_off_by_one(patch: Patch) -> None:
+    varying = ReshardBuilder._varying
+
+    def shifted(self: ReshardBuilder, what: str, value: Any) -> gs.Constant:
+        if what not in ("start", "end"):
+            return varying(self, what, value)
+        return varying(self, what, lambda rank: value(rank) - (rank > 0))
+
+    patch.setattr(ReshardBuilder, "_varying", shifted)
 
 
-@fault
-def an_inner_factor_is_not_put_in_order(patch: Patch) -> None:
-    patch.setattr(lower_reshard, "_is_run", lambda dim: True)
+@fault("fused", "segments")
+def swapped_sizes_of_a_split(patch: Patch) -> None:
+    def swap(node: gs.Node, rule: Rule) -> Rule:
+        sizes = rule.local[1]
+        return replace(rule, local={**rule.local, 1: lambda at: sizes(at)[::-1].copy()})
+
+    change_rule(patch, "Split", swap)
 
 
-@fault
-def a_pending_sum_passes_any_op(patch: Patch) -> None:
-    patch.setattr(
-        pending._Chooser,
-        "_groups",
-        lambda self, op: [(frozenset({i}), True) for i in range(len(op.node.inputs))],
-    )
+@fault("residual")
+def value_kept_on_the_first_rank_of_all(patch: Patch) -> None:
+    """Instead of the first of each group."""
+    varying = ReshardBuilder._varying
+
+    def first(self: ReshardBuilder, what: str, value: Any) -> gs.Constant:
+        return varying(self, what, (lambda rank: np.array(rank == 0)) if what == "first" else value)
+
+    patch.setattr(ReshardBuilder, "_varying", first)
 
 
-@fault
-def a_whole_segment_is_counted_once_per_rank(patch: Patch) -> None:
-    patch.setattr(Sharding, "legalize", lambda self, op: None)
+@fault("residual")
+def value_kept_on_all_ranks(patch: Patch) -> None:
+    def identity(self: ReshardBuilder, x: gs.Tensor, y: gs.Tensor) -> None:
+        self._add("Identity", [x], y)
+
+    patch.setattr(ReshardBuilder, "_Select", identity)
 
 
-@fault
-def segments_are_thought_to_be_covered(patch: Patch) -> None:
-    patch.setattr(
-        sharding,
-        "covered_axes",
-        lambda dim: frozenset(a for f in local.leaves(dim) for a in f.axes),
-    )
+@fault("mlp")
+def uneven_parts_of_weights_reversed(patch: Patch) -> None:
+    def smaller_first(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+        return layout.nested_parts(size, counts)[::-1]
+
+    def indices(dim: Any, mesh: Mesh, rank: int) -> np.ndarray[Any, Any]:
+        if isinstance(dim, Factor) and dim.axes:
+            sizes = smaller_first(dim.size, tuple(a.size for a in dim.axes))
+            at = mesh.coordinate(dim.axes, rank)
+            start = sum(sizes[:at])
+            return np.arange(start, start + sizes[at])
+        return layout.indices(dim, mesh, rank)
+
+    patch.setattr(weights, "indices", indices)
 
 
-@fault
-def collectives_are_not_chained(patch: Patch) -> None:
-    patch.setattr(OrderCollectives, "run", lambda self, graph, ctx: False)
+@fault("deadlock")
+def no_token_through_the_collectives(patch: Patch) -> None:
+    def run(self: OrderCollectives, graph: gs.Graph, ctx: PassContext) -> bool:
+        ctx.ordered = True
+        return False
+
+    patch.setattr(OrderCollectives, "run", run)
 
 
-@fault
-def every_rank_gets_the_shapes_of_the_first(patch: Patch) -> None:
-    right = split_ranks._instantiate
-
-    def instantiate(model: Any, ctx: Any, parts: Any, rank: int) -> None:
-        constants = dict(ctx.per_rank.constants)
-        ctx.per_rank.constants = {n: (lambda _, f=f: f(0)) for n, f in constants.items()}
-        right(model, ctx, parts, rank)
-        ctx.per_rank.constants = constants
-
-    patch.setattr(split_ranks, "_instantiate", instantiate)
+@fault("square")
+def gather_along_another_axis(patch: Patch) -> None:
+    change_collective(patch, "AllGather", lambda _, attrs: attrs.update(axis=1 - attrs["axis"]))
 
 
-@fault
-def a_rank_is_fed_its_neighbours_part(patch: Patch) -> None:
-    right = Parts.take
+@fault("swap")
+def exchange_in_the_wrong_direction(patch: Patch) -> None:
+    def turn(_: ReshardBuilder, attrs: dict[str, Any]) -> None:
+        for what in ("axis", "sizes"):
+            a, b = f"split_{what}", f"concat_{what}"
+            attrs[a], attrs[b] = attrs[b], attrs[a]
 
-    def take(self: Parts, whole: Any, rank: int) -> Any:
-        return right(self, whole, (rank + 1) % self._mesh.size)
+    change_collective(patch, "AllToAll", turn)
 
-    patch.setattr(Parts, "take", take)
+
+@fault("mean")
+def mean_of_unequal_means(patch: Patch) -> None:
+    def lower(factors: Any, total: int) -> Any:
+        def equal(build: Any) -> None:
+            node = build.local.node
+            inputs = [build.input(i) for i in range(len(node.inputs))]
+            mean = build.add(node.op, inputs, **node.attrs)
+            build.finish("Mul", [mean, np.array(0.5, np.float32)])
+
+        return equal
+
+    patch.setattr(reductions, "weighted_mean", lower)
+
+
+@fault("groups")
+def groups_of_a_convolution_not_localized(patch: Patch) -> None:
+    change_rule(patch, "Conv", lambda node, rule: replace(rule, local={}))
+
+
+@fault("heads", "cut")
+def global_target_of_a_reshape(patch: Patch) -> None:
+    change_rule(patch, "Reshape", lambda node, rule: replace(rule, local={}))
+
+
+@fault("gate")
+def sum_passes_a_nonlinear_op(patch: Patch) -> None:
+    change_rule(patch, "Relu", lambda node, rule: replace(rule, linear=(frozenset({0}),)))
+
+
+@fault("turned")
+def transpose_that_ignores_its_order(patch: Patch) -> None:
+    change_rule(patch, "Transpose", lambda node, rule: replace(rule, outputs=rule.inputs))
+
+
+@fault("readers")
+def reader_gets_the_layout_of_another(patch: Patch) -> None:
+    serve = _Insertion._serve
+
+    def mixed(self: _Insertion, tensor: gs.Tensor, made: Placement, reads: Any, **rest: Any) -> None:
+        serve(self, tensor, made, reads, **rest)
+        if len(reads) > 1:
+            found = [read.node.inputs[read.index] for read in reads]
+            for read, other in zip(reads, found[::-1], strict=True):
+                read.take(other)
+
+    patch.setattr(_Insertion, "_serve", mixed)
+
+
+@fault("partial")
+def output_left_pending(patch: Patch) -> None:
+    patch.setattr(Placement, "reduced", lambda self: self)
+
+
+@fault("scatter")
+def order_of_members_ignored(patch: Patch) -> None:
+    """A reduce-scatter that takes each member's rows as if they lay one behind the other."""
+    patch.setattr(ReshardBuilder, "_by_member", lambda self, x, axis, before, after: x)

@@ -129,6 +129,38 @@ MODELS = {
         "tp=2",
         {"Relu_h": [[None, "tp"]], "Sigmoid_y": [["tp", None]]},
     ),
+    # a square matrix: a gather along the wrong axis has a shape that fits
+    "square": Small(
+        "square (float[4,4] x) => (float[4,4] y) { h = Relu(x)  y = Softmax(h) }",
+        "tp=2",
+        {"Relu_h": [[None, "tp"]]},
+    ),
+    # segments of unlike sizes, both split
+    "segments": Small(
+        """segments (float[2,10] x) => (float[2,4] y, float[2,6] z)
+        <int64[2] sizes = {4, 6}>
+        { h = Relu(x)  a, b = Split<axis = 1>(h, sizes)  y = Sigmoid(a)  z = Sigmoid(b) }""",
+        "tp=2",
+        {"Sigmoid_y": [[None, "tp"]], "Sigmoid_z": [[None, "tp"]]},
+    ),
+    "cut": Small(
+        """cut (float[2,12] x) => (float[2,3,4] y)
+        <int64[3] target = {2, 3, 4}> { h = Relu(x)  y = Reshape(h, target) }""",
+        "tp=3",
+        {"Relu_h": [[None, "tp"]]},
+    ),
+    # independent collectives
+    "deadlock": Small(
+        """deadlock (float[4,6] x, float[6,4] w1, float[6,4] w2) => (float[4,4] y, float[4,4] z)
+        { a = MatMul(x, w1)  y = Relu(a)  b = MatMul(x, w2)  z = Relu(b) }""",
+        "tp=2",
+        {"MatMul_a": [[None, "tp"], ["tp", None]]},
+    ),
+    "partial": Small(
+        "partial (float[4,6] x, float[6,4] w) => (float[4,4] y) { y = MatMul(x, w) }",
+        "tp=2",
+        {"MatMul_y": [[None, "tp"], ["tp", None]]},
+    ),
     "concat": Small(
         """concat (float[3,4] x, float[3,6] z) => (float[3,10] y)
         { a = Relu(x)  b = Relu(z)  c = Concat<axis = 1>(a, b)  y = Sigmoid(c) }""",

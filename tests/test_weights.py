@@ -54,7 +54,8 @@ CASES = list(layouts())
 
 def stored(tensor: TensorProto, folder: Path) -> Array:
     """The array of an initializer, read as a runtime would."""
-    onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+    if tensor.data_location == TensorProto.EXTERNAL:
+        onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
     return onnx.numpy_helper.to_array(tensor)
 
 
