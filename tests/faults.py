@@ -188,7 +188,7 @@ def slice_off_by_one(patch: Patch) -> None:
     patch.setattr(ReshardBuilder, "_varying", shifted)
 
 
-@fault("fused", "segments")
+@fault("segments")
 def swapped_sizes_of_a_split(patch: Patch) -> None:
     def swap(node: gs.Node, rule: Rule) -> Rule:
         sizes = rule.local[1]
@@ -280,7 +280,7 @@ def global_target_of_a_reshape(patch: Patch) -> None:
     change_rule(patch, "Reshape", lambda node, rule: replace(rule, local={}))
 
 
-@fault("gate")
+@fault("bent")
 def sum_passes_a_nonlinear_op(patch: Patch) -> None:
     change_rule(patch, "Relu", lambda node, rule: replace(rule, linear=(frozenset({0}),)))
 
@@ -304,12 +304,17 @@ def reader_gets_the_layout_of_another(patch: Patch) -> None:
     patch.setattr(_Insertion, "_serve", mixed)
 
 
-@fault("partial")
-def output_left_pending(patch: Patch) -> None:
-    patch.setattr(Placement, "reduced", lambda self: self)
-
-
-@fault("scatter")
+@fault("scattered segments")
 def order_of_members_ignored(patch: Patch) -> None:
-    """A reduce-scatter that takes each member's rows as if they lay one behind the other."""
+    """A reduce-scatter that takes what each member needs as if it lay in one run."""
     patch.setattr(ReshardBuilder, "_by_member", lambda self, x, axis, before, after: x)
+
+
+@fault("gathered segments")
+def gathered_parts_left_in_the_order_of_ranks(patch: Patch) -> None:
+    def identity(
+        self: ReshardBuilder, x: gs.Tensor, y: gs.Tensor, axis: int, held: Any, after: Any
+    ) -> None:
+        self._add("Identity", [x], y)
+
+    patch.setattr(ReshardBuilder, "_order", identity)

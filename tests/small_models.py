@@ -117,7 +117,7 @@ MODELS = {
         {"Relu_h": [[None, "tp", None, None]]},
     ),
     "turned": Small(
-        """turned (float[4,6,2] x) => (float[6,2,4] y)
+        """turned (float[4,4,2] x) => (float[4,2,4] y)
         { h = Relu(x)  t = Transpose<perm = [1, 2, 0]>(h)  y = Sigmoid(t) }""",
         "tp=2",
         {"Relu_h": [["tp", None, None]]},
@@ -156,10 +156,24 @@ MODELS = {
         "tp=2",
         {"MatMul_a": [[None, "tp"], ["tp", None]]},
     ),
-    "partial": Small(
-        "partial (float[4,6] x, float[6,4] w) => (float[4,4] y) { y = MatMul(x, w) }",
+    # a nonlinear op between two sums that could meet
+    "bent": Small(
+        """bent (float[4,6] x, float[6,4] w1, float[6,4] w2) => (float[4,4] y)
+        { a = MatMul(x, w1)  b = MatMul(x, w2)  r = Relu(a)  y = Add(r, b) }""",
         "tp=2",
-        {"MatMul_y": [[None, "tp"], ["tp", None]]},
+        {"MatMul_a": [[None, "tp"], ["tp", None]]},
+    ),
+    "scattered segments": Small(
+        """scattered (float[4,6] x, float[6,8] w) => (float[4,4] y)
+        { h = MatMul(x, w)  a, b = Split<axis = 1, num_outputs = 2>(h)  y = Mul(a, b) }""",
+        "tp=2",
+        {"MatMul_h": [[None, "tp"], ["tp", None]], "Mul_y": [[None, "tp"], [None, "tp"]]},
+    ),
+    "gathered segments": Small(
+        """gathered (float[3,4] x, float[3,6] z) => (float[3,10] y)
+        { a = Relu(x)  b = Relu(z)  c = Concat<axis = 1>(a, b)  y = Softmax(c) }""",
+        "tp=2",
+        {"Relu_a": [[None, "tp"]], "Relu_b": [[None, "tp"]], "Concat_c": [[None, "tp"]] * 2},
     ),
     "concat": Small(
         """concat (float[3,4] x, float[3,6] z) => (float[3,10] y)
