@@ -196,6 +196,14 @@ def bert(**config: Any) -> Case:
     return Case(network, text(network, padded=True) | token_types)
 
 
+@architecture("bert_encoder", small=BERT, full={})
+def bert_encoder(**config: Any) -> Case:
+    """BERT without a head: hidden states, and what the pooler makes of the first."""
+    network = hf.BertModel(hf.BertConfig(**config))
+    token_types = {"token_type_ids": tokens(network.config.type_vocab_size, "batch", "seq")}
+    return Case(network, text(network, padded=True) | token_types)
+
+
 @architecture(
     "t5",
     small={

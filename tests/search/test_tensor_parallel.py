@@ -60,6 +60,14 @@ def test_parallel_blocks_reduce_once_a_layer(model: str, ranks: int) -> None:
     check_logits_stay_split(plan)
 
 
+@pytest.mark.parametrize(("model", "ranks"), matrix(exports("bert_encoder")))
+def test_bert_reduces_twice_a_layer_and_once_for_the_embeddings(model: str, ranks: int) -> None:
+    plan = tensor_parallel(model, ranks)
+    assert kinds(plan) == {"AllReduce": 2 * LAYERS + 1}
+    pooled = plan.outputs[1].layout
+    assert pooled is not None and pooled.text(plan.mesh) == "[-, tp]"
+
+
 @pytest.mark.parametrize(("model", "ranks"), matrix(exports("bert")))
 def test_bert_reduces_once_more_for_its_classifier(model: str, ranks: int) -> None:
     """Pooler by columns, classifier by rows: 5 labels do not split over 8."""
