@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.factors import OpFactors
+from onnxpar.factors import OpFactors, with_axes
 from onnxpar.layout import local_size
-from onnxpar.mesh import parts_over
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import NO_RULE, Plan, Port, Weight, Whole, numpy_dtype, part_bytes
 from onnxpar.ranges import integer_ranges
+from onnxpar.rules.rule import Rule, Size, expr_vars
 from onnxpar.search.tensor_parallel import is_contraction
 
 
@@ -95,15 +96,30 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
 
 def _flops(ctx: PassContext) -> dict[str, int]:
     """Multiplications and additions of the contractions: in all, and on rank 0."""
-    total = here = 0
-    for op in ctx.sharding.factors.ops:
-        if not is_contraction(op):
-            continue
-        whole = 2 * math.prod(s or 1 for s in op.rule.sizes.values())
-        split = math.prod(parts_over(a) for a in ctx.sharding.op_axes(op))
-        total += whole
-        here += whole // split
-    return {"model": total, "per_rank": here}
+    ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
+    return {
+        "model": sum(2 * _products(op.rule, op.rule.sizes) for op in ops),
+        "per_rank": sum(2 * _products(op.rule, _sizes_on_rank_0(op, ctx)) for op in ops),
+    }
+
+
+def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
+    """Multiplications of a contraction. Windows relate every position of the larger image to few
+    of the smaller, so that only the positions of the smaller count."""
+    operands = [{v for expr in spec or () for v in expr_vars(expr)} for spec in rule.inputs[:2]]
+    result = {v for expr in rule.outputs[0] or () for v in expr_vars(expr)}
+    ways = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())
+    return min(math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in way) for way in ways)
+
+
+def _sizes_on_rank_0(op: OpFactors, ctx: PassContext) -> dict[str, Size]:
+    """How many values of each factor rank 0 computes."""
+    sizes = dict(op.rule.sizes)
+    axes = ctx.sharding.op_axes(op)
+    for name in sizes.keys() - op.whole.keys():
+        over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+        sizes[name] = local_size(with_axes(op.trees[name], iter(over)), ctx.sharding.mesh, 0)
+    return sizes
 
 
 def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:

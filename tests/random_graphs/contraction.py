@@ -15,9 +15,11 @@ def matmul(b: Builder, op: str) -> object:
     x = b.pick(b.choose(["float", "double"]), rank=(1, 4), bound=300.0)
     k = x.shape[-1]
 
+    turned = {node.output[0] for node in b.nodes if node.op_type == "Transpose"}
+
     def fits(v: Value) -> bool:
-        if not v.shape:
-            return False
+        if not v.shape or (len(v.shape) == 1 or len(x.shape) == 1) and turned & {v.name, x.name}:
+            return False  # onnxruntime 1.31 fuses a Transpose into a product with a vector wrongly
         rows = v.shape[-2] if len(v.shape) > 1 else v.shape[0]
         batch, other = x.shape[:-2][::-1], v.shape[:-2][::-1]
         same = all(s == t or 1 in (s, t) for s, t in zip(batch, other, strict=False))
@@ -30,7 +32,7 @@ def matmul(b: Builder, op: str) -> object:
         shape: tuple[int, ...] = (k, b.choose([2, 3, 4, 5, 6, 8]))
         if len(x.shape) > 2 and b.coin():
             shape = (*x.shape[b.number(0, len(x.shape) - 2) : -2], *shape)
-        y = b.fresh(shape if b.number(0, 5) else (k,), x.kind)
+        y = b.fresh(shape if x.name in turned or b.number(0, 5) else (k,), x.kind)
     return b.add(op, [x, y], k * x.bound * y.bound, gain=k * max(x.bound, y.bound))
 
 
