@@ -223,7 +223,10 @@ def start_owner(par: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
     """Another process with a session; and that session's ranks."""
     script = OWNER.format(end=end)
     owner = subprocess.Popen(
-        [sys.executable, "-c", script, str(par), str(TESTS)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(par), str(TESTS)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=par.parent,  # not the checkout, which Python would import from
     )
     assert owner.stdout is not None
     return owner, [int(pid) for pid in owner.stdout.readline().split()]
@@ -254,6 +257,7 @@ def test_the_end_of_a_script_is_quiet(par: Path) -> None:
         text=True,
         timeout=30,
         check=True,
+        cwd=par.parent,
     )
     assert done.stderr == ""
     assert not any(is_alive(int(pid)) for pid in done.stdout.split())
