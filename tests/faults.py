@@ -294,7 +294,9 @@ def transpose_that_ignores_its_order(patch: Patch) -> None:
 def reader_gets_the_layout_of_another(patch: Patch) -> None:
     serve = _Insertion._serve
 
-    def mixed(self: _Insertion, tensor: gs.Tensor, made: Placement, reads: Any, **rest: Any) -> None:
+    def mixed(
+        self: _Insertion, tensor: gs.Tensor, made: Placement, reads: Any, **rest: Any
+    ) -> None:
         serve(self, tensor, made, reads, **rest)
         if len(reads) > 1:
             found = [read.node.inputs[read.index] for read in reads]

@@ -51,7 +51,8 @@ MODELS = {
     ),
     # a reduce-scatter over groups of 2, rows already split
     "scatter": Small(
-        """scatter (float[5,6] x, float[6,8] w) => (float[5,8] y) { h = MatMul(x, w)  y = Relu(h) }""",
+        """scatter (float[5,6] x, float[6,8] w) => (float[5,8] y)
+        { h = MatMul(x, w)  y = Relu(h) }""",
         "a=2,b=2",
         {"MatMul_h": [["a", "b"], ["b", None]], "Relu_y": [[["a", "b"], None]]},
     ),

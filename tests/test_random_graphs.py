@@ -108,7 +108,10 @@ def any_cost(seed: int) -> Iterator[None]:
     def seconds(kind: str, ranks: int, size: float) -> float:
         return float(source.random())
 
-    with patch("onnxpar.pending.step_seconds", seconds), patch("onnxpar.reshard.step_seconds", seconds):
+    with (
+        patch("onnxpar.pending.step_seconds", seconds),
+        patch("onnxpar.reshard.step_seconds", seconds),
+    ):
         yield
 
 

@@ -1,6 +1,6 @@
 """Planning for 1024 ranks against 8, in pairs; and planning time by the number of nodes.
 
-    python tests/bench/bench_plan.py [--pairs 5] [--layers 22]
+python tests/bench/bench_plan.py [--pairs 5] [--layers 22]
 """
 
 from __future__ import annotations

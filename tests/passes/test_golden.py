@@ -1,4 +1,4 @@
-"""The graph behind every pass, as text, for small models: read the files, they are the specification."""
+"""The graph behind every pass, as text, for small models: the files are the specification."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from onnxpar import pipeline
 from onnxpar.mesh import Mesh
 from onnxpar.model import Model, load
-from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pass_list import parse_passes
+from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
@@ -22,12 +22,18 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
 ALL = ",".join(p.name for p in pipeline.DEFAULT_PASSES)
 
+
+def ones(count: int) -> str:
+    """The values of a weight."""
+    return "{" + ", ".join(["1"] * count) + "}"
+
+
 CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "column-row": (
-        """mlp (float[4,6] x) => (float[4,6] y)
-        <float[6,8] w = {%s}, float[8] b = {%s}, float[8,6] v = {%s}, float[6] c = {%s}>
-        { h = Gemm(x, w, b)  r = Relu(h)  y = Gemm(r, v, c) }"""
-        % tuple(",".join(["1"] * n) for n in (48, 8, 48, 6)),
+        f"""mlp (float[4,6] x) => (float[4,6] y)
+        <float[6,8] w = {ones(48)}, float[8] b = {ones(8)}, float[8,6] v = {ones(48)},
+        float[6] c = {ones(6)}>
+        {{ h = Gemm(x, w, b)  r = Relu(h)  y = Gemm(r, v, c) }}""",
         "tp=2",
         {"shard": {"Gemm_h": [[1, 1], [1, 2]]}},
         ALL,

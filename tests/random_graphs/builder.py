@@ -192,7 +192,9 @@ class Builder:
             assert not noise, f"{op} makes whole numbers of inexact ones"
         names = [f"t{len(self.nodes)}_{i}" for i in range(outputs)]
         spelled = [i.name if isinstance(i, Value) else i for i in inputs]
-        node = helper.make_node(op, spelled, names, f"{op}_{len(self.nodes)}", domain=domain, **attrs)
+        node = helper.make_node(
+            op, spelled, names, f"{op}_{len(self.nodes)}", domain=domain, **attrs
+        )
         made = [Value(n, s, kind, bound, noise) for n, s in self._shapes(node, operands).items()]
         if any(math.prod(v.shape) > MOST_ELEMENTS for v in made):
             raise NotHere
@@ -205,7 +207,9 @@ class Builder:
         self.nodes.append(helper.make_node(op, inputs, [value.name], f"{op}_{len(self.nodes)}"))
 
     def _shapes(self, node: onnx.NodeProto, operands: Sequence[Value]) -> dict[str, Shape]:
-        types = {v.name: helper.make_tensor_type_proto(ELEMENTS[v.kind][0], v.shape) for v in operands}
+        types = {
+            v.name: helper.make_tensor_type_proto(ELEMENTS[v.kind][0], v.shape) for v in operands
+        }
         data = {w.name: w for w in self.weights if w.name in node.input}
         for name, weight in data.items():
             types[name] = helper.make_tensor_type_proto(weight.data_type, list(weight.dims))
@@ -218,7 +222,8 @@ class Builder:
             ir_version=11,
         )
         return {
-            name: tuple(d.dim_value for d in found[name].tensor_type.shape.dim) for name in node.output
+            name: tuple(d.dim_value for d in found[name].tensor_type.shape.dim)
+            for name in node.output
         }
 
     def model(self) -> tuple[onnx.ModelProto, list[Value]]:
@@ -246,9 +251,11 @@ def _info(value: Value) -> onnx.ValueInfoProto:
 
 def _broadcasts(a: Shape, b: Shape) -> bool:
     pairs = list(zip(a[::-1], b[::-1], strict=False))
-    grows = math.prod(np.broadcast_shapes(a, b)) if all(
-        x == y or 1 in (x, y) for x, y in pairs
-    ) else MOST_ELEMENTS + 1
+    grows = (
+        math.prod(np.broadcast_shapes(a, b))
+        if all(x == y or 1 in (x, y) for x, y in pairs)
+        else MOST_ELEMENTS + 1
+    )
     return grows <= MOST_ELEMENTS
 
 

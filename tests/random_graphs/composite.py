@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
 from random_graphs.builder import Builder, NotHere, Value, makes
 
 
@@ -67,7 +66,9 @@ def quantize(b: Builder, op: str) -> object:
     scale = b.constant(np.full(shape, 0.5, np.float32))
     zero = b.constant(np.full(shape, 3, np.int8))
     (q,) = b.add(op, [x, scale, zero], 128.0, kind="int8", axis=axis)
-    return b.add("DequantizeLinear", [q, scale, zero], x.bound, kind="float", rounds=True, axis=axis)
+    return b.add(
+        "DequantizeLinear", [q, scale, zero], x.bound, kind="float", rounds=True, axis=axis
+    )
 
 
 @makes("DequantizeLinear")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
 from random_graphs.builder import Builder, NotHere, Value, makes
 
 
@@ -18,7 +17,7 @@ def matmul(b: Builder, op: str) -> object:
     turned = {node.output[0] for node in b.nodes if node.op_type == "Transpose"}
 
     def fits(v: Value) -> bool:
-        if not v.shape or (len(v.shape) == 1 or len(x.shape) == 1) and turned & {v.name, x.name}:
+        if not v.shape or ((len(v.shape) == 1 or len(x.shape) == 1) and turned & {v.name, x.name}):
             return False  # onnxruntime 1.31 fuses a Transpose into a product with a vector wrongly
         rows = v.shape[-2] if len(v.shape) > 1 else v.shape[0]
         batch, other = x.shape[:-2][::-1], v.shape[:-2][::-1]

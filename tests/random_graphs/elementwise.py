@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
 from random_graphs.builder import ELEMENTS, Builder, NotHere, Value, makes
 
 
@@ -192,12 +191,19 @@ def where(b: Builder, op: str) -> object:
     x = b.pick()
     y = b.partner(x)
     shape = np.broadcast_shapes(x.shape, y.shape)
-    there = [v for v in b.values if v.kind == "bool" and v.shape == shape[len(shape) - len(v.shape) :]]
+    there = [
+        v for v in b.values if v.kind == "bool" and v.shape == shape[len(shape) - len(v.shape) :]
+    ]
     mask = b.choose(there) if there and b.coin() else b.fresh(shape[-2:], "bool")
     return b.add(op, [mask, x, y], max(x.bound, y.bound), kind=x.kind)
 
 
-CASTS = {"float": ["double", "int", "float"], "double": ["float"], "int": ["float"], "bool": ["float", "int"]}
+CASTS = {
+    "float": ["double", "int", "float"],
+    "double": ["float"],
+    "int": ["float"],
+    "bool": ["float", "int"],
+}
 
 
 @makes("Cast")

@@ -14,8 +14,8 @@ import random_graphs.movement  # noqa: F401
 from random_graphs.builder import MAKERS, Builder, NotHere
 from random_graphs.patterns import PATTERNS, changing, keeping, softly
 
-from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.factors import OpFactors
+from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Seed, TensorSeed
 
@@ -24,7 +24,17 @@ MESHES = ("a=2", "a=3", "a=4", "a=2,b=2")
 THEMES = {
     "any": tuple(sorted(MAKERS)),
     "merged": ("Reshape", "Reshape", "MatMul", "Transpose", "Add", "Concat", "Split", "Slice"),
-    "partial": (*"MatMul ReduceSum ReduceMax Add Mul Sub Where Concat Slice Transpose".split(),),
+    "partial": (
+        "MatMul",
+        "ReduceSum",
+        "ReduceMax",
+        "Add",
+        "Mul",
+        "Sub",
+        "Where",
+        "Concat",
+        "Slice",
+    ),
 }
 """What a graph is mostly made of."""
 
@@ -121,7 +131,7 @@ def seeds(b: Builder, sharding: Sharding, ops: Sequence[str]) -> list[list[Seed]
     kinds = [places for places in (inserted, hinted, merged, reduced, any_op, any_tensor) if places]
     rounds: list[list[Seed]] = []
     for _ in range(b.number(1, 7)):
-        found = b.choose(kinds or [[]])
+        found = hinted if hinted and not rounds else b.choose(kinds or [[]])
         if not found:
             continue
         where, leaf, size = b.choose(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
 from random_graphs.builder import MOST_ELEMENTS, Builder, NotHere, Shape, Value, makes
 
 KINDS = ("float", "double", "int", "bool")
@@ -114,7 +113,9 @@ def concat(b: Builder, op: str) -> object:
 
     parts = [x]
     for _ in range(b.number(1, 2)):
-        there = [v for v in b.values if v.kind == x.kind and len(v.shape) == len(x.shape) and fits(v)]
+        there = [
+            v for v in b.values if v.kind == x.kind and len(v.shape) == len(x.shape) and fits(v)
+        ]
         if b.number(0, 3):
             parts.append(b.choose(there))
         else:

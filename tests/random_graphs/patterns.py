@@ -54,6 +54,8 @@ def changing(b: Builder, x: Value) -> object:
 
 def softly(b: Builder, x: Value) -> object:
     """One that is not linear."""
+    if b.coin():
+        return b.add("Relu", [x], x.bound)
     return b.add("Tanh", [x], 1.0, rounds=True)
 
 
@@ -61,7 +63,7 @@ def sums_that_meet(b: Builder) -> object:
     """Two pending sums, or one and a whole value, joined and worked on."""
     x = b.pick(rank=(2, 3), bound=40.0)
     terms = [sum_of_parts(b, x), sum_of_parts(b, x if b.coin() else b.fresh(x.shape))]
-    if not b.number(0, 3):
+    if b.coin():
         terms.insert(b.number(0, 2), b.fresh(terms[0].shape))
     for _ in range(b.number(0, 2)):
         terms[0] = keeping(b, terms[0])
@@ -132,4 +134,10 @@ def merged_rows(b: Builder) -> object:
     return b.add("Reshape", [y, b.int64(*x.shape)], y.bound)
 
 
-PATTERNS: tuple[Pattern, ...] = (sums_that_meet, merged_rows, heads, fused_projections)
+PATTERNS: tuple[Pattern, ...] = (
+    sums_that_meet,
+    sums_that_meet,
+    merged_rows,
+    heads,
+    fused_projections,
+)
