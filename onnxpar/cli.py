@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from onnxpar import commands
 from onnxpar.errors import OnnxparError
 from onnxpar.mesh import Mesh
+from onnxpar.pass_list import passes_help
 from onnxpar.search.presets import PRESETS
 
 EXAMPLES = """examples:
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
     opt = _add(commands_of, "opt", "run passes and print the graph", commands.opt)
     _add_model(opt)
-    opt.add_argument("--passes", required=True, metavar="LIST", help=commands.passes_help())
+    opt.add_argument("--passes", required=True, metavar="LIST", help=passes_help())
     opt.add_argument("--print-after", action="append", default=[], metavar="PASS", help="or 'all'")
     opt.add_argument(
         "--dump", metavar="DIR", help="write the graph behind every pass: 01-NAME.onnxtxt"
@@ -138,8 +138,3 @@ def _mesh(text: str) -> Mesh:
         return Mesh.parse(text)
     except OnnxparError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def print_json(value: Any) -> None:
-    """Indented JSON on standard output."""
-    print(json.dumps(value, indent=1))

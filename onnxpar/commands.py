@@ -18,10 +18,9 @@ import onnx
 from tqdm import tqdm
 
 from onnxpar import pipeline
-from onnxpar.errors import InputError, OnnxparError, StrategyError
+from onnxpar.errors import InputError, StrategyError
 from onnxpar.model import Model, load
 from onnxpar.pass_list import parse_passes
-from onnxpar.pass_list import passes_help as passes_help
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
@@ -225,6 +224,3 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         total=total, desc=what, unit="B", unit_scale=True, disable=not _is_terminal(), leave=False
     ) as bar:
         yield bar.update
-
-
-__all__ = ["OnnxparError", "check", "inspect", "opt", "passes_help", "plan", "run", "shard"]
