@@ -44,7 +44,6 @@ class Sharding:
     """Axes of every tensor leaf (by tensor) and op leaf (by node).
 
     pinned   tensors whose layout somebody asked for: it holds whatever the ops around them need
-    fixed    nodes whose axes somebody asked for
     parts    sizes by hand, for an atom split over these axes
     """
 
@@ -53,7 +52,6 @@ class Sharding:
     tensors: dict[str, list[Axes | None]] = field(default_factory=dict)
     ops: dict[str, list[Axes | None]] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
-    fixed: set[str] = field(default_factory=set)
     parts: dict[tuple[int, Axes], tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod

@@ -88,7 +88,6 @@ class NodeSeed:
             sharding.ops[name][leaf] = axes
             if leaf in self.parts:
                 sharding.parts[self.op.leaves[leaf].atom, axes] = self.parts[leaf]
-        sharding.fixed.add(name)
         return True
 
 
