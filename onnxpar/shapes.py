@@ -100,10 +100,9 @@ class _Walk:
             return None
         if not self._fits(node):
             return None
-        evaluator = ReferenceEvaluator(self._one_node(node))
         feeds = {name: self.values[name] for name in node.input if name}
         try:
-            results = evaluator.run(None, feeds)
+            results = ReferenceEvaluator(self._one_node(node)).run(None, feeds)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
             return None  # left to the runtime, which has every op
         if any(not isinstance(r, (np.ndarray, np.generic)) for r in results):

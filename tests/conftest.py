@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-graphs",
         type=int,
-        default=150,
+        default=240,
         metavar="N",
         help="random graphs to shard and compare",
     )

@@ -121,6 +121,10 @@ def axes_of(mesh: Mesh) -> list[Axes]:
     return out
 
 
+Places = list[tuple[Any, int, int]]
+"""Node or tensor, leaf, size."""
+
+
 def seeds(b: Builder, sharding: Sharding, ops: Sequence[str]) -> list[list[Seed]]:
     """One to seven annotations of nodes or tensors, in rounds: `ops`, what is reduced or merged,
     what patterns were built around, and anything else."""
@@ -129,25 +133,25 @@ def seeds(b: Builder, sharding: Sharding, ops: Sequence[str]) -> list[list[Seed]
     any_tensor, merged = tensor_leaves(sharding)
     hinted = hinted_leaves(b, sharding)
     kinds = [places for places in (inserted, hinted, merged, reduced, any_op, any_tensor) if places]
-    rounds: list[list[Seed]] = []
-    for _ in range(b.number(1, 7)):
-        found = hinted if hinted and not rounds else b.choose(kinds or [[]])
-        if not found:
-            continue
-        where, leaf, size = b.choose(found)
-        axes = fitting(b, axes_of(sharding.mesh), size)
-        if axes and isinstance(where, OpFactors):
-            rounds.append([NodeSplit(where, leaf, axes)])
-        elif axes:
-            given: list[Axes | None] = [None] * len(sharding.tensors[where])
-            given[leaf] = axes
-            parts = {} if b.number(0, 3) else {leaf: uneven(b, size, axes)}
-            rounds.append([TensorSeed(where, given, parts, pin=b.coin())])
-    return rounds
+    plan = [inserted, b.choose([hinted, merged])]
+    plan += [b.choose(kinds or [[]]) for _ in range(b.number(0, 5))]
+    return [
+        [seed] for places in plan if places for seed in [random_seed(b, sharding, places)] if seed
+    ]
 
 
-Places = list[tuple[Any, int, int]]
-"""Node or tensor, leaf, size."""
+def random_seed(b: Builder, sharding: Sharding, places: Places) -> Seed | None:
+    """An annotation of one of the places; None where nothing fits there."""
+    where, leaf, size = b.choose(places)
+    axes = fitting(b, axes_of(sharding.mesh), size)
+    if not axes:
+        return None
+    if isinstance(where, OpFactors):
+        return NodeSplit(where, leaf, axes)
+    given: list[Axes | None] = [None] * len(sharding.tensors[where])
+    given[leaf] = axes
+    parts = {} if b.number(0, 3) else {leaf: uneven(b, size, axes)}
+    return TensorSeed(where, given, parts, pin=b.coin())
 
 
 def op_leaves(sharding: Sharding) -> tuple[Places, Places]:
