@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import DOMAIN
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
-from onnxpar.plan import DOMAIN, part_bytes
+from onnxpar.plan import part_bytes
 
 
 @dataclass

@@ -166,7 +166,8 @@ class OpLeaf:
 @dataclass(eq=False)
 class OpFactors:
     """A node's rule over atoms. `inputs[i][j]` is the op leaf behind leaf j of operand i, or None
-    where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit."""
+    where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit;
+    `ties` are leaves that are split over the same axes or not at all."""
 
     node: gs.Node
     rule: Rule
@@ -176,6 +177,7 @@ class OpFactors:
     whole: dict[str, str] = field(default_factory=dict)
     trees: dict[str, Dim] = field(default_factory=dict)
     apart: Pairs = frozenset()
+    ties: tuple[tuple[int, ...], ...] = ()
 
     def operands(self) -> Iterator[tuple[gs.Tensor, tuple[int | None, ...]]]:
         """Every operand and result with its links."""
@@ -270,6 +272,11 @@ class _Analysis:
         elif node.size > 1:
             yield Leaf(self.atoms.setdefault(id(node), len(self.atoms)), node.size)
 
+    def _has_major(self, node: _Node) -> bool:
+        """Whether the first piece can be split so that parts are consecutive."""
+        node = node.root()
+        return node.size > 1 and node.kind != "concat"
+
     def _tensor(self, dims: list[_Node]) -> TensorFactors:
         per_dim = [list(self._leaves(d)) for d in dims]
         trees = tuple(self._tree(d) for d in dims)
@@ -300,6 +307,9 @@ class _Analysis:
             for expr, dim in zip(spec or (), self.dims.get(tensor.name) or (), strict=False):
                 if not _same(_compose(expr, factors), dim):
                     whole.update({v: whole.get(v, _CUT_HERE) for v in expr_vars(expr)})
+        for group in rule.ties:
+            if any(f in whole or not self._has_major(factors[f]) for f in group):
+                whole.update({f: whole.get(f, _CUT_HERE) for f in group})
         leaves: list[OpLeaf] = []
         index: dict[str, list[int | None]] = {}
         for name, factor in factors.items():
@@ -320,6 +330,11 @@ class _Analysis:
                 out += found if len(found) == count else [None] * count
             return tuple(out)
 
+        ties = tuple(
+            tuple(i for f in group for i in index[f][:1] if i is not None)
+            for group in rule.ties
+            if not any(f in whole for f in group)
+        )
         specs = [links(t, s) for t, s in _operands(node, rule)]
         n = len(node.inputs)
         trees = {name: self._tree(factor) for name, factor in factors.items()}
@@ -334,7 +349,8 @@ class _Analysis:
             tuple(specs[n:]),
             whole,
             trees,
-            _op_apart(operands, tensors),
+            _op_apart(operands, tensors) | {(i, j) for t in ties for i in t for j in t if i != j},
+            ties,
         )
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import PerRank, collective_node
 from onnxpar.layout import Dim, Factor, Layout, indices, local_size, neutral, normalize, split_count
 from onnxpar.mesh import Axes, Mesh
-from onnxpar.plan import DOMAIN, numpy_dtype
-from onnxpar.rules.local import PerRank
+from onnxpar.plan import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -204,13 +204,19 @@ class ReshardBuilder:
         return [i for i, (a, b) in enumerate(pairs) if a != b]
 
     def _collective(self, kind: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
-        name = self.node.name
-        attrs["group"] = lambda rank: list(self.mesh.group(self.axes, rank))
-        for key, value in attrs.items():
-            if callable(value):
-                self.per_rank.attributes[name, key] = value
-        now = {k: v(0) if callable(v) else v for k, v in attrs.items()}
-        self.built.append(gs.Node(kind, name, {**now, "tag": self.tag}, [x], [y], domain=DOMAIN))
+        self.built.append(
+            collective_node(
+                kind,
+                self.node.name,
+                x,
+                y,
+                self.axes,
+                self.mesh,
+                self.per_rank,
+                tag=self.tag,
+                **attrs,
+            )
+        )
 
     def _add(self, op: str, inputs: Sequence[gs.Tensor], y: gs.Tensor, **attrs: Any) -> None:
         name = f"{self.node.name}::{op}{len(self.built)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,8 +16,6 @@ from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.search.cost import bytes_sent
 
-DOMAIN = "onnxpar"
-"""The domain of the collective ops."""
 FORMAT = 1
 NO_RULE = "no rule"
 
@@ -71,6 +70,21 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
     tensor = " ".join(source.name.split("@")[0] for source, _, _ in members)
     layouts = ["; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2)]
     return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)
+
+
+def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
+    """The plan's entry for a collective inside an op; takes what only the plan needs from the
+    node."""
+    axes, shape = node.attrs.pop("axes"), node.attrs.pop("shape")
+    group = mesh.group(axes, 0)
+    size = math.prod(shape) * numpy_dtype(node.inputs[0]).itemsize
+    over = ".".join(mesh.text(a) for a in axes)
+    before = f"{node.attrs.get('op', 'parts')}({over})"
+    sent = int(bytes_sent(node.op, len(group), size))
+    within = node.name.split("::")[0]
+    return Collective(
+        node.op, node.name, group, mesh.size // len(group), sent, f"in {within}", before, "-"
+    )
 
 
 @dataclass(frozen=True)

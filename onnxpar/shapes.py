@@ -8,12 +8,16 @@ not trusted, but for results of ops that ONNX does not know.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
+
+from onnxpar.runtime_shapes import RuntimeShapes
 
 FOLD_LIMIT = 1 << 16
 """Elements of a result up to which it is folded; larger ones are computed in each run."""
@@ -53,6 +57,7 @@ class _Walk:
         self.values: dict[str, np.ndarray[Any, Any]] = {}
         self.protos: dict[str, TensorProto] = {}
         self.folded: set[str] = set()
+        self.runtime = RuntimeShapes(model.opset_import, model.ir_version)
         self.declared = {
             v.name: v.type for v in model.graph.value_info if _static_shape(v.type) is not None
         }
@@ -146,7 +151,9 @@ class _Walk:
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
         except onnx.defs.SchemaError:
-            return {o: self.declared[o] for o in node.output if o in self.declared}
+            found = self.runtime.infer(node, self.types, self.protos)
+            open_ = [o for o in node.output if _static_shape(found.get(o)) is None]
+            return found | {o: self.declared[o] for o in open_ if o in self.declared}
         names = [n for n in node.input if n]
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             names = list(self.types)
@@ -184,6 +191,31 @@ class _Walk:
         for output in self.graph.output:
             if output.name in self.types:
                 output.type.CopyFrom(self.types[output.name])
+
+
+def infer_result(
+    node: gs.Node, shapes: Sequence[Sequence[int] | None], opset: int
+) -> tuple[Any, list[int]]:
+    """The dtype and shape of a node's only result, for operands of these shapes."""
+    types = {}
+    constants = {}
+    for tensor, shape in zip(node.inputs, shapes, strict=True):
+        if shape is not None:
+            dtype = gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype)
+            types[tensor.name] = onnx.helper.make_tensor_type_proto(dtype, shape)
+        if isinstance(tensor, gs.Constant):
+            constants[tensor.name] = numpy_helper.from_array(tensor.values, tensor.name)
+    proto = gs.exporters.onnx_exporter.OnnxExporter.export_node(node)
+    known = [a for a in proto.attribute if not a.name.startswith("onnxpar.")]
+    del proto.attribute[:]
+    proto.attribute.extend(known)
+    schema = onnx.defs.get_schema(node.op, opset, "")
+    found = onnx.shape_inference.infer_node_outputs(
+        schema, proto, types, constants, opset_imports=[onnx.helper.make_opsetid("", opset)]
+    )[node.outputs[0].name]
+    shape = _static_shape(found)
+    assert shape is not None, f"{node.op} '{node.name}': no shape from {shapes}"
+    return onnx.helper.tensor_dtype_to_np_dtype(found.tensor_type.elem_type), list(shape)
 
 
 def _is_small(weight: TensorProto) -> bool:

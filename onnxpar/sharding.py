@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, with_axes
-from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp, nested_parts
+from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp, nested_parts, normalize
 from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, parts_over
 
 
@@ -75,21 +75,32 @@ class Sharding:
     def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
         """Splits an open leaf of a node; False where it is decided or the axes are taken."""
         have = self.ops[op.node.name]
-        if have[leaf] is not None or not _fits(op, have, leaf, axes):
+        tied = [leaf, *(i for group in op.ties if leaf in group for i in group if i != leaf)]
+        if any(have[i] is not None or not _fits(op, have, i, axes) for i in tied):
             return False
-        have[leaf] = axes
+        for i in tied:
+            have[i] = axes
         return True
 
     def legalize(self, op: OpFactors) -> None:
-        """Leaves whole a reduced factor of which only some segments are split: the others would be
-        counted once per rank."""
+        """Leaves whole a reduced factor of which only some segments are split, as the others would
+        be counted once per rank, and what a rank must hold in one run but would not."""
         axes = self.ops[op.node.name]
-        for name in op.rule.reduce:
+        for name in {*op.rule.reduce, *op.rule.across, *op.rule.runs}:
             at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == name]
-            given = iter([(axes[i] or (), None) for i in at])
-            if at and covered_axes(with_axes(op.trees[name], given)) is None:
+            tree = (
+                with_axes(op.trees[name], iter([(axes[i] or (), None) for i in at])) if at else None
+            )
+            if tree and (covered_axes(tree) is None or not self._is_run(op, name, tree)):
                 for i in at:
                     axes[i] = ()
+        for group in op.ties:
+            if len({axes[i] or () for i in group}) > 1:
+                for i in group:
+                    axes[i] = ()
+
+    def _is_run(self, op: OpFactors, factor: str, tree: Dim) -> bool:
+        return factor not in op.rule.runs or isinstance(normalize(tree), Factor)
 
     def op_axes(self, op: OpFactors) -> list[Axes]:
         """The axes of every leaf of a node; open ones are whole."""

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import DOMAIN
 from onnxpar.layout import Layout
 from onnxpar.mesh import Axis
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import DOMAIN, numpy_dtype
+from onnxpar.plan import numpy_dtype
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:

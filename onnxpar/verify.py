@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import DOMAIN
 from onnxpar.factors import OpFactors
 from onnxpar.layout import Concat, Dim, Factor, Layout, leaves
 from onnxpar.mesh import Axis, merge_axes
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import DOMAIN, reshards
+from onnxpar.plan import reshards
 
 
 def verify(graph: gs.Graph, ctx: PassContext) -> None:
@@ -57,6 +58,12 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
                 fail(f"{tensor.name} is split where the node needs it whole")
             if link is not None and held.setdefault(link, over) != over:
                 fail(f"{tensor.name} splits {op.leaves[link].factor} otherwise than its neighbours")
+    for group in op.ties:
+        if len({held.get(i, ()) for i in group}) > 1:
+            fail(f"{' and '.join(op.leaves[i].factor for i in group)} are split differently")
+    for factor in op.rule.across:
+        if not _every_segment(op, factor, held):
+            fail(f"only some segments of {factor} are split")
     pending = _pending(op, held, layouts, fail)
     for tensor in op.node.outputs:
         layout = layouts.get(tensor.name)

@@ -10,11 +10,12 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.buckets import fuse_all_reduces
+from onnxpar.collective import DOMAIN
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pending import choose_pending
-from onnxpar.plan import DOMAIN, part_bytes
+from onnxpar.plan import part_bytes
 from onnxpar.reshard import Step, plan_tree
 from onnxpar.sharding import Placement
 from onnxpar.subgraphs import captured, is_random

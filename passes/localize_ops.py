@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import DOMAIN
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.plan import DOMAIN, collective_of
+from onnxpar.plan import collective_of, inner_collective
 from onnxpar.reshard import LOCAL_STEPS
-from onnxpar.rules.local import localize_node
+from onnxpar.rules.lowering import localize_node
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class LocalizeOps(Pass):
         nodes: list[gs.Node] = []
         for node in list(graph.nodes):
             if node.domain != DOMAIN:
+                nodes.append(node)
+                continue
+            if "before" not in node.attrs:  # part of an op that is split over what it reduces
+                ctx.collectives.append(inner_collective(node, mesh))
+                node.attrs["tag"] = len(ctx.collectives)
                 nodes.append(node)
                 continue
             if node.op not in LOCAL_STEPS:

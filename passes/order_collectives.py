@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import DOMAIN
 from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.plan import DOMAIN
 
 
 @dataclass(frozen=True)

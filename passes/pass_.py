@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import PerRank
 from onnxpar.layout import Layout
 from onnxpar.model import Model
-from onnxpar.rules.local import PerRank
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Seed, Strategy
 

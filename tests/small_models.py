@@ -64,15 +64,15 @@ MODELS = {
     ),
     # columns to whole
     "gather": Small(
-        "gather (float[4,7] x) => (float[4,7] y) { h = Relu(x)  y = Softmax(h) }",
+        "gather (float[4,7] x) => (float[4,7] y) { h = Relu(x)  y = Hardmax(h) }",
         "tp=2",
         {"Relu_h": [[None, "tp"]]},
     ),
     # whole to columns
     "slice": Small(
-        "slice (float[4,7] x) => (float[4,7] y) { h = Softmax(x)  y = Relu(h) }",
+        "slice (float[4,7] x) => (float[4,7] y) { h = Hardmax(x)  y = Relu(h) }",
         "tp=3",
-        {"Relu_y": [[None, "tp"]], "Softmax_h": [[None, None]]},
+        {"Relu_y": [[None, "tp"]], "Hardmax_h": [[None, None]]},
     ),
     "table": Small(
         """table (int64[6] i, float[7,2] w) => (float[6,2] y) { h = Gather(w, i)  y = Relu(h) }""",
@@ -126,13 +126,13 @@ MODELS = {
     # two layouts of one tensor
     "readers": Small(
         """readers (float[6,6] x) => (float[6,6] y, float[6,6] z)
-        { h = Relu(x)  y = Sigmoid(h)  z = Softmax(h) }""",
+        { h = Relu(x)  y = Sigmoid(h)  z = Hardmax(h) }""",
         "tp=2",
         {"Relu_h": [[None, "tp"]], "Sigmoid_y": [["tp", None]]},
     ),
     # a square matrix: a gather along the wrong axis has a shape that fits
     "square": Small(
-        "square (float[4,4] x) => (float[4,4] y) { h = Relu(x)  y = Softmax(h) }",
+        "square (float[4,4] x) => (float[4,4] y) { h = Relu(x)  y = Hardmax(h) }",
         "tp=2",
         {"Relu_h": [[None, "tp"]]},
     ),
@@ -172,7 +172,7 @@ MODELS = {
     ),
     "gathered segments": Small(
         """gathered (float[3,4] x, float[3,6] z) => (float[3,10] y)
-        { a = Relu(x)  b = Relu(z)  c = Concat<axis = 1>(a, b)  y = Softmax(c) }""",
+        { a = Relu(x)  b = Relu(z)  c = Concat<axis = 1>(a, b)  y = Hardmax(c) }""",
         "tp=2",
         {"Relu_a": [[None, "tp"]], "Relu_b": [[None, "tp"]], "Concat_c": [[None, "tp"]] * 2},
     ),

@@ -15,15 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.factors import Leaf, TensorFactors, with_axes
 from onnxpar.layout import Concat, Dim, Factor, Layout, Product, nested_parts
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.split_ranks import _export, _instantiate
-from onnxpar.plan import DOMAIN
 from onnxpar.reshard import plan_steps
-from onnxpar.rules.local import PerRank
 from onnxpar.runtime.groups import World, session_options, thread_worlds
 from onnxpar.sharding import Placement, overlaps
 

@@ -20,6 +20,7 @@ from random_graphs.builder import MAKERS, Builder, Value
 from random_graphs.graphs import MESHES, build, seeds
 from random_graphs.shrink import Draw, Recorded, Replayed, Unsuitable, failure, shrink
 
+from onnxpar.collective import DOMAIN
 from onnxpar.layout import Product, dim_axes, leaves
 from onnxpar.mesh import Mesh
 from onnxpar.model import load
@@ -28,7 +29,6 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline import DEFAULT_PASSES, Options, make_context, run_passes
-from onnxpar.plan import DOMAIN
 from onnxpar.rules.rule import registered
 from onnxpar.strategy import Strategy
 

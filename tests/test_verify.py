@@ -11,13 +11,13 @@ import pytest
 from agreement import options
 from small_models import MODELS, write_small
 
+from onnxpar.collective import DOMAIN
 from onnxpar.layout import Factor, Layout
 from onnxpar.mesh import Axis
 from onnxpar.model import load
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.pipeline import DEFAULT_PASSES, make_context, run_passes
-from onnxpar.plan import DOMAIN
 from onnxpar.verify import verify
 
 TP = Axis("tp", 2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.rule import (
+    Lowering,
     Rule,
     Size,
     dims_text,
+    dtype_of,
     einsum,
     names,
     rule,
@@ -16,6 +19,14 @@ from onnxpar.rules.rule import (
 )
 
 NORMALISED = "the op normalises over it"
+FLOAT = onnx.TensorProto.FLOAT
+
+
+def is_short_float(tensor: gs.Tensor) -> int:
+    """The element type (as ONNX numbers it) of 16-bit floats, which are reduced in float32; else
+    0."""
+    shorts = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
+    return shorts.get(str(dtype_of(tensor)), 0)
 
 
 def _dims(node: gs.Node) -> list[str]:
@@ -24,13 +35,40 @@ def _dims(node: gs.Node) -> list[str]:
 
 @rule("Softmax LogSoftmax Hardmax")
 def softmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`, its axis whole (before opset 13: all from its axis on)."""
+    """`d0 d1 -> d0 d1` across its axis (before opset 13: all from its axis on)."""
     dims = _dims(node)
     since13 = node.attrs.get("onnxpar.opset", 13) >= 13
     axis = node.attrs.get("axis", -1 if since13 else 1) % max(len(dims), 1)
     normalised = dims[axis : axis + 1] if since13 else dims[axis:]
     text = dims_text(dims)
-    return einsum(node, f"{text} -> {text}", whole=dict.fromkeys(normalised, NORMALISED))
+    if node.op == "Hardmax":
+        return einsum(node, f"{text} -> {text}", whole=dict.fromkeys(normalised, NORMALISED))
+    axes = [dims.index(d) for d in normalised]
+    is_log = node.op == "LogSoftmax"
+    wide = is_short_float(node.inputs[0])
+
+    def lower(builder: Lowering) -> None:
+        x = builder.add("Cast", [builder.input(0)], to=FLOAT) if wide else builder.input(0)
+        largest = builder.add("ReduceMax", [x], axes=axes, keepdims=1)
+        shifted = builder.add("Sub", [x, builder.all_reduce(largest, normalised, "max")])
+        powers = builder.add("Exp", [shifted])
+        total = builder.add("ReduceSum", [powers], axes=axes, keepdims=1)
+        total = builder.all_reduce(total, normalised)
+        last = (
+            ("Sub", [shifted, builder.add("Log", [total])]) if is_log else ("Div", [powers, total])
+        )
+        if wide:
+            builder.finish("Cast", [builder.add(*last)], to=wide)
+        else:
+            builder.finish(*last)
+
+    return einsum(
+        node,
+        f"{text} -> {text}",
+        across=frozenset(normalised),
+        lowered=frozenset(normalised),
+        lower=lower,
+    )
 
 
 @rule("LayerNormalization RMSNormalization")

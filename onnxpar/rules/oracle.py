@@ -17,12 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, analyse, with_axes
 from onnxpar.layout import Layout, dim_axes, nested_parts
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.rules.case import Case, Cut, compiled
-from onnxpar.rules.local import NodeView, PerRank, localize_node
+from onnxpar.rules.local import NodeView
+from onnxpar.rules.lowering import localize_node
 from onnxpar.rules.rule import Var
+from onnxpar.rules.simulate import run_ranks
 
 Array = npt.NDArray[Any]
 
@@ -64,11 +67,13 @@ class Oracle:
 
         Where the case is cut, only the leaves that were cut; segments over one axis, too.
         """
+        tied = {i for group in self.op.ties for i in group}
         leaves = [
             (i, leaf)
             for i, leaf in enumerate(self.op.leaves)
-            if self.cut is None or leaf.factor == self.cut.factor
+            if i not in tied and (self.cut is None or leaf.factor == self.cut.factor)
         ]
+        yield from self._tied_splits() if self.cut is None else ()
         for i, leaf in leaves:
             for n in range(2, 3 + (self.cut is None)):
                 mesh = Mesh.of([("x", n)])
@@ -83,6 +88,18 @@ class Oracle:
             kinds = {self.op.reduction(i), self.op.reduction(j)} - {None}
             if len(kinds) < 2:
                 yield Split(mesh, {i: ((mesh.axis("x"),), None), j: ((mesh.axis("y"),), None)})
+
+    def _tied_splits(self) -> Iterator[Split]:
+        """Leaves that are split together, each in parts of its own."""
+        for group in self.op.ties:
+            least = min(self.op.leaves[i].size for i in group)
+            for n in range(2, min(least, 4) + 1):
+                mesh = Mesh.of([("x", n)])
+                axes = (mesh.axis("x"),)
+                yield Split(mesh, {i: (axes, None) for i in group})
+                for j in group:
+                    by_hand = (*[1] * (n - 1), self.op.leaves[j].size - n + 1)
+                    yield Split(mesh, {i: (axes, by_hand if i == j else None) for i in group})
 
     def cuts(self) -> Iterator[Cut]:
         """Each factor that may be split, cut into a product and into segments."""
@@ -106,7 +123,7 @@ class Oracle:
             over = [axis for dim in layout.dims for axis in dim_axes(dim)]
             if len(set(over)) < len(over):
                 return f"{self.case.op} [{op.rule.text()}] splits {name} twice over one axis"
-        if NodeView.of(op, layouts, split.mesh).counted_twice(op.rule.reduce):
+        if NodeView.of(op, layouts, split.mesh).breach(op.rule):
             return None
         per_rank = PerRank()
         localize_node(graph, op, layouts, split.mesh, per_rank)
@@ -147,21 +164,26 @@ class Oracle:
         self, graph: gs.Graph, layouts: Mapping[str, Layout], mesh: Mesh, per_rank: PerRank
     ) -> list[list[Array]]:
         """Every rank's parts of the results."""
-        results = []
-        program = compiled(graph)
-        for rank in range(mesh.size):
-            feeds = {
+        feeds = [
+            {
                 name: layouts[name].take(value, mesh, rank) if name in layouts else value
                 for name, value in self.feeds.items()
             }
-            feeds |= {name: value(rank) for name, value in per_rank.constants.items()}
+            for rank in range(mesh.size)
+        ]
+        if any(node.domain == DOMAIN for node in graph.nodes):
+            return run_ranks(graph, feeds, per_rank)
+        results = []
+        program = compiled(graph)
+        for rank, own in enumerate(feeds):
+            own |= {name: value(rank) for name, value in per_rank.constants.items()}
             for node in graph.nodes:
                 for (name, key), value in per_rank.attributes.items():
                     if name == node.name:
                         node.attrs[key] = value(rank)
             if per_rank.attributes:
                 program = compiled(graph)
-            results.append(program.run({k: v for k, v in feeds.items() if k in program.operands}))
+            results.append(program.run({k: v for k, v in own.items() if k in program.operands}))
         return results
 
 

@@ -98,18 +98,25 @@ def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
 
 
 def missed_splits(oracle: Oracle) -> list[str]:
-    """Ways to halve operands, some of them whole by the rule, that give parts of results.
+    """What `missed_cuts` finds, written as the dimensions that are halved and what becomes of the
+    results."""
+    return [
+        f"{' '.join(f'x{i}.{d}' for i, d in enumerate(cut) if d is not None)} -> "
+        f"{' '.join(results)}"
+        for cut, results in missed_cuts(oracle).items()
+    ]
 
-    Each is written as the dimensions that are halved and what becomes of the results.
-    """
-    found: dict[Cut, str] = {}
+
+def missed_cuts(oracle: Oracle) -> dict[Cut, list[str]]:
+    """Ways to halve operands, some of them whole by the rule, that give parts of results; with what
+    becomes of each result. Of two ways of which one contains the other, only the smaller."""
+    found: dict[Cut, list[str]] = {}
     for cut in sorted(_cuts(oracle), key=lambda c: len(c) - c.count(None)):
         if not any(_contains(cut, smaller) for smaller in found):
-            results = _halved(oracle, cut)
+            results = halved(oracle, cut)
             if results:
-                halves = [f"x{i}.{d}" for i, d in enumerate(cut) if d is not None]
-                found[cut] = f"{' '.join(halves)} -> {' '.join(results)}"
-    return list(found.values())
+                found[cut] = results
+    return found
 
 
 def _contains(cut: Cut, smaller: Cut) -> bool:
@@ -136,7 +143,7 @@ def _cuts(oracle: Oracle) -> Iterator[Cut]:
             yield cut
 
 
-def _halved(oracle: Oracle, cut: Cut) -> list[str] | None:
+def halved(oracle: Oracle, cut: Cut) -> list[str] | None:
     """What joins the results of the halves to the whole results; None where nothing does."""
     parts = []
     for half in (0, 1):
@@ -154,6 +161,15 @@ def _halved(oracle: Oracle, cut: Cut) -> list[str] | None:
     return [j for j in joins if j]
 
 
+_JOINS: Sequence[tuple[str, Any]] = (
+    ("sum", np.add),
+    ("max", np.maximum),
+    ("min", np.minimum),
+    ("prod", np.multiply),
+    ("mean", lambda a, b: ((a + b) / 2).astype(a.dtype)),
+)
+
+
 def _join(a: Array, b: Array, whole: Array) -> str | None:
     if close(a, whole) and close(b, whole):
         return "whole"
@@ -167,5 +183,5 @@ def _join(a: Array, b: Array, whole: Array) -> str | None:
             return f"concat {dim}"
     if a.shape != b.shape:
         return None
-    joins: Sequence[tuple[str, Any]] = (("sum", np.add), ("max", np.maximum), ("min", np.minimum))
-    return next((name for name, join in joins if close(join(a, b), whole)), None)
+    with np.errstate(all="ignore"):
+        return next((name for name, join in _JOINS if close(join(a, b), whole)), None)

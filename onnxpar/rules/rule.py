@@ -78,6 +78,19 @@ class Local(Protocol):
         """Whether those are consecutive on every rank."""
         ...
 
+    def interval(self, factor: str) -> tuple[int, int]:
+        """The first global value of a factor that the rank computes, and the one behind the last;
+        they are consecutive."""
+        ...
+
+    def member(self, factor: str) -> int:
+        """The rank's place among those that hold the parts of a factor."""
+        ...
+
+    def is_split(self, factor: str) -> bool:
+        """Whether the ranks hold parts of a factor."""
+        ...
+
 
 class Lowering(Protocol):
     """Builds a rank's own nodes in place of one node; see `rules/local.py`.
@@ -98,7 +111,26 @@ class Lowering(Protocol):
         ...
 
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
-        """Adds a node with one result."""
+        """Adds a node with one result; an attribute may be a function of the rank's view."""
+        ...
+
+    def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
+        """The reduction of the ranks' `x` over the parts of these factors; `x` where none is
+        split."""
+        ...
+
+    def all_gather(
+        self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Local], int]
+    ) -> gs.Tensor:
+        """What the holders of the factor's parts have as `x`, joined along `axis` in the order of
+        the parts; `extent` is what each has there."""
+        ...
+
+    def fetch(
+        self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Local], tuple[int, int]]
+    ) -> gs.Tensor:
+        """The elements from `wanted[0]` to before `wanted[1]` of a dimension, which is the factor
+        and split in runs, wherever they are held."""
         ...
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
@@ -117,6 +149,9 @@ class Rule:
     additive  operands added after the reduction (a bias): they must count once
     local     new attributes ("group") or input constants (1) of a part, from its local shapes
     lower     replaces the node where one of `lowered` factors is split
+    across    lowered factors over whose parts the ranks then talk; nothing stays pending
+    runs      factors of which each rank must hold consecutive values
+    ties      factors split over the same axes or not at all, each in parts of its own: windows
     """
 
     inputs: tuple[Spec | None, ...]
@@ -130,12 +165,18 @@ class Rule:
     local: Mapping[str | int, Callable[[Local], Any]] = field(default_factory=dict)
     lowered: frozenset[str] = frozenset()
     lower: Callable[[Lowering], None] | None = None
+    across: frozenset[str] = frozenset()
+    runs: frozenset[str] = frozenset()
+    ties: tuple[tuple[str, ...], ...] = ()
 
     def text(self) -> str:
         """The rule on one line: `m k, k n -> m n {sum: k}`."""
         left = ", ".join(spec_text(s) for s in self.inputs)
         right = "; ".join(spec_text(s) for s in self.outputs)
         notes = [f"{op}: {f}" for f, op in self.reduce.items()]
+        if self.across:
+            notes.append("across: " + " ".join(sorted(self.across)))
+        notes += ["tied: " + " ".join(group) for group in self.ties]
         if self.whole:
             notes.append("whole: " + " ".join(self.whole))
         return f"{left} -> {right}" + (" {" + ", ".join(notes) + "}" if notes else "")
@@ -209,7 +250,8 @@ def einsum(
 ) -> Rule:
     """The rule that `text` states for the node; factor sizes come from the node's shapes.
 
-    Factors that stand in no result are reduced by sum unless `reduce` or `whole` says otherwise.
+    Factors that stand in no result are reduced by sum unless `reduce`, `across` or `whole` says
+    otherwise.
     """
     left, right = text.split("->")
     inputs = tuple(parse_spec(part) for part in left.split(","))
@@ -221,7 +263,8 @@ def einsum(
                 found.setdefault(expr.name, size)
     names = {v for s in inputs + outputs for e in s or () for v in expr_vars(e)}
     kept = {v for s in outputs for e in s or () for v in expr_vars(e)}
-    gone = {v: "sum" for v in sorted(names - kept) if v not in fields.get("whole", {})}
+    met = {*fields.get("whole", {}), *fields.get("across", ())}
+    gone = {v: "sum" for v in sorted(names - kept - met)}
     reduced = gone if reduce is None else dict(reduce)
     missing = names - found.keys()
     assert not missing, f"{node.op} {text!r}: no size for {sorted(missing)}"

@@ -9,11 +9,11 @@ X = (2, 4, 3, 5)
 VARIANCE = np.linspace(0.5, 2, 4, dtype=np.float32)
 
 CASES = [
-    (Case("Softmax", [X]), "d0 d1 d2 d3 -> d0 d1 d2 d3 {whole: d3}"),
-    (Case("Softmax", [X], {"axis": 1}), "d0 d1 d2 d3 -> d0 d1 d2 d3 {whole: d1}"),
-    (Case("Softmax", [X], {"axis": 2}, opset=11), "d0 d1 d2 d3 -> d0 d1 d2 d3 {whole: d2 d3}"),
-    (Case("LogSoftmax", [X], {"axis": 0}), "d0 d1 d2 d3 -> d0 d1 d2 d3 {whole: d0}"),
-    (Case("LogSoftmax", [X], opset=11), "d0 d1 d2 d3 -> d0 d1 d2 d3 {whole: d1 d2 d3}"),
+    (Case("Softmax", [X]), "d0 d1 d2 d3 -> d0 d1 d2 d3 {across: d3}"),
+    (Case("Softmax", [X], {"axis": 1}), "d0 d1 d2 d3 -> d0 d1 d2 d3 {across: d1}"),
+    (Case("Softmax", [X], {"axis": 2}, opset=11), "d0 d1 d2 d3 -> d0 d1 d2 d3 {across: d2 d3}"),
+    (Case("LogSoftmax", [X], {"axis": 0}), "d0 d1 d2 d3 -> d0 d1 d2 d3 {across: d0}"),
+    (Case("LogSoftmax", [X], opset=11), "d0 d1 d2 d3 -> d0 d1 d2 d3 {across: d1 d2 d3}"),
     (Case("Hardmax", [X], {"axis": -2}), "d0 d1 d2 d3 -> d0 d1 d2 d3 {whole: d2}"),
     (Case("LayerNormalization", [X, (5,), (5,)]), "d0 d1 d2 d3, d3, d3 -> d0 d1 d2 d3 {whole: d3}"),
     (

@@ -1,0 +1,215 @@
+"""Rewrites a node into what each rank runs: its local attributes, constants and, where it must be,
+other nodes, collectives among them.
+
+What depends on the rank stays a function of the rank (`PerRank`) until the ranks are split; values
+that are the same on every rank become ordinary constants and attributes at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.collective import PerRank, collective_node
+from onnxpar.factors import OpFactors
+from onnxpar.layout import Layout, dim_axes
+from onnxpar.mesh import Axes, Mesh, in_mesh_order
+from onnxpar.rules.halo import fetch
+from onnxpar.rules.local import NodeView
+from onnxpar.rules.rule import Local
+from onnxpar.shapes import infer_result
+
+
+def localize_node(
+    graph: gs.Graph,
+    op: OpFactors,
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    per_rank: PerRank,
+) -> None:
+    """Rewrites a node of the graph into what each rank runs on its parts.
+
+    `layouts` are those of the operands and results as the node reads and makes them, by name.
+    A node none of whose factors is split stays as it is.
+    """
+    view = NodeView.of(op, layouts, mesh)
+    if not any(map(view.is_split, view.factors)):
+        return
+    breach = view.breach(op.rule)
+    assert breach is None, f"{op.node.op} '{op.node.name}': {breach}"
+    if op.rule.lower and any(map(view.is_split, op.rule.lowered)):
+        builder = LoweringBuilder(graph, view, per_rank)
+        op.rule.lower(builder)
+        builder.replace()
+        return
+    for key, function in op.rule.local.items():
+        value, by_rank = view.value(function)
+        if isinstance(key, str):
+            _set_attribute(op.node, key, value, by_rank, per_rank)
+        elif value is not None:
+            name = f"{op.node.name}::input{key}"
+            while len(op.node.inputs) <= key:
+                op.node.inputs.append(gs.Variable.empty())
+            op.node.inputs[key] = _constant(name, value, by_rank, per_rank)
+
+
+def _set_attribute(
+    node: gs.Node, key: str, value: Any, by_rank: Callable[[int], Any] | None, per_rank: PerRank
+) -> None:
+    if value is None:
+        node.attrs.pop(key, None)
+        return
+    node.attrs[key] = value
+    if by_rank:
+        per_rank.attributes[node.name, key] = by_rank
+
+
+def _constant(
+    name: str, value: Any, by_rank: Callable[[int], Any] | None, per_rank: PerRank
+) -> gs.Constant:
+    if by_rank:
+        per_rank.constants[name] = lambda rank: np.asarray(by_rank(rank), order="C")
+    return gs.Constant(name, np.array(value, order="C"))
+
+
+def axes_are_input(op: str, opset: int) -> bool:
+    """Whether the op takes its axes as an operand (True) or as an attribute."""
+    return opset >= (13 if op in ("Squeeze", "Unsqueeze", "ReduceSum") else 18)
+
+
+class LoweringBuilder:
+    """Builds a rank's own nodes in place of one node; implements `rule.Lowering`.
+
+    `local` is rank 0's view, good for what all ranks share; what a rank's own view gives goes
+    through `per_rank`, whose functions run after the node is gone and must not read `local.node`.
+    """
+
+    def __init__(self, graph: gs.Graph, view: NodeView, per_rank: PerRank) -> None:
+        self.local: Local = view.on(0)
+        self._graph = graph
+        self._view = view
+        self._per_rank = per_rank
+        self._inputs = list(view.node.inputs)
+        self._outputs = list(view.node.outputs)
+        self._built: list[gs.Node] = []
+        self._names = 0
+        self._shapes: dict[str, Sequence[int]] = {
+            tensor.name: layout.local_shape(view.mesh, 0)
+            for tensor, layout in zip(self._inputs, view.inputs, strict=True)
+        }
+
+    def input(self, index: int) -> gs.Tensor:
+        """An operand of the node, now the rank's part."""
+        return self._inputs[index]
+
+    def per_rank(self, value: Callable[[Any], Any]) -> gs.Tensor:
+        """A constant that each rank computes from its own view."""
+        first, by_rank = self._view.value(value)
+        return _constant(self._fresh("constant"), first, by_rank, self._per_rank)
+
+    def by_rank(self, value: Callable[[int], Any]) -> gs.Tensor:
+        """A constant that differs by rank."""
+        return _constant(self._fresh("constant"), value(0), value, self._per_rank)
+
+    def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
+        """Adds a node with one result; operands may be arrays, which become constants, attributes
+        functions of the rank's view."""
+        name = self._fresh(op)
+        result = gs.Variable(name)
+        self._append(op, name, inputs, result, attrs)
+        return result
+
+    def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
+        """The reduction of the ranks' `x` over the parts of these factors; `x` where none is
+        split."""
+        axes = in_mesh_order(tuple(dict.fromkeys(a for f in factors for a in self._axes(f))))
+        return self.collective("AllReduce", x, axes, self.shape(x), op=op) if axes else x
+
+    def all_gather(
+        self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Any], int]
+    ) -> gs.Tensor:
+        """What the holders of the factor's parts have as `x`, joined along `axis` in the order of
+        the parts; `extent` is what each has there."""
+        axes = self._axes(factor)
+        if not axes:
+            return x
+        members = self._view.mesh.group(axes, 0)
+        sizes = [extent(self._view.on(m)) for m in members]
+        shape = self.shape(x)
+        shape[axis] = sum(sizes)
+        return self.collective("AllGather", x, axes, shape, axis=axis, sizes=sizes)
+
+    def fetch(
+        self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]
+    ) -> gs.Tensor:
+        """The elements from `wanted[0]` to before `wanted[1]` of a dimension, which is the factor
+        and split in runs, wherever they are held."""
+        return fetch(self, self._view, x, factor, axis, wanted)
+
+    def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
+        """Adds the node that makes the rank's part of a result."""
+        name = self._view.node.name + (f"::{output}" if output else "")
+        self._append(op, name, inputs, self._outputs[output], attrs)
+
+    def collective(
+        self, kind: str, x: gs.Tensor, axes: Axes, shape: Sequence[int], **attrs: Any
+    ) -> gs.Variable:
+        """Adds a collective; `shape` is that of its result on rank 0."""
+        name = self._fresh(kind)
+        y = gs.Variable(name, x.dtype, shape)
+        mesh = self._view.mesh
+        node = collective_node(kind, name, x, y, axes, mesh, self._per_rank, **attrs)
+        node.attrs["axes"] = axes
+        node.attrs["shape"] = max(self.shape(x), list(shape), key=math.prod)
+        self._built.append(node)
+        return y
+
+    def shape(self, x: gs.Tensor) -> list[int]:
+        """The shape of a tensor on rank 0."""
+        return list(self._shapes.get(x.name, x.shape))
+
+    def replace(self) -> None:
+        """Puts the new nodes where the old one stood."""
+        old = self._view.node
+        at = next(i for i, node in enumerate(self._graph.nodes) if node is old)
+        old.inputs.clear()
+        old.outputs.clear()
+        self._graph.nodes[at : at + 1] = self._built
+
+    def _append(
+        self, op: str, name: str, inputs: Sequence[Any], result: gs.Tensor, attrs: dict[str, Any]
+    ) -> None:
+        operands = [self._operand(i) for i in inputs]
+        if "axes" in attrs and axes_are_input(op, self._graph.opset):
+            operands.append(self._operand(np.array(attrs.pop("axes"), np.int64)))
+        node = gs.Node(op, name, {}, operands, [result])
+        for key, value in attrs.items():
+            by_rank = None
+            if callable(value):
+                value, by_rank = self._view.value(value)
+            _set_attribute(node, key, value, by_rank, self._per_rank)
+        self._built.append(node)
+        if result.shape is None:
+            self._infer(node)
+
+    def _infer(self, node: gs.Node) -> None:
+        """Tells the result's type on rank 0."""
+        shapes = [None if not t.name else self.shape(t) for t in node.inputs]
+        dtype, shape = infer_result(node, shapes, self._graph.opset)
+        node.outputs[0].dtype, node.outputs[0].shape = dtype, shape
+
+    def _axes(self, factor: str) -> Axes:
+        return dim_axes(self._view.factors[factor])
+
+    def _operand(self, operand: Any) -> gs.Tensor:
+        if isinstance(operand, gs.Tensor):
+            return operand
+        return gs.Constant(self._fresh("constant"), np.asarray(operand))
+
+    def _fresh(self, kind: str) -> str:
+        self._names += 1
+        return f"{self._view.node.name}::{kind}{self._names}"

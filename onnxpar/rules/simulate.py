@@ -1,0 +1,122 @@
+"""Runs a localized graph on all ranks in step, with the collectives done in NumPy.
+
+What a collective means is written here once more, apart from the plugin: the oracle proves rules
+whose ranks talk inside an op by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from onnxpar.collective import DOMAIN, PerRank
+from onnxpar.rules.case import run
+
+Array = npt.NDArray[Any]
+Values = dict[str, Array]
+
+_REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def run_ranks(
+    graph: gs.Graph, feeds: Sequence[Mapping[str, Array]], per_rank: PerRank
+) -> list[list[Array]]:
+    """Every rank's results, for its own feeds by name."""
+    values: list[Values] = [
+        {**feed, **{name: value(rank) for name, value in per_rank.constants.items()}}
+        for rank, feed in enumerate(feeds)
+    ]
+    for node in graph.nodes:
+        attrs = [_attributes(node, per_rank, rank) for rank in range(len(feeds))]
+        if node.domain == DOMAIN:
+            _talk(node, attrs, values)
+            continue
+        for own, held in zip(attrs, values, strict=True):
+            single = gs.Node(node.op, node.name, own, node.inputs, node.outputs, node.domain)
+            held.update(_run_one(single, graph, held))
+            single.inputs.clear()
+            single.outputs.clear()
+    return [[held[t.name] for t in graph.outputs] for held in values]
+
+
+def _attributes(node: gs.Node, per_rank: PerRank, rank: int) -> dict[str, Any]:
+    varying = {k: f(rank) for (n, k), f in per_rank.attributes.items() if n == node.name}
+    return {**node.attrs, **varying}
+
+
+def _run_one(node: gs.Node, graph: gs.Graph, held: Values) -> Values:
+    """A node's results on one rank."""
+    operands = {t.name: held.get(t.name) for t in node.inputs if t.name}
+    inputs = [
+        gs.Variable.empty() if not t.name else _operand(t, operands[t.name]) for t in node.inputs
+    ]
+    made = [gs.Variable(t.name) for t in node.outputs]
+    alone = gs.Graph(
+        [gs.Node(node.op, node.name, node.attrs, inputs, made, node.domain)],
+        [t for t in inputs if isinstance(t, gs.Variable) and t.name],
+        [t for t in made if t.name],
+        opset=graph.opset,
+        import_domains=graph.import_domains,
+    )
+    feeds = {name: value for name, value in operands.items() if value is not None}
+    named = [t.name for t in made if t.name]
+    return dict(zip(named, run(alone, feeds), strict=True))
+
+
+def _operand(tensor: gs.Tensor, value: Array | None) -> gs.Tensor:
+    if value is None:
+        return gs.Constant(tensor.name, tensor.values)
+    return gs.Variable(tensor.name, value.dtype, value.shape)
+
+
+def _talk(node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values]) -> None:
+    source, result = node.inputs[0].name, node.outputs[0].name
+    held = [own[source] if source in own else np.asarray(node.inputs[0].values) for own in values]
+    for rank, own in enumerate(attrs):
+        group = own["group"]
+        values[rank][result] = _COLLECTIVES[node.op](
+            [held[m] for m in group], [attrs[m] for m in group], group.index(rank)
+        )
+
+
+def _all_reduce(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    return np.asarray(_REDUCTIONS[attrs[me]["op"]].reduce(parts)).astype(parts[me].dtype)
+
+
+def _all_gather(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    axis = attrs[me]["axis"]
+    assert [p.shape[axis] for p in parts] == list(attrs[me]["sizes"])
+    return np.concatenate(parts, axis)
+
+
+def _exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    axis, before, after = (attrs[me][key] for key in ("axis", "before", "after"))
+    pieces = [parts[me]]
+    if before[me]:
+        size = parts[me - 1].shape[axis]
+        pieces.insert(0, parts[me - 1].take(range(size - before[me], size), axis))
+    if after[me]:
+        pieces.append(parts[me + 1].take(range(after[me]), axis))
+    return np.concatenate(pieces, axis)
+
+
+def _all_to_all(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    pieces = []
+    for part, own in zip(parts, attrs, strict=True):
+        ends = np.cumsum(own["split_sizes"])
+        pieces.append(np.split(part, ends[:-1], own["split_axis"])[me])
+    axis = attrs[me]["concat_axis"]
+    assert [p.shape[axis] for p in pieces] == list(attrs[me]["concat_sizes"])
+    return np.concatenate(pieces, axis)
+
+
+_COLLECTIVES = {
+    "AllReduce": _all_reduce,
+    "AllGather": _all_gather,
+    "NeighborExchange": _exchange,
+    "AllToAll": _all_to_all,
+}
