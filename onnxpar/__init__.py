@@ -6,6 +6,7 @@ session = onnxpar.InferenceSession("gpt2.par")
 logits, = session.run(["logits"], feeds)
 """
 
+from onnxpar.api import annotate as annotate
 from onnxpar.api import make_plan as plan
 from onnxpar.api import shard as shard
 from onnxpar.errors import InputError as InputError
@@ -30,6 +31,7 @@ __all__ = [
     "RankError",
     "Strategy",
     "StrategyError",
+    "annotate",
     "plan",
     "shard",
 ]

@@ -26,20 +26,22 @@ def shard(
     states: Sequence[tuple[str, str]] = (),
     strict: bool = False,
     verify: bool = False,
+    configuration: str | None = None,
 ) -> Plan:
     """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
 
     devices   number of ranks, where no mesh is given
     mesh      named axes, `"dp=2,tp=4"` or a Mesh
-    preset    data-parallel, tensor-parallel or hybrid
+    preset    data-parallel, tensor-parallel or hybrid; manual for a program per rank
     strategy  a YAML file, or the same structure in Python: {"shard": {...}, "tensors": {...}}
     dims      sizes of symbolic dimensions, by symbol
     states    (input, output) pairs that are fed back
     strict    an op that stays whole is an error
     verify    check the invariants between passes
+    configuration  which multi-device annotations of the model to follow, or "none"
     Errors: OnnxparError, naming what is wrong and the remedy; nothing is left half-written.
     """
-    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify)
+    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
     return pipeline.shard(Path(model), Path(output), options)
 
 
@@ -54,10 +56,31 @@ def make_plan(
     states: Sequence[tuple[str, str]] = (),
     strict: bool = False,
     verify: bool = False,
+    configuration: str | None = None,
 ) -> Plan:
     """What `shard` would do with the same options; nothing is written."""
-    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify)
+    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
     return pipeline.plan(Path(model), options)[0]
+
+
+def annotate(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    devices: int | None = None,
+    mesh: str | Mesh | None = None,
+    preset: str | None = None,
+    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
+    dims: Mapping[str, int] | None = None,
+    states: Sequence[tuple[str, str]] = (),
+    strict: bool = False,
+    verify: bool = False,
+    configuration: str | None = None,
+) -> Plan:
+    """Writes the model with the plan that `shard` would follow as ONNX's multi-device annotations,
+    which `shard` reads."""
+    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
+    return pipeline.annotate(Path(model), Path(output), options)
 
 
 def _options(
@@ -69,6 +92,7 @@ def _options(
     states: Sequence[tuple[str, str]],
     strict: bool,
     verify: bool,
+    configuration: str | None,
 ) -> Options:
     if isinstance(mesh, str):
         mesh = Mesh.parse(mesh)
@@ -76,4 +100,4 @@ def _options(
         strategy = Strategy.of(strategy)
     elif strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.read(os.fspath(strategy))
-    return Options(devices, mesh, preset, strategy, dims, states, strict, verify)
+    return Options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)

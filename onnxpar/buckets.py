@@ -28,18 +28,21 @@ class _Bucket:
         return independent and self.size + size <= limit
 
 
-def fuse_all_reduces(graph: gs.Graph, mesh: Mesh, bucket_bytes: int) -> bool:
+def fuse_all_reduces(
+    graph: gs.Graph, mesh: Mesh, bucket_bytes: int, sizes: dict[str, int]
+) -> bool:
     """Joins all-reduces of one kind, up to `bucket_bytes` per rank, in graph order.
 
     Requires a topologically sorted graph of reshard nodes, and ensures the same. A fused node has
-    `members`, the (before, after) layouts of its operands.
+    `members`, the (before, after) layouts of its operands. `sizes` are bytes by node, kept from an
+    earlier call for the same nodes.
     """
     open_buckets: dict[tuple[object, ...], _Bucket] = {}
     full: list[_Bucket] = []
     for node in graph.nodes:
         if node.domain == DOMAIN and node.op == "AllReduce":
             before: Layout = node.attrs["before"]
-            size = part_bytes(node.inputs[0], before, mesh)
+            size = sizes.setdefault(node.name, part_bytes(node.inputs[0], before, mesh))
             kind = (node.attrs["axes"], before.reduce, str(node.inputs[0].dtype))
             bucket = open_buckets.setdefault(kind, _Bucket())
             if not bucket.takes(node, size, bucket_bytes):

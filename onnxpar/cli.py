@@ -1,4 +1,4 @@
-"""The command line: `onnxpar shard | plan | run | check | inspect | opt`."""
+"""The command line: `onnxpar shard | plan | run | check | inspect | opt | ops`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from onnxpar import commands
 from onnxpar.errors import OnnxparError
 from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
+from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 from onnxpar.search.presets import PRESETS
 
 EXAMPLES = """examples:
@@ -59,17 +60,30 @@ def parser() -> argparse.ArgumentParser:
     _add_model(plan)
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
 
+    annotate = _add(
+        commands_of,
+        "annotate",
+        "write the model with its plan as ONNX's multi-device annotations",
+        commands.annotate,
+    )
+    _add_model(annotate)
+    annotate.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="model to write: annotated.onnx"
+    )
+
     run = _add(commands_of, "run", "run a sharded model, one process per rank", commands.run)
     run.add_argument("par", metavar="model.par", help="what shard wrote")
     run.add_argument("--inputs", required=True, metavar="NPZ", help="arrays by input name")
     run.add_argument("--outputs", metavar="NPZ", help="where to put the arrays, by output name")
     run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times, print times")
+    run.epilog, run.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
     _add_runtime(run)
 
     check = _add(
         commands_of,
         "check",
-        "shard, run, and compare with onnxruntime on the whole model",
+        "shard, run, and compare with onnxruntime on the whole model; of a manual model, which "
+        "is no whole one, compare the copies of each output that ranks hold alike",
         commands.check,
     )
     _add_model(check)
@@ -90,6 +104,10 @@ def parser() -> argparse.ArgumentParser:
     opt.add_argument(
         "--dump", metavar="DIR", help="write the graph behind every pass: 01-NAME.onnxtxt"
     )
+
+    ops = _add(commands_of, "ops", "show each op's rule, and how it is proved", commands.ops)
+    ops.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="a glob of names")
+    ops.add_argument("--json", action="store_true", help="the table as JSON")
     return top
 
 
@@ -105,14 +123,26 @@ def _add_model(to: argparse.ArgumentParser) -> None:
     to.add_argument("model", metavar="model.onnx", type=Path)
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
     to.add_argument("--mesh", type=_mesh, metavar="dp=2,tp=4", help="named axes and their sizes")
-    how = to.add_mutually_exclusive_group()
-    how.add_argument(
+    to.add_argument(
         "--preset",
         choices=PRESETS,
         help="default: data-parallel where the batch divides by N, else tensor-parallel; "
-        "hybrid for a mesh of dp and another axis",
+        "hybrid for a mesh of dp and another axis. manual: the model is one rank's program, with "
+        "onnxpar's collectives in it by hand, as the body of JAX's shard_map; a strategy's "
+        "tensors say how inputs and weights are dealt and outputs put together, else whole",
     )
-    how.add_argument("--strategy", metavar="FILE", help="YAML: mesh, shard (by node), tensors")
+    to.add_argument(
+        "--strategy",
+        metavar="FILE",
+        help="YAML: mesh, shard (by node), tensors; a preset decides what it leaves open",
+    )
+    to.add_argument(
+        "--configuration",
+        metavar="NAME",
+        help="which of the multi-device annotations in the model to follow, or 'none'; default: "
+        "those for N devices. A strategy adds to them and must not contradict them; a preset "
+        "decides what they leave open. Pipeline stages are hints that are not followed",
+    )
     to.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
     )

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import numpy as np
 import onnx
 from tqdm import tqdm
 
-from onnxpar import pipeline
+from onnxpar import op_table, pipeline
 from onnxpar.errors import InputError, StrategyError
-from onnxpar.model import Model, load
+from onnxpar.manual import MANUAL
+from onnxpar.model import Model
 from onnxpar.pass_list import parse_passes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
@@ -27,9 +29,11 @@ from onnxpar.plan import Plan
 from onnxpar.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.compare import compare
+from onnxpar.runtime.replicas import compare_replicas
 from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
 from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.values import arrays_in
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
 
@@ -50,6 +54,14 @@ def plan(args: argparse.Namespace) -> int:
         print(made.text())
     else:
         _print_plan(made)
+    return 0
+
+
+def annotate(args: argparse.Namespace) -> int:
+    """Writes the model with the plan in it."""
+    made = pipeline.annotate(args.model, args.output, _options(args))
+    _print_plan(made, full=False)
+    print(f"written to {args.output}")
     return 0
 
 
@@ -78,10 +90,15 @@ def run(args: argparse.Namespace) -> int:
             seconds.append(time.perf_counter() - start)
     if rank is not None and rank.rank:
         return 0
+    arrays = {
+        key: array
+        for name, result in zip(names, results, strict=True)
+        for key, array in arrays_in(name, result).items()
+    }
     if args.outputs:
-        write_arrays(args.outputs, dict(zip(names, results, strict=True)))
-    for name, result in zip(names, results, strict=True):
-        print(f"{name}: {result.dtype} {'x'.join(map(str, result.shape)) or 'scalar'}")
+        write_arrays(args.outputs, arrays)
+    for name, array in arrays.items():
+        print(f"{name}: {array.dtype} {'x'.join(map(str, array.shape)) or 'scalar'}")
     if args.repeat > 1:
         first, later = seconds[0], seconds[1:]
         print(
@@ -94,14 +111,17 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Shards, runs and compares; 1 on a mismatch."""
-    options = _options(args)
+    options = replace(_options(args), replicas=True)
     with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
         par = Path(folder) / "model.par"
         with _progress("weights", _weight_bytes(args.model)) as progress:
             made = pipeline.shard(args.model, par, options, progress)
-        feeds = _check_feeds(args, made, _input_specs(par))
+        feeds = _check_feeds(args, made, Bundle.load(par))
         with _session(par, args) as session:
-            report = compare(args.model, session, feeds)
+            if options.preset == MANUAL:
+                report = compare_replicas(session, feeds)
+            else:
+                report = compare(args.model, session, feeds)
     _print_plan(made)
     print()
     print(report.text())
@@ -115,7 +135,7 @@ def opt(args: argparse.Namespace) -> int:
     for name in args.print_after:
         if name != "all" and name not in known:
             raise StrategyError(f"--print-after {name}: not among the passes {', '.join(known)}")
-    model = load(args.model, _dims(args.dim), _states(args.state))
+    model = pipeline.load_model(args.model, _options(args))
     ctx = pipeline.make_context(model, _options(args))
     counter = iter(range(1, 100))
 
@@ -134,6 +154,15 @@ def opt(args: argparse.Namespace) -> int:
     return 0
 
 
+def ops(args: argparse.Namespace) -> int:
+    """Prints the table of ops."""
+    table = op_table.rows(args.pattern)
+    if not table:
+        raise StrategyError(f"{args.pattern!r} matches no op; `onnxpar ops` lists them")
+    print(op_table.to_json(table) if args.json else "\n".join(op_table.lines(table)))
+    return 0
+
+
 def _options(args: argparse.Namespace) -> Options:
     strategy = Strategy.read(args.strategy) if args.strategy else None
     return Options(
@@ -145,6 +174,7 @@ def _options(args: argparse.Namespace) -> Options:
         states=_states(args.state),
         strict=args.strict,
         verify=True,
+        configuration=args.configuration,
     )
 
 
@@ -175,15 +205,29 @@ def _session(par: Any, args: argparse.Namespace) -> InferenceSession:
 def _input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:
     Bundle.load(par)
     plan = json.loads((Path(par) / "plan.json").read_text())
-    return [(p["name"], p["dtype"], tuple(p["shape"] or ())) for p in plan["inputs"]]
+    return [
+        (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
+        for p in plan["inputs"]
+        if not p.get("default")
+    ]
 
 
-def _check_feeds(args: argparse.Namespace, made: Plan, specs: Any) -> dict[str, Any]:
-    feeds = make_feeds(specs, made.ranges, args.seed)
-    if args.inputs:
-        given = [s for s in specs if s[0] in _npz_names(args.inputs)]
-        feeds |= read_feeds(args.inputs, given)
-    return feeds
+def _check_feeds(args: argparse.Namespace, made: Plan, bundle: Bundle) -> dict[str, Any]:
+    """What is given, and random feeds for the rest; open sizes are those of what is given, else
+    the plan's examples."""
+    names = _npz_names(args.inputs) if args.inputs else set()
+    specs = _input_specs(bundle.path)
+    given = [s for s in specs if s[0] in names or f"{s[0]}.0" in names]
+    feeds: dict[str, Any] = read_feeds(args.inputs, given) if given else {}
+    shapes = {name: np.shape(feeds[name]) for name, _, _ in given if name in feeds}
+    known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
+    sizes = {s: known[s] or made.example[s] for s in bundle.symbols}
+    rest: Any = [
+        (name, kind, bundle.inputs[name].shape_at(sizes))
+        for name, kind, _ in specs
+        if name not in {g[0] for g in given}
+    ]
+    return make_feeds(rest, made.ranges, args.seed) | feeds
 
 
 def _npz_names(path: str) -> set[str]:

@@ -310,13 +310,15 @@ class _Analysis:
         for group in rule.ties:
             if any(f in whole or not self._has_major(factors[f]) for f in group):
                 whole.update({f: whole.get(f, _CUT_HERE) for f in group})
+        tied = {f for group in rule.ties for f in group}
         leaves: list[OpLeaf] = []
         index: dict[str, list[int | None]] = {}
         for name, factor in factors.items():
             index[name] = []
             for leaf in self._leaves(factor):
-                index[name].append(None if name in whole else len(leaves))
-                if name not in whole:
+                is_minor = name in tied and bool(index[name])  # a part of it is no run
+                index[name].append(None if name in whole or is_minor else len(leaves))
+                if index[name][-1] is not None:
                     leaves.append(OpLeaf(leaf.atom, leaf.size, name))
 
         def links(tensor: gs.Tensor, spec: Spec | None) -> tuple[int | None, ...]:
@@ -419,10 +421,11 @@ def _same(a: _Node, b: _Node) -> bool:
 
 
 def with_axes(dim: Dim, axes: Iterator[tuple[Axes, tuple[int, ...] | None]]) -> Dim:
-    """The tree with its splittable leaves given, in order, (axes, parts) from the iterator."""
+    """The tree with its splittable leaves given, in order, (axes, parts) from the iterator; those
+    that it does not reach are whole."""
     if isinstance(dim, Factor):
         if dim.size <= 1:
             return dim
-        over, parts = next(axes)
+        over, parts = next(axes, ((), None))
         return Factor(dim.size, over, parts)
     return type(dim)(tuple(with_axes(c, axes) for c in dim.children))

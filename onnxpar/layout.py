@@ -269,10 +269,11 @@ class Layout:
             out += f" {tidy.reduce}({'.'.join(mesh.text(a) for a in tidy.partial)})"
         return out
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists and dicts, read back by `from_json`."""
+    def to_json(self, normalized: bool = True) -> dict[str, Any]:
+        """Plain lists and dicts, read back by `from_json`; the tree as it is, or the shortest."""
+        tidy = self.normalized() if normalized else self
         return {
-            "dims": [_dim_json(d) for d in self.normalized().dims],
+            "dims": [_dim_json(d) for d in tidy.dims],
             "partial": [_axis_json(a) for a in self.partial],
             "reduce": self.reduce,
         }

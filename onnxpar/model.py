@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx.inliner
-import onnx.version_converter
 import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
+from onnxpar.annotations import Configuration, read_annotations
 from onnxpar.errors import ModelError, StrategyError
-from onnxpar.shapes import infer
+from onnxpar.interchange import header_of, import_graph
+from onnxpar.open_sizes import OpenSizes, infer_open
+from onnxpar.runtime_shapes import is_known
+from onnxpar.shapes import infer, is_folded
+from onnxpar.stored import (
+    check_external,
+    densify,
+    element_bits,
+    lift_constants,
+    stored_tensors,
+)
+from onnxpar.symbols import Polynomial
+from onnxpar.unfuse import unfuse
+from onnxpar.upgrade import upgrade
 
-_MAX_IR, _MAX_OPSET = 13, 26
+_MAX_IR, MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
-_MIN_OPSET = 10
-"""What passes emit."""
+_MIN_IR = 4
+"""From here on, initializers need not be inputs."""
+_LENT = "com.microsoft"
+_COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+"""What shapes are computed from."""
 
 
 @dataclass
 class Model:
-    """A loaded model. `graph` is complete: static shapes, unique node names, lazy weights."""
+    """A loaded model. `graph` is complete: static shapes, unique node names, lazy weights.
+
+    `header` has its metadata; `fixed` are initializers that could be fed until their values
+    decided shapes.
+    """
 
     path: Path
     graph: gs.Graph
     states: list[tuple[str, str]]
-    dims: dict[str, int]
+    header: onnx.ModelProto
+    fixed: list[str]
+    annotations: tuple[Configuration, ...] = ()
+    sizes: OpenSizes | None = None
 
     @property
     def folder(self) -> Path:
@@ -43,28 +66,53 @@ def load(
     path: str | Path,
     dims: Mapping[str, int] | None = None,
     states: Iterable[tuple[str, str]] = (),
+    least: int = 2,
+    infer_types: Callable[[onnx.ModelProto], None] | None = None,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
-    dims    sizes of symbolic dimensions, by symbol states  (input, output) pairs that are fed
-    back; caches that grow by Concat are found by themselves Errors: ModelError for a file that
-    cannot be used, StrategyError for a symbol without a size.
+    dims    sizes of symbolic dimensions, by symbol; the others stay open
+    states  (input, output) pairs that are fed back; caches that grow by Concat are found by
+            themselves
+    least   a size that open dimensions should be imagined to have at least
+    infer_types  declares types in place, where the nodes of the model are no global program
+
+    Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
     """
     path = Path(path)
     proto = read_proto(path)
+    annotations = read_annotations(proto)
+    least = max([least, *(c.devices for c in annotations)])
+    header = header_of(proto)
+    proto = _inlined(proto, path)
     _check(proto, path)
-    if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
-    proto = _at_least_opset(proto, _MIN_OPSET, path)
-    bound = _bind_dims(proto.graph, dict(dims or {}), path)
-    for tensor in proto.graph.initializer:
+    for tensor in stored_tensors(proto.graph):
         check_external(tensor, path)
-    infer(proto)
-    _name_nodes(proto.graph)
-    graph = gs.import_onnx(proto)
-    graph.ir_version = proto.ir_version
-    _mark_opset(graph)
-    return Model(path, graph, _find_states(graph, list(states)), bound)
+    densify(proto.graph, path.parent)
+    lift_constants(proto.graph)
+    upgrade(proto, str(path))
+    defaults, fixed = _settle_defaults(proto)
+    open_dims = _bind_dims(proto.graph, dims or {}, path)
+    unfuse(proto)
+
+    def prepare(inferred: onnx.ModelProto) -> gs.Graph:
+        _name_nodes(inferred.graph)
+        graph = import_graph(inferred, defaults)
+        _mark_opset(graph)
+        return graph
+
+    sizes = None
+    if infer_types is not None:
+        infer_types(proto)
+        graph = prepare(proto)
+    elif open_dims:
+        sizes = infer_open(proto, open_dims, least, prepare)
+        graph = sizes.graph(0)
+    else:
+        infer(proto)
+        graph = prepare(proto)
+    pairs = _find_states(graph, list(states))
+    return Model(path, graph, pairs, header, fixed, annotations, sizes)
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
@@ -84,22 +132,43 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 def _check(proto: onnx.ModelProto, path: Path) -> None:
     opset = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    if opset > _MAX_OPSET or proto.ir_version > _MAX_IR:
+    if opset > MAX_OPSET or proto.ir_version > _MAX_IR:
         raise ModelError(
             f"{path}: opset {opset}, IR {proto.ir_version}; onnxruntime loads up to opset "
-            f"{_MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
+            f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
         )
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
-    for tensor in bare.graph.initializer:
+    for tensor in stored_tensors(bare.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
             _make_inline_stub(tensor)
+    bare.ir_version = max(bare.ir_version, _MIN_IR)  # what the runtime does not mind
+    bare.graph.name = bare.graph.name or "graph"
+    for port in (*bare.graph.input, *bare.graph.output):
+        if port.type.HasField("tensor_type"):
+            port.type.tensor_type.shape.SetInParent()
+    _lend_domain(bare.graph, bare.opset_import)
     try:
         onnx.checker.check_model(bare)
     except onnx.checker.ValidationError as error:
         raise ModelError(
             f"{path}: breaks the ONNX standard: {str(error).splitlines()[0]}"
         ) from None
+
+
+def _lend_domain(graph: onnx.GraphProto, opsets: Any) -> None:
+    """Ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) move to one
+    that the checker does not look into."""
+    opset = next((o.version for o in opsets if o.domain in ("", "ai.onnx")), 1)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                _lend_domain(inner, opsets)
+        is_standard = node.domain in ("", "ai.onnx") and onnx.defs.has(node.op_type, opset)
+        if not is_standard and is_known(node.op_type, node.domain):
+            node.domain = _LENT
+            if all(o.domain != _LENT for o in opsets):
+                opsets.append(onnx.helper.make_opsetid(_LENT, 1))
 
 
 def _make_inline_stub(tensor: TensorProto) -> None:
@@ -110,86 +179,90 @@ def _make_inline_stub(tensor: TensorProto) -> None:
     tensor.Clear()
     tensor.name, tensor.data_type = name, dtype
     tensor.dims.extend([0] if dims else [])
-    tensor.raw_data = b"" if dims else bytes(16)[: _itemsize(dtype)]
+    tensor.raw_data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
 
 
-def _itemsize(dtype: int) -> int:
-    return int(onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize)
-
-
-def external_location(tensor: TensorProto) -> tuple[str, int, int | None]:
-    """(location, offset, length) of external data, as the model states them."""
-    entries = {e.key: e.value for e in tensor.external_data}
-    length = int(entries["length"]) if "length" in entries else None
-    return entries.get("location", ""), int(entries.get("offset", 0)), length
-
-
-def check_external(tensor: TensorProto, model: Path) -> None:
-    """Errors: ModelError where external data is missing, short, or outside the model's folder."""
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return
-    location, offset, length = external_location(tensor)
-    folder = model.parent.resolve()
-    data = (folder / location).resolve()
-    if not data.is_relative_to(folder):
-        raise ModelError(
-            f"{model}: weight {tensor.name!r} points to {location!r}, outside the model's folder"
-        )
-    if not data.is_file():
-        raise ModelError(f"{model}: external data {location!r} of {tensor.name!r} is missing")
-    need = int(np.prod(tensor.dims, dtype=np.int64)) * _itemsize(tensor.data_type)
-    have = data.stat().st_size - offset if length is None else length
-    if have < need or data.stat().st_size < offset + need:
-        raise ModelError(
-            f"{model}: external data {location!r} is too short for {tensor.name!r}: "
-            f"{need} bytes from {offset}"
-        )
-
-
-def _at_least_opset(proto: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
-    """The model in a newer opset where it is older: what passes insert is of that one."""
-    own = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), opset)
-    if own >= opset:
+def _inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """The model with the bodies of its functions in place of their calls."""
+    if not proto.functions:
         return proto
-    remedy = f"export it with opset {opset} or newer"
-    if any(t.data_location == TensorProto.EXTERNAL for t in proto.graph.initializer):
-        raise ModelError(f"{path}: opset {own} with external data; {remedy}")
     try:
-        return onnx.version_converter.convert_version(proto, opset)
-    except (RuntimeError, onnx.version_converter.ConvertError) as error:
+        proto = onnx.inliner.inline_local_functions(proto, convert_version=True)
+    except RuntimeError as error:
         reason = str(error).splitlines()[0]
+        raise ModelError(f"{path}: its functions cannot be inlined: {reason}") from None
+    if proto.functions:
+        function = proto.functions[0]
         raise ModelError(
-            f"{path}: opset {own} does not convert to {opset}: {reason}; {remedy}"
-        ) from None
+            f"{path}: function {function.domain}.{function.name} cannot be inlined, as its opset "
+            f"is not the model's; export both with one opset"
+        )
+    return proto
 
 
-def _bind_dims(graph: onnx.GraphProto, dims: dict[str, int], path: Path) -> dict[str, int]:
-    """Replaces symbols of the graph's inputs by sizes; drops inputs that are initializers too."""
-    weights = {t.name for t in graph.initializer}
-    kept = [i for i in graph.input if i.name not in weights]
-    del graph.input[:]
-    graph.input.extend(kept)
-    open_dims: dict[str, str] = {}
-    known: set[str] = set()
+def _settle_defaults(proto: onnx.ModelProto) -> tuple[dict[str, TensorProto], list[str]]:
+    """Takes apart what is an initializer and an input: default values, and what stays fixed.
+
+    Before IR 4, all initializers had to be inputs, and none can be fed. Later ones can, as in
+    onnxruntime; but those that may decide shapes are constants here.
+    """
+    graph = proto.graph
+    inputs = {i.name: i for i in graph.input}
+    both = [t for t in graph.initializer if t.name in inputs]
+    feedable = both if proto.ir_version >= _MIN_IR else []
+    fixed = [t.name for t in feedable if is_folded(t) and t.data_type in _COUNTS]
+    defaults = {t.name: t for t in feedable if t.name not in fixed}
+    for name, tensor in defaults.items():
+        shape = list(tensor.dims)
+        inputs[name].type.CopyFrom(onnx.helper.make_tensor_type_proto(tensor.data_type, shape))
+    constants = {t.name for t in both} - defaults.keys()
+    _keep(graph.input, [i for i in graph.input if i.name not in constants])
+    _keep(graph.initializer, [t for t in graph.initializer if t.name not in defaults])
+    proto.ir_version = max(proto.ir_version, _MIN_IR)
+    return defaults, fixed
+
+
+def _keep(field: Any, messages: list[Any]) -> None:
+    del field[:]
+    field.extend(messages)
+
+
+def _bind_dims(
+    graph: onnx.GraphProto, dims: Mapping[str, int], path: Path
+) -> dict[tuple[str, int], Polynomial]:
+    """Replaces symbols of the graph's inputs by sizes."""
+    found: dict[tuple[str, int], Polynomial] = {}
+    labels: dict[str, str] = {}
     for tensor in graph.input:
         for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
             if dim.HasField("dim_value"):
                 continue
-            symbol = dim.dim_param or f"{tensor.name}.{axis}"
-            known.add(symbol)
-            if symbol in dims:
-                dim.dim_value = dims[symbol]
-            else:
-                open_dims.setdefault(symbol, f"{tensor.name!r} dimension {axis}")
-    unknown = sorted(dims.keys() - known)
+            label = dim.dim_param or f"{tensor.name}.{axis}"
+            found[tensor.name, axis] = size = _size(label)
+            labels.update({symbol: symbol for symbol in size.variables})
+            labels[label] = size.symbol or label
+    unknown = sorted(dims.keys() - labels.keys())
     if unknown:
-        have = ", ".join(sorted(known)) or "none"
+        have = ", ".join(sorted(labels)) or "none"
         raise StrategyError(f"--dim {unknown[0]}: {path} has no such symbol; it has: {have}")
-    if open_dims:
-        wanted = " ".join(f"--dim {s}=N" for s in open_dims)
-        where = "; ".join(f"{s}: {w}" for s, w in open_dims.items())
-        raise StrategyError(f"{path}: sizes are open ({where}); give {wanted}")
-    return dims
+    for label, value in dims.items():
+        number = Polynomial.constant(value)
+        found = {at: size.replace(labels[label], number) for at, size in found.items()}
+    for tensor in graph.input:
+        for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
+            bound = found.get((tensor.name, axis))
+            if bound is not None and not bound.variables:
+                dim.dim_value = bound.at({})
+                del found[tensor.name, axis]
+    return found
+
+
+def _size(label: str) -> Polynomial:
+    """What the name of a dimension says: a symbol, or a size made of symbols (`past + 1`)."""
+    try:
+        return Polynomial.parse(label)
+    except ValueError:
+        return Polynomial.variable(re.sub(r"\W", "_", label))
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
@@ -228,9 +301,3 @@ def _find_states(graph: gs.Graph, declared: list[tuple[str, str]]) -> list[tuple
         if source.name in inputs and source.name not in pairs and source.dtype == output.dtype:
             pairs[source.name] = output.name
     return list(pairs.items())
-
-
-def stored_proto(tensor: gs.Constant) -> TensorProto | None:
-    """The reference behind a weight that has not been read, None for a value in memory."""
-    values: Any = tensor._values
-    return values.tensor if isinstance(values, gs.ir.tensor.LazyValues) else None

@@ -8,9 +8,9 @@ import re
 from onnxpar.errors import StrategyError
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.pass_ import Pass
-from onnxpar.pipeline import DEFAULT_PASSES
+from onnxpar.pipeline import DEFAULT_PASSES, MANUAL_PASSES
 
-BY_NAME: dict[str, type[Pass]] = {p.name: p for p in DEFAULT_PASSES}
+BY_NAME: dict[str, type[Pass]] = {p.name: p for p in (*DEFAULT_PASSES, *MANUAL_PASSES)}
 
 
 def passes_help() -> str:
@@ -30,7 +30,7 @@ def parse_passes(text: str) -> list[Pass]:
         if name not in BY_NAME:
             raise StrategyError(f"--passes: no pass {name!r}; there are {', '.join(BY_NAME)}")
         out.append(BY_NAME[name](**_options(BY_NAME[name], rest.rstrip("}"))))
-    if not any(isinstance(p, AnnotateStrategy) for p in out):
+    if not any(isinstance(p, (AnnotateStrategy, *MANUAL_PASSES)) for p in out):
         out.insert(0, AnnotateStrategy())
     return out
 

@@ -9,23 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onnxpar.annotated_strategy import annotated_mesh
+from onnxpar.annotations import Configuration, choose_configuration
 from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.factors import analyse
+from onnxpar.factors import GraphFactors, analyse
+from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.mesh import Mesh
 from onnxpar.model import Model, load
+from onnxpar.open_ports import open_ports
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.insert_collectives import InsertCollectives
+from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.localize_ops import LocalizeOps
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.plan import Plan
+from onnxpar.replay import replay
 from onnxpar.search.presets import choose_preset, preset_mesh
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Strategy
 from onnxpar.summary import summarize
 from onnxpar.verify import verify
+from onnxpar.write_annotations import operand_names, original, save, write_annotations
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
@@ -35,6 +42,8 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     OrderCollectives,
 )
 """Everything between load and split-ranks."""
+MANUAL_PASSES: tuple[type[Pass], ...] = (KeepCollectives, OrderCollectives)
+"""The same for a model that is each rank's program already."""
 
 Watch = Callable[[Pass, Model, PassContext], None]
 
@@ -51,24 +60,36 @@ class Options:
     states: Sequence[tuple[str, str]] = ()
     strict: bool = False
     verify: bool = False
+    configuration: str | None = None
+    replicas: bool = False
 
 
 def make_context(model: Model, options: Options) -> PassContext:
     """Analyses the model and settles the mesh and the preset. Errors: StrategyError."""
-    mesh, preset = _mesh_and_preset(model, options)
+    manual = _manual(options)
+    if manual is not None:
+        nothing = Sharding.open(manual.mesh, GraphFactors({}, []))
+        return PassContext(model, nothing, preset=MANUAL, manual=manual)
+    refuse_collectives(model.graph)
+    mesh, preset, annotated = _mesh_and_preset(model, options)
     factors = analyse(model.graph, model.states)
     return PassContext(
-        model, Sharding.open(mesh, factors), strategy=options.strategy, preset=preset
+        model,
+        Sharding.open(mesh, factors),
+        strategy=options.strategy,
+        preset=preset,
+        annotated=annotated,
     )
 
 
-def _mesh_and_preset(model: Model, options: Options) -> tuple[Mesh, str | None]:
-    mesh, preset, strategy = options.mesh, options.preset, options.strategy
-    if mesh is not None and options.devices not in (None, mesh.size):
-        raise StrategyError(f"mesh {mesh} has {mesh.size} ranks, --devices says {options.devices}")
-    if mesh is None and strategy is not None and strategy.mesh is not None:
-        mesh = strategy.mesh if options.devices in (None, strategy.mesh.size) else None
+def _mesh_and_preset(
+    model: Model, options: Options
+) -> tuple[Mesh, str | None, Configuration | None]:
+    mesh, preset, strategy = _wanted_mesh(options), options.preset, options.strategy
     devices = mesh.size if mesh is not None else options.devices
+    annotated = choose_configuration(model.annotations, options.configuration, devices)
+    if annotated is not None:
+        return annotated_mesh(annotated, mesh), preset, annotated
     if devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
     if preset is None and strategy is None:
@@ -76,7 +97,43 @@ def _mesh_and_preset(model: Model, options: Options) -> tuple[Mesh, str | None]:
             "hybrid" if mesh is not None and "dp" in mesh.sizes and len(mesh.shape) > 1 else None
         )
         preset = preset or choose_preset(model.graph, devices)
-    return mesh or preset_mesh(preset, devices), preset
+    return mesh or preset_mesh(preset, devices), preset, None
+
+
+def _wanted_mesh(options: Options) -> Mesh | None:
+    """The mesh that the user gives, in words or in the strategy."""
+    mesh, strategy = options.mesh, options.strategy
+    if mesh is not None and options.devices not in (None, mesh.size):
+        raise StrategyError(f"mesh {mesh} has {mesh.size} ranks, --devices says {options.devices}")
+    if mesh is None and strategy is not None and strategy.mesh is not None:
+        mesh = strategy.mesh if options.devices in (None, strategy.mesh.size) else None
+    return mesh
+
+
+def _manual(options: Options) -> Manual | None:
+    """How a manual program's tensors are dealt; None for any other preset."""
+    if options.preset != MANUAL:
+        return None
+    mesh = _wanted_mesh(options)
+    if mesh is None and options.devices is None:
+        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+    mesh = mesh or preset_mesh(MANUAL, options.devices or 1)
+    return Manual(mesh, options.strategy or Strategy())
+
+
+def load_model(path: str | Path, options: Options) -> Model:
+    """The model as its preset sees it: a global program, or that of each rank."""
+    manual = _manual(options)
+    infer_types = manual.infer if manual is not None else None
+    least = _devices(options)
+    return load(path, options.dims, options.states, least=least, infer_types=infer_types)
+
+
+def passes_of(options: Options) -> list[Pass]:
+    """The passes between load and split-ranks."""
+    if options.preset == MANUAL:
+        return [KeepCollectives(compare_replicas=options.replicas), OrderCollectives()]
+    return [p() for p in DEFAULT_PASSES]
 
 
 def run_passes(
@@ -95,7 +152,7 @@ def run_passes(
         step.run(model.graph, ctx)
         if check:
             verify(model.graph, ctx)
-        if isinstance(step, InsertCollectives):
+        if isinstance(step, (InsertCollectives, KeepCollectives)):
             plan = summarize(model.graph, ctx, model.path.name, ctx.preset)
         if watch:
             watch(step, model, ctx)
@@ -108,10 +165,15 @@ def plan(
     path: str | Path, options: Options, watch: Watch | None = None
 ) -> tuple[Plan, PassContext]:
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
-    model = load(path, options.dims, options.states)
+    model = load_model(path, options)
     ctx = make_context(model, options)
-    made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], watch, options.verify)
+    steps = passes_of(options)
+    made = run_passes(model, ctx, steps, watch, options.verify)
     assert made is not None
+    replay(
+        model, ctx, [s for s in steps if not isinstance(s, (AnnotateStrategy, PropagateLayouts))]
+    )
+    open_ports(made, ctx)
     unruled = [w for w in made.whole if w.is_lack]
     if options.strict and unruled:
         first = unruled[0]
@@ -120,6 +182,30 @@ def plan(
             f"{len(unruled) - 1} more; `onnxpar plan` lists them"
         )
     return made, ctx
+
+
+def _devices(options: Options) -> int:
+    """How many elements an open dimension should have at least, to be split like a large one."""
+    return max(2, options.devices or 1, options.mesh.size if options.mesh else 1)
+
+
+def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
+    """Writes the original model with the plan as ONNX's multi-device annotations. Errors:
+    OnnxparError."""
+    if options.preset == MANUAL:
+        raise StrategyError("annotations are of a global program, which a manual one is not")
+    model = load_model(path, options)
+    ctx = make_context(model, options)
+    names = operand_names(ctx.sharding)
+    steps = DEFAULT_PASSES[: DEFAULT_PASSES.index(InsertCollectives) + 1]
+    made = run_passes(model, ctx, [p() for p in steps], check=options.verify)
+    assert made is not None
+    proto = original(Path(path))
+    write_annotations(proto, ctx, names)
+    save(proto, Path(path), Path(output))
+    run_passes(model, ctx, [p() for p in DEFAULT_PASSES[len(steps) :]], check=options.verify)
+    made.collectives = list(ctx.collectives)
+    return made
 
 
 def shard(

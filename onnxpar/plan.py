@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
+from onnxpar.packing import stored_bits
 from onnxpar.search.cost import bytes_sent
 
 FORMAT = 1
@@ -34,7 +35,8 @@ def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> 
     size = 1
     for extent in layout.local_shape(mesh, rank):
         size *= extent
-    return size * (numpy_dtype(tensor).itemsize if tensor.dtype is not None else 4)
+    bits = stored_bits(numpy_dtype(tensor)) if tensor.dtype is not None else 32
+    return -(-size * bits // 8)
 
 
 @dataclass(frozen=True)
@@ -88,22 +90,43 @@ def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
 
 
 @dataclass(frozen=True)
+class OpenPort:
+    """A shape and the JSON of a layout with texts for the sizes that are open (`past + 1`)."""
+
+    shape: list[int | str]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Port:
-    """A graph input or output: its global shape and its layout."""
+    """A graph input or output: its global shape and its layout.
+
+    `type` is onnxruntime's text, which also says what is no tensor; such have no dtype. An input
+    that `has_default` need not be fed. Where sizes are `open`, `shape` and `layout` are examples.
+    """
 
     name: str
-    dtype: str
+    dtype: str | None
     shape: tuple[int, ...] | None
     layout: Layout | None
+    type: str
+    has_default: bool = False
+    open: OpenPort | None = None
 
     def to_json(self, mesh: Mesh) -> dict[str, Any]:
         """As plan.json has it."""
+        shape: Any = None if self.shape is None else list(self.shape)
+        layout = None if self.layout is None else self.layout.to_json()
+        if self.open is not None:
+            shape, layout = self.open.shape, self.open.layout
         return {
             "name": self.name,
             "dtype": self.dtype,
-            "shape": None if self.shape is None else list(self.shape),
-            "layout": None if self.layout is None else self.layout.to_json(),
+            "type": self.type,
+            "shape": shape,
+            "layout": layout,
             "layout_text": None if self.layout is None else self.layout.text(mesh),
+            **({"default": True} if self.has_default else {}),
         }
 
 
@@ -136,7 +159,10 @@ class Whole:
 
 @dataclass
 class Plan:
-    """The plan of a sharded model; `plan.json` is its `to_json`."""
+    """The plan of a sharded model; `plan.json` is its `to_json`.
+
+    `example` has a size for every open symbol: what bytes, memory and FLOPs are given for.
+    """
 
     model: str
     mesh: Mesh
@@ -150,6 +176,8 @@ class Plan:
     memory: Mapping[str, int] = field(default_factory=dict)
     flops: Mapping[str, int] = field(default_factory=dict)
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    fixed: Sequence[str] = ()
+    example: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The object of plan.json, `inspect --json` and `plan --json`."""
@@ -162,6 +190,8 @@ class Plan:
             "inputs": [p.to_json(self.mesh) for p in self.inputs],
             "outputs": [p.to_json(self.mesh) for p in self.outputs],
             "states": [{"input": i, "output": o} for i, o in self.states],
+            "fixed": list(self.fixed),
+            "example": dict(self.example),
             "ranges": {name: list(r) for name, r in self.ranges.items()},
             "collectives": _dicts(self.collectives),
             "weights": _dicts(self.weights),

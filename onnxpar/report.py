@@ -60,6 +60,9 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield from _weight_lines(plan["weights"], plan["ranks"], full)
     yield from _whole_lines(plan["whole"])
     memory, flops = plan["memory"], plan["flops"]
+    sizes = ", ".join(f"{name}={size}" for name, size in plan.get("example", {}).items())
+    if sizes:
+        yield f"sizes are open; bytes and FLOPs are for {sizes}"
     yield (
         f"per rank: weights {size_text(memory['weights_per_rank'])}, activations at most "
         f"{size_text(memory['activations_per_rank'])}, {flops['per_rank']:,} FLOPs "
@@ -67,8 +70,12 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     )
 
 
-def _shape(shape: Sequence[int] | None) -> str:
-    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
+def _shape(shape: Sequence[int | str | None] | None) -> str:
+    if shape is None:
+        return "?"
+    if any(isinstance(s, str) for s in shape):
+        return "[" + ", ".join(map(str, shape)) + "]"
+    return "x".join("?" if s is None else str(s) for s in shape) or "scalar"
 
 
 def _collective_lines(collectives: Sequence[Mapping[str, Any]], full: bool) -> Iterator[str]:

@@ -8,7 +8,7 @@ not trusted, but for results of ops that ONNX does not know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ _NEVER = frozenset(
         "SequenceEmpty",
         "Optional",
         "Dropout",
+        "DequantizeLinear",  # the runtime computes with integers where it sees these beside an op
         "LRN",  # onnx's reference counts its channels by the size of the batch
     )
 )
@@ -45,52 +46,81 @@ _NEVER = frozenset(
 
 def infer(model: onnx.ModelProto) -> None:
     """Folds what is constant and declares the type of every tensor it can tell, in place."""
-    _Walk(model).run()
+    walk = Walk(model)
+    kept = []
+    for node in model.graph.node:
+        values = walk.evaluate(node)
+        if values is None:
+            walk.infer(node)
+            kept.append(node)
+        else:
+            walk.fold(node, values)
+    keep_nodes(model.graph, kept)
+    walk.declare(model.graph)
 
 
-class _Walk:
-    def __init__(self, model: onnx.ModelProto) -> None:
+def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto]) -> None:
+    """Drops all other nodes."""
+    if len(kept) < len(graph.node):
+        found = list(kept)
+        del graph.node[:]
+        graph.node.extend(found)
+
+
+class Walk:
+    """What is known of the tensors of a graph, node by node in graph order, for inputs of these
+    types."""
+
+    def __init__(
+        self, model: onnx.ModelProto, inputs: Mapping[str, TypeProto] | None = None
+    ) -> None:
         self.model = model
-        self.graph = model.graph
         self.opsets = {o.domain or "": o.version for o in model.opset_import}
+        self.runtime = RuntimeShapes(model.opset_import, model.ir_version)
         self.types: dict[str, TypeProto] = {}
         self.values: dict[str, np.ndarray[Any, Any]] = {}
         self.protos: dict[str, TensorProto] = {}
         self.folded: set[str] = set()
-        self.runtime = RuntimeShapes(model.opset_import, model.ir_version)
-        self.declared = {
-            v.name: v.type for v in model.graph.value_info if _static_shape(v.type) is not None
-        }
-
-    def run(self) -> None:
-        for tensor in self.graph.input:
-            self.types[tensor.name] = tensor.type
-        for weight in self.graph.initializer:
+        self.conflicts: list[NodeProto] = []
+        ports = [*model.graph.value_info, *model.graph.output]
+        self.declared = {p.name: p.type for p in ports if _static_shape(p.type) is not None}
+        for tensor in model.graph.input:
+            self.types[tensor.name] = (inputs or {}).get(tensor.name, tensor.type)
+        for weight in model.graph.initializer:
             self.types[weight.name] = onnx.helper.make_tensor_type_proto(
                 weight.data_type, list(weight.dims)
             )
-            if _is_small(weight):
+            if is_folded(weight):
                 self.values[weight.name] = numpy_helper.to_array(weight)
                 self.protos[weight.name] = weight
-        kept = [node for node in self.graph.node if not self._fold(node) and self._infer(node)]
-        del self.graph.node[:]
-        self.graph.node.extend(kept)
-        self._declare()
 
-    def _fold(self, node: NodeProto) -> bool:
-        """Whether the node's results are constants from here on."""
-        values = self._evaluate(node)
-        if values is None or len(values) != len(node.output):
-            return False
+    def fold(self, node: NodeProto, values: Sequence[Any]) -> None:
+        """Takes the node's results for constants."""
         for name, value in zip(node.output, values, strict=True):
-            array = np.asarray(value)
-            self.values[name] = array
-            self.protos[name] = numpy_helper.from_array(array, name)
-            self.types[name] = onnx.helper.make_tensor_type_proto(
-                self.protos[name].data_type, list(array.shape)
-            )
+            self._know(name, value)
             self.folded.add(name)
-        return True
+
+    def know(self, node: NodeProto, values: Sequence[Any]) -> None:
+        """Takes the node's results for known, though it stays."""
+        for name, value in zip(node.output, values, strict=True):
+            self._know(name, value)
+
+    def _know(self, name: str, value: Any) -> None:
+        array = np.asarray(value)
+        self.values[name] = array
+        self.protos[name] = numpy_helper.from_array(array, name)
+        self.types[name] = onnx.helper.make_tensor_type_proto(
+            self.protos[name].data_type, list(array.shape)
+        )
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, None where it is not known."""
+        return _static_shape(self.types.get(name))
+
+    def evaluate(self, node: NodeProto) -> list[Any] | None:
+        """The node's results where they are constant and small, else None."""
+        values = self._evaluate(node)
+        return values if values is not None and len(values) == len(node.output) else None
 
     def _evaluate(self, node: NodeProto) -> list[Any] | None:
         if node.domain not in ("", "ai.onnx") or node.op_type in _NEVER:
@@ -141,16 +171,17 @@ class _Walk:
         bounds = {a.name: a.i for a in node.attribute}
         return [np.array(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
 
-    def _infer(self, node: NodeProto) -> bool:
-        """Records the types of the results that inference can tell; always true: the node stays."""
+    def infer(self, node: NodeProto) -> None:
+        """Records the types of the results that inference can tell."""
         self.types.update(self._inferred(node))
-        return True
 
     def _inferred(self, node: NodeProto) -> dict[str, TypeProto]:
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
         except onnx.defs.SchemaError:
+            schema = None
+        if schema is None or not schema.has_type_and_shape_inference_function:
             found = self.runtime.infer(node, self.types, self.protos)
             open_ = [o for o in node.output if _static_shape(found.get(o)) is None]
             return found | {o: self.declared[o] for o in open_ if o in self.declared}
@@ -168,42 +199,46 @@ class _Walk:
                 opset_imports=list(self.model.opset_import),
                 ir_version=self.model.ir_version,
             )
-        except (onnx.shape_inference.InferenceError, KeyError, RuntimeError):
+        except (
+            onnx.shape_inference.InferenceError,
+            onnx.checker.ValidationError,
+            KeyError,
+            RuntimeError,
+        ):
+            self.conflicts.append(node)
             return {}
         return {name: type_ for name, type_ in found.items() if name}
 
-    def _declare(self) -> None:
-        """Writes value_info, and the folded constants that some node still reads."""
-        used = {name for node in self.graph.node for name in _reads(node)}
-        outputs = {o.name for o in self.graph.output}
+    def declare(self, graph: onnx.GraphProto) -> None:
+        """Writes value_info, and the folded constants that some node of the graph still reads."""
+        used = {name for node in graph.node for name in _reads(node)}
+        outputs = {o.name for o in graph.output}
         for name in sorted(self.folded & (used | outputs)):
-            self.graph.initializer.append(self.protos[name])
-        kept = [w for w in self.graph.initializer if w.name in used | outputs]
-        del self.graph.initializer[:]
-        self.graph.initializer.extend(kept)
-        del self.graph.value_info[:]
-        for node in self.graph.node:
+            graph.initializer.append(self.protos[name])
+        kept = [w for w in graph.initializer if w.name in used | outputs]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+        del graph.value_info[:]
+        for node in graph.node:
             for name in node.output:
                 if name in self.types and name not in outputs:
-                    self.graph.value_info.append(
-                        onnx.helper.make_value_info(name, self.types[name])
-                    )
-        for output in self.graph.output:
-            if output.name in self.types:
-                output.type.CopyFrom(self.types[output.name])
+                    graph.value_info.append(onnx.helper.make_value_info(name, self.types[name]))
+        for port in [*graph.input, *graph.output]:
+            if port.name in self.types:
+                port.type.CopyFrom(self.types[port.name])
 
 
-def infer_result(
+def infer_results(
     node: gs.Node, shapes: Sequence[Sequence[int] | None], opset: int
-) -> tuple[Any, list[int]]:
-    """The dtype and shape of a node's only result, for operands of these shapes."""
+) -> list[tuple[Any, list[int]]]:
+    """The dtype and shape of each of a node's results, for operands of these shapes."""
     types = {}
     constants = {}
     for tensor, shape in zip(node.inputs, shapes, strict=True):
         if shape is not None:
             dtype = gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype)
             types[tensor.name] = onnx.helper.make_tensor_type_proto(dtype, shape)
-        if isinstance(tensor, gs.Constant):
+        if isinstance(tensor, gs.Constant) and _is_at_hand(tensor):
             constants[tensor.name] = numpy_helper.from_array(tensor.values, tensor.name)
     proto = gs.exporters.onnx_exporter.OnnxExporter.export_node(node)
     known = [a for a in proto.attribute if not a.name.startswith("onnxpar.")]
@@ -212,13 +247,24 @@ def infer_result(
     schema = onnx.defs.get_schema(node.op, opset, "")
     found = onnx.shape_inference.infer_node_outputs(
         schema, proto, types, constants, opset_imports=[onnx.helper.make_opsetid("", opset)]
-    )[node.outputs[0].name]
-    shape = _static_shape(found)
-    assert shape is not None, f"{node.op} '{node.name}': no shape from {shapes}"
-    return onnx.helper.tensor_dtype_to_np_dtype(found.tensor_type.elem_type), list(shape)
+    )
+    results = []
+    for tensor in node.outputs:
+        shape = _static_shape(found[tensor.name])
+        assert shape is not None, f"{node.op} '{node.name}': no shape from {shapes}"
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(found[tensor.name].tensor_type.elem_type)
+        results.append((dtype, list(shape)))
+    return results
 
 
-def _is_small(weight: TensorProto) -> bool:
+def _is_at_hand(tensor: gs.Constant) -> bool:
+    """Whether a value may decide a shape: made here, or small and stored in the model itself."""
+    values = tensor._values
+    return not isinstance(values, gs.ir.tensor.LazyValues) or is_folded(values.tensor)
+
+
+def is_folded(weight: TensorProto) -> bool:
+    """Whether an initializer takes part in folding."""
     if weight.data_location == TensorProto.EXTERNAL:
         return False
     size = int(np.prod(weight.dims, dtype=np.int64))

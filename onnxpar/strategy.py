@@ -128,15 +128,15 @@ def seeds_of(strategy: Strategy, sharding: Sharding) -> list[NodeSeed | TensorSe
     seeds: list[NodeSeed | TensorSeed] = []
     for pattern, entry in strategy.shard.items():
         ops = {op.node.name: op for op in sharding.factors.ops}
-        for name in _matching(str(pattern), ops, "node", strategy.source):
+        for name in matching(str(pattern), ops, "node", strategy.source):
             seeds.append(_node_seed(ops[name], entry, sharding))
     for pattern, entry in strategy.tensors.items():
-        for name in _matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
+        for name in matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
             seeds.append(_tensor_seed(name, entry, sharding))
     return seeds
 
 
-def _matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
+def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
     names = list(names)
     found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
     if not found:
@@ -172,7 +172,7 @@ def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
                 over = next((axes[k] for k in links if k is not None and axes.get(k)), ())
                 if parts_over(over) == ask:
                     continue  # this factor had its axes from an earlier operand
-            over, sizes, pre = _ask(ask, sharding.mesh, what, pre)
+            over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
             label = f"input {index} dimension {axis}"
             spread = _spread(tensor.dims[axis], over, links, f"{what}: {label}", op, sharding)
             known = {k: a for k, a in zip(links, spread, strict=True) if k is not None}
@@ -181,7 +181,7 @@ def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
                     raise StrategyError(f"{what}: {label} is asked for in two ways")
                 axes[leaf] = given or axes.get(leaf, ())
             leaves = [-1 if k is None else k for k in links]
-            parts |= _hand_parts(what, leaves, spread, over, sizes, tensor.dims[axis].size)
+            parts |= _hand_parts(what, leaves, spread, over, sizes, tensor.dims[axis])
     for (i, a), (j, b) in combinations(axes.items(), 2):
         if (i, j) not in op.apart and overlaps(a, b):
             raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
@@ -206,7 +206,7 @@ def _spread(
     return spread
 
 
-def _ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ...] | None, int]:
+def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ...] | None, int]:
     """Reads one dimension's entry: axes, sizes by hand, and how many flat parts are in use then."""
     if ask is None or ask == 1:
         return (), None, pre
@@ -243,14 +243,14 @@ def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
     used: list[Axis] = []
     pre = 1
     for i, (dim, ask) in enumerate(zip(factors.dims, entry, strict=True)):
-        over, sizes, pre = _ask(ask, sharding.mesh, what, pre)
+        over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
         spread = spread_dim(dim, over)
         if spread is None:
             raise StrategyError(_does_not_split(f"{what} dimension {i}", dim.size, over, sharding))
         if overlaps(over, used):
             raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
         at = list(range(len(axes), len(axes) + len(spread)))
-        parts |= _hand_parts(what, at, spread, over, sizes, dim.size)
+        parts |= _hand_parts(what, at, spread, over, sizes, dim)
         used += over
         axes += spread
     return TensorSeed(name, axes, parts, pin=True)
@@ -262,16 +262,16 @@ def _hand_parts(
     spread: Sequence[Axes],
     over: Axes,
     sizes: tuple[int, ...] | None,
-    size: int | None,
+    dim: Dim,
 ) -> dict[int, tuple[int, ...]]:
     if sizes is None:
         return {}
-    if len(sizes) != parts_over(over) or sum(sizes) != size:
+    if len(sizes) != parts_over(over) or sum(sizes) != dim.size:
         raise StrategyError(
             f"{what}: sizes by hand {list(sizes)} must be {parts_over(over)} parts "
-            f"that add up to {size}"
+            f"that add up to {dim.size}"
         )
-    if len(leaves) != 1 or spread[0] != over:
+    if not isinstance(dim, Factor) or len(leaves) != 1 or spread[0] != over:
         raise StrategyError(f"{what}: sizes by hand need a dimension that no op merges or cuts")
     return {leaves[0]: sizes}
 

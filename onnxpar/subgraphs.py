@@ -40,9 +40,10 @@ def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int
 
 
 def is_random(node: gs.Node) -> bool:
-    """Whether two runs of a node, or two ranks, may give different results."""
+    """Whether two ranks may get different results: those with a seed draw the same everywhere."""
     if node.op in _RANDOM:
-        return True
+        return "seed" not in node.attrs
     if node.op == "Dropout":
-        return len(node.inputs) > 2 and bool(node.inputs[2].name)
+        is_training = len(node.inputs) > 2 and bool(node.inputs[2].name)
+        return is_training and "seed" not in node.attrs
     return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)

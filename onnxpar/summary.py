@@ -8,7 +8,9 @@ from collections.abc import Mapping
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import OpFactors, with_axes
+from onnxpar.interchange import declared_shape, default_of, type_text
 from onnxpar.layout import local_size
+from onnxpar.packing import stored_bits
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import NO_RULE, Plan, Port, Weight, Whole, numpy_dtype, part_bytes
 from onnxpar.ranges import integer_ranges
@@ -33,14 +35,17 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         {"weights_per_rank": held, "activations_per_rank": _peak_activations(graph, ctx)},
         _flops(ctx),
         integer_ranges(graph),
+        ctx.model.fixed,
     )
 
 
 def _port(tensor: gs.Variable, ctx: PassContext) -> Port:
     known = tensor.shape is not None and all(isinstance(s, int) for s in tensor.shape)
     layout = ctx.layouts.get(tensor.name) if known else None
-    shape = tuple(tensor.shape) if known else None
-    return Port(tensor.name, numpy_dtype(tensor).name, shape, layout)
+    shape = tuple(tensor.shape) if known else declared_shape(tensor)
+    dtype = None if tensor.dtype is None else numpy_dtype(tensor).name
+    has_default = default_of(tensor) is not None
+    return Port(tensor.name, dtype, shape, layout, type_text(tensor), has_default)
 
 
 def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
@@ -51,7 +56,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         if not isinstance(tensor, gs.Constant) or layout is None:
             continue
         dtype = numpy_dtype(tensor)
-        size = math.prod(tensor.shape) * dtype.itemsize
+        size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
         held = max(part_bytes(tensor, layout, mesh, r) for r in _sample(mesh.size))
         name = ctx.copies.get(tensor.name, tensor.name)
         shape = tuple(int(s) for s in tensor.shape)

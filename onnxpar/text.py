@@ -64,7 +64,7 @@ def _value(tensor: gs.Constant, ctx: PassContext) -> str:
 
 def _attributes(node: gs.Node, ctx: PassContext) -> str:
     shown: Mapping[str, Any] = node.attrs
-    if node.domain == DOMAIN and "before" in node.attrs:
+    if node.domain == DOMAIN and "after" in node.attrs and "group" not in node.attrs:
         shown = {"axes": node.attrs["axes"]}
     parts = [
         f"{key}={_attribute(value, ctx)}"

@@ -134,7 +134,7 @@ def _every_segment(op: OpFactors, factor: str, held: dict[int, tuple[Axis, ...]]
 
     def cover(dim: Dim) -> frozenset[Axis] | None:
         if isinstance(dim, Factor):
-            return frozenset(next(axes)) if dim.size > 1 else frozenset()
+            return frozenset(next(axes, ())) if dim.size > 1 else frozenset()
         found = [cover(c) for c in dim.children]
         if None in found:
             return None
@@ -190,6 +190,6 @@ def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None
 def _verify_order(graph: gs.Graph) -> None:
     token = None
     for node in graph.nodes:
-        if node.domain == DOMAIN:
+        if node.domain == DOMAIN and node.inputs:
             assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
             token = node.outputs[-1]

@@ -7,27 +7,46 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.annotated_strategy import annotation_seeds, check_agreement
+from onnxpar.errors import StrategyError
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.search.presets import default_rounds, preset_rounds
-from onnxpar.strategy import seeds_of
+from onnxpar.strategy import Seed, seeds_of
 
 
 @dataclass(frozen=True)
 class AnnotateStrategy(Pass):
     """Turn the strategy and the preset into seeds, in rounds of falling priority.
 
-    Requires nothing. Ensures `ctx.seeds`: first what the user asked for, then the preset, then data
-    parallelism along the batch over the axis `dp`, where the mesh has one.
+    Requires nothing. Ensures `ctx.seeds`: first what the model's annotations and the user ask for,
+    which must agree, then the preset, then data parallelism along the batch over the axis `dp`,
+    where the mesh has one.
     """
 
     name: ClassVar[str] = "annotate-strategy"
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        try:
+            self._collect(graph, ctx)
+        except StrategyError as error:
+            if ctx.model.sizes is None:
+                raise
+            imagined = ", ".join(f"{k}={v}" for k, v in ctx.model.sizes.bindings[0].items())
+            wanted = " ".join(f"--dim {symbol}=N" for symbol in ctx.model.sizes.symbols)
+            raise StrategyError(
+                f"{error}; sizes are open (here imagined as {imagined}): give {wanted} to fix them"
+            ) from None
+        return bool(ctx.seeds)
+
+    def _collect(self, graph: gs.Graph, ctx: PassContext) -> None:
         ctx.seeds = []
+        if ctx.annotated is not None:
+            ctx.seeds.append(list(annotation_seeds(ctx.annotated, ctx.sharding)))
         if ctx.strategy is not None:
-            ctx.seeds.append(list(seeds_of(ctx.strategy, ctx.sharding)))
+            asked: list[Seed] = list(seeds_of(ctx.strategy, ctx.sharding))
+            check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
+            ctx.seeds.append(asked)
         if ctx.preset is None:
             ctx.seeds += default_rounds(graph, ctx.sharding)
         else:
             ctx.seeds += preset_rounds(graph, ctx.sharding, ctx.preset)
-        return bool(ctx.seeds)

@@ -11,12 +11,14 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.buckets import fuse_all_reduces
 from onnxpar.collective import DOMAIN
+from onnxpar.errors import StrategyError
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.pending import choose_pending
+from onnxpar.pending import Pending, choose_pending
 from onnxpar.plan import part_bytes
 from onnxpar.reshard import Step, plan_tree
+from onnxpar.rules.rule import tensor_shape
 from onnxpar.sharding import Placement
 from onnxpar.subgraphs import captured, is_random
 
@@ -38,7 +40,8 @@ class InsertCollectives(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         changed = _Insertion(graph, ctx).run()
         if self.bucket_bytes:
-            changed |= fuse_all_reduces(graph, ctx.sharding.mesh, self.bucket_bytes)
+            sizes = ctx.choices.bytes
+            changed |= fuse_all_reduces(graph, ctx.sharding.mesh, self.bucket_bytes, sizes)
         return changed
 
 
@@ -69,9 +72,10 @@ class _Insertion:
         for op in self.sharding.factors.ops:
             self.sharding.legalize(op)
         self._pin_states()
-        pending = choose_pending(self.graph, self.sharding)
+        pending = self._pending()
         for op in self.sharding.factors.ops:
             self._read_captured(op.node)
+            self._check_random(op.node)
             for i, tensor in enumerate(op.node.inputs):
                 if tensor.name in self.sharding.factors.tensors:
                     self.reads[tensor.name].append(_Read(op.node, i, pending.need(op, i)))
@@ -88,6 +92,22 @@ class _Insertion:
                     self._place_result(op, tensor)
         self.graph.toposort()
         return self.changed
+
+    def _pending(self) -> Pending:
+        choices = self.ctx.choices
+        if choices.results is None:
+            chosen = choose_pending(self.graph, self.sharding)
+            choices.results, choices.operands = chosen.results, chosen.operands
+        return Pending(self.sharding, choices.results, choices.operands)
+
+    def _check_random(self, node: gs.Node) -> None:
+        """Errors: StrategyError where ranks would draw values that no collective can hand on."""
+        unknown = [t.name for t in node.outputs if t.name and t.name not in self.sharding.tensors]
+        if unknown and self.sharding.mesh.size > 1 and is_random(node):
+            raise StrategyError(
+                f"{node.op} '{node.name}' draws {unknown[0]!r}, which is no tensor of a known "
+                "rank: each rank would draw its own; declare the shapes of the model's inputs"
+            )
 
     def _read_captured(self, node: gs.Node) -> None:
         """Whatever a node's subgraphs read of this graph, they read whole."""
@@ -173,6 +193,8 @@ class _Insertion:
         is_output = any(t is tensor for t in self.graph.outputs)
         if tensor.name in self.sharding.pinned:
             asked = self.sharding.tensor_placement(tensor.name)
+        elif is_output and None in (tensor_shape(tensor) or ()):
+            asked = Placement(tuple(() for _ in made.leaves))  # the runtime could not assemble it
         elif is_output:
             asked = made.reduced()
         else:
@@ -225,21 +247,28 @@ class _Insertion:
         have: dict[Placement, gs.Tensor] = {made: tensor}
         goals = [r.need for r in reads]
 
-        def size(placement: Placement) -> float:
-            return part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
-
-        factors = self.sharding.factors.tensors[tensor.name]
-        parts = partial(self.sharding.part_sizes, tensor.name)
         if via is not None and via != made:
-            self._follow(plan_tree(made, [via], size, factors, parts), tensor, have, output, via)
-            tree = plan_tree(via, goals, size, factors, parts)
-        else:
-            tree = plan_tree(made, goals, size, factors, parts)
-        self._follow(tree, tensor, have)
+            self._follow(self._steps(tensor, made, [via]), tensor, have, output, via)
+            made = via
+        self._follow(self._steps(tensor, made, goals), tensor, have)
         for read in reads:
             if read.need not in have:
                 raise AssertionError(f"{tensor.name}: {read.need} not among {list(have)}")
             read.take(have[read.need])
+
+    def _steps(self, tensor: gs.Tensor, made: Placement, goals: list[Placement]) -> list[Step]:
+        """The cheapest reshards to all goals, as decided before if they were."""
+        key = (tensor.name, made, *goals)
+        known = self.ctx.choices.steps
+        if key not in known:
+
+            def size(at: Placement) -> float:
+                return part_bytes(tensor, self.sharding.layout(tensor, at), self.sharding.mesh)
+
+            factors = self.sharding.factors.tensors[tensor.name]
+            parts = partial(self.sharding.part_sizes, tensor.name)
+            known[key] = plan_tree(made, goals, size, factors, parts)
+        return known[key]
 
     def _follow(
         self,

@@ -35,7 +35,7 @@ class LocalizeOps(Pass):
             if node.domain != DOMAIN:
                 nodes.append(node)
                 continue
-            if "before" not in node.attrs:  # part of an op that is split over what it reduces
+            if "shape" in node.attrs:  # part of an op whose ranks talk
                 ctx.collectives.append(inner_collective(node, mesh))
                 node.attrs["tag"] = len(ctx.collectives)
                 nodes.append(node)

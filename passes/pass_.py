@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.annotations import Configuration
 from onnxpar.collective import PerRank
 from onnxpar.layout import Layout
+from onnxpar.manual import Manual
 from onnxpar.model import Model
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Seed, Strategy
@@ -19,10 +21,26 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Choices:
+    """What insert-collectives decides by sizes, so that it can be repeated at other sizes.
+
+    results, operands  what stays pending (`Pending`), once decided
+    steps              reshards by tensor, placement and goals
+    bytes              of all-reduces that may be fused, by node
+    """
+
+    results: dict[str, Any] | None = None
+    operands: dict[tuple[str, int], Any] = field(default_factory=dict)
+    steps: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class PassContext:
     """What passes share beside the graph; side tables are keyed by tensor or node name.
 
-    strategy     what the user wrote; `preset` by name
+    strategy     what the user wrote; `preset` by name; `annotated`, what the model asks for
+    manual       how tensors are dealt, where the model is each rank's program already
     seeds        annotations in rounds of falling priority
     sharding     axes per leaf, while they are being decided
     layouts      the layout of every tensor, from insert-collectives on
@@ -30,17 +48,23 @@ class PassContext:
     collectives  in execution order
     localized    whether nodes are rank-local; `ordered`, whether collectives are chained
     copies       weights that are stored in a second layout, and the weight each is a copy of
+    choices      what was decided by sizes
+    replays      the graph and context at the other bindings of open sizes, from localize-ops on
     """
 
     model: Model
     sharding: Sharding
     strategy: Strategy | None = None
     preset: str | None = None
+    annotated: Configuration | None = None
+    manual: Manual | None = None
     seeds: list[list[Seed]] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
     per_rank: PerRank = field(default_factory=PerRank)
     collectives: list[Collective] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
+    choices: Choices = field(default_factory=Choices)
+    replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
     localized: bool = False
     ordered: bool = False
 

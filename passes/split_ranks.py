@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,9 +11,12 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
-from onnxpar.model import stored_proto
+from onnxpar.interchange import default_of, export_graph
+from onnxpar.open_constants import Lowered, OpenConstants
 from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.weights import WeightStore
+from onnxpar.size_graph import SizeGraph, add_size_input
+from onnxpar.stored import stored_proto, stored_tensors
+from onnxpar.weights import WeightStore, whole_layout
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,82 @@ class SplitRanks(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         mesh = ctx.sharding.mesh
+        opened = open_constants(graph, ctx)
+        varying = set(opened.varying if opened else ())
         store = WeightStore(self.output, ctx.model.folder, mesh, self.progress)
         constants = [t for t in graph.tensors().values() if isinstance(t, gs.Constant)]
         weights: dict[str, list[TensorProto]] = {}
         for tensor in constants:
-            if tensor.name in ctx.layouts and tensor.name not in ctx.per_rank.constants:
+            if tensor.name in ctx.layouts and tensor.name not in {
+                *ctx.per_rank.constants,
+                *varying,
+            }:
                 proto = weight_proto(tensor)
                 weights[tensor.name] = store.cut(tensor.name, proto, ctx.layouts[tensor.name])
                 tensor._values = gs.ir.tensor.LazyValues(_stub(proto))
-        template = _export(graph)
+        template = _export(graph, ctx.model.header)
+        weights |= _cut_defaults(graph, template, ctx, store)
+        _store_the_rest(template.graph, weights, store)
         for rank in range(mesh.size):
             model = onnx.ModelProto()
             model.CopyFrom(template)
             _instantiate(model, ctx, weights, rank)
+            if opened:
+                _open(model.graph, ctx, opened, rank)
             (self.output / f"rank_{rank:04d}.onnx").write_bytes(model.SerializeToString())
         return False
+
+
+def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
+    """What open sizes decide of the lowered graph; None where no size is open."""
+    if ctx.model.sizes is None:
+        return None
+    others = [Lowered(g, c.per_rank, c.layouts) for g, c in ctx.replays]
+    base = Lowered(graph, ctx.per_rank, ctx.layouts)
+    return OpenConstants(base, others, ctx.model.sizes, ctx.sharding.mesh)
+
+
+def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
+    """Makes a rank's graph one for any sizes."""
+    sizes = SizeGraph(graph, opened.sizes.symbols, opened.parts(rank))
+    for name, array in opened.arrays(rank).items():
+        sizes.tensor(name, array)
+    left_out = set(opened.attributes(rank))
+    for node in graph.node:
+        kept = [a for a in node.attribute if (node.name, a.name) not in left_out]
+        if len(kept) < len(node.attribute):
+            del node.attribute[:]
+            node.attribute.extend(kept)
+    for port in [*graph.input, *graph.output]:
+        for axis, dim in enumerate(port.type.tensor_type.shape.dim):
+            if opened.is_open(port.name, axis):
+                dim.dim_param = f"{port.name}.{axis}"
+    add_size_input(graph, opened.sizes.symbols)
+    sizes.finish()
+
+
+def _cut_defaults(
+    graph: gs.Graph, model: onnx.ModelProto, ctx: PassContext, store: WeightStore
+) -> dict[str, list[TensorProto]]:
+    """The default values of inputs, cut as what is fed in their place will be."""
+    weights = {}
+    for tensor in graph.inputs:
+        default = default_of(tensor)
+        if default is not None:
+            model.graph.initializer.append(_stub(default, tensor.name))
+            layout = ctx.layouts.get(tensor.name) or whole_layout(default)
+            weights[tensor.name] = store.cut(tensor.name, default, layout)
+    return weights
+
+
+def _store_the_rest(
+    graph: onnx.GraphProto, weights: Mapping[str, list[TensorProto]], store: WeightStore
+) -> None:
+    """Copies what only subgraphs and attributes refer to; it is whole on every rank."""
+    for i, tensor in enumerate(stored_tensors(graph)):
+        if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in weights:
+            name = tensor.name or f"attribute.{i}"
+            tensor.CopyFrom(store.cut(name, tensor, whole_layout(tensor))[0])
 
 
 def weight_proto(tensor: gs.Constant) -> TensorProto:
@@ -52,18 +116,16 @@ def weight_proto(tensor: gs.Constant) -> TensorProto:
     return stored_proto(tensor) or numpy_helper.from_array(tensor.values, tensor.name)
 
 
-def _stub(proto: TensorProto) -> TensorProto:
+def _stub(proto: TensorProto, name: str = "") -> TensorProto:
     """Type without data: `_instantiate` puts each rank's part in its place."""
-    return TensorProto(data_type=proto.data_type, dims=[0], raw_data=b"")
+    return TensorProto(name=name, data_type=proto.data_type, dims=[0], raw_data=b"")
 
 
-def _export(graph: gs.Graph) -> onnx.ModelProto:
+def _export(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     for node in graph.nodes:
         node.attrs.pop("onnxpar.opset", None)
-    model: onnx.ModelProto = gs.export_onnx(graph)
-    model.ir_version = graph.ir_version
-    model.producer_name = "onnxpar"
-    del model.graph.value_info[:]
+    model = export_graph(graph, header)
+    model.producer_name = model.producer_name or "onnxpar"
     return model
 
 
@@ -92,5 +154,5 @@ def _instantiate(
         layout = ctx.layouts.get(port.name)
         if layout is not None:
             shape = layout.local_shape(ctx.sharding.mesh, rank)
-            dtype = port.type.tensor_type.elem_type
-            port.CopyFrom(onnx.helper.make_tensor_value_info(port.name, dtype, shape))
+            for dim, size in zip(port.type.tensor_type.shape.dim, shape, strict=True):
+                dim.dim_value = size

@@ -64,15 +64,17 @@ MODELS = {
     ),
     # columns to whole
     "gather": Small(
-        "gather (float[4,7] x) => (float[4,7] y) { h = Relu(x)  y = Hardmax(h) }",
+        """gather (float[4,7] x) => (float[4,7] y) <int64[4] n = {7, 3, 6, 1}>
+        { h = Relu(x)  y = ReverseSequence<batch_axis = 0, time_axis = 1>(h, n) }""",
         "tp=2",
         {"Relu_h": [[None, "tp"]]},
     ),
     # whole to columns
     "slice": Small(
-        "slice (float[4,7] x) => (float[4,7] y) { h = Hardmax(x)  y = Relu(h) }",
+        """slice (float[4,7] x) => (float[4,7] y) <int64[4] n = {7, 3, 6, 1}>
+        { h = ReverseSequence<batch_axis = 0, time_axis = 1>(x, n)  y = Relu(h) }""",
         "tp=3",
-        {"Relu_y": [[None, "tp"]], "Hardmax_h": [[None, None]]},
+        {"Relu_y": [[None, "tp"]], "ReverseSequence_h": [[None, None]]},
     ),
     "table": Small(
         """table (int64[6] i, float[7,2] w) => (float[6,2] y) { h = Gather(w, i)  y = Relu(h) }""",
@@ -126,13 +128,16 @@ MODELS = {
     # two layouts of one tensor
     "readers": Small(
         """readers (float[6,6] x) => (float[6,6] y, float[6,6] z)
-        { h = Relu(x)  y = Sigmoid(h)  z = Hardmax(h) }""",
+        <int64[6] n = {6, 3, 6, 1, 2, 5}>
+        { h = Relu(x)  y = Sigmoid(h)
+          z = ReverseSequence<batch_axis = 0, time_axis = 1>(h, n) }""",
         "tp=2",
         {"Relu_h": [[None, "tp"]], "Sigmoid_y": [["tp", None]]},
     ),
     # a square matrix: a gather along the wrong axis has a shape that fits
     "square": Small(
-        "square (float[4,4] x) => (float[4,4] y) { h = Relu(x)  y = Hardmax(h) }",
+        """square (float[4,4] x) => (float[4,4] y) <int64[4] n = {4, 3, 2, 1}>
+        { h = Relu(x)  y = ReverseSequence<batch_axis = 0, time_axis = 1>(h, n) }""",
         "tp=2",
         {"Relu_h": [[None, "tp"]]},
     ),
@@ -171,8 +176,9 @@ MODELS = {
         {"MatMul_h": [[None, "tp"], ["tp", None]], "Mul_y": [[None, "tp"], [None, "tp"]]},
     ),
     "gathered segments": Small(
-        """gathered (float[3,4] x, float[3,6] z) => (float[3,10] y)
-        { a = Relu(x)  b = Relu(z)  c = Concat<axis = 1>(a, b)  y = Hardmax(c) }""",
+        """gathered (float[3,4] x, float[3,6] z) => (float[3,10] y) <int64[3] n = {9, 3, 10}>
+        { a = Relu(x)  b = Relu(z)  c = Concat<axis = 1>(a, b)
+          y = ReverseSequence<batch_axis = 0, time_axis = 1>(c, n) }""",
         "tp=2",
         {"Relu_a": [[None, "tp"]], "Relu_b": [[None, "tp"]], "Concat_c": [[None, "tp"]] * 2},
     ),
@@ -187,14 +193,19 @@ MODELS = {
 
 def write_small(name: str, folder: Path) -> Path:
     """Saves a model of MODELS, its weights drawn by their names."""
-    model = onnx.parser.parse_model(HEAD + MODELS[name].text)
+    return write_text(HEAD + MODELS[name].text, folder / f"{name}.onnx")
+
+
+def write_text(text: str, path: Path) -> Path:
+    """Saves a model from its text, its weights drawn by their names."""
+    model = onnx.parser.parse_model(text)
     stored = [i for i in model.graph.input if i.name.startswith("w")]
     for port in stored:
         shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type)
         value = np.random.default_rng([*port.name.encode()]).standard_normal(shape)
-        model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), port.name))
+        model.graph.initializer.append(numpy_helper.from_array(value.astype(dtype), port.name))
         model.graph.input.remove(port)
-    path = folder / f"{name}.onnx"
     onnx.save(model, path)
     return path
 

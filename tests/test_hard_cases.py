@@ -294,3 +294,33 @@ def test_an_index_beyond_a_split_table_is_refused(tmp_path: Path, index: int) ->
         pytest.raises(onnxpar.RankError, match="out of data bounds"),
     ):
         session.run(None, {"i": np.array([0, 1, index, 2])})
+
+
+def parsed(path: Path, text: str) -> Path:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]>\n{text}')
+    onnx.save(model, path)
+    return path
+
+
+def test_a_result_of_which_data_decides_a_size_comes_whole(tmp_path: Path) -> None:
+    text = "g (float[4, 6] x, bool[6] c) => (float[4, n] y) { y = Compress<axis = 1>(x, c) }"
+    model = parsed(tmp_path / "m.onnx", text)
+    feeds = {"x": weight(4, 6), "c": np.array([True, False, True, True, False, False])}
+    plan = agree(model, feeds, mesh="x=2", strategy={"tensors": {"x": ["x", None]}})
+    assert plan.outputs[0].layout is None
+    assert kinds(plan) == ["AllGather"]
+
+
+@pytest.mark.parametrize("predicate", (True, False))
+def test_a_weight_is_read_by_a_branch_and_around_it(tmp_path: Path, predicate: bool) -> None:
+    text = """g (float[4, 6] x, bool p) => (float[4, 6] y)
+    <float[6] w = {1, 2, 3, 4, 5, 6}> {
+        z = Mul(x, w)
+        y = If(p) <
+            then_branch = a () => (float[4, 6] a) { a = Add(z, w) },
+            else_branch = b () => (float[4, 6] b) { b = Sub(z, w) }
+        >
+    }"""
+    model = parsed(tmp_path / "m.onnx", text)
+    feeds = {"x": weight(4, 6), "p": np.array(predicate)}
+    agree(model, feeds, mesh="x=2", strategy={"tensors": {"x": ["x", None]}})

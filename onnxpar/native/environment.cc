@@ -5,6 +5,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace onnxpar {
 namespace {
@@ -25,22 +26,89 @@ double Number(const char* name, const std::string& text) {
   throw std::runtime_error(std::string(name) + "='" + text + "' is not a number");
 }
 
-/// On one host, mpirun gives its processes a directory of their own.
-std::string StoreOfMpirun() {
-  const std::string directory = Variable({"PMIX_SERVER_TMPDIR"});
-  return directory.empty() ? "" : "file:" + directory + "/onnxpar";
+/// The variables that a launcher sets.
+struct Launcher {
+  const char* rank;
+  const char* size;
+  const char* other_size;  // where `size` is not set, but `step` is
+  const char* step;
+  bool optional;  // names that mean nothing without the size
+};
+
+const Launcher kLaunchers[] = {
+    {"ONNXPAR_RANK", "ONNXPAR_WORLD_SIZE", "", "", false},  // by hand: it wins
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "", false},
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_ID", true},
+    {"RANK", "WORLD_SIZE", "", "", true},
+};
+
+/// What one launcher says, as text.
+struct Place {
+  const Launcher* launcher;
+  std::string rank, size;
+
+  std::string Text() const {
+    return std::string(launcher->rank) + "=" + rank + ", " + launcher->size + "=" + size;
+  }
+};
+
+/// What the launchers say that started this process, the one to believe first.
+std::vector<Place> Places() {
+  std::vector<Place> places;
+  for (const Launcher& launcher : kLaunchers) {
+    Place place{&launcher, Variable({launcher.rank}), Variable({launcher.size})};
+    const bool in_step = *launcher.step != '\0' && !Variable({launcher.step}).empty();
+    if (place.size.empty() && in_step) place.size = Variable({launcher.other_size});
+    if (place.rank.empty() || (launcher.optional && place.size.empty())) continue;
+    places.push_back(place);
+  }
+  return places;
 }
 
-WorldConfig ConfigFromEnvironment(const std::string& rank) {
-  const std::string size = Variable({"ONNXPAR_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"});
+/// Rank and size. Throws where two launchers contradict each other.
+Place Agreed(const std::vector<Place>& places) {
+  Place agreed = places.front();
+  for (const Place& other : places) {
+    const bool same = other.rank == agreed.rank && other.size == agreed.size;
+    if (agreed.launcher != kLaunchers && !same) {
+      throw std::runtime_error(
+          agreed.Text() + " and " + other.Text() + " contradict each other; unset those of the " +
+          "launcher that did not start this process, or set ONNXPAR_RANK and " +
+          "ONNXPAR_WORLD_SIZE, which win");
+    }
+    if (agreed.size.empty()) agreed.size = other.size;
+  }
+  return agreed;
+}
+
+/// Where the ranks meet, as onnxpar.runtime.launch has it; empty where nothing says it.
+std::string StoreFromEnvironment() {
+  const std::string store = Variable({"ONNXPAR_STORE"});
+  if (!store.empty()) return store;
+  // On one host, mpirun gives its processes a directory of their own.
+  const std::string directory = Variable({"PMIX_SERVER_TMPDIR"});
+  if (!directory.empty()) return "file:" + directory + "/onnxpar";
+  const std::string host = Variable({"MASTER_ADDR"}), port = Variable({"MASTER_PORT"});
+  if (!host.empty() && !port.empty()) {
+    const long behind = std::lround(Number("MASTER_PORT", port)) + 1;
+    return "tcp://" + host + ":" + std::to_string(behind) + "#" + port;
+  }
+  const std::string job = Variable({"SLURM_JOB_ID", "SLURM_JOBID"});
+  const std::string nodes = Variable({"SLURM_STEP_NUM_NODES"});
+  if (Variable({"SLURM_PROCID"}).empty() || job.empty() || (nodes != "" && nodes != "1")) return "";
+  const std::string text = Variable({"SLURM_STEP_ID"}), step = text.empty() ? "0" : text;
+  const long number = std::lround(31 * Number("SLURM_JOB_ID", job) + Number("SLURM_STEP_ID", step));
+  return "tcp://127.0.0.1:" + std::to_string(20000 + number % 10000) + "#" + job + "." + step;
+}
+
+WorldConfig ConfigFromEnvironment(const Place& place) {
   const std::string timeout = Variable({"ONNXPAR_TIMEOUT"});
   const std::string bind = Variable({"ONNXPAR_BIND"});
   WorldConfig config;
   config.id = "environment";
-  config.rank = static_cast<int>(Number("ONNXPAR_RANK", rank));
-  config.size = static_cast<int>(Number("ONNXPAR_WORLD_SIZE", size));
-  config.store = Variable({"ONNXPAR_STORE"});
-  if (config.store.empty()) config.store = StoreOfMpirun();
+  config.rank = static_cast<int>(Number(place.launcher->rank, place.rank));
+  config.size = static_cast<int>(Number(place.launcher->size, place.size));
+  config.store = StoreFromEnvironment();
   config.bind_address = bind.empty() ? "127.0.0.1" : bind;
   if (!timeout.empty()) {
     config.timeout =
@@ -57,10 +125,10 @@ WorldConfig ConfigFromEnvironment(const std::string& rank) {
 std::shared_ptr<World> WorldFromEnvironment() {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
-  const std::string rank = Variable({"ONNXPAR_RANK", "OMPI_COMM_WORLD_RANK"});
-  if (rank.empty()) return nullptr;
+  const std::vector<Place> places = Places();
+  if (places.empty()) return nullptr;
   std::shared_ptr<World> world = World::Find("environment");
-  return world ? world : World::Create(ConfigFromEnvironment(rank));
+  return world ? world : World::Create(ConfigFromEnvironment(Agreed(places)));
 }
 
 }  // namespace onnxpar

@@ -8,7 +8,8 @@
 namespace onnxpar {
 
 /// Joins, on first use, the world of ONNXPAR_RANK, ONNXPAR_WORLD_SIZE, ONNXPAR_STORE, ONNXPAR_BIND
-/// and ONNXPAR_TIMEOUT (seconds), or of Open MPI's variables; null where these name none.
+/// and ONNXPAR_TIMEOUT (seconds), or of the variables of mpirun, srun or torchrun, as
+/// onnxpar.runtime.launch does; null where these name none.
 std::shared_ptr<World> WorldFromEnvironment();
 
 }  // namespace onnxpar

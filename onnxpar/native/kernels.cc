@@ -213,26 +213,30 @@ class Broadcast : public Collective {
   const int64_t root_;
 };
 
-/// The two ranks of a Send and its Recv.
+/// The two ranks of a Send and its Recv; a peer of -1 is nobody.
 Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   const int64_t peer = info.Int("peer");
+  if (peer == -1) return {world.rank()};
   if (peer == world.rank()) throw std::runtime_error("peer=" + std::to_string(peer) + " is itself");
   return {std::min<int64_t>(peer, world.rank()), std::max<int64_t>(peer, world.rank())};
 }
 
-/// Send and Recv are one collective of two ranks, of which the lower one is member 0.
+/// Send and Recv are one collective of two ranks, of which the lower one is member 0. A rank
+/// without a peer takes no part: its Recv gives X.
 class PointToPoint : public Collective {
  public:
   PointToPoint(const char* kind, bool sends, const KernelInfo& info, std::shared_ptr<World> world)
       : Collective(kind, info, world, PairWithPeer(info, *world)),
         sends_(sends),
         peer_(1 - group_.me) {
-    Agree("from", group_.ranks[sends ? group_.me : peer_]);
+    if (group_.ranks.size() > 1) Agree("from", group_.ranks[sends ? group_.me : peer_]);
   }
 
  private:
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
+    if (group_.ranks.size() == 1 && sends_) return;
+    if (Alone(context, x)) return;
     void* const y = sends_ ? nullptr : context.Output(0, x.shape);
     const std::vector<Block> message = {onnxpar::Run(peer_, x.Bytes())};
     Run(x, x.shape, [&](Transport& transport, const Call& call) {

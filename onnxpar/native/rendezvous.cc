@@ -105,10 +105,16 @@ class Directory : public Rendezvous {
   const std::string host_;
 };
 
-/// A known address; rank 0 serves there unless somebody already does.
+/// A known address, behind which # may stand a key; rank 0 serves there unless somebody already
+/// does.
 class KnownAddress : public Rendezvous {
  public:
-  explicit KnownAddress(const std::string& text) {
+  explicit KnownAddress(std::string text) {
+    const size_t hash = text.find('#');
+    if (hash != std::string::npos) {
+      where_.key = text.substr(hash + 1);
+      text.erase(hash);
+    }
     const size_t colon = text.rfind(':');
     if (colon == std::string::npos || std::atoi(text.c_str() + colon + 1) <= 0) {
       throw std::runtime_error("store 'tcp://" + text + "' must be tcp://host:port");

@@ -1,8 +1,14 @@
 """Sharding rules by op family; importing the package registers them all."""
 
 from onnxpar.rules import attention as attention
+from onnxpar.rules import channel_normalization as channel_normalization
 from onnxpar.rules import construction as construction
 from onnxpar.rules import contraction as contraction
+from onnxpar.rules import contrib_attention as contrib_attention
+from onnxpar.rules import contrib_elementwise as contrib_elementwise
+from onnxpar.rules import contrib_images as contrib_images
+from onnxpar.rules import contrib_products as contrib_products
+from onnxpar.rules import contrib_whole as contrib_whole
 from onnxpar.rules import convolution as convolution
 from onnxpar.rules import elementwise as elementwise
 from onnxpar.rules import index_tuples as index_tuples
@@ -10,9 +16,16 @@ from onnxpar.rules import indexing as indexing
 from onnxpar.rules import losses as losses
 from onnxpar.rules import movement as movement
 from onnxpar.rules import normalization as normalization
+from onnxpar.rules import padding as padding
+from onnxpar.rules import pooling as pooling
 from onnxpar.rules import quantization as quantization
+from onnxpar.rules import random_draws as random_draws
+from onnxpar.rules import ranking as ranking
 from onnxpar.rules import recurrence as recurrence
 from onnxpar.rules import reductions as reductions
 from onnxpar.rules import resizing as resizing
+from onnxpar.rules import sampling as sampling
 from onnxpar.rules import scattering as scattering
 from onnxpar.rules import segments as segments
+from onnxpar.rules import signal as signal
+from onnxpar.rules import whole as whole

@@ -6,6 +6,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.attention_lowering import AttentionLowering, default_scale
 from onnxpar.rules.rule import (
     FIRST,
     Rule,
@@ -18,7 +19,8 @@ from onnxpar.rules.rule import (
     whole_rule,
 )
 
-_ATTENDED = "every query attends to all of it"
+_ATTENDED = "each score is a sum over all of it"
+_CACHED = "a cache is attended to whole"
 
 
 @rule("Attention")
@@ -48,12 +50,23 @@ def attention(node: gs.Node) -> Rule:
     past = given(node, 4)
     sizes["p"] = 0 if past is None else (tensor_shape(past) or ())[2]
     sizes["u"] = (sizes["p"] or 0) + (sizes["t"] or 0)
-    operands += [_mask(node, sizes), "b k p d", "b k p e", "b"][: len(node.inputs) - 3]
+    seen = "t" if past is None else "u"
+    operands += [_mask(node, sizes, seen), "b k p d", "b k p e", "b"][: len(node.inputs) - 3]
     operands = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=True)]
-    results = [shapes["result"], "b k u d", "b k u e", "b (k g) s u"]
+    results = [shapes["result"], f"b k {seen} d", f"b k {seen} e", f"b (k g) s {seen}"]
     results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=False)]
     used = {c for text in operands + results for c in text}
-    causal = {"s": "a causal mask counts from its start"} if node.attrs.get("is_causal") else {}
+    whole = dict.fromkeys("dm", _ATTENDED)
+    if past is not None or "m" in used:
+        whole |= dict.fromkeys("tpu", _CACHED)
+    across = frozenset("t") - whole.keys()
+    lowering = AttentionLowering(
+        flat,
+        sizes["s"] or 0,
+        sizes["p"] or 0,
+        node.attrs.get("scale") or default_scale(sizes["d"] or 1),
+        dict(node.attrs),
+    )
     local: dict[str | int, Any] = {}
     if flat:
         local["q_num_heads"] = lambda at: at.size("k") * at.size("g")
@@ -62,20 +75,23 @@ def attention(node: gs.Node) -> Rule:
         node,
         f"{', '.join(operands)} -> {'; '.join(results)}",
         sizes=sizes,
-        whole={f: _ATTENDED for f in "tdpum" if f in used} | causal,
+        whole={f: reason for f, reason in whole.items() if f in used},
         reduce={},
         local=local,
+        across=across,
+        lowered=across | (frozenset("s") if node.attrs.get("is_causal") else frozenset()),
+        lower=lowering.lower,
     )
 
 
-def _mask(node: gs.Node, sizes: dict[str, Size]) -> str:
+def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
     """The mask's dimensions, aligned at the last; one that is too short is padded by the op."""
     mask = given(node, 3)
     if mask is None:
         return "_"
     shape = tensor_shape(mask) or ()
     sizes["m"] = shape[-1] if shape else 1
-    last = "u" if sizes["m"] == sizes["u"] else "m"
+    last = seen if sizes["m"] == sizes["u"] else "m"
     dims = ["b", "(k g)", "s", last][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(dims, shape, strict=True))
 

@@ -114,7 +114,8 @@ class Program:
 
 
 def compiled(graph: gs.Graph) -> Program:
-    """Makes a session for a graph of any sizes; the same nodes share a session."""
+    """Makes a session for a graph of any sizes; the same nodes share a session, unless they draw
+    random numbers: a session goes on from where its seed has led."""
     tensors = {t.name: t for node in graph.nodes for t in node.inputs if t.name}
     values = {name: t.values for name, t in tensors.items() if isinstance(t, gs.Constant)}
     bare = {name: gs.Variable(name) for name in tensors}
@@ -141,7 +142,7 @@ def compiled(graph: gs.Graph) -> Program:
         ir_version=10,
     )
     model = gs.export_onnx(copy, do_type_check=False).SerializeToString()
-    if model not in _SESSIONS:
+    if model not in _SESSIONS or any("seed" in node.attrs for node in graph.nodes):
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -151,8 +152,12 @@ def compiled(graph: gs.Graph) -> Program:
 
 
 def _open_shape(tensor: gs.Tensor) -> list[int | str]:
-    """Every size open, but for what Resize's inference insists on."""
-    if isinstance(tensor, gs.Constant) and any(n.op == "Resize" for n in tensor.outputs):
+    """Every size open, but for what inference insists on: tables, and what Resize asks for."""
+    if isinstance(tensor, gs.Constant) and any(
+        n.op == "EmbedLayerNormalization" for n in tensor.outputs
+    ):
+        return list(tensor.shape)
+    if any(n.op == "Resize" and n.inputs[0] is not tensor for n in tensor.outputs):
         return list(tensor.shape)
     return [f"{tensor.name}_{i}" for i in range(len(tensor.shape))]
 

@@ -2,33 +2,129 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.across import along
+from onnxpar.rules.indexing import SELECTED
 from onnxpar.rules.movement import PERMUTES
-from onnxpar.rules.rule import Rule, dims_text, einsum, names, rule, tensor_shape, whole_rule
+from onnxpar.rules.rule import (
+    Local,
+    Lowering,
+    Rule,
+    dims_text,
+    dtype_of,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+_COUNTED = ("int32", "int64", "float32", "float64")
+"""Types that a Range is made of by Mul and Add."""
+
+
+def _diagonal(local: Local, row: str, column: str) -> int:
+    """How far the diagonal of a part lies above that of the whole."""
+    return local.interval(row)[0] - local.interval(column)[0]
 
 
 @rule("Trilu")
 def trilu(node: gs.Node) -> Rule:
-    """`b m n, _ -> b m n`, m and n whole."""
+    """`b m n, _ -> b m n`; parts of m and n shift the diagonal."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
-    rest = ", _" * (len(node.inputs) - 1)
-    whole = dict.fromkeys(dims[-2:], "what is kept depends on the position")
-    return einsum(node, f"{text}{rest} -> {text}", whole=whole, linear=PERMUTES["linear"])
+    row, column = dims[-2:]
+    attrs = dict(node.attrs)
+
+    def lower(build: Lowering) -> None:
+        shift = build.per_rank(lambda local: np.array(_diagonal(local, row, column), np.int64))
+        if given(build.local.node, 1) is not None:
+            shift = build.add("Add", [build.input(1), shift])
+        build.finish("Trilu", [build.input(0), shift], **attrs)
+
+    return einsum(
+        node,
+        f"{text}{', _' * (len(node.inputs) - 1)} -> {text}",
+        runs=frozenset({row, column}),
+        lowered=frozenset({row, column}),
+        lower=lower,
+        linear=PERMUTES["linear"],
+    )
+
+
+@rule("EyeLike")
+def eye_like(node: gs.Node) -> Rule:
+    """`m n -> m n`; parts shift the diagonal."""
+    k = node.attrs.get("k", 0)
+    return einsum(
+        node,
+        "m n -> m n",
+        runs=frozenset("mn"),
+        local={"k": lambda local: k + _diagonal(local, "m", "n")},
+    )
 
 
 @rule("OneHot")
 def one_hot(node: gs.Node) -> Rule:
-    """`a b, _, _ -> a b o`, o whole."""
+    """`a b, _, _ -> a b o`; parts of o make their own columns."""
     index = names("i", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % (len(index) + 1)
-    out = dims_text([*index[:axis], "o", *index[axis:]])
-    whole = {"o": "indices count from its start"}
-    return einsum(node, f"{dims_text(index)}, _, _ -> {out}", whole=whole)
+    dims = [*index[:axis], "o", *index[axis:]]
+    text = f"{dims_text(index)}, _, _ -> {dims_text(dims)}"
+    depth = (tensor_shape(node.outputs[0]) or ())[axis]
+    if str(dtype_of(node.outputs[0])) not in SELECTED:
+        return einsum(node, text, whole={"o": "no op selects among values of its type"})
+
+    def lower(build: Lowering) -> None:
+        def columns(local: Local) -> Any:
+            return local.positions("o").astype(np.int64).reshape(along(axis, len(dims)))
+
+        at = build.add("Cast", [build.input(0)], to=onnx.TensorProto.INT64)
+        from_end = build.add("Add", [at, np.array(depth, np.int64)])
+        is_negative = build.add("Less", [at, np.array(0, np.int64)])
+        at = build.add("Where", [is_negative, from_end, at])
+        at = build.add("Unsqueeze", [at], axes=[axis])
+        is_hot = build.add("Equal", [at, build.per_rank(columns)])
+        off, on = (build.add("Gather", [build.input(2), np.array(i)]) for i in (0, 1))
+        build.finish("Where", [is_hot, on, off])
+
+    return einsum(node, text, lowered=frozenset("o"), lower=lower)
 
 
-@rule("EyeLike Range Shape Size")
-def positions(node: gs.Node) -> Rule:
+def _bound(end: int, local: Local) -> np.ndarray[Any, Any]:
+    return np.array(local.interval("n")[end])
+
+
+@rule("Range")
+def range_(node: gs.Node) -> Rule:
+    """`_, _, _ -> n`: every rank counts at its own positions."""
+    if str(dtype_of(node.outputs[0])) not in _COUNTED:
+        return einsum(node, "_, _, _ -> n", whole={"n": "no op multiplies numbers of its type"})
+
+    def lower(build: Lowering) -> None:
+        dtype = dtype_of(build.local.node.outputs[0])
+        if build.local.is_run("n"):
+            low, high = (build.per_rank(partial(_bound, end)) for end in (0, 1))
+            count = build.add("Range", [low, high, np.array(1)])
+            at: gs.Tensor = build.add(
+                "Cast", [count], to=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+            )
+        else:
+            at = build.per_rank(lambda local: local.positions("n").astype(dtype))
+        steps = build.add("Mul", [at, build.input(2)])
+        build.finish("Add", [steps, build.input(0)])
+
+    return einsum(node, "_, _, _ -> n", lowered=frozenset("n"), lower=lower)
+
+
+@rule("Shape Size")
+def sizes(node: gs.Node) -> Rule:
     """Everything whole."""
-    return whole_rule(node, "its values are global sizes or positions")
+    return whole_rule(node, "its values are global sizes")

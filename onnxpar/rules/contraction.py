@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.quantization import integer_product
 from onnxpar.rules.rule import (
     FIRST,
     Rule,
@@ -55,17 +56,6 @@ def matmul(node: gs.Node) -> Rule:
     return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
 
 
-@rule("FusedMatMul", domain="com.microsoft")
-def fused_matmul(node: gs.Node) -> Rule:
-    """As MatMul, with either matrix transposed."""
-    if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
-        return whole_rule(node, "transposed batches")
-    a = "k m" if node.attrs.get("transA") else "m k"
-    b = "n k" if node.attrs.get("transB") else "k n"
-    left, right, out = _product(node, 0, 1, a, b)
-    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
-
-
 @rule("Gemm")
 def gemm(node: gs.Node) -> Rule:
     """`m k, k n, n -> m n`; the bias is added once, so it is additive where k is split."""
@@ -98,14 +88,14 @@ def matmul_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearMatMul")
 def qlinear_matmul(node: gs.Node) -> Rule:
-    """`m k, m, m, k n, n, n, _, _ -> m n`, k whole: the sum is rounded to the quantized type."""
+    """`m k, m, m, k n, n, n, _, _ -> m n`; sums of 32 bits meet before they are scaled."""
     if not all(_is_row(node.inputs[i]) for i in (1, 2, 4, 5)):
         return whole_rule(node, "scales per matrix")
     left, right, out = _product(node, 0, 3)
     of_a, of_b = (_row(node.inputs[i], dim) for i, dim in ((1, "m"), (4, "n")))
     point_a, point_b = (_row(node.inputs[i], dim) for i, dim in ((2, "m"), (5, "n")))
     text = f"{left}, {of_a}, {point_a}, {right}, {of_b}, {point_b}, _, _ -> {out}"
-    return einsum(node, text, whole={"k": "the sum is rounded to the quantized type"})
+    return einsum(node, text, **integer_product("k"))
 
 
 def _is_row(tensor: gs.Tensor | None) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.random_draws import training_dropout
 from onnxpar.rules.rule import (
     FIRST,
     ONE,
@@ -21,7 +22,6 @@ from onnxpar.rules.rule import (
     is_float,
     rule,
     tensor_shape,
-    whole_rule,
 )
 
 
@@ -130,12 +130,12 @@ def cast_like(node: gs.Node) -> Rule:
 
 @rule("Dropout")
 def dropout(node: gs.Node) -> Rule:
-    """Identity, and a mask of ones, as long as it is not training."""
+    """Identity, and a mask of ones, unless it is training."""
     training = given(node, 2)
     if training is not None:
         value = constant(training)
         if value is None or value.any():
-            return whole_rule(node, "random in training mode: every rank would draw its own mask")
+            return training_dropout(node)
     if len(node.outputs) > 1 and node.outputs[1].name:
         return broadcast(node)
     return broadcast(node, linear=(FIRST,), monotone=FIRST)
@@ -166,7 +166,7 @@ def elementwise(node: gs.Node) -> Rule:
     return broadcast(node)
 
 
-@rule("Gelu", "FastGelu", "QuickGelu", "BiasGelu", domain="com.microsoft")
-def gelu(node: gs.Node) -> Rule:
-    """`d0 d1, d1 -> d0 d1`: the bias that some of them add is broadcast."""
+@rule("BitCast")
+def bit_cast(node: gs.Node) -> Rule:
+    """Elements of the same number of bits; nothing that is pending passes."""
     return broadcast(node)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.indexing import Array, lookup
-from onnxpar.rules.movement import PERMUTES
+from onnxpar.rules.indexing import Array, finish_held, is_summable, joined_by, lookup
+from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.rule import (
     Local,
+    Lowering,
     Rule,
     Size,
     constant,
@@ -27,9 +29,9 @@ from onnxpar.rules.rule import (
     rule,
     tensor_shape,
 )
+from onnxpar.rules.scattering import can_pad, meeting_updates, scatter_padded
 
 _PICKED = "it is picked from by indices that do not count along it"
-_MEETS = "its updates meet in the same elements"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Columns:
     def __init__(self, indices: gs.Tensor, data: Sequence[Size], at: Sequence[str]) -> None:
         self.runs = find_runs(indices, data)
         self.sizes: dict[str, Size] = {}
-        self.whole: dict[str, str] = {}
+        self.picked: dict[str, str] = {}
         self.dims: list[str] = []
         self._at = at
         self._values = constant(indices)
@@ -83,7 +85,7 @@ class Columns:
             if run is None:
                 self.dims.append(f"t{i}")
                 self.sizes[f"t{i}"] = size
-                self.whole[f"t{i}"] = _PICKED
+                self.picked[f"t{i}"] = _PICKED
                 continue
             kept = self._kept(i, run)
             rest = (size or 0) - run.start - run.count
@@ -111,10 +113,8 @@ class Columns:
 
 @rule("GatherND")
 def gather_nd(node: gs.Node) -> Rule:
-    """`b t u d, b i 2 -> b i d`, t and u whole unless constant indices count along them.
-
-    Tuples of one index look rows up as Gather does.
-    """
+    """`b t u d, b i 2 -> b i d`; constant indices may count along t and u, else each part gives
+    zeros for what it does not hold. Tuples of one index look rows up as Gather does."""
     data, indices = (tensor_shape(t) or () for t in node.inputs)
     batch = node.attrs.get("batch_dims", 0)
     shared = names("b", batch)
@@ -127,21 +127,76 @@ def gather_nd(node: gs.Node) -> Rule:
         return einsum(
             node, f"{dims_text([*shared, 'v', *rest])}, {dims_text([*at, '1'])} -> {out}", **fields
         )
+    if not columns.local and None not in data and is_summable(node.inputs[0]):
+        return einsum(
+            node,
+            f"{dims_text([*shared, *columns.dims, *rest])}, {dims_text([*at, 'w'])} -> {out}",
+            sizes=columns.sizes,
+            whole={"w": "a tuple of indices"},
+            runs=frozenset(columns.dims),
+            lowered=frozenset(columns.dims),
+            lower=_lower_gather(columns.dims, len(rest)),
+            **joined_by(node, columns.dims),
+            **PERMUTES,
+        )
     index = "_" if columns.local else dims_text([*at, "w"])
     return einsum(
         node,
         f"{dims_text([*shared, *columns.dims, *rest])}, {index} -> {out}",
         sizes=columns.sizes,
         reduce={},
-        whole=columns.whole | ({} if columns.local else {"w": "a tuple of indices"}),
+        whole=columns.picked | ({} if columns.local else {"w": "a tuple of indices"}),
         local=columns.local,
         **PERMUTES,
     )
 
 
+def _lower_gather(dims: Sequence[str], trailing: int) -> Callable[[Lowering], None]:
+    """Picks what this rank holds, and gives zero elsewhere."""
+
+    def lower(build: Lowering) -> None:
+        node = build.local.node
+        found, held = local_tuples(build, dims, lambda _: np.zeros(len(dims)))
+        whole = build.add("Cast", [held], to=onnx.TensorProto.INT32)
+        whole = build.add("ReduceMin", [whole], axes=[-1], keepdims=0)
+        held = build.add("Cast", [whole], to=onnx.TensorProto.BOOL)
+        if trailing:
+            held = build.add("Unsqueeze", [held], axes=[-1 - i for i in range(trailing)])
+        finish_held(build, held, build.add(node.op, [build.input(0), found], **node.attrs))
+
+    return lower
+
+
+def local_tuples(
+    build: Lowering, dims: Sequence[str], elsewhere: Callable[[Local], Any]
+) -> tuple[gs.Tensor, gs.Tensor]:
+    """Nodes that turn tuples of global into tuples of local indices (`elsewhere` where not held),
+    and a mask of those held; an index beyond the whole dimension stays beyond the part."""
+
+    def starts(local: Local) -> Array:
+        return int64([local.interval(d)[0] if local.is_split(d) else 0 for d in dims])
+
+    def counts(local: Local) -> Array:
+        return int64([local.size(d) for d in dims])
+
+    index, minus, zero = build.input(1), np.array(-1, np.int64), np.array(0, np.int64)
+    first = build.local.node.attrs.get("batch_dims", 0)
+    sizes = int64(build.local.node.inputs[0].shape[first : first + len(dims)])
+    from_end = build.add("Add", [index, sizes])
+    row = build.add("Where", [build.add("Less", [index, zero]), from_end, index])
+    exists = build.add("And", [build.add("Greater", [row, minus]), build.add("Less", [row, sizes])])
+    found = build.add("Sub", [row, build.per_rank(starts)])
+    inside = build.add("Less", [found, build.per_rank(counts)])
+    held = build.add("And", [build.add("Greater", [found, minus]), inside])
+    other = build.per_rank(lambda local: int64(elsewhere(local)))
+    other = build.add("Where", [exists, other, sizes + 1])
+    return build.add("Where", [held, found, other]), held
+
+
 @rule("ScatterND")
 def scatter_nd(node: gs.Node) -> Rule:
-    """`t u d, i 2, i d -> t u d`, t, u and i whole unless constant indices count along them."""
+    """`t u d, i 2, i d -> t u d`; constant indices may count along t and u, else each part leaves
+    out the updates of others. Parts of i make a pending sum (max, min) where updates are added."""
     data, indices = (tensor_shape(t) or () for t in node.inputs[:2])
     at = names("i", len(indices) - 1)
     rest = names("d", len(data) - (indices[-1] or 0))
@@ -149,14 +204,36 @@ def scatter_nd(node: gs.Node) -> Rule:
     index = "_" if columns.local else dims_text([*at, "w"])
     text = dims_text([*columns.dims, *rest])
     counted = {run.along for run in columns.runs if run}
-    meeting = {dim: _MEETS for i, dim in enumerate(at) if i not in counted}
+    fields = meeting_updates(node, [dim for i, dim in enumerate(at) if i not in counted])
+    whole = fields.pop("whole", {})
     adds = node.attrs.get("reduction", "none") in ("none", "add")
+    if columns.local:
+        fields |= {"whole": whole | columns.picked, "local": columns.local}
+    elif None in data or not can_pad(node.inputs[0]):
+        picked = dict.fromkeys(columns.dims, "there is no room for others' updates")
+        fields["whole"] = whole | picked | {"w": "a tuple of indices"}
+    else:
+        fields |= {
+            "whole": whole | {"w": "a tuple of indices"},
+            "runs": frozenset(columns.dims),
+            "lowered": frozenset(columns.dims),
+            "lower": _lower_scatter(columns.dims),
+        }
     return einsum(
         node,
         f"{text}, {index}, {dims_text([*at, *rest])} -> {text}",
         sizes=columns.sizes,
-        reduce={},
-        whole=columns.whole | meeting | ({} if columns.local else {"w": "a tuple of indices"}),
         linear=(frozenset({0, 2}),) if adds else (),
-        local=columns.local,
+        **fields,
     )
+
+
+def _lower_scatter(dims: Sequence[str]) -> Callable[[Lowering], None]:
+    """Writes what falls into this rank's part."""
+
+    def lower(build: Lowering) -> None:
+        split = [i for i, dim in enumerate(dims) if build.local.is_split(dim)]
+        found, _ = local_tuples(build, dims, lambda local: [local.size(d) for d in dims])
+        scatter_padded(build, found, split, lambda local: [local.size(dims[i]) for i in split])
+
+    return lower

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.across import like
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.rule import (
     Local,
@@ -26,7 +28,11 @@ from onnxpar.rules.rule import (
 )
 
 Array = np.ndarray[Any, Any]
-_SUMMABLE = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+SELECTED = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "uint32")
+"""Types that Where selects among."""
+_PICKED = "which elements are picked only a run can tell"
+_CAST = ("int16", "uint16", "uint64", "bfloat16")
+"""Types that are selected as another, which holds all their values."""
 
 
 @rule("Gather")
@@ -86,18 +92,28 @@ def run_segments(
 
 @rule("GatherElements")
 def gather_elements(node: gs.Node) -> Rule:
-    """`v d, i d -> i d`, as Gather; dimensions that the indices cover in part are whole."""
+    """`v (d + r) e, i d e -> i d e`, as Gather; r is what the indices do not cover."""
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
     dims, at = names("d", len(data)), names("d", len(data))
     dims[axis], at[axis] = "v", "i"
+    sizes = uncovered(dims, axis, data, index)
     fields = lookup(node, axis, at, 0)
+    text = f"{dims_text(dims)}, {dims_text(at)} -> {dims_text(at)}"
+    return einsum(node, text, sizes=sizes, **fields)
+
+
+def uncovered(
+    dims: list[str], axis: int, data: Sequence[Size], index: Sequence[Size]
+) -> dict[str, Size]:
+    """Makes `(d + r)` of the dimensions whose first elements alone are indexed; sizes of these."""
+    sizes: dict[str, Size] = {}
     for i, (size, covered) in enumerate(zip(data, index, strict=True)):
-        if i != axis and (size is None or size != covered):
-            at[i] = f"i{i}"
-            partly = dict.fromkeys((dims[i], at[i]), "the indices cover a part of it")
-            fields["whole"] = {**fields.get("whole", {}), **partly}
-    return einsum(node, f"{dims_text(dims)}, {dims_text(at)} -> {dims_text(at)}", **fields)
+        if i != axis and size != covered:
+            sizes[dims[i]] = covered
+            sizes[f"r{i}"] = None if size is None or covered is None else size - covered
+            dims[i] = f"({dims[i]} + r{i})"
+    return sizes
 
 
 def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[str, Any]:
@@ -106,10 +122,35 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
     The result has `trailing` more dimensions behind those of the indices.
     """
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
-    if str(dtype_of(node.inputs[0])) not in _SUMMABLE or rows is None:
+    if rows is None or not is_summable(node.inputs[0]):
         return {"whole": {"v": "its elements have no sum"}, **PERMUTES}
     lower = lower_lookup(rows, at, trailing)
-    return {"lowered": frozenset({"v"}), "lower": lower, **PERMUTES}
+    return {"lowered": frozenset({"v"}), "lower": lower, **joined_by(node, ["v"]), **PERMUTES}
+
+
+def is_summable(data: gs.Tensor) -> bool:
+    """Whether a sum joins elements of which all but one are zero."""
+    return str(dtype_of(data)) in (*SELECTED, *_CAST, "bool")
+
+
+def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
+    """The field of a rule that says how parts join that are zero but for what a rank holds."""
+    op = "max" if dtype_of(node.inputs[0]) == np.bool_ else "sum"
+    return {"reduce": dict.fromkeys(factors, op)}
+
+
+def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
+    """Makes the result of what the rank holds, and of zeros elsewhere."""
+    dtype = dtype_of(build.local.node.outputs[0])
+    if dtype == np.bool_:
+        build.finish("And", [held, rows])
+    elif str(dtype) in SELECTED:
+        build.finish("Where", [held, rows, np.zeros((), dtype)])
+    else:
+        wide = onnx.TensorProto.FLOAT if str(dtype) == "bfloat16" else onnx.TensorProto.INT64
+        rows = build.add("Cast", [rows], to=wide)
+        found = build.add("Where", [held, rows, like(rows, 0)])
+        build.finish("Cast", [found], to=onnx.helper.np_dtype_to_tensor_dtype(dtype))
 
 
 def lower_lookup(rows: int, at: Sequence[str], trailing: int) -> Callable[[Lowering], None]:
@@ -119,16 +160,14 @@ def lower_lookup(rows: int, at: Sequence[str], trailing: int) -> Callable[[Lower
         node = build.local.node
         index = constant(node.inputs[1])
         if index is None:
-            found, held = _local_rows(build, rows)
+            found, held = local_rows(build, rows)
             if trailing > 0:
                 held = build.add("Unsqueeze", [held], axes=[-1 - i for i in range(trailing)])
             elif trailing < 0:
                 held = build.add("Squeeze", [held], axes=[-1])
         else:
             found, held = _constant_rows(build, rows, index, at, trailing)
-        rows_of = build.add(node.op, [build.input(0), found], **node.attrs)
-        zero = np.zeros((), dtype_of(node.outputs[0]))
-        build.finish("Where", [held, rows_of, zero])
+        finish_held(build, held, build.add(node.op, [build.input(0), found], **node.attrs))
 
     return lower
 
@@ -154,23 +193,26 @@ def _positions(local: Local, dim: str) -> Array:
     return np.zeros(1, np.int64) if dim == "1" else local.positions(dim)
 
 
-def _local_rows(build: Lowering, rows: int) -> tuple[gs.Tensor, gs.Tensor]:
-    """Nodes that turn global into local rows (0 where not held), and a mask of those held.
+def local_rows(
+    build: Lowering, rows: int, elsewhere: Callable[[Local], int] = lambda _: 0
+) -> tuple[gs.Tensor, gs.Tensor]:
+    """Nodes that turn global into local rows (`elsewhere` where not held), and a mask of those
+    held.
 
     A constant map from global to local rows is needed only where a rank's rows are not one run. An
     index beyond the whole table stays beyond the part, so that the runtime refuses it as it would.
     """
     dtype = dtype_of(build.local.node.inputs[1])
     assert dtype is not None
-    other: Any = np.zeros((), dtype)
+    other: gs.Tensor = build.per_rank(lambda local: np.array(elsewhere(local), dtype))
     if build.local.is_run("v"):
         start = build.per_rank(lambda at: np.array(at.positions("v")[:1].sum(), dtype))
         from_end = build.add("Add", [build.input(1), np.array(rows, dtype)])
-        is_negative = build.add("Less", [build.input(1), other])
+        is_negative = build.add("Less", [build.input(1), np.array(0, dtype)])
         row = build.add("Where", [is_negative, from_end, build.input(1)])
         found = build.add("Sub", [row, start])
         exists = _between(build, row, np.array(rows, dtype))
-        other = build.add("Where", [exists, other, np.array(rows, dtype)])
+        other = build.add("Where", [exists, other, np.array(rows + 1, dtype)])
     else:
         table = build.per_rank(lambda at: _row_map(at, rows).astype(dtype))
         found = build.add("Gather", [table, build.input(1)], axis=0)
@@ -192,3 +234,23 @@ def _row_map(local: Local, rows: int) -> Array:
     table = np.full(rows, -1, np.int64)
     table[held] = np.arange(len(held))
     return table
+
+
+@rule("Compress")
+def compress(node: gs.Node) -> Rule:
+    """`d v, c -> d w`: only what is picked along is whole."""
+    axis = node.attrs.get("axis")
+    rank = len(tensor_shape(node.inputs[0]) or ())
+    before, after = names("d", rank), names("d", rank)
+    if axis is None:
+        after = ["w"]
+        whole = dict.fromkeys([*before, "c", "w"], _PICKED)
+    else:
+        before[axis % rank], after[axis % rank] = "v", "w"
+        whole = dict.fromkeys("vcw", _PICKED)
+    return einsum(
+        node,
+        f"{dims_text(before)}, c -> {dims_text(after)}",
+        whole=whole,
+        **PERMUTES,
+    )

@@ -1,23 +1,130 @@
-"""Losses over classes."""
+"""Losses over classes; where classes are split, the ranks exchange a few numbers per row."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.rule import Rule, dims_text, einsum, given, names, rule, tensor_shape
+from onnxpar.rules.across import across, finish, like, total, wanted, widen
+from onnxpar.rules.rule import (
+    Local,
+    Lowering,
+    Rule,
+    dims_text,
+    dtype_of,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+)
 
 
 @rule("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")
 def class_loss(node: gs.Node) -> Rule:
-    """`n c s, n s, c -> n s`; a sum over n and s leaves a pending sum, a mean needs all of them."""
-    space = names("s", len(tensor_shape(node.inputs[0]) or ()) - 2)
+    """`n c s, n s, c -> n s` across c; a sum or a mean is across n and s, too."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    space = names("s", len(shape) - 2)
     scores, labels = dims_text(["n", "c", *space]), dims_text(["n", *space])
-    has_scores = len(node.outputs) > 1 and bool(node.outputs[1].name)
     reduction = node.attrs.get("reduction", "mean")
+    reduction = reduction.decode() if isinstance(reduction, bytes) else reduction
+    results = [labels if reduction == "none" else "()"]
+    results += [scores if t.name else "_" for t in node.outputs[1:]]
     weights = [] if given(node, 2) is None else ["c"]
-    loss = labels if reduction == "none" else "()"
-    outputs = "; ".join([loss, scores] if has_scores else [loss])
-    whole = {"c": "its elements are compared with each other"}
-    if reduction == "mean" or (reduction == "sum" and has_scores):
-        whole |= dict.fromkeys(["n", *space], "the loss is a mean, or pending beside its scores")
-    return einsum(node, f"{', '.join([scores, labels, *weights])} -> {outputs}", whole=whole)
+    rest = ["_"] * (len(node.inputs) - 2 - len(weights))
+    rows = [] if reduction == "none" else ["n", *space]
+    lower = _Loss(node.op, reduction, node.attrs.get("ignore_index"), rows).lower
+    return einsum(
+        node,
+        f"{', '.join([scores, labels, *weights, *rest])} -> {'; '.join(results)}",
+        runs=frozenset("c"),
+        reduce={},
+        **across(node, ["c", *rows], shape if rows else shape[1:2], lower, since=12),
+    )
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What a loss is made of, on parts; `rows` are the factors that it is reduced over."""
+
+    op: str
+    reduction: str
+    ignored: int | None
+    rows: list[str]
+
+    def lower(self, build: Lowering) -> None:
+        """The scores of the labels that this rank holds, weighted, and zero for the others."""
+        node = build.local.node
+        counts = math.prod(s for i, s in enumerate(node.inputs[0].shape) if i != 1)
+        scores = widen(build, build.input(0))
+        if self.op == "SoftmaxCrossEntropyLoss":
+            scores = _log_softmax(build, scores)
+            if wanted(build, 1):
+                finish(build, "Identity", [scores], 1)
+        label, held = self._local_labels(build)
+        own = build.add(
+            "GatherElements", [scores, build.add("Unsqueeze", [label], axes=[1])], axis=1
+        )
+        own = build.add("Neg", [build.add("Squeeze", [own], axes=[1])])
+        weight: Any = like(scores, 1)
+        if given(node, 2) is not None:
+            weight = build.add("Gather", [widen(build, build.input(2)), label], axis=0)
+            own = build.add("Mul", [own, weight])
+        zero = like(scores, 0)
+        own = build.add("Where", [held, own, zero])
+        if self.reduction == "none":
+            finish(build, "Identity", [build.all_reduce(own, ["c"])])
+            return
+        loss = self._sum(build, own)
+        if self.reduction == "sum":
+            finish(build, "Identity", [loss])
+        elif given(node, 2) is None and self.ignored is None:
+            finish(build, "Div", [loss, like(scores, counts)])
+        else:
+            weights = build.add("Where", [held, weight, zero])
+            finish(build, "Div", [loss, self._sum(build, weights)])
+
+    def _sum(self, build: Lowering, x: gs.Tensor) -> gs.Tensor:
+        """The sum over all rows of all parts."""
+        return build.all_reduce(build.add("ReduceSum", [x], keepdims=0), ["c", *self.rows])
+
+    def _local_labels(self, build: Lowering) -> tuple[gs.Tensor, gs.Tensor]:
+        """Labels counted from the rank's first class (0 where they are elsewhere), and a mask of
+        those that count here; a label beyond all classes stays beyond, and is refused."""
+        label = build.input(1)
+        classes = build.local.node.inputs[0].shape[1]
+        dtype = dtype_of(label)
+
+        def number(value: Callable[[Local], int]) -> gs.Tensor:
+            return build.per_rank(lambda local: np.array(value(local), dtype))
+
+        start = number(lambda local: local.interval("c")[0] if local.is_split("c") else 0)
+        found = build.add("Sub", [label, start])
+        held = _within(build, found, number(lambda local: local.size("c")))
+        exists = _within(build, label, np.array(classes, dtype))
+        if self.ignored is not None:
+            is_ignored = build.add("Equal", [label, np.array(self.ignored, dtype)])
+            held = build.add("And", [held, build.add("Not", [is_ignored])])
+            exists = build.add("Or", [exists, is_ignored])
+        beyond = np.array(classes, dtype)
+        elsewhere = build.add("Where", [exists, np.array(0, dtype), beyond])
+        return build.add("Where", [held, found, elsewhere]), held
+
+
+def _log_softmax(build: Lowering, scores: gs.Tensor) -> gs.Tensor:
+    """Logarithms of probabilities, of the rank's classes."""
+    largest = build.add("ReduceMax", [scores], axes=[1], keepdims=1)
+    shifted = build.add("Sub", [scores, build.all_reduce(largest, ["c"], "max")])
+    powers = build.add("Exp", [shifted])
+    return build.add("Sub", [shifted, build.add("Log", [total(build, powers, [1], ["c"])])])
+
+
+def _within(build: Lowering, index: gs.Tensor, count: Any) -> gs.Tensor:
+    """Whether indices stand in [0, count)."""
+    above = build.add("Greater", [index, like(index, -1)])
+    return build.add("And", [build.add("Less", [index, count]), above])

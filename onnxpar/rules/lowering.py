@@ -21,7 +21,7 @@ from onnxpar.mesh import Axes, Mesh, in_mesh_order
 from onnxpar.rules.halo import fetch
 from onnxpar.rules.local import NodeView
 from onnxpar.rules.rule import Local
-from onnxpar.shapes import infer_result
+from onnxpar.shapes import infer_results
 
 
 def localize_node(
@@ -120,8 +120,17 @@ class LoweringBuilder:
         functions of the rank's view."""
         name = self._fresh(op)
         result = gs.Variable(name)
-        self._append(op, name, inputs, result, attrs)
+        self._append(op, name, inputs, [result], attrs)
         return result
+
+    def add_each(
+        self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
+    ) -> list[gs.Variable]:
+        """Adds a node with `count` results."""
+        name = self._fresh(op)
+        results = [gs.Variable(f"{name}:{i}") for i in range(count)]
+        self._append(op, name, inputs, results, attrs)
+        return results
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
         """The reduction of the ranks' `x` over the parts of these factors; `x` where none is
@@ -153,7 +162,11 @@ class LoweringBuilder:
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
         """Adds the node that makes the rank's part of a result."""
         name = self._view.node.name + (f"::{output}" if output else "")
-        self._append(op, name, inputs, self._outputs[output], attrs)
+        self._append(op, name, inputs, [self._outputs[output]], attrs)
+
+    def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
+        """Adds the node that makes the rank's parts of all results."""
+        self._append(op, self._view.node.name, inputs, self._outputs, attrs)
 
     def collective(
         self, kind: str, x: gs.Tensor, axes: Axes, shape: Sequence[int], **attrs: Any
@@ -181,26 +194,32 @@ class LoweringBuilder:
         self._graph.nodes[at : at + 1] = self._built
 
     def _append(
-        self, op: str, name: str, inputs: Sequence[Any], result: gs.Tensor, attrs: dict[str, Any]
+        self,
+        op: str,
+        name: str,
+        inputs: Sequence[Any],
+        results: list[gs.Tensor],
+        attrs: dict[str, Any],
     ) -> None:
         operands = [self._operand(i) for i in inputs]
         if "axes" in attrs and axes_are_input(op, self._graph.opset):
             operands.append(self._operand(np.array(attrs.pop("axes"), np.int64)))
-        node = gs.Node(op, name, {}, operands, [result])
+        node = gs.Node(op, name, {}, operands, results)
         for key, value in attrs.items():
             by_rank = None
             if callable(value):
                 value, by_rank = self._view.value(value)
             _set_attribute(node, key, value, by_rank, self._per_rank)
         self._built.append(node)
-        if result.shape is None:
+        if results[0].shape is None:
             self._infer(node)
 
     def _infer(self, node: gs.Node) -> None:
-        """Tells the result's type on rank 0."""
+        """Tells the types of the results on rank 0."""
         shapes = [None if not t.name else self.shape(t) for t in node.inputs]
-        dtype, shape = infer_result(node, shapes, self._graph.opset)
-        node.outputs[0].dtype, node.outputs[0].shape = dtype, shape
+        found = infer_results(node, shapes, self._graph.opset)
+        for tensor, (dtype, shape) in zip(node.outputs, found, strict=True):
+            tensor.dtype, tensor.shape = dtype, shape
 
     def _axes(self, factor: str) -> Axes:
         return dim_axes(self._view.factors[factor])

@@ -140,6 +140,8 @@ def transpose(node: gs.Node) -> Rule:
 @rule("Expand")
 def expand(node: gs.Node) -> Rule:
     """As broadcasting against the target shape, which follows the local result."""
+    if None in (tensor_shape(node.outputs[0]) or ()):
+        return whole_rule(node, "a shape that only a run can tell")
     aligned = broadcast(node)
     return Rule(
         (aligned.inputs[0], None),

@@ -1,17 +1,28 @@
-"""Ops that normalise over axes, which therefore stay whole."""
+"""Ops that normalise over axes; where those are split, the ranks exchange sums."""
 
 from __future__ import annotations
 
-import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.across import (
+    across,
+    finish,
+    finish_chain,
+    inverse_root,
+    like,
+    mean,
+    moments,
+    total,
+    wanted,
+    widen,
+)
 from onnxpar.rules.rule import (
     Lowering,
     Rule,
-    Size,
     dims_text,
     dtype_of,
     einsum,
+    given,
     names,
     rule,
     tensor_shape,
@@ -19,21 +30,13 @@ from onnxpar.rules.rule import (
 )
 
 NORMALISED = "the op normalises over it"
-FLOAT = onnx.TensorProto.FLOAT
-
-
-def is_short_float(tensor: gs.Tensor) -> int:
-    """The element type (as ONNX numbers it) of 16-bit floats, which are reduced in float32; else
-    0."""
-    shorts = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
-    return shorts.get(str(dtype_of(tensor)), 0)
 
 
 def _dims(node: gs.Node) -> list[str]:
     return names("d", len(tensor_shape(node.inputs[0]) or ()))
 
 
-@rule("Softmax LogSoftmax Hardmax")
+@rule("Softmax LogSoftmax")
 def softmax(node: gs.Node) -> Rule:
     """`d0 d1 -> d0 d1` across its axis (before opset 13: all from its axis on)."""
     dims = _dims(node)
@@ -41,46 +44,55 @@ def softmax(node: gs.Node) -> Rule:
     axis = node.attrs.get("axis", -1 if since13 else 1) % max(len(dims), 1)
     normalised = dims[axis : axis + 1] if since13 else dims[axis:]
     text = dims_text(dims)
-    if node.op == "Hardmax":
-        return einsum(node, f"{text} -> {text}", whole=dict.fromkeys(normalised, NORMALISED))
     axes = [dims.index(d) for d in normalised]
     is_log = node.op == "LogSoftmax"
-    wide = is_short_float(node.inputs[0])
 
-    def lower(builder: Lowering) -> None:
-        x = builder.add("Cast", [builder.input(0)], to=FLOAT) if wide else builder.input(0)
-        largest = builder.add("ReduceMax", [x], axes=axes, keepdims=1)
-        shifted = builder.add("Sub", [x, builder.all_reduce(largest, normalised, "max")])
-        powers = builder.add("Exp", [shifted])
-        total = builder.add("ReduceSum", [powers], axes=axes, keepdims=1)
-        total = builder.all_reduce(total, normalised)
-        last = (
-            ("Sub", [shifted, builder.add("Log", [total])]) if is_log else ("Div", [powers, total])
-        )
-        if wide:
-            builder.finish("Cast", [builder.add(*last)], to=wide)
+    def lower(build: Lowering) -> None:
+        x = widen(build, build.input(0))
+        largest = build.add("ReduceMax", [x], axes=axes, keepdims=1)
+        shifted = build.add("Sub", [x, build.all_reduce(largest, normalised, "max")])
+        powers = build.add("Exp", [shifted])
+        whole = total(build, powers, axes, normalised)
+        if is_log:
+            finish(build, "Sub", [shifted, build.add("Log", [whole])])
         else:
-            builder.finish(*last)
+            finish(build, "Div", [powers, whole])
 
-    return einsum(
-        node,
-        f"{text} -> {text}",
-        across=frozenset(normalised),
-        lowered=frozenset(normalised),
-        lower=lower,
-    )
+    fields = across(node, normalised, (), lower)
+    return einsum(node, f"{text} -> {text}", **fields)
 
 
 @rule("LayerNormalization RMSNormalization")
 def layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, h, h -> b s h ; b s 1 ; b s 1`, everything from its axis on whole."""
+    """`b s h, h, h -> b s h ; b s 1 ; b s 1` across everything from its axis on."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % len(dims)
     operands = [dims_text(dims), *(_aligned(dims, t) for t in node.inputs[1:])]
     statistics = dims_text([*dims[:axis], *["1"] * (len(dims) - axis)])
-    outputs = "; ".join([dims_text(dims), *[statistics] * (len(node.outputs) - 1)])
-    whole = dict.fromkeys(dims[axis:], NORMALISED)
-    return einsum(node, f"{', '.join(operands)} -> {outputs}", whole=whole)
+    results = [dims_text(dims), *(statistics if t.name else "_" for t in node.outputs[1:])]
+    sizes = (tensor_shape(node.inputs[0]) or ())[axis:]
+    factors, axes = dims[axis:], list(range(axis, len(dims)))
+    epsilon = node.attrs.get("epsilon", 1e-5)
+
+    def lower(build: Lowering) -> None:
+        x = widen(build, build.input(0))
+        if node.op == "RMSNormalization":
+            middle, centred = None, x
+            variance = mean(build, build.add("Mul", [x, x]), axes, factors, sizes)
+        else:
+            middle, centred, variance = moments(build, x, axes, factors, sizes)
+        scale = inverse_root(build, variance, epsilon)
+        steps = [("Mul", scale)]
+        for i, op in ((1, "Mul"), (2, "Add")):
+            if given(build.local.node, i) is not None:
+                steps.append((op, widen(build, build.input(i))))
+        finish_chain(build, centred, steps)
+        for i, statistic in ((1, middle), (2, scale)):
+            if wanted(build, i):
+                finish(build, "Identity", [statistic], i)
+
+    text = f"{', '.join(operands)} -> {'; '.join(results)}"
+    return einsum(node, text, **across(node, factors, sizes, lower))
 
 
 def _aligned(dims: list[str], tensor: gs.Tensor) -> str:
@@ -104,71 +116,41 @@ def skip_layer_normalization(node: gs.Node) -> Rule:
     return einsum(node, text, whole={dims[-1]: NORMALISED})
 
 
-@rule("BatchNormalization")
-def batch_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c, c, c -> n c h w`, in training with c; c and all but c whole."""
-    dims = _dims(node)
-    if node.attrs.get("spatial", 1) == 0 or len(dims) < 2:
-        return whole_rule(node, "statistics per element")
-    results = [dims_text(dims), *["d1" if t.name else "_" for t in node.outputs[1:]]]
-    trains = node.attrs.get("training_mode", 0) == 1 or len(results) > 1
-    batch = [d for i, d in enumerate(dims) if i != 1]
-    return einsum(
-        node,
-        f"{dims_text(dims)}, d1, d1, d1, d1 -> {'; '.join(results)}",
-        whole=dict.fromkeys(batch, NORMALISED) if trains else {},
-        linear=() if trains else (frozenset({0, 2, 3}), frozenset({1, 2})),
-    )
-
-
-@rule("InstanceNormalization")
-def instance_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c -> n c h w`, space whole."""
-    dims = _dims(node)
-    text = dims_text(dims)
-    whole = dict.fromkeys(dims[2:], NORMALISED)
-    return einsum(node, f"{text}, d1, d1 -> {text}", whole=whole)
-
-
-@rule("GroupNormalization")
-def group_normalization(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g c), (g c) -> n (g c) h w`, c and space whole (before opset 21: scale g)."""
-    shape = tensor_shape(node.inputs[0]) or ()
-    groups = node.attrs["num_groups"]
-    if shape[1] is None:
-        return whole_rule(node, "channels that only a run can tell")
-    space = names("h", len(shape) - 2)
-    scale = "(g c)" if tensor_shape(node.inputs[1]) == (shape[1],) else "g"
-    text = dims_text(["n", "(g c)", *space])
-    sizes: dict[str, Size] = {"g": groups, "c": shape[1] // groups}
-    return einsum(
-        node,
-        f"{text}, {scale}, {scale} -> {text}",
-        sizes=sizes,
-        whole=dict.fromkeys(["c", *space], NORMALISED),
-        local={"num_groups": lambda local: local.size("g")},
-    )
-
-
-@rule("LRN")
-def local_response_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`, c whole."""
-    return _over(node, [1])
-
-
 @rule("LpNormalization")
 def lp_normalization(node: gs.Node) -> Rule:
-    """`a b -> a b`, its axis whole."""
-    return _over(node, [node.attrs.get("axis", -1)])
+    """`a b -> a b` across its axis; where all is zero, it stays so."""
+    dims = _dims(node)
+    text = dims_text(dims)
+    axis = node.attrs.get("axis", -1) % len(dims)
+    is_first = node.attrs.get("p", 2) == 1
+
+    def lower(build: Lowering) -> None:
+        x = widen(build, build.input(0))
+        sizes = build.add("Abs", [x]) if is_first else build.add("Mul", [x, x])
+        norm = total(build, sizes, [axis], [dims[axis]])
+        norm = norm if is_first else build.add("Sqrt", [norm])
+        is_zero = build.add("Equal", [norm, like(x, 0)])
+        finish(build, "Div", [x, build.add("Where", [is_zero, like(x, 1), norm])])
+
+    return einsum(node, f"{text} -> {text}", **across(node, [dims[axis]], (), lower, since=11))
 
 
 @rule("MeanVarianceNormalization")
 def mean_variance_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`, its axes whole."""
-    return _over(node, node.attrs.get("axes", [0, 2, 3]))
-
-
-def _over(node: gs.Node, axes: list[int]) -> Rule:
+    """`n c h w -> n c h w` across its axes."""
     dims = _dims(node)
     text = dims_text(dims)
-    return einsum(node, f"{text} -> {text}", whole={dims[a]: NORMALISED for a in axes})
+    axes = sorted(a % len(dims) for a in node.attrs.get("axes", [0, 2, 3]))
+    factors = [dims[a] for a in axes]
+    sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
+    # float32 has a kernel of its own, without the definition's epsilon
+    epsilon = 0.0 if str(dtype_of(node.inputs[0])) == "float32" else 1e-9
+
+    def lower(build: Lowering) -> None:
+        _, centred, variance = moments(build, widen(build, build.input(0)), axes, factors, sizes)
+        deviation = build.add("Sqrt", [variance])
+        if epsilon:
+            deviation = build.add("Add", [deviation, like(deviation, epsilon)])
+        finish(build, "Div", [centred, deviation])
+
+    return einsum(node, f"{text} -> {text}", **across(node, factors, sizes, lower))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class Oracle:
                 yield Split(mesh, {i: ((mesh.axis("x"),), None), j: ((mesh.axis("y"),), None)})
 
     def _tied_splits(self) -> Iterator[Split]:
-        """Leaves that are split together, each in parts of its own."""
+        """Leaves that are split together, each in parts of its own; with others over 2 x 2."""
         for group in self.op.ties:
             least = min(self.op.leaves[i].size for i in group)
             for n in range(2, min(least, 4) + 1):
@@ -100,6 +100,12 @@ class Oracle:
                 for j in group:
                     by_hand = (*[1] * (n - 1), self.op.leaves[j].size - n + 1)
                     yield Split(mesh, {i: (axes, by_hand if i == j else None) for i in group})
+        mesh = Mesh.parse("x=2,y=2")
+        tied = {i for group in self.op.ties for i in group}
+        others = [(i,) for i in range(len(self.op.leaves)) if i not in tied]
+        for a, b in [*combinations(self.op.ties, 2), *product(self.op.ties, others)]:
+            x, y = ((mesh.axis(name),) for name in "xy")
+            yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
 
     def cuts(self) -> Iterator[Cut]:
         """Each factor that may be split, cut into a product and into segments."""
@@ -171,7 +177,7 @@ class Oracle:
             }
             for rank in range(mesh.size)
         ]
-        if any(node.domain == DOMAIN for node in graph.nodes):
+        if any(node.domain == DOMAIN or "seed" in node.attrs for node in graph.nodes):
             return run_ranks(graph, feeds, per_rank)
         results = []
         program = compiled(graph)

@@ -20,7 +20,14 @@ from onnxpar.rules.case import Case
 from onnxpar.rules.oracle import TOLERANCE, Oracle, close
 
 _ORT = ort.capi.onnxruntime_pybind11_state
-_REFUSED = (_ORT.Fail, _ORT.InvalidArgument, _ORT.RuntimeException, _ORT.InvalidGraph)
+REFUSED = (
+    _ORT.Fail,
+    _ORT.InvalidArgument,
+    _ORT.InvalidGraph,
+    _ORT.NotImplemented,
+    _ORT.RuntimeException,
+)
+"""What onnxruntime raises for operands that an op does not take."""
 Array = npt.NDArray[Any]
 Terms = tuple[list[Array], list[Array]]
 Cut = tuple[int | None, ...]
@@ -153,7 +160,7 @@ def halved(oracle: Oracle, cut: Cut) -> list[str] | None:
                 feeds[f"x{i}"] = np.array_split(feeds[f"x{i}"], 2, dim)[half]
         try:
             parts.append(oracle.program.run(feeds))
-        except _REFUSED:
+        except REFUSED:
             return None
     joins = [_join(a, b, c) for a, b, c in zip(*parts, oracle.whole, strict=True)]
     if None in joins or set(joins) == {"whole"}:

@@ -1,30 +1,165 @@
-"""Quantization: scales of a whole tensor, of an axis, or of blocks of it."""
+"""Quantization: scales of a whole tensor, of an axis, or of blocks of it.
+
+Sums of products of integers meet across ranks as integers, before they are scaled and rounded, so
+that bits are those of the whole op.
+"""
 
 from __future__ import annotations
 
-import onnx_graphsurgeon as gs
+from collections.abc import Callable
+from typing import Any
 
-from onnxpar.rules.rule import Rule, dims_text, einsum, names, rule, tensor_shape, whole_rule
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxpar.rules.rule import (
+    Lowering,
+    Rule,
+    Size,
+    dims_text,
+    dtype_of,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+)
 
 
 @rule("QuantizeLinear DequantizeLinear")
+@rule("QuantizeLinear DequantizeLinear", domain="com.microsoft")
 def quantize(node: gs.Node) -> Rule:
-    """`a b, b, b -> a b` per axis, `a b, (), () -> a b` per tensor; an axis of blocks is whole."""
-    shape, scale = (tensor_shape(t) or () for t in node.inputs[:2])
+    """`a b, b, b -> a b` per axis, `a b, (), () -> a b` per tensor, `a (n b), a n -> a (n b)` in
+    blocks of b."""
+    shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", 1)
     axis = axis % len(shape) if -len(shape) <= axis < len(shape) else 0
-    text, whole = dims_text(dims), {}
-    if node.attrs.get("block_size"):
-        blocks = [*dims[:axis], "blocks", *dims[axis + 1 :]]
-        whole = dict.fromkeys((dims[axis], "blocks"), "its blocks have a scale each")
+    whole: dict[str, str] = {}
+    sizes: dict[str, Size] = {}
+    block = node.attrs.get("block_size", 0)
+    if not block:
+        rest = [_per_axis(t, dims[axis] if dims else "1") for t in node.inputs[1:]]
     else:
-        blocks = ["1" if s == 1 else dims[axis] for s in scale]
-    rest = [dims_text(blocks) if t.name else "_" for t in node.inputs[1:]]
-    return einsum(node, f"{', '.join([text, *rest])} -> {text}", whole=whole)
+        blocks = dims_text([*dims[:axis], "n", *dims[axis + 1 :]])
+        rest = [blocks if t.name else "_" for t in node.inputs[1:]]
+        size = shape[axis]
+        if size is None or size % block:
+            whole = dict.fromkeys((dims[axis], "n"), "its last block is not full")
+        else:
+            dims[axis] = "(n b)"
+            sizes, whole = {"n": size // block, "b": block}, {"b": "a block has one scale"}
+    text = dims_text(dims)
+    return einsum(node, f"{', '.join([text, *rest])} -> {text}", sizes=sizes, whole=whole)
+
+
+def _per_axis(tensor: gs.Tensor, dim: str) -> str:
+    """A scale or zero point: one for all, or one per element of a dimension."""
+    if not tensor.name:
+        return "_"
+    return dims_text("1" if s == 1 else dim for s in tensor_shape(tensor) or ())
 
 
 @rule("DynamicQuantizeLinear")
 def dynamic_quantize(node: gs.Node) -> Rule:
-    """Everything whole."""
-    return whole_rule(node, "its scale comes from the largest of all elements")
+    """`a b -> a b ; () ; ()`: the range is that of all parts."""
+    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
+    text = dims_text(dims)
+    everything = frozenset(dims)
+    return einsum(
+        node,
+        f"{text} -> {text}; (); ()",
+        across=everything,
+        lowered=everything,
+        lower=lower_dynamic_quantize(dims),
+    )
+
+
+def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
+    """Lowers to the op's definition, with a range that the ranks agree on."""
+
+    def lower(build: Lowering) -> None:
+        zero, one = np.float32(0), np.float32(1)
+        x = build.input(0)
+        low = build.add("Neg", [build.add("ReduceMin", [x], keepdims=0)])
+        bounds = [
+            build.add("Reshape", [bound, np.array([1], np.int64)])
+            for bound in (low, build.add("ReduceMax", [x], keepdims=0))
+        ]
+        both = build.all_reduce(build.add("Concat", bounds, axis=0), factors, "max")
+        both = build.add("Max", [both, zero])
+        low = build.add("Neg", [build.add("Gather", [both, np.int64(0)])])
+        high = build.add("Gather", [both, np.int64(1)])
+        span = build.add("Div", [build.add("Sub", [high, low]), np.float32(255)])
+        scale = build.add("Where", [build.add("Equal", [high, low]), one, span])
+        start = build.add("Sub", [zero, build.add("Div", [low, scale])])
+        inside = build.add("Min", [build.add("Max", [start, zero]), np.float32(255)])
+        point = build.add("Cast", [build.add("Round", [inside])], to=TensorProto.UINT8)
+        build.finish("QuantizeLinear", [x, scale, point])
+        build.finish("Identity", [scale], 1)
+        build.finish("Identity", [point], 2)
+
+    return lower
+
+
+def integer_product(contracted: str) -> dict[str, Any]:
+    """The fields of a rule of QLinearMatMul or QGemm whose contracted factor may be split."""
+    across = frozenset({contracted})
+
+    def lower(build: Lowering) -> None:
+        _QuantizedProduct(build, contracted).lower()
+
+    return {"across": across, "lowered": across, "lower": lower}
+
+
+class _QuantizedProduct:
+    """Builds a product of parts, the sum over ranks, and what the op does with the sum."""
+
+    def __init__(self, build: Lowering, contracted: str) -> None:
+        self.build = build
+        self.contracted = contracted
+        self.node = build.local.node
+
+    def lower(self) -> None:
+        """QLinearMatMul, or QGemm with its transposed operands and bias."""
+        is_gemm = self.node.op == "QGemm"
+        a, b = self._operand(0, "transA"), self._operand(3, "transB")
+        product = self.build.add("MatMulInteger", [a, b, self.build.input(2), self.build.input(5)])
+        total = self.build.all_reduce(product, [self.contracted])
+        if is_gemm and given(self.node, 6) is not None:
+            total = self.build.add("Add", [total, self.build.input(6)])
+        scale = self.build.add("Mul", [as_float32(self.build, i) for i in (1, 4)])
+        alpha = self.node.attrs.get("alpha", 1.0)
+        if alpha != 1.0:
+            scale = self.build.add("Mul", [scale, np.float32(alpha)])
+        at = 7 if is_gemm else 6
+        if given(self.node, at) is None:
+            number = self.build.add("Cast", [total], to=TensorProto.FLOAT)
+            self.build.finish("Mul", [number, scale])
+            return
+        finish_quantized(self.build, total, scale, at)
+
+    def _operand(self, index: int, transposed: str) -> gs.Tensor:
+        x = self.build.input(index)
+        return self.build.add("Transpose", [x]) if self.node.attrs.get(transposed) else x
+
+
+def finish_quantized(build: Lowering, total: gs.Tensor, scale: gs.Tensor, at: int) -> None:
+    """Scales a sum of integers to the result's type; its scale is operand `at`, and its zero point
+    the next."""
+    ratio = build.add("Div", [scale, as_float32(build, at)])
+    number = build.add("Mul", [build.add("Cast", [total], to=TensorProto.FLOAT), ratio])
+    build.finish("QuantizeLinear", [number, np.float32(1), build.input(at + 1)])
+
+
+def as_float32(build: Lowering, index: int) -> gs.Tensor:
+    """A scale in the type of the sums."""
+    scale = build.input(index)
+    is_narrow = dtype_of(scale) != np.float32
+    return build.add("Cast", [scale], to=TensorProto.FLOAT) if is_narrow else scale
+
+
+def is_quantized(tensor: gs.Tensor) -> bool:
+    """Whether the elements are integers of 8 bits."""
+    return str(dtype_of(tensor)) in ("uint8", "int8")

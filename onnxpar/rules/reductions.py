@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.across import UNKNOWN, across, finish, like, total, widen
 from onnxpar.rules.rule import (
     FIRST,
     Local,
     Lowering,
     Rule,
+    Size,
     constant,
     dims_text,
     dtype_of,
@@ -37,7 +40,6 @@ _PENDING = {
     "ReduceProd": "prod",
 }
 """The reduction that joins the results of parts; the others apply a function after theirs."""
-_RANKED = "its elements are compared with each other"
 
 
 def reduced_axes(node: gs.Node) -> list[int] | None:
@@ -70,9 +72,17 @@ def reduce_(node: gs.Node) -> Rule:
     linear = (FIRST,) if is_linear else ()
     if not axes:
         return einsum(node, text)
-    if node.op not in _PENDING or (node.op == "ReduceMean" and not is_linear):
-        reason = "the reduction is not a sum, max, min or product of parts"
-        return einsum(node, text, whole=dict.fromkeys(gone, reason))
+    sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
+    if node.op == "ReduceMean" and not is_linear:
+        return einsum(
+            node, text, **across(node, gone, sizes, _lower_integer_mean(axes, gone, sizes))
+        )
+    if node.op not in _PENDING:
+        if node.op == "ReduceLogSumExp" and not is_float(node.outputs[0]):
+            return einsum(node, text, whole=dict.fromkeys(gone, "integers are rounded on the way"))
+        return einsum(node, text, **across(node, gone, (), _ACROSS[node.op](axes, gone)))
+    if node.op == "ReduceMean" and None in sizes:
+        return einsum(node, text, whole=dict.fromkeys(gone, UNKNOWN))
     reduce = dict.fromkeys(gone, _PENDING[node.op])
     if node.op != "ReduceMean":
         return einsum(node, text, reduce=reduce, linear=linear)
@@ -82,8 +92,77 @@ def reduce_(node: gs.Node) -> Rule:
         reduce=reduce,
         linear=linear,
         lowered=frozenset(gone),
-        lower=weighted_mean(gone, numel([(tensor_shape(node.inputs[0]) or ())[a] for a in axes])),
+        lower=weighted_mean(gone, numel(sizes)),
     )
+
+
+def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Sequence[int]) -> None:
+    """Makes the result by an op on what was reduced, without its axes of one element if they go."""
+    if build.local.node.attrs.get("keepdims", 1):
+        finish(build, op, inputs)
+    else:
+        finish(build, "Squeeze", [build.add(op, inputs)], axes=[*axes])
+
+
+def _lower_integer_mean(
+    axes: Sequence[int], factors: Sequence[str], sizes: Sequence[Size]
+) -> Callable[[Lowering], None]:
+    """The sum of all parts, divided as integers are."""
+
+    def lower(build: Lowering) -> None:
+        whole = total(build, build.input(0), axes, factors)
+        _finish_reduced(build, "Div", [whole, like(whole, numel(sizes))], axes)
+
+    return lower
+
+
+def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
+    """The root of the sum of squares; of integers, the whole part of it."""
+
+    def lower(build: Lowering) -> None:
+        x = widen(build, build.input(0))
+        whole = total(build, build.add("Mul", [x, x]), axes, factors)
+        if not is_float(x):
+            whole = build.add("Cast", [whole], to=onnx.TensorProto.DOUBLE)
+        _finish_reduced(build, "Sqrt", [whole], axes)
+
+    return lower
+
+
+def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
+    """The logarithm of the sum; of integers, the whole part of it."""
+
+    def lower(build: Lowering) -> None:
+        whole = total(build, widen(build, build.input(0)), axes, factors)
+        if not is_float(whole):
+            whole = build.add("Cast", [whole], to=onnx.TensorProto.DOUBLE)
+        _finish_reduced(build, "Log", [whole], axes)
+
+    return lower
+
+
+def _lower_log_exp(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
+    """The logarithm of the sum of powers, scaled by the largest of all parts if that is finite."""
+
+    def lower(build: Lowering) -> None:
+        x = widen(build, build.input(0))
+        largest = build.add("ReduceMax", [x], axes=[*axes], keepdims=1)
+        largest = build.all_reduce(largest, factors, "max")
+        size = build.add("Abs", [largest])
+        is_finite = build.add("Less", [size, like(x, np.inf)])
+        largest = build.add("Where", [is_finite, largest, like(x, 0)])
+        powers = build.add("Exp", [build.add("Sub", [x, largest])])
+        log = build.add("Log", [total(build, powers, axes, factors)])
+        _finish_reduced(build, "Add", [log, largest], axes)
+
+    return lower
+
+
+_ACROSS = {
+    "ReduceL2": _lower_norm,
+    "ReduceLogSum": _lower_log,
+    "ReduceLogSumExp": _lower_log_exp,
+}
 
 
 def weighted_mean(factors: Sequence[str], total: int) -> Callable[[Lowering], None]:
@@ -107,39 +186,38 @@ def weighted_mean(factors: Sequence[str], total: int) -> Callable[[Lowering], No
     return lower
 
 
-@rule("ArgMax ArgMin")
-def arg_extremum(node: gs.Node) -> Rule:
-    """`a b c -> a 1 c`, b whole: positions count from its start."""
-    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
-    axis = node.attrs.get("axis", 0) % len(dims)
-    one = ["1"] if node.attrs.get("keepdims", 1) else []
-    kept = [*dims[:axis], *one, *dims[axis + 1 :]]
-    return einsum(node, f"{dims_text(dims)} -> {dims_text(kept)}", whole={dims[axis]: _RANKED})
-
-
-@rule("TopK")
-def top_k(node: gs.Node) -> Rule:
-    """`a b c, _ -> a k c ; a k c`, b and k whole."""
-    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
-    axis = node.attrs.get("axis", -1) % len(dims)
-    out = dims_text([*dims[:axis], "k", *dims[axis + 1 :]])
-    rest = ", _" * (len(node.inputs) - 1)
-    whole = {dims[axis]: _RANKED, "k": _RANKED}
-    return einsum(node, f"{dims_text(dims)}{rest} -> {out}; {out}", whole=whole)
-
-
 @rule("CumSum CumProd")
 def cumulate(node: gs.Node) -> Rule:
-    """`a b, _ -> a b`, b whole."""
-    axis = constant(node.inputs[1])
-    if axis is None:
+    """`a b, _ -> a b` across b: each part goes on from the total of those before it."""
+    operand = constant(node.inputs[1])
+    if operand is None:
         return whole_rule(node, "an axis that only a run can tell")
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
-    summed = dims[int(axis.reshape(-1)[0])]
-    text = dims_text(dims)
+    axis = int(operand.reshape(-1)[0]) % len(dims)
+    factor, text, attrs = dims[axis], dims_text(dims), dict(node.attrs)
+    reduce, join = ("ReduceSum", "Add") if node.op == "CumSum" else ("ReduceProd", "Mul")
+
+    def before(local: Local) -> np.ndarray[Any, Any]:
+        return np.array([local.member(factor) + 1 if attrs.get("reverse") else 0], np.int64)
+
+    def behind(local: Local) -> np.ndarray[Any, Any]:
+        end = np.iinfo(np.int64).max if attrs.get("reverse") else local.member(factor)
+        return np.array([end], np.int64)
+
+    def lower(build: Lowering) -> None:
+        x = build.input(0)
+        own = build.add(node.op, [x, np.array(axis, np.int64)], **attrs)
+        part = build.add(reduce, [x], axes=[axis], keepdims=1)
+        totals = build.all_gather(part, factor, axis, lambda _: 1)
+        bounds = [build.per_rank(before), build.per_rank(behind)]
+        preceding = build.add("Slice", [totals, *bounds, np.array([axis], np.int64)])
+        start = build.add(reduce, [preceding], axes=[axis], keepdims=1)
+        build.finish(join, [own, start])
+
     return einsum(
         node,
         f"{text}, _ -> {text}",
-        whole={summed: "each element depends on those before it"},
+        runs=frozenset({factor}),
         linear=(FIRST,) if node.op == "CumSum" else (),
+        **across(node, [factor], (), lower),
     )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.across import finish, like, widen
+from onnxpar.rules.index_maps import IndexMap, tied_fields
+from onnxpar.rules.interpolation import Scaling, Taps, taps
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.rule import (
     FIRST,
     Local,
+    Lowering,
     Rule,
     Size,
     constant,
     dims_text,
+    dtype_of,
     einsum,
     given,
     is_float,
@@ -25,62 +31,165 @@ from onnxpar.rules.rule import (
     whole_rule,
 )
 
+Array = npt.NDArray[Any]
+Region = tuple[float, float]
+Shape = tuple[int, ...]
+
 _SCALED = "it is interpolated"
+_MODES = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "cubic": "cubic"}
 
 
 @rule("Resize Upsample")
 def resize(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: dimensions of scale 1 pass, those that are interpolated are whole.
+    """`n c h w -> n c y x`: dimensions of scale 1 pass, those that are interpolated are tied.
 
-    Nearest neighbours by a whole factor are repetitions: `n c h -> n c (h r)`.
+    Nearest neighbours that repeat each element are `n c h -> n c (h r)`.
     """
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
-    if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-        return whole_rule(node, "a region of interest")
-    if node.attrs.get("keep_aspect_ratio_policy", "stretch") != "stretch":
-        return whole_rule(node, "one scale for all its dimensions")
     axes = [a % len(shape) for a in node.attrs.get("axes") or range(len(shape))]
     by_size = _has_values(given(node, 3))
-    scales = _scales_of_sizes(shape, out) if by_size else _scales(node, axes)
-    if scales is None:
+    scales = _scales_of_sizes(node, axes, out) if by_size else _scales(node, axes)
+    regions = _regions(node, axes)
+    if scales is None or regions is None:
         return whole_rule(node, "scales that only a run can tell")
+    changed = [
+        i
+        for i, scale in enumerate(scales)
+        if scale != 1 or regions[i] != (0, 1) or shape[i] != out[i]
+    ]
     before, after = names("d", len(shape)), names("d", len(shape))
     sizes: dict[str, Size] = {}
     whole: dict[str, str] = {}
-    for i, scale in enumerate(scales):
-        if scale != 1 and scale == int(scale) and _repeats(node):
-            after[i], sizes[f"r{i}"] = f"(d{i} r{i})", int(scale)
+    made: dict[int, Taps] = {}
+    reason = _refusal(node, [scales[i] for i in changed], [(shape[i], out[i]) for i in changed])
+    for i in changed:
+        after[i] = f"y{i}"
+        if reason:
+            whole |= dict.fromkeys((before[i], after[i]), reason)
+            continue
+        made[i] = taps(_scaling(node, shape[i] or 0, out[i] or 0, scales[i], regions[i]))
+        if _repeats(made[i], shape[i] or 0):
+            times = (out[i] or 0) // (shape[i] or 1)
+            after[i], sizes[f"r{i}"] = f"(d{i} r{i})", times
             whole[f"r{i}"] = _SCALED
-        elif scale != 1:
-            after[i] = f"y{i}"
-            whole |= dict.fromkeys((before[i], after[i]), _SCALED)
 
     def local_sizes(local: Local) -> np.ndarray[Any, Any]:
         return int64([local.output_shape(0)[a] for a in axes])
 
+    maps = {i: IndexMap(f"d{i}", f"y{i}", t.index) for i, t in made.items() if after[i] == f"y{i}"}
     rest = ", _" * (len(node.inputs) - 1)
+    extrapolates = any(t.outside.any() for t in made.values())
+    follows = by_size and (not changed or _policy(node) == "stretch")
     return einsum(
         node,
         f"{dims_text(before)}{rest} -> {dims_text(after)}",
         sizes=sizes,
         whole=whole,
-        linear=(FIRST,) if is_float(node.outputs[0]) else (),
-        local={3: local_sizes} if by_size else {},
+        linear=(FIRST,) if is_float(node.outputs[0]) and not extrapolates else (),
+        local={3: local_sizes} if follows else {},
+        lower=lambda builder: _lower(builder, made, maps),
+        **tied_fields(maps),
     )
 
 
-def _repeats(node: gs.Node) -> bool:
-    """Whether each element is repeated, if the scale is a whole number."""
-    if node.attrs.get("mode", "nearest") != "nearest":
+def _policy(node: gs.Node) -> str:
+    return str(node.attrs.get("keep_aspect_ratio_policy", "stretch"))
+
+
+def _refusal(
+    node: gs.Node, scales: Sequence[float], sizes: Sequence[tuple[Size, Size]]
+) -> str | None:
+    """Why dimensions that are resized must be whole."""
+    crops = node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize"
+    if not all(size and out for size, out in sizes):
+        return "a size that only a run can tell"
+    if crops and (_policy(node) != "stretch" or 1 in scales):
+        return "its region is cropped at a scale that is not its own"
+    if node.attrs.get("antialias", 0):
+        return "it is smoothed before it shrinks"
+    if _MODES[node.attrs.get("mode", "nearest")] != "nearest" and not is_float(node.inputs[0]):
+        return "integers are interpolated in the kernel's own fixed-point numbers"
+    return None
+
+
+def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -> Scaling:
+    mode = _MODES[node.attrs.get("mode", "nearest")]
+    return Scaling(size, out, scale, mode, node.attrs, region, len(node.inputs) < 3)
+
+
+def _repeats(found: Taps, size: int) -> bool:
+    """Whether each element is repeated, and nothing else happens."""
+    out = len(found.index)
+    if found.index.shape[1] > 1 or out % size or found.outside.any():
         return False
-    how = (node.attrs.get("coordinate_transformation_mode"), node.attrs.get("nearest_mode"))
-    return len(node.inputs) < 3 or how == ("asymmetric", "floor")
+    return np.array_equal(found.index[:, 0], np.arange(size).repeat(out // size))
 
 
-def _scales_of_sizes(shape: Sequence[Size], out: Sequence[Size]) -> list[float] | None:
+def _lower(builder: Lowering, made: Mapping[int, Taps], maps: Mapping[int, IndexMap]) -> None:
+    """Adds up the elements of every result, one dimension after the other."""
+    node, x = builder.local.node, builder.input(0)
+    if any(t.index.shape[1] > 1 for t in made.values()):
+        x = widen(builder, x)
+    rank = len(tensor_shape(node.outputs[0]) or ())
+    for i, found in made.items():
+        behind = (1,) * (rank - 1 - i)
+        if i in maps:
+            x = _add_taps(builder, x, i, found, maps[i], behind)
+        else:
+            times = len(found.index)
+            times //= (tensor_shape(node.inputs[0]) or ())[i] or 1
+            rows = _repeated(f"d{i}", times)
+            x = builder.add("Gather", [x, builder.per_rank(rows)], axis=i)
+        if found.outside.any():
+            mask = _of_rank(f"y{i}", found.outside, behind)
+            value = like(x, node.attrs.get("extrapolation_value", 0.0))
+            x = builder.add("Where", [builder.per_rank(mask), value, x])
+    finish(builder, "Identity", [x])
+
+
+def _add_taps(
+    builder: Lowering, x: gs.Tensor, axis: int, found: Taps, source: IndexMap, behind: Shape
+) -> gs.Tensor:
+    x = source.fetch(builder, x, axis)
+    terms: list[gs.Tensor] = []
+    for k in range(found.index.shape[1]):
+        term = builder.add("Gather", [x, builder.per_rank(_column(source, k))], axis=axis)
+        if found.index.shape[1] > 1:
+            weight = _of_rank(source.after, found.weight[:, k].astype(dtype_of(x)), behind)
+            term = builder.add("Mul", [term, builder.per_rank(weight)])
+        terms.append(term)
+    total = terms[0]
+    for term in terms[1:]:
+        total = builder.add("Add", [total, term])
+    return total
+
+
+def _column(source: IndexMap, k: int) -> Callable[[Local], Array]:
+    return lambda local: np.ascontiguousarray(source.rows(local)[:, k])
+
+
+def _repeated(factor: str, times: int) -> Callable[[Local], Array]:
+    return lambda local: np.arange(local.size(factor)).repeat(times)
+
+
+def _of_rank(factor: str, values: Array, behind: Shape) -> Callable[[Local], Array]:
+    return lambda local: values[local.positions(factor)].reshape(-1, *behind)
+
+
+def _scales_of_sizes(node: gs.Node, axes: Sequence[int], out: Sequence[Size]) -> list[float] | None:
+    """The scales that sizes make; where the aspect ratio is kept, one for all."""
+    shape = tensor_shape(node.inputs[0]) or ()
     if None in shape or None in out or 0 in shape:
         return None
-    return [(o or 0) / (s or 1) for s, o in zip(shape, out, strict=True)]
+    policy = _policy(node)
+    if policy == "stretch":
+        return [float(np.float32(o or 0) / np.float32(s)) for s, o in zip(shape, out, strict=True)]
+    asked = constant(node.inputs[3])
+    if asked is None:
+        return None
+    ratios = [n / (shape[a] or 1) for n, a in zip(asked.tolist(), axes, strict=True)]
+    scale = min(ratios) if policy == "not_larger" else max(ratios)
+    return [scale if i in axes else 1.0 for i in range(len(shape))]
 
 
 def _has_values(tensor: gs.Tensor | None) -> bool:
@@ -101,33 +210,17 @@ def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
     return found
 
 
-@rule("Pad")
-def pad(node: gs.Node) -> Rule:
-    """`a b -> a y`: dimensions without padding pass; linear if the padding is zero or copied."""
-    rank = len(tensor_shape(node.inputs[0]) or ())
-    pads, fill, axes = (node.attrs.get("pads"), node.attrs.get("value", 0.0), list(range(rank)))
-    for i, tensor in enumerate(node.inputs[1:4], 1):
-        value = constant(tensor) if tensor.name else None
-        if tensor.name and value is None and i != 2:
-            return whole_rule(node, "padding that only a run can tell")
-        if i == 1:
-            pads = value
-        elif i == 2 and tensor.name:
-            fill = 1 if value is None else value.reshape(-1)[0]
-        elif value is not None:
-            axes = [int(a) % rank for a in value]
-    assert pads is not None
-    padded = {a for i, a in enumerate(axes) if pads[i] or pads[len(axes) + i]}
-    before, after = names("d", rank), names("d", rank)
-    for i in padded:
-        after[i] = f"y{i}"
-    copied = node.attrs.get("mode", "constant") != "constant"
-    return einsum(
-        node,
-        f"{dims_text(before)}{', _' * (len(node.inputs) - 1)} -> {dims_text(after)}",
-        whole=dict.fromkeys((d for i in padded for d in (before[i], after[i])), "it is padded"),
-        linear=(FIRST,) if copied or not fill else (),
-    )
+def _regions(node: gs.Node, axes: Sequence[int]) -> list[Region] | None:
+    """The start and end of each dimension, as a share of it, that is cropped before resizing."""
+    found: list[Region] = [(0, 1)] * len(tensor_shape(node.inputs[0]) or ())
+    if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
+        operand = given(node, 1)
+        values = None if operand is None else constant(operand)
+        if values is None:
+            return None
+        for i, axis in enumerate(axes):
+            found[axis] = (float(values[i]), float(values[len(axes) + i]))
+    return found
 
 
 @rule("DepthToSpace")

@@ -114,6 +114,12 @@ class Lowering(Protocol):
         """Adds a node with one result; an attribute may be a function of the rank's view."""
         ...
 
+    def add_each(
+        self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
+    ) -> list[gs.Variable]:
+        """Adds a node with `count` results."""
+        ...
+
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
         """The reduction of the ranks' `x` over the parts of these factors; `x` where none is
         split."""
@@ -135,6 +141,10 @@ class Lowering(Protocol):
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
         """Adds the node that makes the rank's part of result `output`."""
+        ...
+
+    def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
+        """Adds the node that makes the rank's parts of all results."""
         ...
 
 
@@ -323,6 +333,7 @@ def numel(shape: Sequence[Size]) -> int:
 
 RuleFunction = Callable[[gs.Node], Rule]
 _RULES: dict[tuple[str, str], RuleFunction] = {}
+_WHOLE: dict[tuple[str, str], str] = {}
 
 
 def rule(*ops: str, domain: str = "") -> Callable[[RuleFunction], RuleFunction]:
@@ -340,6 +351,18 @@ def rule(*ops: str, domain: str = "") -> Callable[[RuleFunction], RuleFunction]:
 def registered() -> Mapping[tuple[str, str], RuleFunction]:
     """Every rule by (domain, op)."""
     return _RULES
+
+
+def whole_op(ops: str, reason: str, domain: str = "") -> None:
+    """Says why ops have no rule: `whole_op("NonZero Unique", "the size ... depends on data")`."""
+    for op in ops.split():
+        assert (domain, op) not in _WHOLE, f"two reasons for {op}"
+        _WHOLE[domain, op] = reason
+
+
+def whole_ops() -> Mapping[tuple[str, str], str]:
+    """Why ops without a rule have none, by (domain, op)."""
+    return _WHOLE
 
 
 def whole_rule(node: gs.Node, reason: str) -> Rule:
@@ -364,7 +387,8 @@ def rule_of(node: gs.Node) -> Rule:
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     function = _RULES.get((domain, node.op))
     if function is None:
-        return whole_rule(node, f"no rule for {domain + '.' if domain else ''}{node.op}")
+        lack = f"no rule for {domain + '.' if domain else ''}{node.op}"
+        return whole_rule(node, _WHOLE.get((domain, node.op), lack))
     if any(tensor_shape(t) is None for t in [*node.inputs, *node.outputs] if t.name):
         return whole_rule(node, "an operand of unknown rank")
     return function(node)

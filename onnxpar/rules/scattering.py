@@ -2,46 +2,142 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.rule import Rule, dims_text, einsum, names, rule, tensor_shape
+from onnxpar.rules.across import along
+from onnxpar.rules.indexing import SELECTED, local_rows, uncovered
+from onnxpar.rules.movement import output_shape
+from onnxpar.rules.rule import (
+    Local,
+    Lowering,
+    Rule,
+    dims_text,
+    dtype_of,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+)
+
+_MEETS = "its updates meet in the same elements, where the last one wins"
+_JOINS = {"add": "sum", "max": "max", "min": "min"}
+_PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint32", "bool")
+"""Types that Pad pads."""
+
+
+def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
+    """The fields of a rule for factors of updates that may meet: the data counts once."""
+    reduction = node.attrs.get("reduction", "none")
+    if reduction not in _JOINS:
+        reason = _MEETS if reduction == "none" else "the data would have to count once in a product"
+        return {"whole": dict.fromkeys(factors, reason), "reduce": {}}
+    return {
+        "reduce": dict.fromkeys(factors, _JOINS[reduction]),
+        "additive": frozenset({0}) if factors and reduction == "add" else frozenset(),
+    }
+
+
+def can_pad(data: gs.Tensor) -> bool:
+    """Whether there is an op that makes room beside the data."""
+    return str(dtype_of(data)) in _PADDED
+
+
+def scatter_padded(
+    build: Lowering,
+    indices: gs.Tensor,
+    axes: Sequence[int],
+    counts: Callable[[Local], Sequence[int]],
+) -> None:
+    """Scatters into operand 0 with one element more along the axes, which is then cut off: what
+    `indices` send there, beyond the rank's `counts`, is another rank's."""
+    node = build.local.node
+    rank = len(tensor_shape(node.inputs[0]) or ())
+    pads = np.array([*[0] * rank, *(int(i in axes) for i in range(rank))], np.int64)
+    room = build.add("Pad", [build.input(0), pads])
+    written = build.add(node.op, [room, indices, build.input(2)], **node.attrs)
+    ends = build.per_rank(lambda local: np.array(counts(local), np.int64))
+    build.finish(
+        "Slice", [written, np.zeros(len(axes), np.int64), ends, np.array([*axes], np.int64)]
+    )
 
 
 @rule("ScatterElements Scatter")
 def scatter_elements(node: gs.Node) -> Rule:
-    """`v d, i d, i d -> v d`, v and i whole; dimensions that are updated in part are whole, too."""
+    """`v (d + r), i d, i d -> v (d + r)`; parts of v leave out the updates of others.
+
+    Parts of i make a pending sum (max, min) where the updates are added; r is not updated.
+    """
     data, index = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", 0) % len(data)
     dims, at = names("d", len(data)), names("d", len(data))
     dims[axis], at[axis] = "v", "i"
-    whole = dict.fromkeys("vi", "its updates meet in the same elements")
-    for i, (size, covered) in enumerate(zip(data, index, strict=True)):
-        if i != axis and (size is None or size != covered):
-            at[i] = f"i{i}"
-            whole |= dict.fromkeys((dims[i], at[i]), "the indices cover a part of it")
+    sizes = uncovered(dims, axis, data, index)
+    rows = data[axis]
+    fields = meeting_updates(node, ["i"])
+    if rows is None or node.op == "Scatter" or not can_pad(node.inputs[0]):
+        fields["whole"] = {**fields.get("whole", {}), "v": "there is no room for others' updates"}
+
+    def lower(build: Lowering) -> None:
+        found, _ = local_rows(build, rows or 0, lambda local: local.size("v"))
+        scatter_padded(build, found, [axis], lambda local: [local.size("v")])
+
     table, part = dims_text(dims), dims_text(at)
     adds = node.attrs.get("reduction", "none") in ("none", "add")
     return einsum(
         node,
         f"{table}, {part}, {part} -> {table}",
-        whole=whole,
+        sizes=sizes,
+        lowered=frozenset({"v"}),
+        lower=lower,
         linear=(frozenset({0, 2}),) if adds else (),
+        **fields,
     )
 
 
 @rule("TensorScatter")
 def tensor_scatter(node: gs.Node) -> Rule:
-    """`b h s d, b h u d, b -> b h s d`, s and u whole: a cache written from an index on."""
-    shape = tensor_shape(node.inputs[0]) or ()
+    """`b h s d, b h u d, b -> b h s d`, u whole: a cache written from an index on; parts of s take
+    what falls into them."""
+    shape, updates = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", -2) % len(shape)
     cache, update = names("d", len(shape)), names("d", len(shape))
     update[axis] = "u"
-    written = dict.fromkeys((cache[axis], "u"), "where it is written only a run can tell")
+    factor, length, count = cache[axis], shape[axis], updates[axis]
+    circular = node.attrs.get("mode", "linear") == "circular"
+
+    def lower(build: Lowering) -> None:
+        def places(local: Local) -> Any:
+            return local.positions(factor).astype(np.int64).reshape(along(axis, len(shape)))
+
+        at = build.per_rank(places)
+        if given(build.local.node, 2) is not None:
+            others = [i for i in range(len(shape)) if i != 0]
+            start = build.add("Unsqueeze", [build.input(2)], axes=others)
+            at = build.add("Sub", [at, start])
+        if circular:
+            at = build.add("Mod", [at, np.array(length, np.int64)])
+        last, zero = np.array((count or 0) - 1, np.int64), np.array(0, np.int64)
+        row = build.add("Clip", [at, zero, last])
+        inside = build.add("Equal", [row, at])
+        row = build.add("Expand", [row, build.per_rank(output_shape)])
+        written = build.add("GatherElements", [build.input(1), row], axis=axis)
+        build.finish("Where", [inside, written, build.input(0)])
+
+    whole = {"u": "where it is written only a run can tell"}
+    if None in (length, count) or str(dtype_of(node.inputs[0])) not in SELECTED:
+        whole[factor] = "where it is written only a run can tell"
     rest = ", d0" * (len(node.inputs) - 2)
     return einsum(
         node,
         f"{dims_text(cache)}, {dims_text(update)}{rest} -> {dims_text(cache)}",
-        whole=written,
+        whole=whole,
+        lowered=frozenset({factor}),
+        lower=lower,
         linear=(frozenset({0, 1}),),
     )
 

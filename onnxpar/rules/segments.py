@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.rule import (
     Cat,
     Expr,
     Local,
+    Lowering,
     Rule,
     Size,
     Spec,
@@ -101,7 +104,7 @@ def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
 
 @rule("Slice")
 def slice_(node: gs.Node) -> Rule:
-    """`(before + kept + after) d -> kept d`; strided dimensions stay whole."""
+    """`(before + kept + after) d -> kept d`; strided dimensions `x -> d`, x tied to d."""
     bounds = slice_bounds(node)
     if bounds is None:
         return whole_rule(node, "bounds that only a run can tell")
@@ -110,8 +113,11 @@ def slice_(node: gs.Node) -> Rule:
     whole: dict[str, str] = {}
     left: list[Expr] = []
     right: list[Expr] = []
+    strided: dict[int, IndexMap] = {}
     for i, (size, kept) in enumerate(zip(shape, out, strict=True)):
         start, _, step = bounds.get(i, (0, 0, 1))
+        if kept == 1 and step != 1:
+            bounds[i], step = (start, start + 1, 1), 1
         sizes[f"d{i}"] = kept
         right.append(Var(f"d{i}"))
         if size == kept and step == 1:
@@ -119,7 +125,10 @@ def slice_(node: gs.Node) -> Rule:
         elif step != 1 or kept is None or size is None:
             sizes[f"x{i}"] = size
             left.append(Var(f"x{i}"))
-            whole |= dict.fromkeys((f"d{i}", f"x{i}"), "a strided slice")
+            if kept and size:
+                strided[i] = IndexMap(f"x{i}", f"d{i}", start + step * np.arange(kept))
+            else:
+                whole |= dict.fromkeys((f"d{i}", f"x{i}"), "a strided slice")
         else:
             sizes |= {f"p{i}": start, f"q{i}": size - start - kept}
             left.append(Cat((Var(f"p{i}"), Var(f"d{i}"), Var(f"q{i}"))))
@@ -147,5 +156,28 @@ def slice_(node: gs.Node) -> Rule:
             3: lambda _: int64(axes),
             4: lambda _: int64(steps),
         }
+
+    def lower(builder: Lowering) -> None:
+        x = builder.input(0)
+        at = {i for i, m in strided.items() if m.is_split(builder.local)}
+        for i in sorted(at):
+            x = strided[i].take(builder, x, i)
+        rest = [k for k, axis in enumerate(bounds) if axis not in at]
+
+        def of(values: Callable[[Local], list[int]]) -> gs.Tensor:
+            return builder.per_rank(lambda local: int64([values(local)[k] for k in rest]))
+
+        fixed = [int64([values[k] for k in rest]) for values in (axes, steps)]
+        builder.finish("Slice", [x, of(starts), of(ends), *fixed])
+
     rest: list[Spec | None] = [None] * (len(node.inputs) - 1)
-    return Rule((tuple(left), *rest), (tuple(right),), sizes, whole=whole, local=local, **PERMUTES)
+    return Rule(
+        (tuple(left), *rest),
+        (tuple(right),),
+        sizes,
+        whole=whole,
+        local=local,
+        lower=lower,
+        **tied_fields(strided),
+        **PERMUTES,
+    )

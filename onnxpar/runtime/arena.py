@@ -17,11 +17,17 @@ ALIGNMENT = 64
 """Of every array, in bytes: a cache line, and more than any kernel asks for."""
 PAGE = mmap.PAGESIZE
 
+NOWHERE = -1
+"""The offset of what is in no arena."""
+
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 class Slot(NamedTuple):
-    """An array in an arena, and where it stands there, in bytes."""
+    """An array in an arena, and where it stands there, in bytes.
+
+    Anything else than a tensor of numbers stands NOWHERE.
+    """
 
     offset: int
     array: Array

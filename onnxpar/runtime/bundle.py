@@ -11,15 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.errors import ModelError
+from onnxpar.errors import InputError, ModelError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
+from onnxpar.runtime.values import is_value
+from onnxpar.symbols import Polynomial
 
 FORMAT = 1
 """The only format of plan.json that this runtime reads."""
 
-Shape = tuple[int | None, ...]
+Shape = tuple[int | Polynomial | None, ...]
+"""Global sizes; open ones are polynomials of the model's symbols, None is what data decides."""
+Sizes = tuple[int, ...]
+"""The values of a bundle's symbols in a run."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +33,52 @@ class NodeArg:
 
     name: str
     type: str
-    shape: list[int | None]
+    shape: list[int | str | None]
 
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output. What data decides is None: a size, shape or layout."""
+    """A graph input or output. What data decides is None: a size, shape or layout.
+
+    `type` is onnxruntime's text; `dtype` that of a tensor, of objects where the elements are
+    strings. An input that `has_default` need not be fed. Where sizes are open, `layout` is None
+    and `open_layout` its JSON with texts for them.
+    """
 
     name: str
     dtype: np.dtype[Any]
     shape: Shape | None
     layout: Layout | None
+    type: str = ""
+    has_default: bool = False
+    open_layout: Mapping[str, Any] | None = None
+
+    @property
+    def is_value(self) -> bool:
+        """Whether it is no tensor of numbers."""
+        return bool(self.type) and is_value(self.type)
 
     @property
     def arg(self) -> NodeArg:
         """As onnxruntime would describe it."""
-        return NodeArg(self.name, tensor_type(self.dtype), list(self.shape or ()))
+        shape = [str(s) if isinstance(s, Polynomial) else s for s in self.shape or ()]
+        return NodeArg(self.name, self.type or tensor_type(self.dtype), shape)
+
+    def layout_at(self, sizes: Mapping[str, int]) -> Layout | None:
+        """The layout for these values of the symbols."""
+        if self.open_layout is None:
+            return self.layout
+        return Layout.from_json(_resolved(self.open_layout, sizes))
+
+    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
+        """The shape for these values of the symbols."""
+        shape = self.shape or ()
+        return tuple(s.at(sizes) if isinstance(s, Polynomial) else s for s in shape)
 
     def expects(self) -> str:
         """`float32 [8, 16]`, with `?` for what data decides."""
+        if self.is_value:
+            return self.type
         if self.shape is None:
             return f"{self.dtype.name} of any shape"
         return f"{self.dtype.name} [{', '.join('?' if s is None else str(s) for s in self.shape)}]"
@@ -56,19 +88,25 @@ class Port:
         if self.shape is None:
             return True
         return len(shape) == len(self.shape) and all(
-            own is None or own == given for own, given in zip(self.shape, shape, strict=True)
+            not isinstance(own, int) or own == given
+            for own, given in zip(self.shape, shape, strict=True)
         )
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A `model.par` folder: its mesh, ports by name, and state outputs by input."""
+    """A `model.par` folder: its mesh, ports by name, and state outputs by input.
+
+    `fixed` are inputs of the unsplit model whose default values have become part of this one.
+    """
 
     path: Path
     mesh: Mesh
     inputs: Mapping[str, Port]
     outputs: Mapping[str, Port]
     states: Mapping[str, str]
+    fixed: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
@@ -89,7 +127,38 @@ class Bundle:
         unknown = (states.keys() - inputs.keys()) | (set(states.values()) - outputs.keys())
         if unknown:
             raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
-        return Bundle(folder, mesh, inputs, outputs, states)
+        _check_together(inputs, outputs)
+        fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
+        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols)
+
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
+        """The values of the symbols, from shapes of inputs by name; 0 for one that stands in none.
+
+        Errors: InputError where two shapes contradict each other, naming both.
+        """
+        found: dict[str, int] = {}
+        origin: dict[str, str] = {}
+        given = [
+            (f"input {name!r} has {size} at dimension {axis}", own, size)
+            for name, shape in shapes.items()
+            for axis, (own, size) in enumerate(
+                zip(self.inputs[name].shape or (), shape, strict=True)
+            )
+            if isinstance(own, Polynomial)
+        ]
+        given.sort(key=lambda entry: len(entry[1].terms))
+        for text, own, size in given:
+            unknown = [v for v in own.variables if v not in found]
+            if len(unknown) == 1:
+                value = own.solve(unknown[0], found, size)
+                if value is not None:
+                    found[unknown[0]] = value
+                    origin[unknown[0]] = text
+        for text, own, size in given:
+            if any(v not in found for v in own.variables) or own.at(found) != size:
+                others = "; ".join(origin[v] for v in own.variables if v in origin)
+                raise InputError(f"{text}, which is {own} in the model; {others}")
+        return tuple(found.get(s, 0) for s in self.symbols)
 
     def check_complete(self) -> None:
         """Errors: ModelError where the folder lacks the graph of any rank."""
@@ -122,13 +191,46 @@ def _read_plan(folder: Path) -> dict[str, Any]:
     return plan
 
 
+def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:
+    """Strings and the like are run by value, of which onnxruntime's Python has only NumPy's own
+    numbers. Errors: ModelError."""
+    if any(port.is_value for port in (*inputs.values(), *outputs.values())):
+        for port in outputs.values():
+            if port.dtype.isbuiltin != 1:
+                raise ModelError(
+                    f"output {port.name!r} is {port.dtype.name}, which onnxruntime's Python does "
+                    "not return beside strings, sequences, maps or optionals; cast it to float"
+                )
+
+
 def _port(data: Mapping[str, Any]) -> Port:
     name, shape = data["name"], data.get("shape")
-    dtype = data["dtype"]
-    if dtype not in ELEMENTS:
+    type_ = data.get("type", "")
+    dtype = "object" if type_ and is_value(type_) else data["dtype"]
+    if dtype not in ELEMENTS and dtype != "object":
         raise ModelError(f"{name!r}: onnxpar hands no {dtype} tensors over; it knows {[*ELEMENTS]}")
-    layout = None if data.get("layout") is None else Layout.from_json(data["layout"])
-    sizes = None if shape is None else tuple(s if isinstance(s, int) else None for s in shape)
-    if layout is not None and (sizes is None or layout.shape != sizes):
+    sizes = (
+        None
+        if shape is None
+        else tuple(Polynomial.parse(s) if isinstance(s, str) else s for s in shape)
+    )
+    is_open = any(isinstance(s, Polynomial) for s in sizes or ())
+    tree = data.get("layout")
+    layout = None if tree is None or is_open else Layout.from_json(tree)
+    if layout is not None and layout.shape != sizes:
         raise ModelError(f"{name!r}: its shape {shape} is not that of its layout, {layout.shape}")
-    return Port(name, np.dtype(dtype), sizes, layout)
+    has_default = data.get("default", False)
+    opened = tree if is_open else None
+    return Port(name, np.dtype(dtype), sizes, layout, type_, has_default, opened)
+
+
+def _resolved(tree: Any, sizes: Mapping[str, int]) -> Any:
+    """The JSON of a layout with numbers for its open sizes."""
+    if isinstance(tree, list):
+        return [_resolved(item, sizes) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    out = {key: _resolved(value, sizes) for key, value in tree.items()}
+    if isinstance(out.get("size"), str):
+        out["size"] = Polynomial.parse(out["size"]).at(sizes)
+    return out

@@ -10,6 +10,7 @@ import numpy as np
 from onnxpar.errors import InputError
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.parts import Array
+from onnxpar.runtime.values import checked_value, is_optional
 
 
 def check_feeds(
@@ -20,9 +21,21 @@ def check_feeds(
     `kept` inputs need no feed. Errors: InputError, naming the input, what was given and expected.
     """
     unknown = [name for name in feeds if name not in bundle.inputs]
+    if unknown and unknown[0] in bundle.fixed:
+        raise InputError(
+            f"input {unknown[0]!r} was fixed when the model was sharded, as shapes depend on it; "
+            "change its default value in the model and shard it again"
+        )
     if unknown:
         raise InputError(f"no input is named {unknown[0]!r}; the inputs are {_list(bundle.inputs)}")
-    missing = [name for name in bundle.inputs if name not in feeds and name not in kept]
+    missing = [
+        port.name
+        for port in bundle.inputs.values()
+        if port.name not in feeds
+        and port.name not in kept
+        and not port.has_default
+        and not is_optional(port.type)
+    ]
     if missing:
         port = bundle.inputs[missing[0]]
         hint = " (or keep it with keep_states=True)" if missing[0] in bundle.states else ""
@@ -34,8 +47,11 @@ def check_feeds(
     }
 
 
-def check_array(port: Port, value: Any) -> Array:
-    """The value as an array of the port's dtype and shape. Errors: InputError."""
+def check_array(port: Port, value: Any) -> Any:
+    """The value as an array of the port's dtype and shape, or whatever the port's type is. Errors:
+    InputError."""
+    if port.is_value:
+        return _check_value(port, value)
     as_numpy = getattr(value, "numpy", None)  # an OrtValue
     array = np.asarray(as_numpy() if callable(as_numpy) else value)
     if array.dtype != port.dtype:
@@ -46,6 +62,18 @@ def check_array(port: Port, value: Any) -> Array:
         return array
     given = f"{array.dtype.name} {list(array.shape)}"
     raise InputError(f"input {port.name!r} was given {given}, expects {port.expects()}; {remedy}")
+
+
+def _check_value(port: Port, value: Any) -> Any:
+    try:
+        checked = checked_value(port.type, value)
+    except TypeError as error:
+        raise InputError(f"input {port.name!r} is a {port.type}: it expects {error}") from None
+    if isinstance(checked, np.ndarray) and not port.admits(checked.shape):
+        raise InputError(
+            f"input {port.name!r}: {list(checked.shape)} is not {list(port.shape or ())}"
+        )
+    return checked
 
 
 def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -14,7 +15,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.parts import Array
 from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.tensors import bind_input, dtype_of, view_of
+from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
+from onnxpar.runtime.values import arrays_in, is_optional, is_value
 
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-12,
@@ -98,7 +100,7 @@ class Report:
 def compare(
     model: str | os.PathLike[str] | bytes,
     par: str | os.PathLike[str] | Session,
-    feeds: Mapping[str, Array],
+    feeds: Mapping[str, Any],
     tolerances: Mapping[str, float] | None = None,
 ) -> Report:
     """Runs the unsplit model and the sharded one on the same feeds and compares every output.
@@ -113,8 +115,17 @@ def compare(
         with InferenceSession(par) as session:
             outputs = _run(session, feeds)
     allowed = {**TOLERANCES, **(tolerances or {})}
-    rows = [compare_arrays(n, outputs.get(n), array, allowed) for n, array in reference.items()]
-    return Report(tuple(rows))
+    wanted, given = (
+        {k: a for n, v in values.items() for k, a in arrays_in(n, v).items()}
+        for values in (reference, outputs)
+    )
+    rows = [compare_arrays(n, given.get(n), array, allowed) for n, array in wanted.items()]
+    extra = [
+        Comparison(n, a.dtype.name, a.shape, 0.0, 0.0, "the unsplit model lacks it")
+        for n, a in given.items()
+        if n not in wanted
+    ]
+    return Report((*rows, *extra))
 
 
 def compare_arrays(
@@ -136,28 +147,42 @@ def compare_arrays(
     return Comparison(name, dtype.name, shape, error, tolerances.get(dtype.name, 0.0), fault)
 
 
-def run_unsplit(
-    model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Array]
-) -> dict[str, Array]:
+def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any]) -> dict[str, Any]:
     """The outputs of the unsplit model, by name, run whole. Errors: ModelError, InputError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     try:
         session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
     except _ORT_ERRORS as error:
         raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
+    ports = [*session.get_inputs(), *session.get_outputs()]
+    for argument in session.get_inputs():
+        if argument.name not in feeds and not is_optional(argument.type):
+            raise InputError(f"input {argument.name!r} of the unsplit model is not fed")
+    try:
+        if any(is_value(port.type) for port in ports):
+            return _run_values(session, feeds)
+        return _run_bound(session, feeds)
+    except _ORT_ERRORS as error:
+        raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
+
+
+def _run_values(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    values = {n: as_fed(v) if isinstance(v, np.ndarray) else v for n, v in feeds.items()}
+    names = [argument.name for argument in session.get_outputs()]
+    return dict(zip(names, session.run(names, values), strict=True))
+
+
+def _run_bound(session: ort.InferenceSession, feeds: Mapping[str, Array]) -> dict[str, Array]:
     binding = session.io_binding()
     held = {name: np.asarray(array, order="C") for name, array in feeds.items()}
-    for argument in session.get_inputs():
-        if argument.name not in held:
-            raise InputError(f"input {argument.name!r} of the unsplit model is not fed")
-        bind_input(binding, argument.name, held[argument.name])
+    memory = {name: memory_of(array) for name, array in held.items()}
+    for argument in (*session.get_inputs(), *session.get_overridable_initializers()):
+        if argument.name in held:
+            bind_input(binding, argument.name, held[argument.name], memory[argument.name])
     arguments = session.get_outputs()
     for argument in arguments:
         binding.bind_output(argument.name, "cpu")
-    try:
-        session.run_with_iobinding(binding)
-    except _ORT_ERRORS as error:
-        raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
+    session.run_with_iobinding(binding)
     found = {}
     for argument, value in zip(arguments, binding.get_outputs(), strict=True):
         dtype = dtype_of(argument.type)
@@ -169,7 +194,7 @@ def run_unsplit(
     return found
 
 
-def _run(session: Session, feeds: Mapping[str, Array]) -> dict[str, Array]:
+def _run(session: Session, feeds: Mapping[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
 

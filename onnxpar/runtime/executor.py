@@ -11,11 +11,22 @@ import onnxruntime as ort
 
 from onnxpar.errors import RankError
 from onnxpar.runtime import groups
-from onnxpar.runtime.arena import Slot, Spec
-from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.arena import NOWHERE, Slot, Spec
+from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.options import SessionSpec, run_options
-from onnxpar.runtime.parts import Array, Parts
-from onnxpar.runtime.tensors import bind_input, bind_output, copy_of, view_of
+from onnxpar.runtime.parts import Array, Parts, PortParts
+from onnxpar.runtime.tensors import (
+    as_fed,
+    bind_input,
+    bind_output,
+    copy_of,
+    is_packed,
+    memory_of,
+    view_of,
+)
+
+SIZES = "onnxpar.sizes"
+"""The hidden input of a rank's graph: what the open sizes are."""
 
 Place = tuple[int, tuple[int, ...]]
 """Address and shape of a bound array: to bind the same again costs as much as a small run."""
@@ -37,11 +48,12 @@ class Heap:
 
 @dataclass(frozen=True)
 class Request:
-    """One run: the outputs to return, whether to keep states, and run options."""
+    """One run: the outputs to return, whether to keep states, run options, and open sizes."""
 
     fetch: Sequence[str]
     keep: bool = False
     options: Mapping[str, Any] | None = None
+    sizes: Sizes = ()
 
 
 class Executor:
@@ -71,15 +83,21 @@ class Executor:
         )
         self._rank = world.rank
         self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
-        self._parts = {name: Parts(p.layout, bundle.mesh) for name, p in self._ports.items()}
+        self._all_parts = PortParts(bundle)
+        self._parts: Mapping[str, Parts] = {}
+        self._has_sizes = bool(bundle.symbols)
         self._everywhere = everywhere
         self._states = bundle.states
         self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
+        self._defaults = [name for name, port in bundle.inputs.items() if port.has_default]
+        self._passed = bundle.inputs.keys() & bundle.outputs.keys()
+        self._has_values = any(port.is_value for port in self._ports.values())
         self._binding = self.session.io_binding()
+        self._held: dict[str, Array] = {}
         self._bound: dict[str, Place] = {}
         self._placed: dict[str, Place] = {}
         self._order: list[str] = []
-        self._kept: dict[str, ort.OrtValue] = {}
+        self._kept: dict[str, Any] = {}
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
         """Runs once on this rank's parts, which are contiguous; returns its parts of the outputs.
@@ -87,8 +105,10 @@ class Executor:
         Only parts that assembling needs are returned. With `keep`, state outputs stay here as the
         next run's inputs.
         """
-        for name in self._inputs:
-            self._bind_input(name, feeds)
+        self._parts = self._all_parts.at(tuple(request.sizes))
+        if self._has_values:
+            return self._run_values(request, feeds, room)
+        self._bind_inputs(feeds, request.sizes)
         slots, order = self._bind_outputs(request, room)
         self.session.run_with_iobinding(self._binding, run_options(request.options))
         if len(slots) == len(order):
@@ -101,25 +121,65 @@ class Executor:
             self._kept = {i: self._own(o, values[o]) for i, o in self._states.items()}
         return slots
 
-    def read_state(self, name: str, room: Room) -> dict[str, Slot]:
+    def read_state(self, name: str, room: Room, sizes: Sizes) -> dict[str, Slot]:
         """This rank's part of a kept state, where assembling needs it."""
+        self._parts = self._all_parts.at(tuple(sizes))
         if not self._gives(name):
             return {}
-        return {name: self._ship(name, self._kept[name], room)}
+        kept = self._kept[name]
+        if self._ports[name].is_value:
+            return {name: self._put(name, kept, room)}
+        return {name: self._ship(name, kept, room)}
 
     def write_state(self, name: str, part: Array) -> None:
         """Keeps a copy of this rank's part as a state."""
-        self._kept[name] = copy_of(part)
+        self._kept[name] = part if self._ports[name].is_value else copy_of(part)
 
     def reset_states(self) -> None:
         """Forgets all kept states."""
         self._kept.clear()
+
+    def _run_values(
+        self, request: Request, feeds: Mapping[str, Array], room: Room
+    ) -> dict[str, Slot]:
+        """Runs by values: only tensors of numbers can be bound."""
+        kept = list(self._states.values()) if request.keep else []
+        order = list(dict.fromkeys([*request.fetch, *kept]))
+        given = {n: self._kept[n] for n in self._states if n in self._kept} | {
+            name: value if self._ports[name].is_value else as_fed(value)
+            for name, value in feeds.items()
+        }
+        if self._has_sizes:
+            given[SIZES] = as_fed(np.array(request.sizes, np.int64))
+        options = run_options(request.options)
+        results = dict(zip(order, self.session.run(order, given, options), strict=True))
+        if request.keep:
+            for source, result in self._states.items():
+                self.write_state(source, results[result])
+        return {n: self._put(n, results[n], room) for n in request.fetch if self._gives(n)}
+
+    def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
+        """Binds all that is fed or kept; of what has a default, only that."""
+        fed = [name for name in self._defaults if name in feeds]
+        if any(name in self._bound for name in self._defaults if name not in fed):
+            self._binding.clear_binding_inputs()
+            self._bound.clear()
+        for name in [*self._inputs, *fed]:
+            self._bind_input(name, feeds)
+        if self._has_sizes:
+            self._sizes = np.array(sizes, np.int64)
+            bind_input(self._binding, SIZES, self._sizes)
 
     def _bind_input(self, name: str, feeds: Mapping[str, Array]) -> None:
         """Binds the fed or the kept value."""
         if name not in feeds:
             self._bound.pop(name, None)
             self._binding.bind_ortvalue_input(name, self._kept[name])
+            return
+        if is_packed(feeds[name].dtype):
+            self._held[name] = memory_of(feeds[name])
+            bind_input(self._binding, name, feeds[name], self._held[name])
+            self._bound[name] = _place(self._held[name])
             return
         at = _place(feeds[name])
         if self._bound.get(name) != at:
@@ -151,9 +211,10 @@ class Executor:
         onnxruntime does not write an input that is also an output to the memory it was given.
         """
         shape = self._parts[name].local_shape(self._rank)
-        if shape is None or not self._gives(name) or name in self._inputs:
+        dtype = self._ports[name].dtype
+        if shape is None or not self._gives(name) or name in self._passed or is_packed(dtype):
             return None
-        return self._ports[name].dtype, shape
+        return dtype, shape
 
     def _gives(self, name: str) -> bool:
         """Whether assembling needs this rank's part."""
@@ -162,16 +223,22 @@ class Executor:
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
         """A copy in room of what onnxruntime placed."""
-        shape, expected = tuple(value.shape()), self._parts[name].local_shape(self._rank)
+        return self._put(name, view_of(value, self._ports[name].dtype), room)
+
+    def _put(self, name: str, array: Array, room: Room) -> Slot:
+        """A copy of a tensor in room; a value as it is."""
+        if self._ports[name].is_value:
+            return Slot(NOWHERE, array)
+        shape, expected = array.shape, self._parts[name].local_shape(self._rank)
         if expected is not None and shape != expected:
             raise RankError(f"{name!r} came out as {list(shape)}; its layout says {list(expected)}")
-        (slot,) = room.place([(self._ports[name].dtype, shape)])
-        slot.array[...] = view_of(value, self._ports[name].dtype)
+        (slot,) = room.place([(array.dtype, shape)])
+        slot.array[...] = array
         return slot
 
     def _own(self, name: str, value: ort.OrtValue) -> ort.OrtValue:
         """The value, or a copy of an input that is passed through: that is the feeder's."""
-        passed = name in self._inputs
+        passed = name in self._passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 
 

@@ -14,7 +14,9 @@ from onnxpar.errors import InputError
 from onnxpar.runtime.parts import Array
 
 InputSpec = tuple[str, str, Sequence[int]]
-"""Name, dtype (NumPy's or ml_dtypes' name) and shape."""
+"""Name, dtype (NumPy's or ml_dtypes' name, else the type as onnxruntime writes it) and shape."""
+WORDS = ("", "a", "b", "ab", "ba", "onnx")
+"""Random strings."""
 
 DEFAULT_RANGE = (0, 1)
 """Of integers that nobody gave a range: as indices they fit any table."""
@@ -25,7 +27,8 @@ def make_feeds(
 ) -> dict[str, Array]:
     """Random feeds, the same for the same seed, whatever the order and number of the inputs.
 
-    Floats are standard normal, bools even; integers come from [low, high), by input name.
+    Floats are standard normal, bools even; integers come from [low, high), by input name; strings
+    are WORDS.
     Errors: InputError for a range that is empty or has no input.
     """
     unknown = ranges.keys() - {name for name, _, _ in inputs}
@@ -34,26 +37,29 @@ def make_feeds(
     feeds = {}
     for name, dtype, shape in inputs:
         source = np.random.default_rng([seed, *name.encode()])
+        if "(" in dtype:
+            raise InputError(f"input {name!r} is a {dtype}, which is not made up; {_remedy(dtype)}")
         feeds[name] = _random(name, np.dtype(dtype), tuple(shape), ranges.get(name), source)
     return feeds
 
 
-def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Array]:
-    """The arrays of an .npz file by input name.
+def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
+    """The arrays of an .npz file by input name; those of a sequence `s` are `s.0`, `s.1` ...
 
     What NumPy cannot name (bfloat16, float8) is read as what the input says, if the sizes agree.
     Errors: InputError for a file that is missing or no .npz, a missing or an unknown key.
     """
     file = Path(path)
-    dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs}
     arrays = _read_npz(file)
+    lists = {name: _take_list(name, arrays, dtype) for name, dtype, _ in inputs if "(" in dtype}
+    dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs if name not in lists}
     for name in dtypes:
         if name not in arrays:
             raise InputError(f"{file} lacks input {name!r}; it has {_list(arrays)}")
     for name in arrays:
         if name not in dtypes:
             raise InputError(f"{file} has {name!r}, but the inputs are {_list(dtypes)}")
-    return {name: _typed(arrays[name], dtype) for name, dtype in dtypes.items()}
+    return lists | {name: _typed(arrays[name], dtype) for name, dtype in dtypes.items()}
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
@@ -63,9 +69,27 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> N
         with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
             for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+                    plain = np.asanyarray(array)
+                    plain = plain.astype(str) if plain.dtype == object else plain
+                    np.lib.format.write_array(member, plain, allow_pickle=False)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error}") from error
+
+
+def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] | None:
+    """The arrays of a sequence; None for an optional of which there is none."""
+    if not type_.removeprefix("optional(").startswith("seq(tensor("):
+        raise InputError(f"input {name!r} is a {type_}; {_remedy(type_)}")
+    found: list[Array] = []
+    while (key := f"{name}.{len(found)}") in arrays:
+        found.append(arrays.pop(key))
+    return None if type_.startswith("optional(") and not found else found
+
+
+def _remedy(type_: str) -> str:
+    if type_.removeprefix("optional(").startswith("seq(tensor("):
+        return "give its arrays as NAME.0, NAME.1 ... in --inputs FILE.npz"
+    return "run the model from Python: onnxpar.InferenceSession takes it as onnxruntime does"
 
 
 def _random(
@@ -75,6 +99,8 @@ def _random(
     range_: tuple[int, int] | None,
     source: np.random.Generator,
 ) -> Array:
+    if dtype.kind == "O":
+        return source.choice(np.array(WORDS, object), shape)
     if dtype == np.bool_:
         return source.integers(0, 2, shape).astype(np.bool_)
     if np.issubdtype(dtype, np.integer):
@@ -99,7 +125,9 @@ def _read_npz(file: Path) -> dict[str, Array]:
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:
-    """NumPy stores ml_dtypes as nameless bytes."""
+    """NumPy stores ml_dtypes as nameless bytes, and strings with their length."""
+    if dtype.kind == "O":
+        return array.astype(object)
     nameless = array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize
     return array.view(dtype) if nameless else array
 

@@ -1,8 +1,6 @@
-"""What makes a process a rank: mpirun and its like start all ranks, each of which is one process.
+"""What makes a process a rank: mpirun, srun and torchrun start all ranks, each one process.
 
-Read from the environment, as the native library does: ONNXPAR_RANK and ONNXPAR_WORLD_SIZE, or Open
-MPI's OMPI_COMM_WORLD_RANK and _SIZE; ONNXPAR_STORE, where the ranks find each other (`file:/dir`
-or `tcp://host:port`; mpirun on one host needs none); ONNXPAR_BIND, the address to listen on.
+Read from the environment, as the native library does; `HELP` says which variables, in which order.
 """
 
 from __future__ import annotations
@@ -19,17 +17,53 @@ from typing import Any
 import numpy as np
 
 from onnxpar.errors import RankError
-from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.gather import Gather
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.log import Log, describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.parts import Array, Parts, PortParts
 from onnxpar.runtime.ranks import PartsOf
 
 _worlds = itertools.count()
+_SLURM_PORT, _SLURM_PORTS = 20000, 10000
+"""Ports of steps; what follows # in a store keeps worlds apart that happen to share one."""
+
+HELP = """under a launcher, each process is one rank and makes the same calls. Its rank and their
+number are read from the first of
+  ONNXPAR_RANK, ONNXPAR_WORLD_SIZE           set by hand; these win
+  OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE mpirun
+  SLURM_PROCID, SLURM_STEP_NUM_TASKS         srun (or SLURM_NTASKS, within a step)
+  RANK, WORLD_SIZE                           torchrun
+and two launchers that contradict each other are an error. The ranks meet at the first of
+  ONNXPAR_STORE                   file:/dir, which all see, or tcp://host:port, where rank 0 listens
+  mpirun's own directory          on one host
+  MASTER_ADDR, MASTER_PORT        at the port behind it: torch's own store has that one
+  a port that follows from the Slurm job and step, on one host
+ONNXPAR_BIND is the address that ranks listen on (127.0.0.1), ONNXPAR_TIMEOUT bounds every wait of
+a program without Python, in seconds."""
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables that a launcher sets; srun's count only where `step` is set too."""
+
+    rank: str
+    sizes: tuple[str, ...]
+    local_size: str = ""
+    step: str = ""
+
+
+_OWN = _Launcher("ONNXPAR_RANK", ("ONNXPAR_WORLD_SIZE",))
+_SLURM = _Launcher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), step="SLURM_STEP_ID")
+_LAUNCHERS = (
+    _OWN,
+    _Launcher("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _SLURM,
+    _Launcher("RANK", ("WORLD_SIZE",), "LOCAL_WORLD_SIZE"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,24 +79,71 @@ class Launched:
 def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | None:
     """What the environment says this process is; None where it is no rank.
 
-    Errors: RankError where it says half of it.
+    Errors: RankError where it says half of it, or where two launchers contradict each other.
     """
-    rank = _number(environment, "ONNXPAR_RANK", "OMPI_COMM_WORLD_RANK")
-    if rank is None:
+    present = [one for one in _LAUNCHERS if _is_present(one, environment)]
+    if not present:
         return None
-    size = _number(environment, "ONNXPAR_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
-    if size is None or not 0 <= rank < size:
-        raise RankError(f"this process is rank {rank} of {size}; set ONNXPAR_WORLD_SIZE")
-    local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") or size
-    store = environment.get("ONNXPAR_STORE", "")
-    if not store and (folder := environment.get("PMIX_SERVER_TMPDIR")) and local == size:
-        store = f"file:{folder}/onnxpar"
+    rank, size = _place(present[0], environment)
+    for other in present[1:]:
+        if present[0] is not _OWN and (rank, size) != _place(other, environment):
+            first, second = (_said(one, environment) for one in (present[0], other))
+            raise RankError(
+                f"{first} and {second} contradict each other; unset those of the launcher that "
+                "did not start this process, or set ONNXPAR_RANK and ONNXPAR_WORLD_SIZE, which win"
+            )
+        size = size if size is not None else _place(other, environment)[1]
+    if rank is None or size is None or not 0 <= rank < size:
+        raise RankError(f"this process is rank {rank} of {size}; set {present[0].sizes[0]}")
+    local = next(
+        (n for one in present if (n := _number(environment, one.local_size)) is not None), None
+    )
+    if local is None:
+        local = -(-size // (_number(environment, "SLURM_STEP_NUM_NODES") or 1))
+    store = _store(environment, size, local)
     if not store and size > 1:
         raise RankError(
             "the ranks do not know where to find each other; set ONNXPAR_STORE to file:/dir, a "
             "folder that all see, or to tcp://host:port, where rank 0 can listen"
         )
     return Launched(rank, size, local, store or "hash:alone")
+
+
+def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process. A batch script of Slurm has a rank, but no step;
+    names as common as RANK count only together."""
+    if not environment.get(one.rank):
+        return False
+    if one is _SLURM and environment.get(_SLURM.sizes[0]):
+        return True
+    if one.step or one.rank == "RANK":
+        return bool(environment.get(one.step or one.sizes[0]))
+    return True
+
+
+def _place(one: _Launcher, environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    return _number(environment, one.rank), _number(environment, *one.sizes)
+
+
+def _said(one: _Launcher, environment: Mapping[str, str]) -> str:
+    size = next((name for name in one.sizes if environment.get(name)), one.sizes[0])
+    return f"{one.rank}={environment[one.rank]}, {size}={environment.get(size, '')}"
+
+
+def _store(environment: Mapping[str, str], size: int, local: int) -> str:
+    """Where the ranks meet; empty where nothing says it."""
+    if store := environment.get("ONNXPAR_STORE"):
+        return store
+    if (folder := environment.get("PMIX_SERVER_TMPDIR")) and local == size:
+        return f"file:{folder}/onnxpar"
+    host, port = environment.get("MASTER_ADDR"), _number(environment, "MASTER_PORT")
+    if host and port:
+        return f"tcp://{host}:{port + 1}#{port}"
+    job = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID")
+    if _is_present(_SLURM, environment) and job is not None and local == size:
+        step = _number(environment, "SLURM_STEP_ID") or 0
+        return f"tcp://127.0.0.1:{_SLURM_PORT + (31 * job + step) % _SLURM_PORTS}#{job}.{step}"
+    return ""
 
 
 def bind_address(environment: Mapping[str, str] = os.environ) -> str:
@@ -106,7 +187,8 @@ class LaunchedRank:
         self._bundle = bundle
         self._rank = rank
         self._closed: str | None = None
-        self._parts = {n: Parts(p.layout, bundle.mesh) for n, p in _ports(bundle).items()}
+        self._all_parts = PortParts(bundle)
+        self._parts: Mapping[str, Parts] = {}
         self._world = World.create(
             f"launched-{next(_worlds)}",
             rank,
@@ -124,20 +206,23 @@ class LaunchedRank:
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs this rank and gathers. Errors: RankError, on every rank."""
         with self._failing_together("the run"):
+            self._parts = self._all_parts.at(request.sizes)
             parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
             slots = self._executor.run(request, parts, Heap())
             return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
 
-    def read_state(self, name: str) -> PartsOf:
+    def read_state(self, name: str, sizes: Sizes) -> PartsOf:
         """The parts of a kept state."""
         with self._failing_together(f"reading state {name!r}"):
-            slots = self._executor.read_state(name, Heap())
+            self._parts = self._all_parts.at(sizes)
+            slots = self._executor.read_state(name, Heap(), sizes)
             return self._gather_parts([name], {n: s.array for n, s in slots.items()})
 
-    def write_state(self, name: str, array: Array) -> None:
+    def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
         """Keeps this rank's part of an array as a state."""
         with self._failing_together(f"writing state {name!r}"):
-            self._executor.write_state(name, self._parts[name].take(array, self._rank))
+            parts = self._all_parts.at(sizes)[name]
+            self._executor.write_state(name, parts.take(array, self._rank))
 
     def reset_states(self) -> None:
         """Forgets all states."""
@@ -214,7 +299,7 @@ def _threads(local_size: int) -> tuple[int, bool]:
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
     for name in names:
-        if text := environment.get(name):
+        if name and (text := environment.get(name)):
             if not text.isdigit():
                 raise RankError(f"{name}={text!r} in the environment is no number")
             return int(text)

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onnxpar.layout import Dim, Layout, dim_axes, indices, runs
-from onnxpar.mesh import Mesh
+from onnxpar.errors import InputError
+from onnxpar.layout import Dim, Layout, dim_axes, indices, leaves, runs
+from onnxpar.mesh import Mesh, parts_over
+from onnxpar.runtime.bundle import Bundle, Sizes
 
 Array = npt.NDArray[Any]
 Index = tuple[Any, ...]
@@ -56,7 +58,12 @@ class Parts:
         return self._shape if self._layout is None else self._layout.local_shape(self._mesh, rank)
 
     def take(self, whole: Array, rank: int) -> Array:
-        """A rank's part of a global array, contiguous; a view of it where that is possible."""
+        """A rank's part of a global array, contiguous; a view of it where that is possible.
+
+        A value that is no array is whole.
+        """
+        if not isinstance(whole, np.ndarray):
+            return whole
         if self._layout is None:
             part = whole
         elif self._layout.partial:
@@ -83,7 +90,7 @@ class Parts:
     def assemble(self, parts: Mapping[int, Array]) -> Array:
         """A new global array from the parts of the `sources`."""
         if self._layout is None:
-            return np.array(parts[0])
+            return np.array(parts[0]) if isinstance(parts[0], np.ndarray) else parts[0]
         if self._layout.partial:
             return self._layout.assemble(self._for_all_ranks(parts), self._mesh)
         whole: Array = np.empty(self._layout.shape, parts[self.sources[0]].dtype)
@@ -108,6 +115,43 @@ class Parts:
         """One array per rank; where `assemble` reads none, any of the right dtype."""
         filler = parts[self.sources[0]]
         return [parts.get(rank, filler) for rank in range(self._mesh.size)]
+
+
+class PortParts:
+    """The parts of all ports of a bundle, for the sizes that a run has."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._ports = {**bundle.inputs, **bundle.outputs}
+        self._fixed = {
+            name: Parts(port.layout, bundle.mesh)
+            for name, port in self._ports.items()
+            if port.open_layout is None
+        }
+        self.at = lru_cache(maxsize=32)(self._at)
+
+    def _at(self, sizes: Sizes) -> Mapping[str, Parts]:
+        """Parts by port, for these values of the bundle's symbols. Errors: InputError where a
+        rank would hold nothing of a dimension."""
+        binding = dict(zip(self._bundle.symbols, sizes, strict=True))
+        opened = {}
+        for name, port in self._ports.items():
+            layout = port.layout_at(binding) if name not in self._fixed else None
+            if layout is not None:
+                _check_sizes(name, layout)
+                opened[name] = Parts(layout, self._bundle.mesh)
+        return {**self._fixed, **opened}
+
+
+def _check_sizes(name: str, layout: Layout) -> None:
+    for dim in layout.dims:
+        for leaf in leaves(dim):
+            parts = parts_over(leaf.axes)
+            if leaf.axes and parts > leaf.size:
+                raise InputError(
+                    f"{name!r}: {leaf.size} of a dimension that is split over {parts} ranks; feed "
+                    f"at least {parts}, or shard the model otherwise"
+                )
 
 
 def _spans(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[slice, slice]]:

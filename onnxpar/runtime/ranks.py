@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.parts import Array, PortParts
 from onnxpar.runtime.processes import Processes
+from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
 
 PartsOf = dict[str, dict[int, Array]]
@@ -26,8 +27,8 @@ class Ranks(Protocol):
     providers: Sequence[str]
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
-    def read_state(self, name: str) -> PartsOf: ...
-    def write_state(self, name: str, array: Array) -> None: ...
+    def read_state(self, name: str, sizes: Sizes) -> PartsOf: ...
+    def write_state(self, name: str, array: Array, sizes: Sizes) -> None: ...
     def reset_states(self) -> None: ...
     def check_usable(self) -> None: ...
     def close(self) -> None: ...
@@ -47,7 +48,7 @@ class ProcessRanks:
         size = bundle.mesh.size
         bundle.check_complete()
         self._bundle = bundle
-        self._parts = {n: Parts(p.layout, bundle.mesh) for n, p in bundle.inputs.items()}
+        self._parts = PortParts(bundle)
         self._runs = 0
         with tempfile.TemporaryDirectory(prefix="onnxpar-") as folder:
             self._processes = Processes(bundle.path, size, timeout, log_dir)
@@ -67,16 +68,19 @@ class ProcessRanks:
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks once. Errors: RankError, naming the rank; then the ranks are ended."""
         self._runs += 1
-        message = {"do": "run", "feeds": self._hand_over(feeds), "size": self._size()}
+        handed = self._hand_over(feeds, request.sizes)
+        message = {"do": "run", "feeds": handed, "size": self._size()}
         return self._ask({**message, **vars(request)}, f"run {self._runs}")
 
-    def read_state(self, name: str) -> PartsOf:
+    def read_state(self, name: str, sizes: Sizes) -> PartsOf:
         """The parts of a kept state."""
-        return self._ask({"do": "read", "name": name}, f"reading state {name!r}")
+        message = {"do": "read", "name": name, "sizes": sizes}
+        return self._ask(message, f"reading state {name!r}")
 
-    def write_state(self, name: str, array: Array) -> None:
+    def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
         """Keeps an array as a state."""
-        message = {"do": "write", "feeds": self._hand_over({name: array}), "size": self._size()}
+        handed = self._hand_over({name: array}, sizes)
+        message = {"do": "write", "feeds": handed, "size": self._size()}
         self._ask(message, f"writing state {name!r}")
 
     def reset_states(self) -> None:
@@ -91,23 +95,25 @@ class ProcessRanks:
         """Ends the processes."""
         self._processes.close()
 
-    def _hand_over(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
+    def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> dict[str, Any]:
         """Copies each array into shared memory once, cut into parts that every rank can use there.
 
         Returns where they stand: an (offset, shape), or one for each rank.
         """
         self.check_usable()
+        ports, parts = self._bundle.inputs, self._parts.at(sizes)
+        feeds = {n: to_bytes(v) if ports[n].is_value else v for n, v in feeds.items()}
         arena = self._processes.inputs
         arena.clear()
-        pieces = [(name, rank) for name in feeds for rank in self._parts[name].sources]
-        shapes = [self._parts[n].local_shape(rank) or feeds[n].shape for n, rank in pieces]
+        pieces = [(name, rank) for name in feeds for rank in parts[name].sources]
+        shapes = [parts[n].local_shape(rank) or feeds[n].shape for n, rank in pieces]
         specs = [(feeds[n].dtype, shape) for (n, _), shape in zip(pieces, shapes, strict=True)]
         found: dict[str, dict[int, tuple[int, Sequence[int]]]] = {name: {} for name in feeds}
         for (name, rank), slot in zip(pieces, arena.place(specs), strict=True):
-            self._parts[name].write(feeds[name], rank, slot.array)
+            parts[name].write(feeds[name], rank, slot.array)
             found[name][rank] = slot.offset, slot.array.shape
         return {
-            name: at[0] if len(at) == 1 else [at[rank] for rank in self._parts[name].origins]
+            name: at[0] if len(at) == 1 else [at[rank] for rank in parts[name].origins]
             for name, at in found.items()
         }
 
@@ -122,7 +128,7 @@ class ProcessRanks:
             rank.outputs.map(answer.get("size", 0))
             for name, (offset, shape) in answer.get("slots", {}).items():
                 port = self._bundle.outputs.get(name) or self._bundle.inputs[name]
-                found.setdefault(name, {})[number] = rank.outputs.view(
-                    offset, port.dtype, tuple(shape)
-                )
+                dtype = BYTES if port.is_value else port.dtype
+                part = rank.outputs.view(offset, dtype, tuple(shape))
+                found.setdefault(name, {})[number] = of_bytes(part) if port.is_value else part
         return found

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from onnxpar.runtime.arena import Arena, Slot
+from onnxpar.runtime.arena import NOWHERE, Arena, Slot
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import Array
+from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, Wire
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Server:
     def __init__(
         self, bundle: Bundle, rank: int, executor: Executor, inputs: Arena, outputs: Arena
     ) -> None:
-        self._dtypes = {name: port.dtype for name, port in bundle.inputs.items()}
+        self._ports = bundle.inputs
         self._rank = rank
         self._executor = executor
         self._inputs = inputs
@@ -62,11 +63,13 @@ class Server:
         return self._actions[message["do"]](message)
 
     def _run(self, message: Message) -> Message:
-        request = Request(message["fetch"], message["keep"], message["options"])
+        sizes = tuple(message["sizes"])
+        request = Request(message["fetch"], message["keep"], message["options"], sizes)
         return self._sent(self._executor.run(request, self._feeds(message), self._outputs))
 
     def _read(self, message: Message) -> Message:
-        return self._sent(self._executor.read_state(message["name"], self._outputs))
+        sizes = tuple(message["sizes"])
+        return self._sent(self._executor.read_state(message["name"], self._outputs, sizes))
 
     def _write(self, message: Message) -> Message:
         for name, array in self._feeds(message).items():
@@ -83,9 +86,19 @@ class Server:
         feeds = {}
         for name, where in message["feeds"].items():
             offset, shape = where[self._rank] if isinstance(where[0], list) else where
-            feeds[name] = self._inputs.view(offset, self._dtypes[name], tuple(shape))
+            port = self._ports[name]
+            if port.is_value:
+                feeds[name] = of_bytes(self._inputs.view(offset, BYTES, tuple(shape)))
+            else:
+                feeds[name] = self._inputs.view(offset, port.dtype, tuple(shape))
         return feeds
 
     def _sent(self, slots: Mapping[str, Slot]) -> Message:
-        sent = {name: [slot.offset, list(slot.array.shape)] for name, slot in slots.items()}
+        sent = {}
+        for name, slot in slots.items():
+            if slot.offset == NOWHERE:
+                data = to_bytes(slot.array)
+                (slot,) = self._outputs.place([(BYTES, data.shape)])
+                slot.array[...] = data
+            sent[name] = [slot.offset, list(slot.array.shape)]
         return {"size": self._outputs.size, "slots": sent}

@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from onnxpar.errors import InputError
 from onnxpar.runtime import launch
-from onnxpar.runtime.bundle import Bundle, NodeArg
+from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
 from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec, run_spec
-from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.parts import Array, PortParts
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
 
 if TYPE_CHECKING:
@@ -29,16 +31,17 @@ class Session:
         self._bundle = bundle
         self._ranks = ranks
         self._lock = threading.RLock()
-        self._kept: set[str] = set()
-        self._parts = {
-            port.name: Parts(port.layout, bundle.mesh)
-            for port in (*bundle.inputs.values(), *bundle.outputs.values())
-        }
+        self._kept: dict[str, tuple[int, ...]] = {}
+        self._parts = PortParts(bundle)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks)
 
     def get_inputs(self) -> list[NodeArg]:
-        """The inputs, with the shapes of the unsplit model."""
-        return [port.arg for port in self._bundle.inputs.values()]
+        """The inputs that must be fed, with the shapes of the unsplit model."""
+        return [port.arg for port in self._bundle.inputs.values() if not port.has_default]
+
+    def get_overridable_initializers(self) -> list[NodeArg]:
+        """The inputs that have default values, with the shapes of the unsplit model."""
+        return [port.arg for port in self._bundle.inputs.values() if port.has_default]
 
     def get_outputs(self) -> list[NodeArg]:
         """The outputs, with the shapes of the unsplit model."""
@@ -75,12 +78,29 @@ class Session:
         with self._lock:
             self._ranks.check_usable()
             feeds = check_feeds(self._bundle, input_feed, self._kept)
-            request = Request(list(dict.fromkeys(names)), keep_states, run_spec(run_options))
+            sizes = self._sizes(feeds)
+            fetch = list(dict.fromkeys(names))
+            request = Request(fetch, keep_states, run_spec(run_options), sizes)
             parts = self._ranks.run(request, feeds)
             if keep_states:
-                self._kept.update(self._bundle.states)
-            whole = {name: self._assemble(name, parts) for name in request.fetch}
+                self._keep(sizes)
+            whole = {name: self._assemble(name, parts, sizes) for name in fetch}
         return [whole[name] for name in names]
+
+    def _sizes(self, feeds: Mapping[str, Array]) -> Sizes:
+        """What the open sizes are in a run, by what is fed and what is kept."""
+        if not self._bundle.symbols:
+            return ()
+        inputs = self._bundle.inputs
+        fed = {n: a.shape for n, a in feeds.items() if inputs[n].shape is not None}
+        return self._bundle.sizes({**self._kept, **fed})
+
+    def _keep(self, sizes: Sizes) -> None:
+        """Notes the global shapes of the states that a run has left."""
+        binding = dict(zip(self._bundle.symbols, sizes, strict=True))
+        for source, result in self._bundle.states.items():
+            shape = self._bundle.outputs[result].shape_at(binding)
+            self._kept[source] = tuple(s or 0 for s in shape)
 
     def close(self) -> None:
         """Ends the ranks; the session cannot run any more. May be called twice."""
@@ -98,8 +118,8 @@ class Session:
     ) -> None:
         self.close()
 
-    def _assemble(self, name: str, parts: PartsOf) -> Array:
-        return self._parts[name].assemble(parts[name])
+    def _assemble(self, name: str, parts: PartsOf, sizes: Sizes) -> Array:
+        return self._parts.at(sizes)[name].assemble(parts[name])
 
 
 class InferenceSession(Session):
@@ -173,15 +193,18 @@ class States:
                 raise InputError(
                     f"no value of state {name!r} is kept; run with keep_states=True, or write it"
                 )
-            return session._assemble(port.name, session._ranks.read_state(name))
+            sizes = session._bundle.sizes({name: session._kept[name]})
+            return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
 
     def write(self, name: str, value: Any) -> None:
         """Keeps a global array as the value of a state input. Errors: InputError."""
         session = self._session
-        array = check_array(state_port(session._bundle, name), value)
+        port = state_port(session._bundle, name)
+        array = check_array(port, value)
         with session._lock:
-            session._ranks.write_state(name, array)
-            session._kept.add(name)
+            shape = () if port.is_value else np.shape(array)
+            session._ranks.write_state(name, array, session._bundle.sizes({name: shape}))
+            session._kept[name] = shape
 
     def reset(self) -> None:
         """Forgets all kept values, so that every state must be fed again."""

@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16 and float8_*)
 import numpy as np
 import onnxruntime as ort
 
-from onnxpar.runtime.parts import Array
+from onnxpar.packing import PACKED, Array, pack, unpack
 
 ELEMENTS: Mapping[str, tuple[int, str]] = {
     "float32": (1, "float"),
@@ -31,6 +31,12 @@ ELEMENTS: Mapping[str, tuple[int, str]] = {
     "float8_e4m3fnuz": (18, "float8e4m3fnuz"),
     "float8_e5m2": (19, "float8e5m2"),
     "float8_e5m2fnuz": (20, "float8e5m2fnuz"),
+    "uint4": (21, "uint4"),
+    "int4": (22, "int4"),
+    "float4_e2m1fn": (23, "float4e2m1"),
+    "float8_e8m0fnu": (24, "float8e8m0"),
+    "uint2": (25, "uint2"),
+    "int2": (26, "int2"),
 }
 """By dtype name: ONNX's TensorProto number and onnxruntime's word for the element type."""
 
@@ -47,10 +53,30 @@ def dtype_of(tensor_type: str) -> np.dtype[Any] | None:
     return _DTYPES.get(tensor_type)
 
 
-def bind_input(binding: ort.IOBinding, name: str, array: Array) -> None:
-    """Binds the memory of a contiguous array, without a copy; it must live through the run."""
-    element, at = _element(array.dtype), array.ctypes.data
+def is_packed(dtype: np.dtype[Any]) -> bool:
+    """Whether the runtime's memory differs from NumPy's."""
+    return dtype.name in PACKED
+
+
+def memory_of(array: Array) -> Array:
+    """The bytes of a contiguous array as the runtime has them: the array's own, unless packed."""
+    return pack(array, PACKED[array.dtype.name]) if is_packed(array.dtype) else array
+
+
+def bind_input(
+    binding: ort.IOBinding, name: str, array: Array, memory: Array | None = None
+) -> None:
+    """Binds the memory of a contiguous array, without a copy; it must live through the run.
+
+    `memory` is `memory_of` the array where that is not its own.
+    """
+    element, at = _element(array.dtype), (array if memory is None else memory).ctypes.data
     binding.bind_input(name, "cpu", 0, element, list(array.shape), at)
+
+
+def as_fed(array: Array) -> Array | ort.OrtValue:
+    """What `InferenceSession.run` takes for an array: NumPy's own types as they are."""
+    return array if array.dtype.isbuiltin == 1 else copy_of(array)
 
 
 def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
@@ -60,19 +86,25 @@ def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
 
 
 def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
-    """The memory of a tensor as an array; it must not outlive the tensor."""
+    """The memory of a tensor as an array, a copy if packed; it must not outlive the tensor."""
     shape = tuple(value.shape())
-    size = dtype.itemsize * math.prod(shape)
-    if not size:
+    count = math.prod(shape)
+    if not count:
         return np.empty(shape, dtype)
-    memory = (ctypes.c_ubyte * size).from_address(value.data_ptr())
-    return np.frombuffer(memory, dtype).reshape(shape)
+    bits = PACKED.get(dtype.name)
+    size = -(-count * bits // 8) if bits else dtype.itemsize * count
+    memory = np.frombuffer((ctypes.c_ubyte * size).from_address(value.data_ptr()), np.uint8)
+    if bits:
+        return unpack(memory, bits)[:count].view(dtype).reshape(shape)
+    return memory.view(dtype).reshape(shape)
 
 
 def copy_of(array: Array) -> ort.OrtValue:
     """A tensor with memory of its own and the values of the array."""
     value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), _element(array.dtype))
-    view_of(value, array.dtype)[...] = array
+    memory = memory_of(np.asarray(array, order="C"))
+    if memory.nbytes:
+        ctypes.memmove(value.data_ptr(), memory.ctypes.data, memory.nbytes)
     return value
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from onnxpar.errors import RankError
 from onnxpar.runtime import groups
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.parts import Array, PortParts
 from onnxpar.runtime.ranks import PartsOf
 from onnxpar.runtime.session import Session
 
@@ -30,6 +30,8 @@ class ThreadSession(Session):
     """A session whose ranks are threads of this process: quick to start, so meant for tests.
 
     A fault in native code, which a rank process would answer for alone, ends this process.
+    `worlds`, one per rank, are those to run in; they stay open, so that many sessions may follow
+    each other in them as long as none fails. By default the session makes its own.
     """
 
     def __init__(
@@ -38,24 +40,32 @@ class ThreadSession(Session):
         sess_options: ort.SessionOptions | None = None,
         *,
         timeout: float = 60.0,
+        worlds: Sequence[groups.World] | None = None,
     ) -> None:
         bundle = Bundle.load(path_or_bytes)
-        super().__init__(bundle, ThreadRanks(bundle, SessionSpec.of(sess_options), timeout))
+        super().__init__(bundle, ThreadRanks(bundle, SessionSpec.of(sess_options), timeout, worlds))
 
 
 class ThreadRanks:
     """One thread per rank. Where one fails, all are aborted and every later call says why."""
 
-    def __init__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        spec: SessionSpec,
+        timeout: float,
+        worlds: Sequence[groups.World] | None = None,
+    ) -> None:
         bundle.check_complete()
         size = bundle.mesh.size
-        self._parts = {n: Parts(p.layout, bundle.mesh) for n, p in bundle.inputs.items()}
+        self._parts = PortParts(bundle)
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._closed = False
         self._executors: list[Executor] = []
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="onnxpar-rank")
-        self._worlds = groups.thread_worlds(size, timeout)
+        self._worlds = groups.thread_worlds(size, timeout) if worlds is None else list(worlds)
+        self._lent = worlds is not None
         self._executors = self._all(
             lambda rank: Executor(bundle, self._worlds[rank], spec, threads=1, spin=False),
             "the start",
@@ -65,20 +75,24 @@ class ThreadRanks:
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks once. Errors: RankError, of the first rank that failed."""
 
+        ports = self._parts.at(request.sizes)
+
         def run(rank: int) -> Mapping[str, Slot]:
-            parts = {n: self._parts[n].take(array, rank) for n, array in feeds.items()}
+            parts = {n: ports[n].take(array, rank) for n, array in feeds.items()}
             return self._executors[rank].run(request, parts, Heap())
 
         return _by_name(self._all(run, "run"))
 
-    def read_state(self, name: str) -> PartsOf:
+    def read_state(self, name: str, sizes: Sizes) -> PartsOf:
         """The parts of a kept state."""
-        slots = self._all(lambda r: self._executors[r].read_state(name, Heap()), "reading a state")
+        slots = self._all(
+            lambda r: self._executors[r].read_state(name, Heap(), sizes), "reading a state"
+        )
         return _by_name(slots)
 
-    def write_state(self, name: str, array: Array) -> None:
+    def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
         """Keeps an array as a state."""
-        parts = self._parts[name]
+        parts = self._parts.at(sizes)[name]
         self._all(
             lambda r: self._executors[r].write_state(name, parts.take(array, r)), "writing a state"
         )
@@ -94,12 +108,12 @@ class ThreadRanks:
             raise RankError(f"this session is closed: {cause}; make a new one")
 
     def close(self) -> None:
-        """Leaves the worlds."""
+        """Leaves the worlds, unless they were lent."""
         if self._closed:
             return
         self._closed = True
         self._executors.clear()
-        for world in self._worlds:
+        for world in () if self._lent else self._worlds:
             world.close()
         self._pool.shutdown()
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
+from onnxpar.interchange import is_weight
 from onnxpar.mesh import Axes, Mesh, parts_over
 from onnxpar.search.tensor_parallel import tensor_parallel_rounds
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Seed, TensorSeed
 
-PRESETS = ("data-parallel", "tensor-parallel", "hybrid")
+PRESETS = ("data-parallel", "tensor-parallel", "hybrid", "manual")
 
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
@@ -26,7 +27,8 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
         if devices % 2:
             raise StrategyError(f"hybrid over {devices} devices: give --mesh dp=..,tp=..")
         return Mesh((("dp", 2), ("tp", devices // 2)))
-    return Mesh(((("dp" if preset == "data-parallel" else "tp"), devices),))
+    names = {"data-parallel": "dp", "manual": "ranks"}
+    return Mesh(((names.get(preset or "", "tp"), devices),))
 
 
 def default_rounds(graph: gs.Graph, sharding: Sharding) -> list[list[Seed]]:
@@ -81,7 +83,7 @@ def batch_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> Iterator[See
             f"(--dim) a batch of at least {parts}, or use tensor-parallel"
         )
     for tensor in graph.inputs:
-        factors = sharding.factors.tensors.get(tensor.name)
+        factors = None if is_weight(tensor) else sharding.factors.tensors.get(tensor.name)
         if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
             leaves: list[Axes | None] = [axes] + [None] * (len(factors.leaves) - 1)
             yield TensorSeed(tensor.name, leaves)
@@ -89,7 +91,7 @@ def batch_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> Iterator[See
 
 def _batch_size(graph: gs.Graph) -> int | None:
     for tensor in graph.inputs:
-        if tensor.shape and isinstance(tensor.shape[0], int):
+        if not is_weight(tensor) and tensor.shape and isinstance(tensor.shape[0], int):
             return int(tensor.shape[0])
     return None
 

@@ -17,9 +17,11 @@ from math import gcd, prod
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import OpFactors
+from onnxpar.interchange import is_weight
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, parts_over
 from onnxpar.plan import part_bytes
+from onnxpar.rules.rule import dtype_of
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.strategy import Seed, TensorSeed, nest
 
@@ -30,8 +32,14 @@ SLACK = 0.03
 LOCAL_COVER = 1.5
 """Collectives that a weight is taken to cost where it is split for its own readers alone."""
 
-_CONTRACT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"}
+_CONTRACT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "FusedMatMul", "TransposeMatMul"}
+_WEIGHT = {
+    **dict.fromkeys(("MatMulInteger", "ConvInteger", "MatMulNBits", "Attention", "QAttention"), 1),
+    **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), 3),
+}
+"""Where the weight stands among scales and zero points."""
 _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
+_PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
 _MOVE = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
 
 SMALL_COVER = 0.6
@@ -42,7 +50,8 @@ Event = tuple[str, str]
 
 def is_contraction(op: OpFactors) -> bool:
     """Whether the node multiplies and reduces two operands."""
-    return len(op.rule.linear) >= 2 and bool(op.rule.reduce)
+    multiplies = op.node.op in _CONTRACT or op.node.op in _WEIGHT
+    return multiplies and bool(op.rule.reduce or op.rule.across)
 
 
 def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[list[Seed]]:
@@ -75,7 +84,7 @@ class _Cover:
         constants = [
             t
             for t in graph.tensors().values()
-            if isinstance(t, gs.Constant) and t.name in known and "float" in str(t.dtype)
+            if is_weight(t) and t.name in known and _is_number(t)
         ]
         self.large = [t for t in constants if self.size_of(t) > LARGE]
         self.weights = [t for t in constants if is_contracted(t)]
@@ -113,14 +122,14 @@ class _Cover:
     def _note(self, op: OpFactors) -> None:
         """Which collectives the splitting of each atom causes at this node."""
         for i, leaf in enumerate(op.leaves):
-            if op.reduction(i):
+            if op.reduction(i) or leaf.factor in op.rule.across:
                 self.events[leaf.atom].add(("reduce", op.node.name))
             for j, other in enumerate(op.leaves if is_contraction(op) else ()):
                 if i != j and leaf.atom != other.atom and (i, j) not in op.apart:
                     self.conflicts[leaf.atom][other.atom] += 1
         for i, (tensor, links) in enumerate(zip(op.node.inputs, op.inputs, strict=True)):
             factors = self.sharding.factors.tensors.get(tensor.name)
-            if isinstance(tensor, gs.Constant):
+            if is_weight(tensor):
                 self.readers[tensor.name].append((op, i))
                 continue
             for held, link in zip(factors.leaves if factors else (), links, strict=True):
@@ -249,13 +258,22 @@ class _Cover:
         return False
 
 
+def _is_number(tensor: gs.Tensor) -> bool:
+    """Whether the elements are numbers to compute with, quantized ones included."""
+    dtype = str(dtype_of(tensor))
+    return "float" in dtype or dtype in _PACKED
+
+
 def is_contracted(weight: gs.Tensor) -> bool:
     """Whether a product, a convolution or a lookup reads it, moved or cast at most."""
     for node in weight.outputs:
         position = next(i for i, t in enumerate(node.inputs) if t is weight)
         if node.op in _CONTRACT or (node.op in _LOOK_UP and position == 0):
             return True
-        if node.op in _MOVE and any(is_contracted(t) for t in node.outputs):
+        if _WEIGHT.get(node.op) == position:
+            return True
+        moves = node.op in _MOVE or (node.op == "DequantizeLinear" and position == 0)
+        if moves and any(is_contracted(t) for t in node.outputs):
             return True
     return False
 

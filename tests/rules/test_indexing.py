@@ -41,7 +41,11 @@ CASES = [
         "before + (i0 i1) + after d1, _ -> i0 i1 d1",
     ),
     (Case("Gather", [TABLE, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {sum: v}"),
-    (Case("Gather", [TABLE > 4, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {whole: v}"),
+    (Case("Gather", [TABLE > 4, INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {max: v}"),
+    *(
+        (Case("Gather", [TABLE.astype(d), INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {sum: v}")
+        for d in (np.int8, np.int16, np.float16)
+    ),
     (Case("Gather", [X, INDEX], opset=11, fed=[1]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),
     (
         Case("GatherElements", [X, ROW_OF_EACH], {"axis": 0}, fed=[1]),
@@ -53,7 +57,11 @@ CASES = [
     ),
     (
         Case("GatherElements", [X, ROW_OF_EACH[:, :2] % 3], {"axis": 0}, fed=[1]),
-        "v d1 d2, i i1 d2 -> i i1 d2 {sum: v, whole: d1 i1}",
+        "v d1 + r1 d2, i d1 d2 -> i d1 d2 {sum: v}",
+    ),
+    (
+        Case("GatherElements", [X, ROW_OF_EACH[:, :3] - 7], {"axis": 0}),
+        "v d1 + r1 d2, i d1 d2 -> i d1 d2 {sum: v}",
     ),
     (
         Case("GatherElements", [TABLE, TABLE[:, ::-1] % 3], {"axis": 1}, fed=[0, 1]),

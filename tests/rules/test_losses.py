@@ -1,42 +1,55 @@
 """Rules of losses."""
 
+import numpy as np
 import pytest
 from numpy import array
 
 from onnxpar.rules.case import Case
+from onnxpar.rules.oracle import Oracle
 
 SCORES = (3, 5, 2)
 LABELS = array([[0, 4], [1, 1], [3, 2]])
+WEIGHTS = np.linspace(0.5, 2, 5, dtype=np.float32)
+HALVES = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float16)
+UNNAMED = array([-100, 2, 4])
+"""Labels of which the first is ignored, and no class at all."""
 
 CASES = [
-    (
-        Case("NegativeLogLikelihoodLoss", [SCORES, LABELS], {"reduction": "none"}, [1]),
-        "n c s0, n s0 -> n s0 {whole: c}",
+    *(
+        (
+            Case(op, [SCORES, LABELS, *weights], {"reduction": reduction, **ignored}, [1, 2]),
+            f"n c s0, n s0{', c' * len(weights)} -> {loss} {{across: c{rows}}}",
+        )
+        for op in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
+        for reduction, loss, rows in (
+            ("none", "n s0", ""),
+            ("sum", "()", " n s0"),
+            ("mean", "()", " n s0"),
+        )
+        for weights, ignored in (([], {}), ([WEIGHTS], {"ignore_index": 1}))
+    ),
+    *(
+        (
+            Case("SoftmaxCrossEntropyLoss", [SCORES, LABELS], {"reduction": reduction}, [1], 2),
+            f"n c s0, n s0 -> {loss}; n c s0 {{across: c{rows}}}",
+        )
+        for reduction, loss, rows in (("none", "n s0", ""), ("sum", "()", " n s0"))
+    ),
+    *(
+        (
+            Case(op, [(3, 5), UNNAMED], {"reduction": reduction, "ignore_index": -100}, [1]),
+            f"n c, n -> {loss} {{across: c{rows}}}",
+        )
+        for op in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
+        for reduction, loss, rows in (("none", "n", ""), ("mean", "()", " n"))
     ),
     (
-        Case("NegativeLogLikelihoodLoss", [SCORES, LABELS, (5,)], {"reduction": "sum"}, [1]),
-        "n c s0, n s0, c -> () {sum: n, sum: s0, whole: c}",
+        Case("SoftmaxCrossEntropyLoss", [HALVES, LABELS[:, 0].astype(np.int32)], {}, [0, 1], 2),
+        "n c, n -> (); n c {across: c n}",
     ),
     (
-        Case("NegativeLogLikelihoodLoss", [SCORES, LABELS], fed=[1]),
-        "n c s0, n s0 -> () {whole: c n s0}",
-    ),
-    (
-        Case("SoftmaxCrossEntropyLoss", [SCORES, LABELS], {"reduction": "none"}, [1], 2),
-        "n c s0, n s0 -> n s0; n c s0 {whole: c}",
-    ),
-    (
-        Case(
-            "SoftmaxCrossEntropyLoss",
-            [SCORES, LABELS],
-            {"reduction": "sum", "ignore_index": 1},
-            [1],
-        ),
-        "n c s0, n s0 -> () {sum: n, sum: s0, whole: c}",
-    ),
-    (
-        Case("SoftmaxCrossEntropyLoss", [(3, 5), LABELS[:, 0]], {"reduction": "mean"}, [1]),
-        "n c, n -> () {whole: c n}",
+        Case("NegativeLogLikelihoodLoss", [HALVES.astype(float), LABELS[:, 0]], {}, [0, 1]),
+        "n c, n -> () {across: c n}",
     ),
 ]
 
@@ -46,7 +59,10 @@ def test_rule(prove_rule, case, text):
     prove_rule(case, text)
 
 
-def test_a_pending_loss_beside_scores_is_not_expressed(prove_rule):
-    case = Case("SoftmaxCrossEntropyLoss", [SCORES, LABELS], {"reduction": "sum"}, [1], 2)
-    text = "n c s0, n s0 -> (); n c s0 {whole: c n s0}"
-    prove_rule(case, text, ["x0.0 x1.0 -> sum concat 0", "x0.2 x1.1 -> sum concat 2"])
+def test_a_label_beyond_all_classes_is_refused():
+    case = Case("NegativeLogLikelihoodLoss", [(3, 4), array([0, 3, 1])], fed=[1])
+    oracle = Oracle(case)
+    oracle.feeds = {**oracle.feeds, "x1": array([0, 4, 1])}
+    for split in oracle.splits():
+        with pytest.raises(Exception, match="Out of range"):
+            oracle.wrong(split)

@@ -17,7 +17,8 @@ JOIN = {
     "ReduceMin": "min",
     "ReduceProd": "prod",
 }
-WHOLE = ["ReduceL2", "ReduceLogSum", "ReduceLogSumExp"]
+ACROSS = ["ReduceL2", "ReduceLogSum", "ReduceLogSumExp"]
+INFINITE = array([[-np.inf] * 3, [1, np.inf, -np.inf], [900, 901, -np.inf]], np.float32)
 POSITIVE = np.linspace(0.5, 2, 24, dtype=np.float32).reshape(4, 6)
 
 CASES = [
@@ -36,7 +37,10 @@ CASES = [
         (Case(op, [X], {"axes": [1]}, opset=11), f"d0 d1 d2 -> d0 1 d2 {{{join}: d1}}")
         for op, join in JOIN.items()
     ),
-    *((Case(op, [POSITIVE, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {whole: d1}") for op in WHOLE),
+    *(
+        (Case(op, [POSITIVE, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {across: d1}")
+        for op in ACROSS
+    ),
     (
         Case("ReduceMean", [X], {"axes": [1], "keepdims": 0}, opset=17),
         "d0 d1 d2 -> d0 d2 {sum: d1}",
@@ -50,28 +54,34 @@ CASES = [
     ),
     (Case("ReduceMax", [X, array([], int)]), "d0 d1 d2, _ -> 1 1 1 {max: d0, max: d1, max: d2}"),
     (Case("ReduceSum", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {sum: d0}"),
-    (Case("ReduceMean", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {whole: d0}"),
+    (Case("ReduceMean", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {across: d0}"),
+    (Case("ReduceMean", [INT], {"keepdims": 0}, [0]), "d0 d1 -> () {across: d0 d1}"),
+    (Case("ReduceL2", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {across: d0}"),
+    (Case("ReduceLogSum", [abs(INT), array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {across: d0}"),
+    (Case("ReduceL2", [POSITIVE.astype(np.float16)], fed=[0]), "d0 d1 -> 1 1 {across: d0 d1}"),
+    (Case("ReduceLogSumExp", [POSITIVE.astype(float)], fed=[0]), "d0 d1 -> 1 1 {across: d0 d1}"),
+    (Case("ReduceLogSumExp", [INFINITE, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {across: d1}"),
+    *(
+        (
+            Case(op, [POSITIVE], {"axes": [1], "keepdims": 0}, [0], opset=11),
+            "d0 d1 -> d0 {across: d1}",
+        )
+        for op in ACROSS
+    ),
     (Case("ReduceMax", [INT, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {max: d1}"),
     (
         Case("ReduceMean", [POSITIVE.astype(np.float16), array([1])], fed=[0]),
         "d0 d1, _ -> d0 1 {sum: d1}",
     ),
-    (Case("ArgMax", [X], {"axis": 1}), "d0 d1 d2 -> d0 1 d2 {whole: d1}"),
-    (Case("ArgMin", [X], {"axis": -1, "keepdims": 0}), "d0 d1 d2 -> d0 d1 {whole: d2}"),
-    (
-        Case("TopK", [X, array([2])], {"axis": 1}, outputs=2),
-        "d0 d1 d2, _ -> d0 k d2; d0 k d2 {whole: d1 k}",
+    *(
+        (Case(c, [v, array(1)], attrs, fed=[0], opset=o), "d0 d1, _ -> d0 d1 {across: d1}")
+        for c, o in (("CumSum", 20), ("CumProd", 26))
+        for v in (INT, POSITIVE)
+        for attrs in ({}, {"exclusive": 1}, {"reverse": 1}, {"reverse": 1, "exclusive": 1})
     ),
-    (
-        Case("TopK", [X, array([5])], {"largest": 0}, outputs=2),
-        "d0 d1 d2, _ -> d0 d1 k; d0 d1 k {whole: d2 k}",
-    ),
-    (Case("TopK", [X], {"k": 2}, outputs=2, opset=9), "d0 d1 d2 -> d0 d1 k; d0 d1 k {whole: d2 k}"),
-    (Case("CumProd", [X, array(1)], opset=26), "d0 d1 d2, _ -> d0 d1 d2 {whole: d1}"),
-    (Case("CumSum", [X, array(1)]), "d0 d1 d2, _ -> d0 d1 d2 {whole: d1}"),
     (
         Case("CumSum", [X, array(-3)], {"reverse": 1, "exclusive": 1}),
-        "d0 d1 d2, _ -> d0 d1 d2 {whole: d0}",
+        "d0 d1 d2, _ -> d0 d1 d2 {across: d0}",
     ),
 ]
 
@@ -79,3 +89,8 @@ CASES = [
 @pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
 def test_rule(prove_rule, case, text):
     prove_rule(case, text)
+
+
+def test_powers_of_integers_are_rounded_on_the_way(prove_rule):
+    case = Case("ReduceLogSumExp", [INT, array([1])], fed=[0])
+    prove_rule(case, "d0 d1, _ -> d0 1 {whole: d1}", ["x0.1 -> max"])

@@ -25,27 +25,96 @@ CASES = [
     ),
     (
         Case("Resize", [X, None, None, array([2, 4, 6, 8])], NEAREST),
-        "d0 d1 d2 d3, _, _, _ -> d0 d1 (d2 r2) y3 {whole: r2 d3 y3}",
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 (d2 r2) y3 {across: d3, tied: d3 y3, whole: r2}",
     ),
     (
         Case("Resize", [X, None, scales(1, 1, 2, 2)], {"mode": "linear"}),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
     ),
     (
         Case("Resize", [X, None, scales(1, 1, 0.7, 1.5)], {"mode": "cubic"}),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
     ),
     (
         Case("Resize", [X, None, None, array([5, 9])], {"mode": "linear", "axes": [2, 3]}),
-        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
     ),
     (
         Case("Resize", [(2, 4, 5, 6), None, scales(1, 1, 1.1, 2)], {"mode": "linear"}),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
     ),
     (
         Case("Resize", [X, scales(1, 1, 2, 2)], opset=10),
         "d0 d1 d2 d3, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",
+    ),
+    (
+        Case(
+            "Resize",
+            [(1, 2, 5), None, None, array([1, 2, 7])],
+            {"coordinate_transformation_mode": "align_corners"},
+        ),
+        "d0 d1 d2, _, _, _ -> d0 d1 y2 {across: d2, tied: d2 y2}",
+    ),
+    (
+        Case(
+            "Resize",
+            [(1, 2, 8), None, scales(1, 1, 0.6)],
+            {"coordinate_transformation_mode": "half_pixel_symmetric", "nearest_mode": "ceil"},
+        ),
+        "d0 d1 d2, _, _ -> d0 d1 y2 {across: d2, tied: d2 y2}",
+    ),
+    (
+        Case(
+            "Resize",
+            [
+                (1, 2, 4, 5),
+                array([0, 0, 0.1, -0.2, 1, 1, 0.9, 0.8], np.float32),
+                scales(1, 1, 2, 1.5),
+            ],
+            {
+                "mode": "linear",
+                "coordinate_transformation_mode": "tf_crop_and_resize",
+                "extrapolation_value": 2.0,
+            },
+        ),
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+    ),
+    (
+        Case(
+            "Resize",
+            [(1, 2, 4, 5), None, None, array([9, 9])],
+            {
+                "mode": "cubic",
+                "exclude_outside": 1,
+                "axes": [2, 3],
+                "keep_aspect_ratio_policy": "not_larger",
+            },
+        ),
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+    ),
+    (
+        Case(
+            "Resize", [(1, 2, 4, 8), None, scales(1, 1, 1, 0.5)], {"mode": "linear", "antialias": 1}
+        ),
+        "d0 d1 d2 d3, _, _ -> d0 d1 d2 y3 {whole: d3 y3}",
+    ),
+    (
+        Case(
+            "Resize",
+            [np.arange(40, dtype=np.uint8).reshape(1, 2, 4, 5), None, scales(1, 1, 2, 1)],
+            {"mode": "linear"},
+            [0],
+        ),
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 d3 {whole: d2 y2}",
+    ),
+    (
+        Case(
+            "Resize",
+            [np.arange(40, dtype=np.float16).reshape(1, 2, 4, 5), None, scales(1, 1, 2, 1)],
+            {"mode": "linear"},
+            [0],
+        ),
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 d3 {across: d2, tied: d2 y2}",
     ),
     (
         Case("Upsample", [X, scales(1, 1, 2, 2)], opset=9),
@@ -56,29 +125,8 @@ CASES = [
         "d0 d1 d2 d3 -> d0 d1 (d2 r2) d3 {whole: r2}",
     ),
     (
-        Case("Upsample", [X, scales(1, 1, 2, 2)], {"mode": "linear"}, opset=9),
-        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
-    ),
-    (
-        Case("Pad", [X, array([0, 0, 1, 1, 0, 0, 2, 0])]),
-        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
-    ),
-    (
-        Case("Pad", [X, array([0, 0, 1, 1, 0, 0, 2, 0]), array(2, np.float32)]),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
-    ),
-    (
-        Case("Pad", [X, array([1, 0, 0, 1]), None, array([2, -1])], {"mode": "reflect"}),
-        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
-    ),
-    (
-        Case("Pad", [X, array([0, 0, 0, 0, 0, 0, 1, -1])], {"mode": "edge"}),
-        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
-    ),
-    (Case("Pad", [X, array([0] * 8)]), "d0 d1 d2 d3, _ -> d0 d1 d2 d3"),
-    (
-        Case("Pad", [X], {"pads": [0, 0, 1, 1, 0, 0, 0, 0], "value": 0.0}, opset=10),
-        "d0 d1 d2 d3 -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+        Case("Resize", [X, scales(1, 1, 2, 2)], {"mode": "linear"}, opset=10),
+        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
     ),
     (
         Case("DepthToSpace", [(2, 12, 2, 3)], {"blocksize": 2}),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,8 @@ try:
         with InferenceSession(sys.argv[1], timeout=20, log_dir=(sys.argv[3:] or [None])[0]) as s:
             for _ in range(3):
                 outputs = s.run(None, {"x": x, "x2": x})
-    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["ONNXPAR_RANK"]
+    from onnxpar.runtime.launch import launched_rank
+    rank = str(launched_rank().rank)
     np.savez(f"{sys.argv[2]}.{rank}.npz", *outputs)
     print("done", rank)
     os.system("echo from a child of rank " + rank)
@@ -127,6 +130,77 @@ def test_ranks_by_the_environment(tmp_path: Path, x: np.ndarray) -> None:
         with rank:
             assert rank.wait(60) == 0
     check_results(file, x, 2)
+
+
+def start(par: Path, file: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A rank of these variables alone."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_"))}
+    script = file.parent / "script.py"
+    return subprocess.Popen([sys.executable, script, par, file], env={**kept, **environment})
+
+
+def slurm(rank: int, job: int, size: int = 2) -> dict[str, str]:
+    """What srun sets on one host."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+
+
+def torchrun(rank: int, port: int, size: int = 2) -> dict[str, str]:
+    """What torchrun sets on one host."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+@pytest.mark.parametrize("launcher", [slurm, torchrun])
+def test_ranks_of_other_launchers(
+    tmp_path: Path, x: np.ndarray, launcher: Callable[[int, int], dict[str, str]]
+) -> None:
+    """While a store of torch's own listens at its port."""
+    par, file = spread(tmp_path / "model.par", 2), save(x, tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ranks = [start(par, file, launcher(rank, port)) for rank in range(2)]
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    check_results(file, x, 2)
+
+
+def test_what_other_launchers_say() -> None:
+    assert launched_rank(slurm(1, 7)) == Launched(1, 2, 2, "tcp://127.0.0.1:20217#7.0")
+    assert launched_rank(torchrun(0, 29500)) == Launched(0, 2, 2, "tcp://localhost:29501#29500")
+    both = {**slurm(1, 7), **torchrun(1, 29500)}
+    assert launched_rank(both) == Launched(1, 2, 2, "tcp://localhost:29501#29500")
+    tasks = {**slurm(1, 7), "SLURM_STEP_NUM_TASKS": "", "SLURM_NTASKS": "2"}
+    assert launched_rank(tasks) == launched_rank(slurm(1, 7))
+    batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert launched_rank(batch_script) is None
+    assert launched_rank({"RANK": "1"}) is None
+    two_hosts = {**slurm(0, 7, size=4), "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(RankError, match="set ONNXPAR_STORE"):
+        launched_rank(two_hosts)
+    found = launched_rank({**two_hosts, "ONNXPAR_STORE": "tcp://node1:5000"})
+    assert found == Launched(0, 4, 2, "tcp://node1:5000")
+
+
+def test_launchers_that_contradict_each_other() -> None:
+    both = {**slurm(0, 7), **torchrun(1, 29500, size=4)}
+    message = (
+        "SLURM_PROCID=0, SLURM_STEP_NUM_TASKS=2 and RANK=1, WORLD_SIZE=4 contradict each other"
+    )
+    with pytest.raises(RankError, match=message):
+        launched_rank(both)
+    own = {"ONNXPAR_RANK": "3", "ONNXPAR_WORLD_SIZE": "4"}
+    assert launched_rank({**both, **own}) == Launched(3, 4, 4, "tcp://localhost:29501#29500")
 
 
 def test_what_the_environment_says() -> None:

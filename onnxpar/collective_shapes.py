@@ -1,0 +1,99 @@
+"""Types of the results of the plugin's ops, as one rank sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx import NodeProto, TensorProto, TypeProto
+
+OPS = (
+    "AllReduce",
+    "AllGather",
+    "ReduceScatter",
+    "AllToAll",
+    "Broadcast",
+    "Send",
+    "Recv",
+    "NeighborExchange",
+    "Rank",
+    "GroupSize",
+)
+"""The ops of the plugin; the last two are constants of a rank."""
+
+_Dims = list[int | str | None]
+
+
+def result_types(
+    node: NodeProto, types: Mapping[str, TypeProto], members: int
+) -> dict[str, TypeProto]:
+    """The types of a node's results that do not depend on the rank, by name.
+
+    `members` is the size of the node's group. An extent that differs between ranks, or that data
+    decides, stays open. Errors: ValueError for an axis that the operand does not have, or one that
+    does not divide.
+    """
+    names = list(node.output)
+    if node.op_type in ("Rank", "GroupSize"):
+        return {names[0]: onnx.helper.make_tensor_type_proto(TensorProto.INT64, [])}
+    token = onnx.helper.make_tensor_type_proto(TensorProto.BOOL, [0])
+    if node.op_type == "Send":
+        return {name: token for name in names if name}
+    found = {name: token for name in names[1:] if name}
+    x = types.get(node.input[0])
+    if x is None or not x.HasField("tensor_type"):
+        return found
+    if not x.tensor_type.HasField("shape"):
+        return found | {names[0]: _typed(x.tensor_type.elem_type, None)}
+    dims = _result_dims(node, _dims(x), members)
+    return found | {names[0]: _typed(x.tensor_type.elem_type, dims)}
+
+
+def _result_dims(node: NodeProto, x: _Dims, members: int) -> _Dims:
+    attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    y = list(x)
+
+    def axis(name: str) -> int:
+        at = int(attrs.get(name, 0))
+        if not -len(x) <= at < len(x):
+            raise ValueError(f"{name}={at}, but the operand has {len(x)} dimensions")
+        return at
+
+    if node.op_type == "AllGather":
+        y[axis("axis")] = _joined(x[axis("axis")], attrs.get("sizes"), members)
+    elif node.op_type == "ReduceScatter":
+        y[axis("axis")] = _cut(x[axis("axis")], attrs.get("sizes"), members)
+    elif node.op_type == "AllToAll":
+        y[axis("concat_axis")] = _joined(x[axis("concat_axis")], attrs.get("concat_sizes"), members)
+        y[axis("split_axis")] = _cut(x[axis("split_axis")], attrs.get("split_sizes"), members)
+        if axis("concat_axis") % len(x) == axis("split_axis") % len(x):
+            y[axis("split_axis")] = None
+    elif node.op_type == "NeighborExchange":
+        halos = {a + b for a, b in zip(attrs["before"], attrs["after"], strict=True)}
+        extent = x[axis("axis")]
+        even = isinstance(extent, int) and len(halos) == 1
+        y[axis("axis")] = extent + halos.pop() if even and isinstance(extent, int) else None
+    return y
+
+
+def _joined(extent: int | str | None, sizes: Sequence[int] | None, members: int) -> int | None:
+    if sizes:
+        return sum(sizes)
+    return extent * members if isinstance(extent, int) else None
+
+
+def _cut(extent: int | str | None, sizes: Sequence[int] | None, members: int) -> int | None:
+    if sizes:
+        return sizes[0] if len(set(sizes)) == 1 else None
+    return extent // members if isinstance(extent, int) and extent % members == 0 else None
+
+
+def _dims(type_: TypeProto) -> _Dims:
+    return [
+        d.dim_value if d.HasField("dim_value") else d.dim_param or None
+        for d in type_.tensor_type.shape.dim
+    ]
+
+
+def _typed(dtype: int, dims: _Dims | None) -> TypeProto:
+    return onnx.helper.make_tensor_type_proto(dtype, dims)

@@ -1,0 +1,132 @@
+"""What becomes of each op: its rule, which of its factors split, how that was proved, and why the
+others do not.
+
+Rules depend on the node; the texts, and the counts of runs of ONNX's own test-suite, are those that
+`tests/peer/run.py --write` has put into `rules/proof.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from typing import Any
+
+import onnx
+
+import onnxpar.rules
+from onnxpar.model import MAX_OPSET
+from onnxpar.rules.rule import registered, whole_ops
+
+COUNTS = ("split", "gathered", "refused", "oracle")
+NOTE = """\
+split, gathered and refused count sharded runs of the cases of ONNX's own test-suite, each of which
+gave what the case expects: computed on parts, made whole before the op, or refused with an error
+that says why. oracle counts splits of single nodes that the rule oracle has compared with
+onnxruntime, for ops of which the suite has no case. The rule is that of one case; other attributes
+and shapes may give another."""
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """An op, `domain.Op` but for those of ONNX itself.
+
+    rule    the rule of one case as text, empty where no case is known
+    splits  the factors of that rule that may be split
+    counts  runs and splits that proved it, by COUNTS
+    whole   why factors (or all of it) must stay whole
+    """
+
+    op: str
+    rule: str
+    splits: tuple[str, ...]
+    counts: Mapping[str, int]
+    whole: tuple[str, ...]
+    has_rule: bool
+
+    @property
+    def is_lack(self) -> bool:
+        """Whether there is neither a rule nor a reason for having none."""
+        return not self.has_rule and not self.whole
+
+
+def rows(pattern: str = "*") -> list[OpRow]:
+    """The ops whose name fits a glob, ONNX's own first: those of the newest opset that the runtime
+    loads, and those of other domains that have a rule or a reason."""
+    known = {*registered(), *whole_ops()}
+    ops = sorted({("", op) for op in standard_ops()} | {key for key in known if key[0]})
+    made = [_row(domain, op) for domain, op in ops]
+    return [r for r in made if fnmatchcase(r.op, pattern) or fnmatchcase(r.op, f"*.{pattern}")]
+
+
+def standard_ops() -> list[str]:
+    """The ops of ONNX that are not deprecated in the newest opset that the runtime loads."""
+    newest: dict[str, Any] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.domain == "" and schema.since_version <= MAX_OPSET:
+            have = newest.get(schema.name)
+            if have is None or have.since_version < schema.since_version:
+                newest[schema.name] = schema
+    return sorted(name for name, schema in newest.items() if not schema.deprecated)
+
+
+def _row(domain: str, op: str) -> OpRow:
+    name = f"{domain}.{op}" if domain else op
+    proof = proofs().get(name, {})
+    has_rule = (domain, op) in registered()
+    reason = whole_ops().get((domain, op))
+    return OpRow(
+        name,
+        proof.get("rule", "") if has_rule else "",
+        tuple(proof.get("splits", ())) if has_rule else (),
+        {key: proof.get(key, 0) for key in COUNTS},
+        tuple(proof.get("whole", ())) if has_rule else (reason,) if reason else (),
+        has_rule,
+    )
+
+
+@functools.cache
+def proofs() -> Mapping[str, Mapping[str, Any]]:
+    """What `rules/proof.json` says, by op."""
+    text = (files(onnxpar.rules) / "proof.json").read_text(encoding="utf-8")
+    found: Mapping[str, Mapping[str, Any]] = json.loads(text)
+    return found
+
+
+def to_json(table: Sequence[OpRow]) -> str:
+    """The rows as a JSON list, one a line."""
+    return "[\n" + ",\n".join(json.dumps(asdict(row)) for row in table) + "\n]"
+
+
+def lines(table: Sequence[OpRow]) -> Iterator[str]:
+    """The rows for people."""
+    width = max([len(row.op) for row in table], default=2)
+    yield f"{'op':{width}}  " + "  ".join(f"{c:>8}" for c in COUNTS) + "  rule"
+    for row in table:
+        counts = "  ".join(f"{row.counts[c] or '-':>8}" for c in COUNTS)
+        yield f"{row.op:{width}}  {counts}  {row.rule or '-'}"
+        if row.splits:
+            yield f"{'':{width}}  splits: {' '.join(row.splits)}"
+        for reason in row.whole:
+            yield f"{'':{width}}  whole: {reason}"
+    yield f"\n{len(table)} ops. {' '.join(NOTE.split())}"
+
+
+def markdown() -> str:
+    """All rows as docs/ops.md."""
+    head = ("op", "rule", "splits", *COUNTS, "whole, and why")
+    out = ["# Ops", "", NOTE, "", "Written by `python tests/peer/run.py --write`.", ""]
+    out += [_cells(head), _cells(["---"] * len(head))]
+    for row in rows():
+        counts = [row.counts[c] or "" for c in COUNTS]
+        rule = f"`{row.rule}`" if row.rule else ""
+        whole = "; ".join(row.whole)
+        out.append(_cells([f"`{row.op}`", rule, " ".join(row.splits), *counts, whole]))
+    return "\n".join(out) + "\n"
+
+
+def _cells(cells: Sequence[Any]) -> str:
+    return "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"

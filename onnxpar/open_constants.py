@@ -1,0 +1,226 @@
+"""Constants of a rank that depend on open sizes, as polynomials of what a run knows.
+
+The lowered graph is compared with those of the other bindings. What differs is made of the
+symbols and of where the rank's parts of them start and end, or the layout needs sizes by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from onnxpar.collective import DOMAIN, PerRank
+from onnxpar.errors import StrategyError
+from onnxpar.layout import Factor, Layout, leaves, nested_parts
+from onnxpar.mesh import Axes, Mesh
+from onnxpar.open_sizes import OpenSizes
+from onnxpar.subgraphs import captured
+from onnxpar.symbols import Polynomial, fit
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where the part of a size that is split in nested parts starts, or how long it is, at the
+    coordinates of a rank."""
+
+    size: Polynomial
+    counts: tuple[int, ...]
+    at: tuple[int, ...]
+    is_start: bool
+
+    def value(self, size: int) -> int:
+        """Its value where the whole is of that size."""
+        start = 0
+        for n, i in zip(self.counts, self.at, strict=True):
+            start += i * (size // n) + min(i, size % n)
+            size = size // n + (i < size % n)
+        return start if self.is_start else size
+
+
+@dataclass(frozen=True)
+class OpenArray:
+    """A tensor of whole numbers, each a polynomial of symbols and parts."""
+
+    elements: tuple[Polynomial, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass
+class Lowered:
+    """The graph of all ranks at one binding, with its side tables."""
+
+    graph: gs.Graph
+    per_rank: PerRank
+    layouts: Mapping[str, Layout]
+
+    @cached_property
+    def constants(self) -> dict[str, gs.Constant]:
+        """By name."""
+        found = [*self.graph.tensors().values()]
+        found += [t for node in self.graph.nodes for t, _, _ in captured(node)]
+        return {t.name: t for t in found if isinstance(t, gs.Constant)}
+
+    @cached_property
+    def nodes(self) -> dict[str, gs.Node]:
+        """By name."""
+        return {n.name: n for n in self.graph.nodes}
+
+    def value(self, name: str, rank: int) -> Array:
+        """What a constant is on a rank."""
+        by_rank = self.per_rank.constants.get(name)
+        return np.asarray(self.constants[name].values if by_rank is None else by_rank(rank))
+
+    def attribute(self, node: str, key: str, rank: int) -> Any:
+        """What an attribute is on a rank."""
+        by_rank = self.per_rank.attributes.get((node, key))
+        return self.nodes[node].attrs.get(key) if by_rank is None else by_rank(rank)
+
+
+class OpenConstants:
+    """Compares the lowered graphs of all bindings; `base` is that of the first."""
+
+    def __init__(
+        self, base: Lowered, others: Sequence[Lowered], sizes: OpenSizes, mesh: Mesh
+    ) -> None:
+        self.all = [base, *others]
+        self.base = base
+        self.sizes = sizes
+        self.mesh = mesh
+        names = [[(n.name, n.op) for n in each.graph.nodes] for each in self.all]
+        for other in names[1:]:
+            if other != names[0]:
+                odd = next((a for a, b in zip(names[0], other, strict=False) if a != b), ("", ""))
+                raise self.needs_sizes(odd[0])
+        self.varying = sorted(self._find_varying())
+
+    def needs_sizes(self, what: str) -> StrategyError:
+        """The error for what no polynomial can say."""
+        wanted = " ".join(f"--dim {s}=N" for s in self.sizes.symbols)
+        return StrategyError(
+            f"'{what}': a rank's part of it cannot be told while sizes are open; give {wanted}, "
+            "or split another dimension"
+        )
+
+    def _find_varying(self) -> Iterator[str]:
+        stored = self.base.layouts.keys() - self.base.per_rank.constants.keys()
+        for name, tensor in self.base.constants.items():
+            if isinstance(tensor._values, gs.ir.tensor.LazyValues) and name in stored:
+                if tensor.shape and np.prod(tensor.shape) > 64:
+                    continue  # a weight
+            by_rank = name in self.base.per_rank.constants
+            if by_rank or any(
+                not _equal(self.base.value(name, 0), other.value(name, 0)) for other in self.all[1:]
+            ):
+                yield name
+
+    def arrays(self, rank: int) -> dict[str, OpenArray]:
+        """The constants of a rank that open sizes decide."""
+        variables = {**self.sizes.variables(), **self._part_values(rank)}
+        found = {}
+        for name in self.varying:
+            values = [each.value(name, rank) for each in self.all]
+            if all(_equal(values[0], v) for v in values[1:]):
+                continue
+            found[name] = self._fitted(name, values, variables)
+        return found
+
+    def _fitted(
+        self, name: str, values: list[Array], variables: Mapping[str, Sequence[int]]
+    ) -> OpenArray:
+        first = values[0]
+        same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
+        if not same or not np.issubdtype(first.dtype, np.integer):
+            raise self.needs_sizes(name)
+        columns = np.stack([v.reshape(-1) for v in values], 1).tolist()
+        elements = [fit(column, variables) for column in columns]
+        if any(e is None for e in elements):
+            raise self.needs_sizes(name)
+        return OpenArray(tuple(e for e in elements if e), first.shape, first.dtype)
+
+    def parts(self, rank: int) -> dict[str, Part]:
+        """The parts of open sizes that a rank holds, by variable name."""
+        found = {}
+        for i, (size, axes) in enumerate(self._split_sizes):
+            counts = tuple(a.size for a in axes)
+            at = tuple(self.mesh.coordinate((a,), rank) for a in axes)
+            found[f"start{i}"] = Part(size, counts, at, True)
+            found[f"part{i}"] = Part(size, counts, at, False)
+        return found
+
+    def _part_values(self, rank: int) -> dict[str, list[int]]:
+        return {
+            name: [part.value(part.size.at(binding)) for binding in self.sizes.bindings]
+            for name, part in self.parts(rank).items()
+        }
+
+    @cached_property
+    def _split_sizes(self) -> list[tuple[Polynomial, Axes]]:
+        """Open sizes that are split, and over which axes."""
+        found: dict[tuple[tuple[int, ...], Axes], Polynomial] = {}
+        for name, layout in self.base.layouts.items():
+            trees = zip(*(each.layouts[name].dims for each in self.all), strict=True)
+            for dims in trees:
+                for column in zip(*map(leaves, dims), strict=True):
+                    key = (tuple(f.size for f in column), column[0].axes)
+                    if len(set(key[0])) > 1 and key[1] and key not in found:
+                        found[key] = self._split_size(name, column)
+        return [(size, axes) for (_, axes), size in found.items()]
+
+    def _split_size(self, name: str, column: Sequence[Factor]) -> Polynomial:
+        size = fit([f.size for f in column], self.sizes.variables())
+        if size is None or any(f.parts for f in column):
+            raise self.needs_sizes(name)
+        return size
+
+    def is_open(self, name: str, axis: int) -> bool:
+        """Whether a dimension of a port differs between the bindings."""
+        found = [each.layouts.get(name) for each in self.all]
+        return len({layout.shape[axis] for layout in found if layout is not None}) > 1
+
+    def size(self, name: str, axis: int) -> Polynomial:
+        """A global dimension. Errors: StrategyError where it is no polynomial."""
+        found = [each.layouts[name].shape[axis] for each in self.all]
+        size = fit(found, self.sizes.variables())
+        if size is None:
+            raise self.needs_sizes(name)
+        return size
+
+    def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
+        """(node, attribute) of collectives that must be left out, as their sizes are known when
+        they run. Errors: StrategyError for any other attribute that open sizes decide."""
+        for node in self.base.graph.nodes:
+            keys = {k for each in self.all for k in each.nodes[node.name].attrs}
+            for key in sorted(keys):
+                values = [each.attribute(node.name, key, rank) for each in self.all]
+                if all(_equal(values[0], v) for v in values[1:]):
+                    continue
+                if node.domain != DOMAIN or not _is_told_in_a_run(node, key, values):
+                    raise self.needs_sizes(node.name.split("::")[0])
+                yield node.name, key
+
+
+def _is_told_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
+    """Whether a collective finds these sizes by itself: what members have, or parts as equal as
+    can be."""
+    if node.op == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]:
+        return False
+    if (node.op, key) in (("AllGather", "sizes"), ("AllToAll", "concat_sizes")):
+        return True
+    if (node.op, key) in (("ReduceScatter", "sizes"), ("AllToAll", "split_sizes")):
+        return all(tuple(v) == nested_parts(sum(v), (len(v),)) for v in values)
+    return False
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, gs.Graph) or isinstance(b, gs.Graph):
+        return True
+    return np.array_equal(np.asarray(a), np.asarray(b))

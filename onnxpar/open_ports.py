@@ -1,0 +1,53 @@
+"""The ports of a plan whose sizes are open, from their layouts at every binding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from onnxpar.errors import StrategyError
+from onnxpar.open_sizes import OpenSizes
+from onnxpar.passes.pass_ import PassContext
+from onnxpar.plan import OpenPort, Plan, Port
+from onnxpar.symbols import fit
+
+
+def open_ports(plan: Plan, ctx: PassContext) -> None:
+    """Gives the plan's ports their open sizes. Errors: StrategyError for one that no polynomial of
+    the symbols says."""
+    sizes = ctx.model.sizes
+    if sizes is None:
+        return
+    plan.example = dict(sizes.bindings[0])
+    contexts = [ctx, *(other for _, other in ctx.replays)]
+    for ports in (plan.inputs, plan.outputs):
+        ports[:] = [_opened(port, contexts, sizes) for port in ports]
+
+
+def _opened(port: Port, contexts: Sequence[PassContext], sizes: OpenSizes) -> Port:
+    if port.layout is None:
+        return port
+    layouts = [each.layouts[port.name] for each in contexts]
+    shapes = [list(layout.shape) for layout in layouts]
+    trees = [layout.to_json(normalized=False) for layout in layouts]
+    variables = sizes.variables()
+    shape, tree = (_merged(x, variables, port.name) for x in (shapes, trees))
+    return port if tree == trees[0] else replace(port, open=OpenPort(shape, tree))
+
+
+def _merged(values: Sequence[Any], variables: Mapping[str, Sequence[int]], name: str) -> Any:
+    """One JSON value for those of all bindings: numbers that differ become texts."""
+    first = values[0]
+    if all(v == first for v in values[1:]):
+        return first
+    if isinstance(first, dict):
+        return {k: _merged([v[k] for v in values], variables, name) for k in first}
+    if isinstance(first, list):
+        columns = zip(*values, strict=True)
+        return [_merged(column, variables, name) for column in columns]
+    size = fit(values, variables) if isinstance(first, int) else None
+    if size is None:
+        wanted = " ".join(f"--dim {s}=N" for s in variables)
+        raise StrategyError(f"'{name}': its sizes are no sums and products; give {wanted}")
+    return str(size)

@@ -1,0 +1,145 @@
+"""What lowerings share whose ranks talk across a split axis: sums, means, positions.
+
+16-bit floats are summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import Local, Lowering, Size, dtype_of
+
+UNKNOWN = "a size that only a run can tell"
+FLOAT = onnx.TensorProto.FLOAT
+_SHORT = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
+
+
+def across(
+    node: gs.Node,
+    factors: Sequence[str],
+    sizes: Sequence[Size],
+    lower: Callable[[Lowering], None],
+    since: int = 0,
+) -> dict[str, Any]:
+    """The fields of a rule that is lowered across factors of these sizes, which it must know.
+
+    `since` is the first opset that has the ops it is lowered to.
+    """
+    if None in sizes:
+        return {"whole": dict.fromkeys(factors, UNKNOWN)}
+    if node.attrs.get("onnxpar.opset", 13) < since:
+        return {"whole": dict.fromkeys(factors, f"ops of opset {since} would be needed")}
+    over = frozenset(factors)
+    return {"across": over, "lowered": over, "lower": lower}
+
+
+def is_short_float(tensor: gs.Tensor) -> int:
+    """The element type (as ONNX numbers it) of 16-bit floats, else 0."""
+    return _SHORT.get(str(dtype_of(tensor)), 0)
+
+
+def widen(build: Lowering, x: gs.Tensor) -> gs.Tensor:
+    """16-bit floats as float32, anything else as it is."""
+    return build.add("Cast", [x], to=FLOAT) if is_short_float(x) else x
+
+
+def like(x: gs.Tensor, value: Any) -> np.ndarray[Any, Any]:
+    """A constant of a tensor's element type."""
+    return np.array(value, dtype_of(x))
+
+
+def wanted(build: Lowering, output: int) -> bool:
+    """Whether the node makes this result."""
+    outputs = build.local.node.outputs
+    return output < len(outputs) and bool(outputs[output].name)
+
+
+def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
+    """Adds the node that makes a result, rounded to its type where that is not operand 0's."""
+    dtype = dtype_of(build.local.node.outputs[output])
+    if dtype == dtype_of(inputs[0]):
+        build.finish(op, inputs, output, **attrs)
+        return
+    x = inputs[0] if op == "Identity" else build.add(op, inputs, **attrs)
+    build.finish("Cast", [x], output, to=onnx.helper.np_dtype_to_tensor_dtype(dtype))
+
+
+def finish_chain(build: Lowering, x: gs.Tensor, steps: Sequence[tuple[str, Any]]) -> None:
+    """Makes result 0 by one op behind the other, each with another operand."""
+    for op, operand in steps[:-1]:
+        x = build.add(op, [x, operand])
+    finish(build, steps[-1][0], [x, steps[-1][1]])
+
+
+def total(build: Lowering, x: gs.Tensor, axes: Sequence[int], factors: Sequence[str]) -> gs.Tensor:
+    """The sum over axes, which are these factors, of all parts; the axes keep one element."""
+    return build.all_reduce(build.add("ReduceSum", [x], axes=[*axes], keepdims=1), factors)
+
+
+def mean(
+    build: Lowering,
+    x: gs.Tensor,
+    axes: Sequence[int],
+    factors: Sequence[str],
+    sizes: Sequence[Size],
+) -> gs.Tensor:
+    """The mean over axes, which are these factors of these sizes."""
+    count = math.prod(s or 0 for s in sizes)
+    return build.add("Div", [total(build, x, axes, factors), like(x, count)])
+
+
+def moments(
+    build: Lowering,
+    x: gs.Tensor,
+    axes: Sequence[int],
+    factors: Sequence[str],
+    sizes: Sequence[Size],
+) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
+    """The mean, what is left of x without it, and the variance (of the population, two-pass)."""
+    middle = mean(build, x, axes, factors, sizes)
+    centred = build.add("Sub", [x, middle])
+    squares = build.add("Mul", [centred, centred])
+    return middle, centred, mean(build, squares, axes, factors, sizes)
+
+
+def inverse_root(build: Lowering, variance: gs.Tensor, epsilon: float) -> gs.Tensor:
+    """One over the standard deviation."""
+    shifted = build.add("Add", [variance, like(variance, np.float32(epsilon))])
+    return build.add("Reciprocal", [build.add("Sqrt", [shifted])])
+
+
+def positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
+    """Global positions along a factor (int64), from those in the rank's part."""
+    if not build.local.is_split(factor):
+        return index
+    if build.local.is_run(factor):
+
+        def start(local: Local) -> Any:
+            return np.array(local.interval(factor)[0], np.int64)
+
+        return build.add("Add", [index, build.per_rank(start)])
+    held = build.per_rank(lambda local: local.positions(factor).astype(np.int64))
+    return build.add("Gather", [held, index], axis=0)
+
+
+def along(axis: int, rank: int) -> list[int]:
+    """The shape that broadcasts a vector along one of `rank` axes."""
+    return [-1 if i == axis else 1 for i in range(rank)]
+
+
+def own_part(build: Lowering, x: gs.Tensor, dims: Sequence[str]) -> gs.Tensor:
+    """The rank's part of a tensor that it has whole."""
+
+    def held(factor: str) -> gs.Tensor:
+        return build.per_rank(lambda local: local.positions(factor).astype(np.int64))
+
+    for axis, factor in enumerate(dims):
+        if build.local.is_split(factor):
+            x = build.add("Gather", [x, held(factor)], axis=axis)
+    return x

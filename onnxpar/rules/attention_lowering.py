@@ -1,0 +1,205 @@
+"""Attention in primitive ops, for parts of the query and of the key sequence.
+
+Where keys are split, each rank attends to its own; the parts join by the largest score and the sum
+of powers of each row (log-sum-exp), so that no scores are exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.across import finish, like, wanted, widen
+from onnxpar.rules.rule import Local, Lowering, dtype_of, given
+
+_MASK, _LENGTHS = 3, 6
+Width = Callable[[Local], int]
+
+
+def _keys(local: Local) -> int:
+    return local.size("t")
+
+
+def _one(local: Local) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class AttentionLowering:
+    """An Attention node; `queries` and `past` are global lengths.
+
+    A masked score is the least number of its type, and a row without any other gives zero, as in
+    onnxruntime.
+    """
+
+    flat: bool
+    queries: int
+    past: int
+    scale: float
+    attrs: dict[str, Any]
+
+    def lower(self, build: Lowering) -> None:
+        """Replaces the node on a rank that holds parts of the queries, the keys or both."""
+        if build.local.is_split("t"):
+            self._attend_to_parts(build)
+        else:
+            self._attend_under_mask(build)
+
+    def _attend_under_mask(self, build: Lowering) -> None:
+        """The op itself, with a mask in place of its notion of what comes later."""
+        node = build.local.node
+        mask, visible = self._mask(build), self._visible(build)
+        if mask is not None:
+            visible = build.add("Where", [visible, mask, like(mask, _least(mask))])
+        operands = [build.input(i) for i in range(len(node.inputs))]
+        operands += [gs.Variable.empty()] * (_MASK + 1 - len(operands))
+        operands[_MASK] = visible
+        attrs = {k: v for k, v in self.attrs.items() if k != "is_causal"}
+        if self.flat:
+            attrs["q_num_heads"] = lambda local: local.size("k") * local.size("g")
+            attrs["kv_num_heads"] = lambda local: local.size("k")
+        build.finish_each("Attention", operands, **attrs)
+
+    def _mask(self, build: Lowering) -> gs.Tensor | None:
+        """What is added to scores, if anything."""
+        mask = given(build.local.node, _MASK)
+        return None if mask is None or dtype_of(mask) == np.bool_ else build.input(_MASK)
+
+    def _visible(self, build: Lowering) -> gs.Tensor | None:
+        """Which keys (last) each query sees; None for all."""
+        node = build.local.node
+        found: list[gs.Tensor] = []
+        columns = build.per_rank(self._columns)
+        lengths = None
+        if given(node, _LENGTHS) is not None:
+            lengths = build.add("Unsqueeze", [build.input(_LENGTHS)], axes=[1, 2, 3])
+            found.append(build.add("Less", [columns, lengths]))
+        if self.attrs.get("is_causal"):
+            rows = build.per_rank(lambda local: local.positions("s").astype(np.int64)[:, None])
+            ahead: Any = np.array(self.past, np.int64)
+            if lengths is not None:
+                ahead = build.add("Sub", [lengths, np.array(self.queries, np.int64)])
+            last = build.add("Add", [rows, ahead])
+            found.append(build.add("LessOrEqual", [columns, last]))
+        if given(node, _MASK) is not None and self._mask(build) is None:
+            found.append(build.input(_MASK))
+        while len(found) > 1:
+            found[-2:] = [build.add("And", found[-2:])]
+        return found[0] if found else None
+
+    def _columns(self, local: Local) -> Any:
+        """Global positions of the keys that the rank's scores are of."""
+        if self.past:
+            return np.arange(self.past + local.size("t"), dtype=np.int64)
+        return local.positions("t").astype(np.int64)
+
+    def _attend_to_parts(self, build: Lowering) -> None:
+        scores = self._scores(build)
+        least = _least(build.local.node.inputs[0])
+        largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)
+        largest = build.all_reduce(largest, ["t"], "max")
+        sees = build.add("Greater", [largest, like(scores, least)])
+        powers = build.add("Exp", [build.add("Sub", [scores, largest])])
+        powers = build.add("Where", [sees, powers, like(scores, 0)])
+        part = build.add("ReduceSum", [powers], axes=[3], keepdims=1)
+        value = self._by_head(build, 2)
+        own = build.add("MatMul", [self._by_group(build, powers, _keys), value])
+        both = build.add("Concat", [own, self._by_group(build, part, _one)], axis=3)
+        both = build.all_reduce(both, ["t"])
+        ends = [np.array([v], np.int64) for v in (0, -1, np.iinfo(np.int64).max, 3)]
+        total = build.add("Slice", [both, ends[1], ends[2], ends[3]])
+        is_zero = build.add("Equal", [total, like(total, 0)])
+        total = build.add("Where", [is_zero, like(total, 1), total])
+        result = build.add("Div", [build.add("Slice", [both, ends[0], ends[1], ends[3]]), total])
+        if wanted(build, 3) and self.attrs.get("qk_matmul_output_mode", 0) == 3:
+            finish(build, "Div", [powers, self._by_row(build, total, _one)], 3)
+        self._finish_result(build, result)
+        for i in (1, 2):
+            if wanted(build, i):
+                build.finish("Identity", [self._cut_heads(build, i)], i)
+
+    def _scores(self, build: Lowering) -> gs.Tensor:
+        """Scores of the rank's keys, (batch, heads, queries, keys), capped and masked."""
+        mode = self.attrs.get("qk_matmul_output_mode", 0) if wanted(build, 3) else None
+        query = self._by_group(build, self._by_head(build, 0), lambda local: local.size("d"))
+        query = build.add("Mul", [query, like(query, self.scale)])
+        key = build.add("Transpose", [self._by_head(build, 1)], perm=[0, 1, 3, 2])
+        scores = build.add("MatMul", [query, key])
+        scores = self._by_row(build, scores, _keys)
+        self._give(build, scores, mode == 0)
+        cap = self.attrs.get("softcap", 0.0)
+        if cap:
+            bent = build.add("Tanh", [build.add("Div", [scores, like(scores, cap)])])
+            scores = build.add("Mul", [bent, like(scores, cap)])
+        self._give(build, scores, mode == 1)
+        mask, visible = self._mask(build), self._visible(build)
+        if mask is not None:
+            scores = build.add("Add", [scores, widen(build, mask)])
+        if visible is not None:
+            least = like(scores, _least(build.local.node.inputs[0]))
+            scores = build.add("Where", [visible, scores, least])
+        self._give(build, scores, mode == 2)
+        return scores
+
+    def _give(self, build: Lowering, scores: gs.Tensor, is_wanted: bool) -> None:
+        if is_wanted:
+            finish(build, "Identity", [scores], 3)
+
+    def _cut_heads(self, build: Lowering, operand: int) -> gs.Tensor:
+        """An operand as (batch, heads, sequence, width)."""
+        x = build.input(operand)
+        if not self.flat:
+            return x
+
+        def shape(local: Local) -> Any:
+            shared = 1 if operand else local.size("g")
+            return np.array([0, 0, local.size("k") * shared, -1], np.int64)
+
+        return build.add(
+            "Transpose", [build.add("Reshape", [x, build.per_rank(shape)])], perm=[0, 2, 1, 3]
+        )
+
+    def _by_head(self, build: Lowering, operand: int) -> gs.Tensor:
+        return widen(build, self._cut_heads(build, operand))
+
+    def _by_group(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
+        """The queries of all heads that share a key head, one behind the other."""
+
+        def shape(local: Local) -> Any:
+            rows = local.size("g") * local.size("s")
+            return np.array([0, local.size("k"), rows, width(local)], np.int64)
+
+        return build.add("Reshape", [x, build.per_rank(shape)])
+
+    def _by_row(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
+        """The inverse of `_by_group`."""
+
+        def shape(local: Local) -> Any:
+            heads = local.size("k") * local.size("g")
+            return np.array([0, heads, local.size("s"), width(local)], np.int64)
+
+        return build.add("Reshape", [x, build.per_rank(shape)])
+
+    def _finish_result(self, build: Lowering, x: gs.Tensor) -> None:
+        result = self._by_row(build, x, lambda local: local.size("e"))
+        if not self.flat:
+            finish(build, "Identity", [result])
+            return
+        result = build.add("Transpose", [result], perm=[0, 2, 1, 3])
+        finish(build, "Reshape", [result, np.array([0, 0, -1], np.int64)])
+
+
+def default_scale(width: int) -> float:
+    """What scores are multiplied by unless the node says otherwise."""
+    return 1 / math.sqrt(width)
+
+
+def _least(tensor: gs.Tensor) -> float:
+    """The least finite number of a tensor's element type."""
+    dtype = dtype_of(tensor)
+    return float(np.finfo(np.float32 if str(dtype) == "bfloat16" else dtype).min)

@@ -1,0 +1,172 @@
+"""Normalizations that treat channels apart: over the batch, space, groups, neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.across import (
+    across,
+    finish,
+    finish_chain,
+    inverse_root,
+    like,
+    moments,
+    wanted,
+    widen,
+)
+from onnxpar.rules.rule import (
+    Local,
+    Lowering,
+    Rule,
+    Size,
+    dims_text,
+    einsum,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+
+@rule("BatchNormalization")
+def batch_normalization(node: gs.Node) -> Rule:
+    """`n c h w, c, c, c, c -> n c h w`, in training with c; c and across all but c."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    if node.attrs.get("spatial", 1) == 0 or len(dims) < 2:
+        return whole_rule(node, "statistics per element")
+    results = [dims_text(dims), *["d1" if t.name else "_" for t in node.outputs[1:]]]
+    text = f"{dims_text(dims)}, d1, d1, d1, d1 -> {'; '.join(results)}"
+    axes = [i for i in range(len(dims)) if i != 1]
+    batch, sizes = [dims[i] for i in axes], [shape[i] for i in axes]
+    if node.attrs.get("training_mode", 0) == 1:
+        lower = _lower_training(node, axes, batch, sizes)
+        return einsum(node, text, **across(node, batch, sizes, lower))
+    if len(results) > 1:
+        return einsum(node, text, whole=dict.fromkeys(batch, "an opset that trains otherwise"))
+    return einsum(node, text, linear=(frozenset({0, 2, 3}), frozenset({1, 2})))
+
+
+def _lower_training(
+    node: gs.Node, axes: list[int], factors: list[str], sizes: list[Size]
+) -> Callable[[Lowering], None]:
+    """Normalises by the statistics of all parts, and moves the running ones towards them."""
+    momentum = node.attrs.get("momentum", 0.9)
+    epsilon = node.attrs.get("epsilon", 1e-5)
+
+    def lower(build: Lowering) -> None:
+        x = widen(build, build.input(0))
+        middle, centred, variance = moments(build, x, axes, factors, sizes)
+        scale, bias = (
+            build.add("Unsqueeze", [widen(build, build.input(i))], axes=axes) for i in (1, 2)
+        )
+        inverse = inverse_root(build, variance, epsilon)
+        finish_chain(build, centred, [("Mul", inverse), ("Mul", scale), ("Add", bias)])
+        for i, statistic in ((1, middle), (2, variance)):
+            if wanted(build, i):
+                now = build.add("Squeeze", [statistic], axes=axes)
+                moved = build.add("Mul", [now, like(now, 1 - momentum)])
+                before = widen(build, build.input(i + 2))
+                kept = build.add("Mul", [before, like(before, momentum)])
+                finish(build, "Add", [kept, moved], i)
+
+    return lower
+
+
+@rule("InstanceNormalization")
+def instance_normalization(node: gs.Node) -> Rule:
+    """`n c h w, c, c -> n c h w` across space."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    text = dims_text(dims)
+    space, axes = dims[2:], list(range(2, len(dims)))
+    epsilon = node.attrs.get("epsilon", 1e-5)
+
+    def lower(build: Lowering) -> None:
+        x = widen(build, build.input(0))
+        _, centred, variance = moments(build, x, axes, space, shape[2:])
+        scale, bias = (
+            build.add("Unsqueeze", [widen(build, build.input(i))], axes=[a - 1 for a in axes])
+            for i in (1, 2)
+        )
+        inverse = inverse_root(build, variance, epsilon)
+        finish_chain(build, centred, [("Mul", inverse), ("Mul", scale), ("Add", bias)])
+
+    fields = across(node, space, shape[2:], lower)
+    return einsum(node, f"{text}, d1, d1 -> {text}", **fields)
+
+
+@rule("GroupNormalization")
+def group_normalization(node: gs.Node) -> Rule:
+    """`n (g c) h w, (g c), (g c) -> n (g c) h w` across c and space (before opset 21: scale g)."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    groups = node.attrs["num_groups"]
+    if shape[1] is None:
+        return whole_rule(node, "channels that only a run can tell")
+    space = names("h", len(shape) - 2)
+    per_channel = tensor_shape(node.inputs[1]) == (shape[1],)
+    scale = "(g c)" if per_channel else "g"
+    text = dims_text(["n", "(g c)", *space])
+    sizes: dict[str, Size] = {"g": groups, "c": shape[1] // groups}
+    factors, counts = ["c", *space], [shape[1] // groups, *shape[2:]]
+    epsilon = node.attrs.get("epsilon", 1e-5)
+
+    def lower(build: Lowering) -> None:
+        def grouped(local: Local) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+            return np.array([0, local.size("g"), local.size("c"), -1], np.int64)
+
+        def channels(local: Local) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+            return np.array([local.size("g"), local.size("c") if per_channel else 1, 1], np.int64)
+
+        x = widen(build, build.input(0))
+        cut = build.add("Reshape", [x, build.per_rank(grouped)])
+        _, centred, variance = moments(build, cut, [2, 3], factors, counts)
+        weights = build.per_rank(channels)
+        by, bias = (build.add("Reshape", [widen(build, build.input(i)), weights]) for i in (1, 2))
+        y = build.add("Mul", [centred, inverse_root(build, variance, epsilon)])
+        y = build.add("Add", [build.add("Mul", [y, by]), bias])
+        finish(build, "Reshape", [y, build.add("Shape", [x])])
+
+    return einsum(
+        node,
+        f"{text}, {scale}, {scale} -> {text}",
+        sizes=sizes,
+        local={"num_groups": lambda local: local.size("g")},
+        **across(node, factors, counts, lower),
+    )
+
+
+@rule("LRN")
+def local_response_normalization(node: gs.Node) -> Rule:
+    """`n c h w -> n c h w`; parts of c fetch the neighbours in the window."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    text = dims_text(dims)
+    size, attrs = node.attrs["size"], dict(node.attrs)
+    before, after = (size - 1) // 2, size // 2
+
+    def lower(build: Lowering) -> None:
+        channels = shape[1] or 0
+
+        def wide(local: Local) -> tuple[int, int]:
+            low, high = local.interval("d1")
+            return max(0, low - before), min(channels, high + after)
+
+        def bound(end: int) -> gs.Tensor:
+            return build.per_rank(
+                lambda local: np.array([local.interval("d1")[end] - wide(local)[0]], np.int64)
+            )
+
+        x = build.fetch(build.input(0), "d1", 1, wide)
+        y = build.add("LRN", [x], **attrs)
+        build.finish("Slice", [y, bound(0), bound(1), np.array([1], np.int64)])
+
+    return einsum(
+        node,
+        f"{text} -> {text}",
+        runs=frozenset({"d1"}),
+        **across(node, ["d1"], [shape[1]], lower),
+    )

@@ -1,0 +1,182 @@
+"""onnxruntime's own attention ops: batch and heads pass, what is attended to is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import (
+    FIRST,
+    Rule,
+    Size,
+    dims_text,
+    einsum,
+    given,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+DOMAIN = "com.microsoft"
+_ATTENDED = "every query attends to all of it"
+_PROJECTED = "the projection is summed inside the op"
+_OPEN = "heads that only a run can tell"
+_STACKED = "it stacks keys and values"
+_POSITIONS = "positions count from its start"
+
+
+def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
+    tensor = given(node, index)
+    return () if tensor is None else tensor_shape(tensor) or ()
+
+
+def _stated(
+    node: gs.Node,
+    operands: Mapping[int, str],
+    results: Mapping[int, str],
+    whole: Mapping[str, str],
+    **fields: Any,
+) -> Rule:
+    """The rule of these operands and results; dimensions of one element are broadcast."""
+
+    def text(tensor: gs.Tensor, dims: str | None) -> str:
+        if not tensor.name or dims is None:
+            return "_"
+        if "(" in dims or "+" in dims:
+            return dims
+        shape = tensor_shape(tensor) or ()
+        return dims_text("1" if s == 1 else d for d, s in zip(dims.split(), shape, strict=True))
+
+    left = ", ".join(text(t, operands.get(i)) for i, t in enumerate(node.inputs))
+    right = "; ".join(text(t, results.get(i)) for i, t in enumerate(node.outputs))
+    used = {c for c in left + right if c.isalpha()}
+    kept = {f: why for f, why in whole.items() if f in used}
+    return einsum(node, f"{left} -> {right}", whole=kept, reduce={}, **fields)
+
+
+def _bias(node: gs.Node, index: int, heads: str) -> str:
+    """What is added to the scores: one row for all of the batch or heads where it has one."""
+    shape = _shape(node, index)
+    names = ["b", heads, "s", "t"][4 - len(shape) :]
+    return dims_text("1" if s == 1 else d for d, s in zip(names, shape, strict=True))
+
+
+def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
+    """The dimensions of a padding mask; None for positions of the whole batch in one vector."""
+    if len(shape) == 1:
+        return "b" if shape[0] == batch else None
+    return {2: "b t", 3: "b s t", 4: "b 1 m w"}[len(shape)]
+
+
+@rule("Attention QAttention", domain=DOMAIN)
+def attention(node: gs.Node) -> Rule:
+    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`; heads n, batch b."""
+    quantized = node.op == "QAttention"
+    image, weight, out = _shape(node, 0), _shape(node, 1), tensor_shape(node.outputs[0]) or ()
+    heads = node.attrs["num_heads"]
+    if None in (*image, *weight, *out) or node.attrs.get("past_present_share_buffer"):
+        return whole_rule(node, _OPEN)
+    hidden = node.attrs.get("qkv_hidden_sizes") or [(weight[1] or 0) // 3] * 3
+    sizes: dict[str, Size] = {"n": heads, "d": hidden[0] // heads, "e": hidden[2] // heads}
+    if hidden[0] != hidden[1]:
+        return whole_rule(node, "queries and keys of unlike widths")
+    columns = "(n d) + (n d) + (n e)"
+    mask_at, past_at, bias_at = (5, 8, None) if quantized else (3, 4, 5)
+    mask = _key_mask(_shape(node, mask_at), image[0]) if given(node, mask_at) else None
+    operands = {0: "b s h", 1: f"h {columns}", 2: columns, past_at: "z b n p d"}
+    if mask is not None:
+        operands[mask_at] = mask
+    if bias_at and given(node, bias_at):
+        operands[bias_at] = _bias(node, bias_at, "n")
+    if quantized:
+        operands |= {i: columns for i in (4, 7) if _shape(node, i) == (weight[1],)}
+    whole = {"h": _PROJECTED, "z": _STACKED, **dict.fromkeys("sdeptumw", _ATTENDED)}
+    if given(node, mask_at) is not None and mask is None:
+        whole["b"] = "its mask counts through the whole batch"
+    local: dict[str | int, Any] = {"num_heads": lambda at: at.size("n")}
+    if "qkv_hidden_sizes" in node.attrs:
+        local["qkv_hidden_sizes"] = lambda at: [size // heads * at.size("n") for size in hidden]
+    results = {0: "b s (n e)", 1: "z b n u d"}
+    return _stated(node, operands, results, whole, sizes=sizes, local=local)
+
+
+@rule("MultiHeadAttention", domain=DOMAIN)
+def multi_head_attention(node: gs.Node) -> Rule:
+    """`b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`."""
+    query, key, value = (_shape(node, i) for i in range(3))
+    out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
+    if None in (*query, *key, *value, *out) or any(given(node, i) for i in (8, 9)):
+        return whole_rule(node, _OPEN)
+    if len(query) == 5 or len(key) == 5:
+        return whole_rule(node, "onnxruntime has no CPU kernel for packed queries or keys")
+    sizes: dict[str, Size] = {"n": heads, "d": (query[2] or 0) // heads}
+    sizes["e"] = (out[2] or 0) // heads
+    keys = ("b t (n d)", "b t (n e)") if len(key) == 3 else ("b n t d", "b n t e")
+    operands = {0: "b s (n d)", 1: keys[0], 2: keys[1]}
+    operands |= {3: "(n d) + (n d) + (n e)", 6: "b n p d", 7: "b n p e"}
+    whole = dict.fromkeys("deptu", _ATTENDED)
+    if given(node, 4) is not None:
+        mask = _key_mask(_shape(node, 4), query[0])
+        if mask is None:
+            whole["b"] = "its mask counts through the whole batch"
+        else:
+            past = _shape(node, 6)
+            operands[4] = mask.replace("t", "u") if past else mask
+    if given(node, 5) is not None:
+        operands[5] = _bias(node, 5, "n").replace("t", "u" if _shape(node, 6) else "t")
+    if node.attrs.get("unidirectional"):
+        whole["s"] = _ATTENDED
+    total = "u" if _shape(node, 6) else "t"
+    results = {0: "b s (n e)", 1: f"b n {total} d", 2: f"b n {total} e", 3: f"b n s {total}"}
+    local: dict[str | int, Any] = {"num_heads": lambda at: at.size("n")}
+    return _stated(node, operands, results, whole, sizes=sizes, local=local)
+
+
+@rule("GroupQueryAttention", domain=DOMAIN)
+def group_query_attention(node: gs.Node) -> Rule:
+    """`b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b -> b s (k g d) ; b k u d ; b k u d`.
+
+    k are the key/value heads and g the query heads of each; all may be packed into the query.
+    """
+    heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
+    query, out = _shape(node, 0), tensor_shape(node.outputs[0]) or ()
+    if None in (query[2], out[2]):
+        return whole_rule(node, _OPEN)
+    if any(node.attrs.get(key, "NONE") != "NONE" for key in ("k_quant_type", "v_quant_type")):
+        return whole_rule(node, "a quantized cache")
+    packed = given(node, 1) is None
+    sizes: dict[str, Size] = {"k": shared, "g": heads // shared, "d": (out[2] or 0) // heads}
+    operands = {0: "b s (k g d) + (k d) + (k d)" if packed else "b s (k g d)"}
+    operands |= {1: "b t (k d)", 2: "b t (k d)", 3: "b k p d", 4: "b k p d", 5: "b"}
+    operands |= {7: "m r", 8: "m r", 9: "b s", 11: "(k g)", 14: "d", 15: "d"}
+    if given(node, 10) is not None:
+        operands[10] = _bias(node, 10, "(k g)")
+    results = {0: "b s (k g d)", 1: "b k u d", 2: "b k u d", 3: "b (k g) s v"}
+    whole = dict.fromkeys("sdptuv", _ATTENDED) | dict.fromkeys("mr", _POSITIONS)
+    local: dict[str | int, Any] = {
+        "num_heads": lambda at: at.size("k") * at.size("g"),
+        "kv_num_heads": lambda at: at.size("k"),
+    }
+    return _stated(node, operands, results, whole, sizes=sizes, local=local)
+
+
+@rule("RotaryEmbedding", domain=DOMAIN)
+def rotary_embedding(node: gs.Node) -> Rule:
+    """`b s (h d), b s, m r, m r -> b s (h d)`, or `b h s d`; one position for all counts s up."""
+    shape, cache = _shape(node, 0), _shape(node, 2)
+    flat = len(shape) == 3
+    if shape[-1] is None or cache[-1] is None or node.attrs.get("is_packed_batching"):
+        return whole_rule(node, _OPEN)
+    heads = node.attrs.get("num_heads") or shape[-1] // (2 * cache[-1])
+    text = "b s (h d)" if flat else "b h s d"
+    sizes: dict[str, Size] = {"h": heads, "d": shape[-1] // heads} if flat else {}
+    whole = dict.fromkeys("dr", "its elements are rotated in pairs") | {"m": _POSITIONS}
+    counted = len(_shape(node, 1)) == 1
+    if counted:
+        whole["s"] = _POSITIONS
+    operands = {0: text, 1: "s" if counted else "b s", 2: "m r", 3: "m r"}
+    stated = flat and node.attrs.get("num_heads")
+    local: dict[str | int, Any] = {"num_heads": lambda at: at.size("h")} if stated else {}
+    return _stated(node, operands, {0: text}, whole, sizes=sizes, local=local, linear=(FIRST,))

@@ -1,0 +1,188 @@
+"""onnxruntime's own ops on corresponding elements and rows, quantized ones among them."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.construction import trilu
+from onnxpar.rules.elementwise import broadcast
+from onnxpar.rules.index_tuples import gather_nd
+from onnxpar.rules.rule import (
+    FIRST,
+    Cat,
+    Expr,
+    Rule,
+    Size,
+    Spec,
+    Var,
+    constant,
+    dims_text,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+DOMAIN = "com.microsoft"
+_ROW = "the op computes over its rows"
+_COUNTED = "positions count from its start"
+
+
+@rule("Gelu FastGelu QuickGelu BiasGelu ScaledSiLU GatedAdd LinearAttentionGate", domain=DOMAIN)
+@rule("QLinearAdd QLinearMul QLinearSigmoid QLinearLeakyRelu QLinearWhere", domain=DOMAIN)
+@rule("MurmurHash3 SampleOp", domain=DOMAIN)
+def elementwise(node: gs.Node) -> Rule:
+    """`d0 d1, d1 -> d0 d1`: biases, gates, scales and zero points are broadcast."""
+    return broadcast(node)
+
+
+@rule("QLinearConcat", domain=DOMAIN)
+def quantized_concat(node: gs.Node) -> Rule:
+    """`_, _, a d, _, _, b d, _, _ -> (a + b) d`: as Concat, each segment with its own scale."""
+    out = tensor_shape(node.outputs[0]) or ()
+    axis = node.attrs["axis"] % len(out)
+    dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
+    sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(out) if i != axis}
+    inputs: list[Spec | None] = [None] * len(node.inputs)
+    segments: list[Expr] = []
+    for i in range(2, len(node.inputs), 3):
+        segment = Var(f"s{i // 3}")
+        sizes[segment.name] = (tensor_shape(node.inputs[i]) or ())[axis]
+        inputs[i] = (*dims[:axis], segment, *dims[axis + 1 :])
+        segments.append(segment)
+    joined = Cat(tuple(segments)) if len(segments) > 1 else segments[0]
+    return Rule(tuple(inputs), ((*dims[:axis], joined, *dims[axis + 1 :]),), sizes)
+
+
+@rule("QLinearSoftmax", domain=DOMAIN)
+def quantized_softmax(node: gs.Node) -> Rule:
+    """`d0 d1, _ -> d0 d1`, its axis whole (before opset 13: all from its axis on)."""
+    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
+    axis = node.attrs.get("axis", -1) % len(dims)
+    normalised = dims[axis : axis + 1] if node.attrs["opset"] >= 13 else dims[axis:]
+    return _over(node, dims, normalised)
+
+
+def _over(node: gs.Node, dims: list[str], whole: list[str]) -> Rule:
+    """Rows of operand 0 pass, whatever the others are."""
+    rest = ", _" * (len(node.inputs) - 1)
+    text = dims_text(dims)
+    return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, _ROW))
+
+
+@rule("Inverse", domain=DOMAIN)
+def inverse(node: gs.Node) -> Rule:
+    """`b m n -> b m n`, m and n whole."""
+    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
+    return _over(node, dims, dims[-2:])
+
+
+rule("Trilu", domain=DOMAIN)(trilu)
+rule("GatherND", domain=DOMAIN)(gather_nd)
+
+
+@rule("BranchwiseRMSNorm GatedRMSNorm", domain=DOMAIN)
+def row_normalization(node: gs.Node) -> Rule:
+    """`b s h, h, b s h -> b s h`, the last two dimensions of grouped rows whole."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    if node.op == "BranchwiseRMSNorm":
+        return _over(node, dims, dims[-1:] if node.attrs.get("num_branches") else dims[-2:])
+    text = dims_text(dims)
+    return einsum(node, f"{text}, _, {text} -> {text}", whole={dims[-1]: _ROW})
+
+
+@rule("SimplifiedLayerNormalization")
+def simplified_layer_normalization(node: gs.Node) -> Rule:
+    """`b s h, h -> b s h ; b s 1`, everything from its axis on whole."""
+    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
+    axis = node.attrs.get("axis", -1) % len(dims)
+    statistics = dims_text([*dims[:axis], *["1"] * (len(dims) - axis)])
+    results = "; ".join([dims_text(dims), *[statistics] * (len(node.outputs) - 1)])
+    text = f"{dims_text(dims)}, {dims_text(dims[axis:])} -> {results}"
+    return einsum(node, text, whole=dict.fromkeys(dims[axis:], _ROW))
+
+
+@rule("EmbedLayerNormalization", domain=DOMAIN)
+def embedding(node: gs.Node) -> Rule:
+    """`b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`: only b and s pass."""
+    operands = ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"]
+    return _embedded(node, operands, mask=7, positions=8)
+
+
+@rule("QEmbedLayerNormalization", domain=DOMAIN)
+def quantized_embedding(node: gs.Node) -> Rule:
+    """As EmbedLayerNormalization, with scales and zero points."""
+    return _embedded(node, ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"], mask=7)
+
+
+def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1) -> Rule:
+    whole = dict.fromkeys("vpt", "it is looked up by index") | {"h": _ROW}
+    places = given(node, positions) if positions > 0 else None
+    if places is None:
+        whole["s"] = _COUNTED
+    else:
+        operands = [*operands, "1 s" if (tensor_shape(places) or ())[0] == 1 else "b s"]
+    if given(node, mask) is not None:
+        whole["s"] = "the mask is counted along it"
+    operands += ["_"] * (len(node.inputs) - len(operands))
+    used = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=False)]
+    results = ["b s h", "b", "b s h"]
+    made = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=False)]
+    found = {c for text in used + made for c in text}
+    return einsum(
+        node,
+        f"{', '.join(used)} -> {'; '.join(made)}",
+        whole={f: why for f, why in whole.items() if f in found},
+        reduce={},
+    )
+
+
+@rule("GatherBlockQuantized", domain=DOMAIN)
+def gather_blocks(node: gs.Node) -> Rule:
+    """`v h, i, v n, v z -> i h`: only indices pass."""
+    rank, index = (len(tensor_shape(t) or ()) for t in node.inputs[:2])
+    axis = node.attrs.get("gather_axis", 0) % rank
+    data, out = names("d", rank), names("o", rank)
+    at = names("i", index)
+    text = f"{dims_text(data)}, {dims_text(at)}" + ", _" * (len(node.inputs) - 2)
+    made = [*out[:axis], *at, *out[axis + 1 :]]
+    kept = {*data, *(d for d in made if d in out)}
+    whole = dict.fromkeys(sorted(kept), "it is looked up by index, or packed in blocks")
+    return einsum(node, f"{text} -> {dims_text(made)}", whole=whole)
+
+
+@rule("CDist", domain=DOMAIN)
+def distances(node: gs.Node) -> Rule:
+    """`m k, n k -> m n`, k whole: a root follows the sum."""
+    return einsum(node, "m k, n k -> m n", whole={"k": "a root may follow the sum"})
+
+
+@rule("NGramRepeatBlock", domain=DOMAIN)
+def repeated_ngrams(node: gs.Node) -> Rule:
+    """`b s, b v -> b v`, only b passes."""
+    return einsum(node, "b s, b v -> b v", whole=dict.fromkeys("sv", _ROW))
+
+
+@rule("ExpandDims", domain=DOMAIN)
+def expand_dims(node: gs.Node) -> Rule:
+    """`a b, _ -> a 1 b`."""
+    axis = constant(node.inputs[1])
+    if axis is None:
+        return whole_rule(node, "an axis that only a run can tell")
+    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
+    at = int(axis.reshape(-1)[0]) % (len(dims) + 1)
+    out = dims_text([*dims[:at], "1", *dims[at:]])
+    return einsum(node, f"{dims_text(dims)}, _ -> {out}", linear=(FIRST,), monotone=FIRST)
+
+
+@rule("UnfoldTensor", domain=DOMAIN)
+def unfold(node: gs.Node) -> Rule:
+    """`a b c -> a w c z`, the unfolded dimension whole."""
+    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
+    at = node.attrs.get("dim", -1) % len(dims)
+    out = [*dims[:at], "w", *dims[at + 1 :], "z"]
+    whole = dict.fromkeys([dims[at], "w", "z"], "its windows overlap")
+    return einsum(node, f"{dims_text(dims)} -> {dims_text(out)}", whole=whole)

@@ -1,0 +1,141 @@
+"""onnxruntime's own matrix products: fused, packed by blocks, and mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.contraction import product_text
+from onnxpar.rules.quantization import integer_product
+from onnxpar.rules.rule import (
+    FIRST,
+    Rule,
+    Size,
+    dims_text,
+    dtype_of,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+DOMAIN = "com.microsoft"
+_EITHER = (FIRST, frozenset({1}))
+_PACKED = "its elements are packed in blocks"
+
+
+@rule("FusedMatMul TransposeMatMul", domain=DOMAIN)
+def fused_matmul(node: gs.Node) -> Rule:
+    """As MatMul, with either matrix transposed."""
+    if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
+        return whole_rule(node, "transposed batches")
+    a = "k m" if node.attrs.get("transA") else "m k"
+    b = "n k" if node.attrs.get("transB") else "k n"
+    shapes = [tensor_shape(t) or () for t in (*node.inputs[:2], node.outputs[0])]
+    left, right, out = product_text(shapes[0], shapes[1], shapes[2], a, b)
+    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
+
+
+@rule("MatMulInteger16", domain=DOMAIN)
+def matmul_integer16(node: gs.Node) -> Rule:
+    """`m k, k n -> m n`: sums of 32 bits."""
+    shapes = [tensor_shape(t) or () for t in (*node.inputs, node.outputs[0])]
+    left, right, out = product_text(shapes[0], shapes[1], shapes[2], "m k", "k n")
+    return einsum(node, f"{left}, {right} -> {out}")
+
+
+@rule("MatMulNBits", domain=DOMAIN)
+def matmul_bits(node: gs.Node) -> Rule:
+    """`m (k z i), n (k z) w, n (k z), n k, n -> m n`: blocks of i, z of them per zero point byte.
+
+    Older files store scales and zero points as vectors `(n k z)`.
+    """
+    if given(node, 4) is not None:
+        return whole_rule(node, "groups by index")
+    block, width = node.attrs["block_size"], node.attrs["K"]
+    points = given(node, 3)
+    packed = points is not None and str(dtype_of(points)) == "uint8"
+    shared = 8 // node.attrs.get("bits", 4) if packed else 1
+    sizes: dict[str, Size] = {"n": node.attrs["N"], "i": block, "z": shared}
+    whole = {"w": _PACKED, "i": "a block has one scale", "z": "their zero points share a byte"}
+    if width % (block * shared):
+        columns, blocks, bytes_ = "c", "b", "y"
+        whole = dict.fromkeys("cbyw", "its last block is not full")
+    else:
+        columns, blocks, bytes_ = "(k z i)", "(k z)", "k"
+        sizes["k"] = width // (block * shared)
+    lead = names("m", len(tensor_shape(node.inputs[0]) or ()) - 1)
+    operands = [dims_text([*lead, columns]), f"n {blocks} w", _rows(node, 2, blocks)]
+    operands += [_rows(node, 3, bytes_ if packed else blocks), "_", "n"]
+    used = [o if given(node, i) is not None else "_" for i, o in enumerate(operands)]
+    bias = frozenset({5}) if given(node, 5) is not None else frozenset[int]()
+    local: dict[str | int, Any] = {"N": lambda at: at.size("n")}
+    if "k" in sizes:
+        local["K"] = lambda at: at.size("k") * shared * block
+    return einsum(
+        node,
+        f"{', '.join(used[: len(node.inputs)])} -> {dims_text([*lead, 'n'])}",
+        sizes=sizes,
+        whole={f: why for f, why in whole.items() if any(f in o for o in used)},
+        linear=(FIRST | bias,),
+        additive=bias,
+        local=local,
+    )
+
+
+def _rows(node: gs.Node, index: int, blocks: str) -> str:
+    """`n k`, or `(n k)` where a file stores them as a vector."""
+    tensor = given(node, index)
+    rank = 0 if tensor is None else len(tensor_shape(tensor) or ())
+    return f"n {blocks}" if rank > 1 else f"(n {blocks.strip('()')})"
+
+
+@rule("QGemm", domain=DOMAIN)
+def quantized_gemm(node: gs.Node) -> Rule:
+    """`m k, (), (), k n, n, n, n, _, _ -> m n`; sums of 32 bits meet before they are scaled."""
+    a = "k m" if node.attrs.get("transA") else "m k"
+    b = "n k" if node.attrs.get("transB") else "k n"
+    shapes = [() if given(node, i) is None else tensor_shape(node.inputs[i]) for i in range(9)]
+    columns = [dims_text("1" if s == 1 else "n" for s in shapes[i] or ()) for i in (4, 5)]
+    bias = shapes[6] or ()
+    added = dims_text(
+        "1" if s == 1 else d for d, s in zip("mn"[2 - len(bias) :], bias, strict=True)
+    )
+    operands = [a, "_", "_", b, *columns, added if given(node, 6) is not None else "_", "_", "_"]
+    operands = operands[: len(node.inputs)]
+    return einsum(node, f"{', '.join(operands)} -> m n", **integer_product("k"))
+
+
+@rule("MoE", domain=DOMAIN)
+def experts(node: gs.Node) -> Rule:
+    """`t h, t e, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t pass, f leaves a sum."""
+    fused = node.attrs.get("swiglu_fusion", 0)
+    whole = {"h": "it is contracted before an activation", "e": "experts are picked by rank"}
+    inner = {0: "f", 1: "(f z)", 2: "(z f)"}[fused]
+    if fused:
+        whole["z"] = "a gate and its value"
+    shape, width = tensor_shape(node.inputs[0]) or (), (tensor_shape(node.inputs[4]) or ())[2]
+    sizes: dict[str, Size] = {"f": width, "z": 2}
+    tokens = "b s" if len(shape) == 3 else "t"
+    router = "(b s)" if len(shape) == 3 else "t"
+    operands = [f"{tokens} h", f"{router} e", f"e {inner} h", f"e {inner}", "e h f", "e h"]
+    operands += ["e f h", "e f"]
+    used = [o if given(node, i) is not None else "_" for i, o in enumerate(operands)]
+    bias = frozenset({5}) if given(node, 5) is not None else frozenset[int]()
+    fields: dict[str, Any] = {"additive": bias, "reduce": {"f": "sum"}}
+    text = f"{', '.join(used[: len(node.inputs)])} -> {tokens} h"
+    return einsum(node, text, sizes=sizes, whole=whole, **fields)
+
+
+@rule("QMoE", domain=DOMAIN)
+def quantized_experts(node: gs.Node) -> Rule:
+    """Tokens t pass; experts, packed in bytes, are whole."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    tokens, router = ("b s", "(b s)") if len(shape) == 3 else ("t", "t")
+    whole = {"h": "it is contracted before an activation", "e": "experts are picked by rank"}
+    rest = [router + " e" if i == 14 and t.name else "_" for i, t in enumerate(node.inputs)]
+    operands = [f"{tokens} h", f"{router} e", *rest[2:]]
+    return einsum(node, f"{', '.join(operands)} -> {tokens} h", whole=whole)

@@ -1,0 +1,58 @@
+"""onnxruntime's own ops that stay whole, and why."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import Rule, RuleFunction, rule, whole_rule
+
+DOMAIN = "com.microsoft"
+
+REASONS = {
+    "it is taken apart when the model is loaded": (
+        "FusedConv FusedGemm DynamicQuantizeMatMul MatMulIntegerToFloat"
+    ),
+    "onnxruntime has no CPU kernel for it": (
+        "BiasAdd BiasDropout BiasSoftmax BiasSplitGelu BitmaskBiasDropout BitmaskDropout ComplexMul"
+        " ComplexMulConj DecoderAttention DecoderMaskedSelfAttention DequantizeBFP"
+        " DequantizeWithOrder DynamicSparseAttention FusedMatMulActivation GatedDeltaNet"
+        " GatedRelativePositionBias GemmFastGelu GemmFloat8 GemmaRotaryEmbedding GroupNorm Irfft"
+        " IsAllFinite LongformerAttention MatMulBlockQuantizedFp4Weight"
+        " MatMulBlockQuantizedFp8Weight MatMulNBitsMlp MatMulNBitsQkv MulInteger NhwcConv"
+        " NhwcFusedConv PackedAttention PackedMultiHeadAttention PackedSparseAttentionIndexer"
+        " PagedAttention QLinearReduceMean QOrderedAttention QOrderedGelu"
+        " QOrderedLayerNormalization QOrderedLongformerAttention QOrderedMatMul QuantizeBFP"
+        " QuantizeWithOrder ReduceSumInteger RelativePositionBias RemovePadding RestorePadding"
+        " Rfft SkipGroupNorm SparseAttentionIndexer SparsePagedAttention TorchEmbedding"
+        " VarlenCausalConvWithState"
+    ),
+    "it runs a model of its own": "BeamSearch GreedySearch Sampling WhisperBeamSearch",
+    "it belongs to another device": "EPContext Snpe",
+    "its blocks run on from row to row": "MatMulBnb4 MatMulFpQ4",
+    "its range is that of all elements at each step": "DynamicQuantizeLSTM",
+    "every step needs all that came before": (
+        "AttnLSTM BifurcationDetector CausalConvWithState DynamicTimeWarping LinearAttention"
+        " NGramHashMapping VarlenNGramHashMapping"
+    ),
+    "which elements it makes depends on their values": "Tokenizer Unique SparseToDenseMatMul",
+    "its values are global positions": "Range",
+    "its pads may be computed by other nodes": "Pad",
+    "its masks and caches count through the whole batch and all heads": (
+        "DecoderMaskedMultiHeadAttention MRotaryEmbedding SparseAttention"
+    ),
+    "its branches are mixed": "EngramGate HyperConnectionPostMix HyperConnectionPreMix",
+    "a word's characters make one row": "WordConvEmbedding",
+}
+"""Ops by the reason that a plan gives."""
+
+
+def _because(reason: str) -> RuleFunction:
+    def stays_whole(node: gs.Node) -> Rule:
+        """Everything whole."""
+        return whole_rule(node, reason)
+
+    return stays_whole
+
+
+for _reason, _ops in REASONS.items():
+    rule(_ops, domain=DOMAIN)(_because(_reason))

@@ -1,0 +1,134 @@
+"""Which elements, in which shares, make each element of a resized dimension.
+
+In float32 and in the order of onnxruntime's own arithmetic, so that ties between neighbours fall to
+the same side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+F = np.float32
+HALF = F(0.5)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a dimension of `size` elements becomes one of `out`; `region` is for cropping."""
+
+    size: int
+    out: int
+    scale: float
+    mode: str
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    region: tuple[float, float] = (0.0, 1.0)
+    is_simple: bool = False
+    """Before opset 11: nearest is the lower neighbour, or the upper where it shrinks."""
+
+    @property
+    def transformation(self) -> str:
+        """How coordinates of the result are mapped to those of the operand."""
+        default = "asymmetric" if self.is_simple else "half_pixel"
+        return str(self.attrs.get("coordinate_transformation_mode", default))
+
+
+@dataclass(frozen=True, eq=False)
+class Taps:
+    """For each result the elements that it is made of and their weights, a row each, and which
+    results lie outside of the operand."""
+
+    index: Array
+    weight: Array
+    outside: Array
+
+
+def taps(scaling: Scaling) -> Taps:
+    """The elements and weights of every result."""
+    at = coordinates(scaling)
+    outside = np.zeros(scaling.out, np.bool_)
+    if scaling.transformation == "tf_crop_and_resize":
+        outside = (at < 0) | (at > scaling.size - 1)
+    index, weight = _KINDS[scaling.mode](scaling, at)
+    return Taps(np.clip(index, 0, scaling.size - 1), weight.astype(F), outside)
+
+
+def coordinates(scaling: Scaling) -> Array:
+    """Where each result lies among the elements."""
+    at, scale = np.arange(scaling.out, dtype=F), F(scaling.scale)
+    size, out = F(scaling.size), F(scaling.out)
+    how = scaling.transformation
+    if how == "asymmetric":
+        return np.asarray(at / scale)
+    if how == "tf_half_pixel_for_nn":
+        return np.asarray((at + HALF) / scale)
+    if how == "align_corners":
+        return at * (size - 1) / (out - 1) if out > 1 else at * 0
+    if how == "tf_crop_and_resize":
+        start, end = map(F, scaling.region)
+        if out <= 1:
+            return np.full(scaling.out, HALF * (start + end) * (size - 1), F)
+        return np.asarray(start * (size - 1) + at * (end - start) * (size - 1) / (out - 1))
+    if how == "half_pixel_symmetric":
+        offset = size / 2 * (1 - out / (scale * size))
+        return np.asarray(offset + (at + HALF) / scale - HALF)
+    return at * 0 if how == "pytorch_half_pixel" and out <= 1 else (at + HALF) / scale - HALF
+
+
+def _nearest(scaling: Scaling, at: Array) -> tuple[Array, Array]:
+    mode = scaling.attrs.get("nearest_mode", "round_prefer_floor")
+    if scaling.is_simple:
+        mode = "ceil" if scaling.scale < 1 else "floor"
+    index = _ROUNDINGS[mode](at).astype(np.int64)[:, None]
+    return index, np.ones(index.shape, F)
+
+
+def _away_from_zero(at: Array) -> Array:
+    return np.asarray(np.sign(at) * np.floor(np.abs(at) + HALF))
+
+
+def _prefer_floor(at: Array) -> Array:
+    return np.where(at == np.trunc(at) + HALF, np.floor(at), _away_from_zero(at))
+
+
+_ROUNDINGS: Mapping[str, Callable[[Array], Array]] = {
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round_prefer_floor": _prefer_floor,
+    "round_prefer_ceil": _away_from_zero,
+}
+
+
+def _linear(scaling: Scaling, at: Array) -> tuple[Array, Array]:
+    at = np.clip(at, 0, F(scaling.size - 1))
+    low = np.floor(at)
+    share = at - low
+    index = np.stack([low, low + 1], 1).astype(np.int64)
+    return index, np.stack([1 - share, share], 1)
+
+
+def _cubic(scaling: Scaling, at: Array) -> tuple[Array, Array]:
+    low = np.floor(at)
+    a, s = F(scaling.attrs.get("cubic_coeff_a", -0.75)), at - low
+    weight = np.stack(
+        [
+            ((a * (s + 1) - 5 * a) * (s + 1) + 8 * a) * (s + 1) - 4 * a,
+            ((a + 2) * s - (a + 3)) * s * s + 1,
+            ((a + 2) * (1 - s) - (a + 3)) * (1 - s) * (1 - s) + 1,
+            ((a * (2 - s) - 5 * a) * (2 - s) + 8 * a) * (2 - s) - 4 * a,
+        ],
+        1,
+    )
+    index = low[:, None].astype(np.int64) + np.arange(-1, 3)
+    if scaling.attrs.get("exclude_outside", 0):
+        weight = np.where((index < 0) | (index >= scaling.size), 0, weight)
+        weight = weight / weight.sum(1, keepdims=True)
+    return index, weight
+
+
+_KINDS = {"nearest": _nearest, "linear": _linear, "cubic": _cubic}

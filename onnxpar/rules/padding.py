@@ -1,0 +1,152 @@
+"""Pad: a rank pads the ends of the whole, not those of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.index_maps import IndexMap, tied_fields
+from onnxpar.rules.rule import (
+    FIRST,
+    Local,
+    Lowering,
+    Rule,
+    constant,
+    dims_text,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+Array = npt.NDArray[Any]
+Pads = tuple[int, int]
+_MODES = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A dimension of `size` elements with a constant before and behind."""
+
+    before: str
+    after: str
+    size: int
+    pads: Pads
+
+    def held(self, local: Local) -> Pads:
+        """The elements between the padding; any one where there is none."""
+        start, end = self._wanted(local)
+        first = min(max(start, 0), self.size - 1)
+        return first, min(max(end, first + 1), self.size)
+
+    def padding(self, local: Local) -> Pads:
+        """The rank's own padding; the one element of a part without any goes."""
+        start, end = self._wanted(local)
+        if end <= 0:
+            return end - start, -1
+        if start >= self.size:
+            return -1, end - start
+        return max(-start, 0), max(end - self.size, 0)
+
+    def _wanted(self, local: Local) -> Pads:
+        start, end = local.interval(self.after)
+        return start - self.pads[0], end - self.pads[0]
+
+
+@rule("Pad")
+def pad(node: gs.Node) -> Rule:
+    """`a h -> a y`, h tied to y where it is padded; linear if the padding is zero or copied."""
+    found = _padding(node)
+    if found is None:
+        return whole_rule(node, "padding that only a run can tell")
+    pads, is_zero = found
+    mode = node.attrs.get("mode", "constant")
+    shape = tensor_shape(node.inputs[0]) or ()
+    before, after = names("d", len(shape)), names("d", len(shape))
+    constants: dict[int, _Constant] = {}
+    copies: dict[int, IndexMap] = {}
+    for i, (size, own) in enumerate(zip(shape, pads, strict=True)):
+        if own != (0, 0):
+            after[i] = f"y{i}"
+            if not size or size + min(own[0], 0) + min(own[1], 0) < 1:
+                continue
+            if mode == "constant":
+                constants[i] = _Constant(before[i], after[i], size, own)
+            else:
+                copies[i] = IndexMap(before[i], after[i], _copied(size, own, mode))
+    maps: Any = {**constants, **copies}
+    whole = [d for i, own in enumerate(pads) if any(own) and i not in maps for d in _pair(i)]
+    return einsum(
+        node,
+        f"{dims_text(before)}{', _' * (len(node.inputs) - 1)} -> {dims_text(after)}",
+        whole=dict.fromkeys(whole, "it is padded"),
+        linear=(FIRST,) if mode != "constant" or is_zero else (),
+        lower=lambda builder: _lower(builder, pads, constants, copies),
+        **tied_fields(maps),
+    )
+
+
+def _pair(i: int) -> tuple[str, str]:
+    return f"d{i}", f"y{i}"
+
+
+def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
+    """The padding of every dimension, and whether it is of zeros; None for what is not constant."""
+    rank = len(tensor_shape(node.inputs[0]) or ())
+    amounts, axes = given(node, 1), given(node, 3)
+    values = node.attrs.get("pads") if amounts is None else constant(amounts)
+    over = np.arange(rank) if axes is None else constant(axes)
+    if values is None or over is None:
+        return None
+    pads = [(0, 0)] * rank
+    for i, axis in enumerate(over.tolist()):
+        pads[axis % rank] = (int(values[i]), int(values[len(over) + i]))
+    fill = given(node, 2)
+    value = node.attrs.get("value", 0.0) if fill is None else constant(fill)
+    return pads, value is not None and not np.any(value)
+
+
+def _copied(size: int, pads: Pads, mode: str) -> Array:
+    """The element behind each of the padded dimension."""
+    begin, end = pads
+    kept = np.arange(size)[max(-begin, 0) : size - max(-end, 0)]
+    how: Any = _MODES[mode]
+    return np.asarray(np.pad(kept, (max(begin, 0), max(end, 0)), how))
+
+
+def _lower(
+    builder: Lowering,
+    pads: Sequence[Pads],
+    constants: dict[int, _Constant],
+    copies: dict[int, IndexMap],
+) -> None:
+    node, x = builder.local.node, builder.input(0)
+    done = {i for i, m in copies.items() if m.is_split(builder.local)}
+    cut = {i: c for i, c in constants.items() if builder.local.is_split(c.before)}
+    for i in done:
+        x = copies[i].take(builder, x, i)
+    for i, each in cut.items():
+        x = builder.fetch(x, each.before, i, each.held)
+
+    def own(local: Local) -> list[int]:
+        mine = [(0, 0) if i in done else p for i, p in enumerate(pads)]
+        for i, each in cut.items():
+            mine[i] = each.padding(local)
+        return [p[0] for p in mine] + [p[1] for p in mine]
+
+    attrs = {key: node.attrs[key] for key in ("mode", "value") if key in node.attrs}
+    if not any(any(p) for i, p in enumerate(pads) if i not in done):
+        builder.finish("Identity", [x])
+    elif "pads" in node.attrs:
+        builder.finish("Pad", [x], pads=own, **attrs)
+    else:
+        amounts = builder.per_rank(lambda local: np.array(own(local), np.int64))
+        fill = [node.inputs[2]] if given(node, 2) is not None else []
+        builder.finish("Pad", [x, amounts, *fill], **attrs)

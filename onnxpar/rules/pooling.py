@@ -1,0 +1,143 @@
+"""Pools: windows over space, and reductions of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.reductions import weighted_mean
+from onnxpar.rules.rule import (
+    FIRST,
+    Local,
+    Lowering,
+    Rule,
+    dims_text,
+    dtype_of,
+    einsum,
+    is_float,
+    names,
+    numel,
+    rule,
+    tensor_shape,
+)
+from onnxpar.rules.windows import Windows, lower_windows, windows
+
+Array = npt.NDArray[Any]
+
+
+@rule("MaxPool AveragePool LpPool")
+def pool(node: gs.Node) -> Rule:
+    """`n c h w -> n c y x`, h tied to y; indices of a maximum count through the whole tensor."""
+    space = windows(node, node.attrs["kernel_shape"])
+    before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
+    if len(node.outputs) > 1 and node.outputs[1].name:
+        fields = space.fields()
+        passed = set(space.before) & set(space.after)
+        fields["lowered"] |= {"n", "c", *passed}
+        fields["runs"] |= passed
+        lower = _lower_indices(space, node.attrs.get("storage_order", 0) == 1)
+        text = f"{before} -> {after}; {after}"
+        return einsum(node, text, whole=space.whole, lower=lower, **fields)
+    floating = is_float(node.outputs[0])
+    return einsum(
+        node,
+        f"{before} -> {after}",
+        whole=space.whole,
+        linear=(FIRST,) if node.op == "AveragePool" and floating else (),
+        lower=lower_windows(space),
+        **space.fields(),
+    )
+
+
+def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering], None]:
+    """Turns each index into the part's image into one into the whole tensor."""
+
+    def lower(builder: Lowering) -> None:
+        node = builder.local.node
+        shape = [s or 0 for s in tensor_shape(node.inputs[0]) or ()]
+        order = range(len(space.before))
+        x = space.fetch(builder, builder.input(0))
+        best, index = builder.add_each(node.op, [x], 2, **space.attributes(node))
+        own = builder.per_rank(lambda local: _first_indices(space, local))
+        rest = builder.add("Sub", [index, own])
+        found = builder.per_rank(lambda local: _first_indices(space, local, shape))
+        step = 1
+        for i in order if is_column_major else order[::-1]:
+            start, extent = (builder.per_rank(_span_of(space, i, size)) for size in (False, True))
+            at = builder.add("Add", [builder.add("Mod", [rest, extent]), start])
+            found = builder.add("Add", [found, builder.add("Mul", [at, np.array(step)])])
+            rest = builder.add("Div", [rest, extent])
+            step *= shape[2 + i]
+        builder.finish("Identity", [best])
+        builder.finish("Identity", [found], 1)
+
+    return lower
+
+
+def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = None) -> Array:
+    """Where the image of each batch element and channel begins, in the whole tensor of that shape
+    or in what the rank reads of it."""
+    n, c = (local.positions(f) for f in "nc")
+    if shape is None:
+        spans = [_span(space, local, i) for i in range(len(space.before))]
+        shape = [len(n), len(c), *(end - first for first, end in spans)]
+        n, c = np.arange(len(n)), np.arange(len(c))
+    first = np.asarray((n[:, None] * shape[1] + c) * numel(shape[2:]), np.int64)
+    return first.reshape(*first.shape, *[1] * len(space.before))
+
+
+def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
+    """The start of what the rank reads of a spatial dimension, or its size."""
+
+    def value(local: Local) -> Array:
+        first, end = _span(space, local, i)
+        return np.array(end - first if size else first, np.int64)
+
+    return value
+
+
+def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
+    """Which elements of a spatial dimension the rank reads."""
+    if i in space.tied and local.is_split(f"h{i}"):
+        return space.tied[i].held(local.interval(f"y{i}"))
+    return local.interval(space.before[i])
+
+
+@rule("GlobalAveragePool GlobalMaxPool GlobalLpPool")
+def global_pool(node: gs.Node) -> Rule:
+    """`n c h w -> n c 1 1`, space reduced; a mean of parts counts by their sizes, a norm is the
+    norm of their norms."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    space = names("h", len(shape) - 2)
+    text = f"{dims_text(['n', 'c', *space])} -> {dims_text(['n', 'c', *['1'] * len(space)])}"
+    if node.op == "GlobalLpPool":
+        power = node.attrs.get("p", 2)
+        return einsum(
+            node,
+            text,
+            across=frozenset(space),
+            lowered=frozenset(space),
+            lower=lambda builder: _lower_norm(builder, space, power),
+        )
+    if node.op == "GlobalMaxPool":
+        return einsum(node, text, reduce=dict.fromkeys(space, "max"))
+    return einsum(
+        node,
+        text,
+        linear=(FIRST,),
+        lowered=frozenset(space),
+        lower=weighted_mean(space, numel(shape[2:])),
+    )
+
+
+def _lower_norm(builder: Lowering, space: Sequence[str], power: int) -> None:
+    """The norm of the norms of the parts."""
+    node = builder.local.node
+    dtype = dtype_of(node.outputs[0])
+    part = builder.add(node.op, [builder.input(0)], p=power)
+    total = builder.all_reduce(builder.add("Pow", [part, np.array(power, dtype)]), space)
+    builder.finish("Pow", [total, np.array(1 / power, dtype)])

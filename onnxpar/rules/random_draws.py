@@ -1,0 +1,77 @@
+"""Random ops: a draw is that of the whole tensor, whoever needs which part of it.
+
+With a seed, onnxruntime draws the same numbers in every session, run for run: each rank draws the
+whole and keeps its part, and nobody talks. Without one the op is whole, drawn on one rank and
+broadcast. Either way a split model draws what the unsplit one would.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.across import finish, is_short_float, own_part, wanted, widen
+from onnxpar.rules.rule import (
+    Lowering,
+    Rule,
+    dims_text,
+    dtype_of,
+    einsum,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+_UNSEEDED = "without a seed one rank draws for all"
+
+
+@rule("RandomNormalLike RandomUniformLike")
+def random_like(node: gs.Node) -> Rule:
+    """`d0 d1 -> d0 d1`, drawn whole by every rank."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    if "seed" not in node.attrs or None in shape:
+        return whole_rule(node, _UNSEEDED)
+    dims = names("d", len(shape))
+    text = dims_text(dims)
+    dtype = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(node.outputs[0]))
+    attrs = {**node.attrs, "dtype": dtype, "shape": list(shape)}
+
+    def lower(build: Lowering) -> None:
+        drawn = build.add(node_op, [], **attrs)
+        build.finish("Identity", [own_part(build, drawn, dims)])
+
+    node_op = node.op.removesuffix("Like")
+    return einsum(node, f"{text} -> {text}", lowered=frozenset(dims), lower=lower)
+
+
+def training_dropout(node: gs.Node) -> Rule:
+    """`d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the whole mask, as for a tensor of ones."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    if "seed" not in node.attrs or None in shape:
+        return whole_rule(node, _UNSEEDED)
+    dims = names("d", len(shape))
+    text = dims_text(dims)
+    rest = ", _" * (len(node.inputs) - 1)
+    results = "; ".join(text if t.name else "_" for t in node.outputs)
+    attrs = dict(node.attrs)
+
+    def lower(build: Lowering) -> None:
+        x = build.input(0)
+        one = np.ones((), np.float32 if is_short_float(x) else dtype_of(x))
+        ones = build.add("Expand", [one, np.array(shape, np.int64)])
+        controls = [build.input(i) for i in range(1, len(build.local.node.inputs))]
+        scale, mask = build.add_each("Dropout", [ones, *controls], 2, **attrs)
+        finish(build, "Mul", [widen(build, x), own_part(build, scale, dims)])
+        if wanted(build, 1):
+            build.finish("Identity", [own_part(build, mask, dims)], 1)
+
+    return einsum(node, f"{text}{rest} -> {results}", lowered=frozenset(dims), lower=lower)
+
+
+@rule("Bernoulli Multinomial RandomNormal RandomUniform")
+def random_draw(node: gs.Node) -> Rule:
+    """Everything whole: with a seed every rank draws it all, else one rank for the others."""
+    seeded = "with a seed every rank draws all of it"
+    return whole_rule(node, seeded if "seed" in node.attrs else _UNSEEDED)

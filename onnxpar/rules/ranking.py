@@ -1,0 +1,148 @@
+"""Ops that compare all elements along an axis: where the largest stand, and the k largest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.across import across, along, positions, widen
+from onnxpar.rules.rule import (
+    Local,
+    Lowering,
+    Rule,
+    constant,
+    dims_text,
+    dtype_of,
+    einsum,
+    is_float,
+    names,
+    rule,
+    tensor_shape,
+)
+
+_COMPARED = "its elements are compared with each other"
+_COMPARABLE = ("float32", "float64", "int32", "int64")
+
+
+def extreme_position(
+    build: Lowering, axis: int, factor: str, extent: int, largest: bool = True, last: bool = False
+) -> gs.Tensor:
+    """The first (or last) position along a factor of operand 0's largest (or smallest) element.
+
+    The axis keeps one element. As in onnxruntime a NaN counts only where it is the first element.
+    """
+    x = _without_nan(build, widen(build, build.input(0)), axis, factor, largest)
+    reduce = "max" if largest else "min"
+    attrs = {"select_last_index": 1} if last else {}
+    index = build.add("ArgMax" if largest else "ArgMin", [x], axis=axis, keepdims=1, **attrs)
+    best = build.add("ReduceMax" if largest else "ReduceMin", [x], axes=[axis], keepdims=1)
+    if str(dtype_of(best)) not in _COMPARABLE:
+        best = build.add("Cast", [best], to=onnx.TensorProto.INT32)
+    is_best = build.add("Equal", [best, build.all_reduce(best, [factor], reduce)])
+    none = np.array(-1 if last else extent, np.int64)
+    found = build.add("Where", [is_best, positions(build, index, factor), none])
+    return build.all_reduce(found, [factor], "max" if last else "min")
+
+
+def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest: bool) -> gs.Tensor:
+    """Each NaN as the least, but for one that is the first element: it is as the greatest."""
+    if not is_float(x):
+        return x
+    sign = 1 if largest else -1
+    dtype, shape = dtype_of(x), along(axis, len(x.shape))
+
+    def stand_in(local: Local) -> Any:
+        first = local.positions(factor) == 0
+        return np.where(first, sign * np.inf, -sign * np.inf).astype(dtype).reshape(shape)
+
+    return build.add("Where", [build.add("IsNaN", [x]), build.per_rank(stand_in), x])
+
+
+@rule("ArgMax ArgMin")
+def arg_extremum(node: gs.Node) -> Rule:
+    """`a b c -> a 1 c` across b."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    axis = node.attrs.get("axis", 0) % len(dims)
+    keeps = bool(node.attrs.get("keepdims", 1))
+    kept = [*dims[:axis], *(["1"] if keeps else []), *dims[axis + 1 :]]
+    largest, last = node.op == "ArgMax", bool(node.attrs.get("select_last_index", 0))
+
+    def lower(build: Lowering) -> None:
+        found = extreme_position(build, axis, dims[axis], shape[axis] or 0, largest, last)
+        if keeps:
+            build.finish("Identity", [found])
+        else:
+            build.finish("Squeeze", [found], axes=[axis])
+
+    fields = across(node, [dims[axis]], [shape[axis]], lower, since=11)
+    return einsum(node, f"{dims_text(dims)} -> {dims_text(kept)}", **fields)
+
+
+@rule("Hardmax")
+def hardmax(node: gs.Node) -> Rule:
+    """`d0 d1 -> d0 d1` across its axis (before opset 13: all from its axis on, whole)."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    text = dims_text(dims)
+    since13 = node.attrs.get("onnxpar.opset", 13) >= 13
+    axis = node.attrs.get("axis", -1 if since13 else 1) % max(len(dims), 1)
+    if not since13 and axis != len(dims) - 1:
+        return einsum(node, f"{text} -> {text}", whole=dict.fromkeys(dims[axis:], _COMPARED))
+
+    def lower(build: Lowering) -> None:
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(build.local.node.outputs[0]))
+        found = extreme_position(build, axis, dims[axis], shape[axis] or 0)
+
+        def held(local: Local) -> Any:
+            return local.positions(dims[axis]).astype(np.int64).reshape(along(axis, len(dims)))
+
+        build.finish("Cast", [build.add("Equal", [build.per_rank(held), found])], to=dtype)
+
+    return einsum(
+        node, f"{text} -> {text}", **across(node, [dims[axis]], [shape[axis]], lower, since=11)
+    )
+
+
+@rule("TopK")
+def top_k(node: gs.Node) -> Rule:
+    """`a b c, _ -> a k c ; a k c` across b: each rank offers its own best, of which all choose."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    axis = node.attrs.get("axis", -1) % len(dims)
+    factor = dims[axis]
+    out = dims_text([*dims[:axis], "k", *dims[axis + 1 :]])
+    text = f"{dims_text(dims)}{', _' * (len(node.inputs) - 1)} -> {out}; {out}"
+    whole = {"k": "the best are in order"}
+    by_attribute = len(node.inputs) == 1
+    operand = None if by_attribute else constant(node.inputs[1])
+    if operand is None and not by_attribute:
+        return einsum(node, text, whole=whole | {factor: "a k that only a run can tell"})
+    k = node.attrs["k"] if operand is None else int(operand.reshape(-1)[0])
+    attrs = {key: node.attrs[key] for key in ("largest",) if key in node.attrs}
+
+    def best(build: Lowering, x: gs.Tensor, count: Any) -> list[gs.Variable]:
+        if by_attribute:
+            return build.add_each("TopK", [x], 2, axis=axis, k=count)
+        counts = build.per_rank(lambda local: np.array([count(local)], np.int64))
+        return build.add_each("TopK", [x, counts], 2, axis=axis, **attrs)
+
+    def lower(build: Lowering) -> None:
+        def offered(local: Local) -> int:
+            return min(k, local.size(factor))
+
+        own, index = best(build, build.input(0), offered)
+        index = positions(build, index, factor)
+        values = build.all_gather(own, factor, axis, offered)
+        places = build.all_gather(index, factor, axis, offered)
+        result, chosen = best(build, values, lambda _: k)
+        build.finish("Identity", [result])
+        if build.local.node.outputs[1].name:
+            build.finish("GatherElements", [places, chosen], 1, axis=axis)
+
+    fields = across(node, [factor], [shape[axis]], lower, since=11)
+    fields["whole"] = {**whole, **fields.get("whole", {})}
+    return einsum(node, text, runs=frozenset({factor}), **fields)

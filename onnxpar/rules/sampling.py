@@ -1,0 +1,160 @@
+"""Ops that sample images at points or regions, and that put images together from blocks."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.movement import int64
+from onnxpar.rules.rule import (
+    FIRST,
+    Rule,
+    constant,
+    dims_text,
+    einsum,
+    given,
+    is_float,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+_SAMPLED = "where it is sampled only a run can tell"
+_POINT = "the coordinates of one point"
+_REGION = "every cell is a part of its whole region"
+_CENTRE = "it is cropped or padded around its centre"
+_BLOCKS = "neighbouring blocks add up"
+_MATRIX = "a determinant needs all of its matrix"
+
+
+@rule("GridSample")
+def grid_sample(node: gs.Node) -> Rule:
+    """`n c h w, n y x _ -> n c y x`, h and w whole."""
+    space = names("i", len(tensor_shape(node.inputs[0]) or ()) - 2)
+    points = names("o", len(space))
+    return einsum(
+        node,
+        f"{dims_text(['n', 'c', *space])}, {dims_text(['n', *points, 'k'])}"
+        f" -> {dims_text(['n', 'c', *points])}",
+        whole={**dict.fromkeys(space, _SAMPLED), "k": _POINT},
+        linear=(FIRST,) if is_float(node.outputs[0]) else (),
+    )
+
+
+@rule("AffineGrid")
+def affine_grid(node: gs.Node) -> Rule:
+    """`n _ _, _ -> n y x _`; the size that is asked for follows n."""
+    size = constant(node.inputs[1])
+    if size is None:
+        return whole_rule(node, "a size that only a run can tell")
+    space = names("o", len(size) - 2)
+    return einsum(
+        node,
+        f"n r t, _ -> {dims_text(['n', *space, 'k'])}",
+        whole={
+            **dict.fromkeys(("r", "t"), "a transformation needs all of its matrix"),
+            **dict.fromkeys(space, "its values are global positions"),
+            "k": _POINT,
+        },
+        linear=(FIRST,),
+        local={1: lambda local: int64([local.size("n"), *size[1:]])},
+    )
+
+
+@rule("RoiAlign MaxRoiPool")
+def regions(node: gs.Node) -> Rule:
+    """`n c h w, r _, r -> r c y x`: regions and channels pass."""
+    batch = ", r" * (len(node.inputs) - 2)
+    averages = node.op == "RoiAlign" and node.attrs.get("mode", "avg") == "avg"
+    return einsum(
+        node,
+        f"n c h w, r k{batch} -> r c y x",
+        whole={
+            **dict.fromkeys("nhw", _SAMPLED),
+            "k": _POINT,
+            **dict.fromkeys("yx", _REGION),
+        },
+        linear=(FIRST,) if averages else (),
+    )
+
+
+@rule("DeformConv")
+def deform_conv(node: gs.Node) -> Rule:
+    """`n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`; c is reduced and the bias
+    added once, where all channels share their offsets."""
+    image, weight = (tensor_shape(t) or () for t in node.inputs[:2])
+    group = node.attrs.get("group", 1)
+    if image[1] is None or weight[0] is None:
+        return whole_rule(node, "channels that only a run can tell")
+    shared = node.attrs.get("offset_group", 1) == 1
+    c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
+    operands = [f"n {c} h w", f"{o} c u v", "n e y x", o, "n f y x"]
+    has_bias = given(node, 3) is not None
+    text = ", ".join(
+        operand if tensor.name else "_"
+        for operand, tensor in zip(operands, node.inputs, strict=False)
+    )
+    own: dict[str, str] = (
+        {} if shared else dict.fromkeys("gc", "channels have offsets of their own")
+    )
+    return einsum(
+        node,
+        f"{text} -> n {o} y x",
+        sizes={"g": group, "c": image[1] // group, "o": weight[0] // group},
+        whole={
+            **dict.fromkeys("hw", _SAMPLED),
+            **dict.fromkeys("yx", "its windows count from the start"),
+            **dict.fromkeys("uv", "the weights of one window"),
+            **dict.fromkeys("e" + "f" * (given(node, 4) is not None), "offsets of one window"),
+            **own,
+        },
+        linear=(frozenset({0, 3}), frozenset({1, 3})) if has_bias else (FIRST, frozenset({1})),
+        additive=frozenset({3}) if has_bias else frozenset(),
+        local={"group": lambda local: local.size("g")} if group > 1 else {},
+    )
+
+
+@rule("Col2Im")
+def col2im(node: gs.Node) -> Rule:
+    """`n (c _) _, _, _ -> n c y x`."""
+    shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
+    if shape[1] is None or not out[1]:
+        return whole_rule(node, "blocks that only a run can tell")
+    space = names("o", len(out) - 2)
+    return einsum(
+        node,
+        f"n (c k) l, _, _ -> {dims_text(['n', 'c', *space])}",
+        sizes={"c": out[1], "k": shape[1] // out[1]},
+        whole=dict.fromkeys(["k", "l", *space], _BLOCKS),
+        linear=(FIRST,),
+    )
+
+
+@rule("CenterCropPad")
+def center_crop_pad(node: gs.Node) -> Rule:
+    """`d h w, _ -> d y x`: dimensions that keep their size pass."""
+    shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
+    axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
+    target = constant(node.inputs[1])
+    before, after = names("d", len(shape)), names("d", len(shape))
+    for i in axes:
+        if target is None or shape[i] != out[i]:
+            after[i] = f"y{i}"
+    changed = [d for pair in zip(before, after, strict=True) if pair[0] != pair[1] for d in pair]
+    return einsum(
+        node,
+        f"{dims_text(before)}, _ -> {dims_text(after)}",
+        whole=dict.fromkeys(changed, _CENTRE),
+        linear=(FIRST,),
+        local={}
+        if target is None
+        else {1: lambda local: int64([local.output_shape(0)[a] for a in axes])},
+    )
+
+
+@rule("Det")
+def determinant(node: gs.Node) -> Rule:
+    """`b m n -> b`."""
+    batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 2)
+    text = f"{dims_text([*batch, 'm', 'n'])} -> {dims_text(batch)}"
+    return einsum(node, text, whole=dict.fromkeys("mn", _MATRIX))

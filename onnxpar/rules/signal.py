@@ -1,0 +1,68 @@
+"""Fourier transforms, and what is counted along a sequence."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import (
+    FIRST,
+    Rule,
+    constant,
+    dims_text,
+    einsum,
+    given,
+    names,
+    rule,
+    tensor_shape,
+    whole_rule,
+)
+
+_FREQUENCY = "every frequency needs all of it"
+_COMPLEX = "the parts of one complex number"
+_UNKNOWN_AXIS = "an axis that only a run can tell"
+
+
+@rule("DFT")
+def dft(node: gs.Node) -> Rule:
+    """`b t _ -> b f _`, the transformed axis whole."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    operand = given(node, 2)
+    value = None if operand is None else constant(operand)
+    if operand is not None and value is None:
+        return whole_rule(node, _UNKNOWN_AXIS)
+    axis = node.attrs.get("axis") if value is None else int(value.reshape(-1)[0])
+    axes = {1, len(shape) - 2} if axis is None else {axis % len(shape)}  # 1 by default, then -2
+    before, after = ([*names("d", len(shape) - 1), c] for c in ("k", "o"))
+    for i in axes:
+        before[i], after[i] = f"t{i}", f"f{i}"
+    moved = [name for i in axes for name in (before[i], after[i])]
+    rest = ", _" * (len(node.inputs) - 1)
+    return einsum(
+        node,
+        f"{dims_text(before)}{rest} -> {dims_text(after)}",
+        whole={**dict.fromkeys(moved, _FREQUENCY), **dict.fromkeys("ko", _COMPLEX)},
+        linear=(FIRST,),
+    )
+
+
+@rule("STFT")
+def stft(node: gs.Node) -> Rule:
+    """`b t _, _ -> b s f _`: batches pass."""
+    rest = ", _" * (len(node.inputs) - 1)
+    return einsum(
+        node,
+        f"b t k{rest} -> b s f o",
+        whole={**dict.fromkeys("tsf", _FREQUENCY), **dict.fromkeys("ko", _COMPLEX)},
+        linear=(FIRST,),
+    )
+
+
+@rule("TfIdfVectorizer")
+def tfidf_vectorizer(node: gs.Node) -> Rule:
+    """`b t -> b _`: a sequence is counted as one, its n-grams cross any cut."""
+    batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 1)
+    return einsum(
+        node,
+        f"{dims_text([*batch, 't'])} -> {dims_text([*batch, 'o'])}",
+        whole={"t": "an n-gram would cross the cut", "o": "every count needs the whole sequence"},
+    )

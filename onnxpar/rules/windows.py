@@ -1,0 +1,251 @@
+"""Windows over space: which of an op's spatial dimensions are split, and what a part must read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import Local, Lowering, Size, tensor_shape
+
+KERNEL = "the weights of one window"
+WINDOW = "a window over it reads its neighbours"
+IN_PADDING = "some of its windows hold nothing but padding"
+NEGATIVE = "its padding is negative"
+SINGLE = "a single window reads all of it"
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Windows of `width` elements, `dilation` apart, `stride` from one to the next, over `size`
+    elements with `pads` before and behind."""
+
+    size: int
+    width: int
+    stride: int
+    dilation: int
+    pads: tuple[int, int]
+
+    @property
+    def span(self) -> int:
+        """From the first element of a window to behind its last."""
+        return (self.width - 1) * self.dilation + 1
+
+    def covers(self, out: int) -> bool:
+        """Whether a single window is all of the dimension."""
+        return out == 1 < self.size == self.width and self.dilation == 1 and not any(self.pads)
+
+    def held(self, out: Interval) -> Interval:
+        """The elements that the windows of these results read, padding left out, and those behind
+        up to where another window would begin."""
+        first, end = self._read(out)
+        return max(first, 0), min(max(end, first + (out[1] - out[0]) * self.stride), self.size)
+
+    def padding(self, out: Interval) -> Interval:
+        """How much padding they read before and behind."""
+        first, end = self._read(out)
+        return max(-first, 0), min(max(end - self.size, 0), self.pads[1])
+
+    def _read(self, out: Interval) -> Interval:
+        first = out[0] * self.stride - self.pads[0]
+        return first, first + (out[1] - 1 - out[0]) * self.stride + self.span
+
+
+@dataclass(frozen=True)
+class Spread(Window):
+    """As Window, of an op that adds each of `size` elements, times the window, to its results."""
+
+    def held(self, out: Interval) -> Interval:
+        """The elements that add to these results; one that does not, where none does."""
+        start, stop = out[0] + self.pads[0], out[1] + self.pads[0]
+        first = min(-(-(start - self.span + 1) // self.stride), start // self.stride)
+        first = min(max(first, 0), self.size - 1)
+        return first, min(max((stop - 1) // self.stride, first), self.size - 1) + 1
+
+    def padding(self, out: Interval) -> Interval:
+        """How much of what those elements make is cropped before and behind."""
+        begin, end, made = self._made(out)
+        return begin, max(made - end, 0)
+
+    def growth(self, out: Interval) -> int:
+        """How many results there are behind what those elements make."""
+        _, end, made = self._made(out)
+        return max(end - made, 0)
+
+    def _made(self, out: Interval) -> tuple[int, int, int]:
+        first, end = self.held(out)
+        origin = first * self.stride - self.pads[0]
+        return out[0] - origin, out[1] - origin, (end - first - 1) * self.stride + self.span
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How spatial dimensions stand before and after an op, as rule text.
+
+    A window of one element passes its dimension through; one that covers all of it is a product
+    with the whole window (`h` before, `1` after, in `covered`). Others are `h` and `y`, tied to
+    each other: a rank fetches what the windows of its results read, which costs nothing where
+    windows lie side by side and the parts of both line up.
+    """
+
+    before: list[str]
+    after: list[str]
+    whole: dict[str, str]
+    tied: dict[int, Window]
+    pads: list[tuple[int, int]] = field(default_factory=list)
+    growth: list[int] = field(default_factory=list)
+    covered: list[int] = field(default_factory=list)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a rule that let tied dimensions be split."""
+        pairs = tuple((f"h{i}", f"y{i}") for i in self.tied)
+        both = frozenset(f for pair in pairs for f in pair)
+        return {"ties": pairs, "runs": both, "lowered": both, "across": frozenset(self.inner)}
+
+    @property
+    def inner(self) -> list[str]:
+        """The tied dimensions before the op."""
+        return [f"h{i}" for i in self.tied]
+
+    def give_up(self, reason: str) -> None:
+        """Leaves all tied dimensions whole."""
+        self.whole.update((f, reason) for i in self.tied for f in (f"h{i}", f"y{i}"))
+        self.tied.clear()
+
+    def split(self, local: Local) -> list[int]:
+        """The tied dimensions of which ranks hold parts."""
+        return [i for i in self.tied if local.is_split(f"h{i}")]
+
+    def fetch(self, builder: Lowering, x: gs.Tensor, first: int = 2) -> gs.Tensor:
+        """What the rank's results read of `x`, whose spatial dimensions begin at `first`."""
+        for i in self.split(builder.local):
+            x = builder.fetch(x, f"h{i}", first + i, self._held(i))
+        return x
+
+    def _held(self, i: int) -> Callable[[Local], Interval]:
+        return lambda local: self.tied[i].held(local.interval(f"y{i}"))
+
+    def attributes(self, node: gs.Node) -> dict[str, Any]:
+        """The node's attributes for what `fetch` gives: padding is spelled out."""
+        gone = {"auto_pad", "output_shape", "output_padding", "pads"}
+        if self.covered:
+            gone.add("kernel_shape")
+        attrs: dict[str, Any] = {k: v for k, v in node.attrs.items() if k not in gone}
+        attrs["pads"] = self._pads
+        if node.op == "ConvTranspose":
+            attrs["output_padding"] = self._growths
+        return attrs
+
+    def _pads(self, local: Local) -> list[int]:
+        pads = list(self.pads)
+        for i in self.split(local):
+            pads[i] = self.tied[i].padding(local.interval(f"y{i}"))
+        return [p[0] for p in pads] + [p[1] for p in pads]
+
+    def _growths(self, local: Local) -> list[int]:
+        growth = list(self.growth)
+        for i in self.split(local):
+            window = self.tied[i]
+            assert isinstance(window, Spread)
+            growth[i] = window.growth(local.interval(f"y{i}"))
+        return growth
+
+
+def lower_windows(
+    windows: Windows, image: int = 0, first: int = 2, **attrs: Any
+) -> Callable[[Lowering], None]:
+    """Runs the op on what its windows read; operand `image` has space from dimension `first`."""
+
+    def lower(builder: Lowering) -> None:
+        node = builder.local.node
+        inputs = [builder.input(i) for i in range(len(node.inputs))]
+        inputs[image] = windows.fetch(builder, inputs[image], first)
+        builder.finish(node.op, inputs, **{**windows.attributes(node), **attrs})
+
+    return lower
+
+
+def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 0) -> Windows:
+    """The windows of a convolution or pool of that kernel, over dimensions from `first` on."""
+    found = Windows([], [], {}, {})
+    shapes = [tensor_shape(t) or () for t in (node.inputs[image], node.outputs[0])]
+    for i, width in enumerate(kernel):
+        size, out = (shape[first + i] for shape in shapes)
+        _add_dimension(found, node.op, i, width, size, out, _Geometry(node, i, len(kernel)))
+    if None in [*shapes[0][first:], *shapes[1][first:]]:
+        found.give_up(WINDOW)  # padding cannot be spelled out
+    if any(p < 0 for pads in found.pads for p in pads):
+        found.give_up(NEGATIVE)
+    return found
+
+
+class _Geometry:
+    """The attributes of a window along one dimension."""
+
+    def __init__(self, node: gs.Node, i: int, rank: int) -> None:
+        attrs: Mapping[str, Any] = node.attrs
+        self.stride = int((attrs.get("strides") or [1] * rank)[i])
+        self.dilation = int((attrs.get("dilations") or [1] * rank)[i])
+        self.grown = int((attrs.get("output_padding") or [0] * rank)[i])
+        pads = attrs.get("pads") or [0] * (2 * rank)
+        self.auto = attrs.get("auto_pad", "NOTSET")
+        self.pads = (int(pads[i]), int(pads[rank + i]))
+        self.by_shape = bool(attrs.get("output_shape"))
+
+    def padding(self, op: str, width: int, size: int, out: int) -> tuple[int, int]:
+        """The padding before and behind, spelled out."""
+        span = (width - 1) * self.dilation + 1
+        if op == "ConvTranspose":
+            total = max((size - 1) * self.stride + span + self.grown - out, 0)
+            spelled = self.auto in ("NOTSET", "VALID") and not self.by_shape
+        else:
+            is_pool = op.endswith("Pool")  # onnxruntime's leave the dilation out of account
+            reach = width if is_pool else span
+            total = (-(-size // self.stride) - 1) * self.stride + reach - size
+            total = total if is_pool else max(total, 0)
+            spelled = self.auto in ("NOTSET", "VALID")
+        if spelled:
+            return self.pads if self.auto == "NOTSET" else (0, 0)
+        small = total // 2
+        return (small, total - small) if self.auto == "SAME_UPPER" else (total - small, small)
+
+
+def _add_dimension(
+    found: Windows, op: str, i: int, width: Size, size: Size, out: Size, geometry: _Geometry
+) -> None:
+    before, after = f"h{i}", f"y{i}"
+    stride, pads, growth = geometry.stride, geometry.pads, geometry.grown
+    if size is None or out is None or width is None or 0 in (size, out):
+        found.whole.update(dict.fromkeys((before, after), WINDOW))
+    else:
+        pads = geometry.padding(op, width, size, out)
+        kind = Spread if op == "ConvTranspose" else Window
+        window = kind(size, width, stride, geometry.dilation, pads)
+        if isinstance(window, Spread):  # an output_shape may lie beyond what the windows reach
+            growth = max(growth, out + sum(pads) - (size - 1) * stride - window.span)
+        if width == stride == 1 and not any(pads) and size == out:
+            after = before
+        elif op in ("Conv", "ConvInteger", "QLinearConv") and window.covers(out):
+            found.covered.append(i)
+            after = "1"
+        elif reason := _refusal(window, out):
+            found.whole.update(dict.fromkeys((before, after), reason))
+        else:
+            found.tied[i] = window
+    found.before.append(before)
+    found.after.append(after)
+    found.pads.append(pads)
+    found.growth.append(growth)
+
+
+def _refusal(window: Window, out: int) -> str | None:
+    """Why parts of the dimension cannot be computed from parts."""
+    if 1 in (window.size, out):
+        return SINGLE
+    if isinstance(window, Spread):
+        return None
+    is_void = window.span <= window.pads[0] or window.held((out - 1, out))[0] >= window.size
+    return IN_PADDING if is_void else None

@@ -1,0 +1,93 @@
+"""Values that are no tensors of numbers: strings, sequences, maps and optionals.
+
+They are whole on every rank. As onnxruntime's own Python, they are object arrays of str, lists,
+dicts, and None; between processes they travel pickled, as arrays of bytes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from onnxpar.packing import Array
+from onnxpar.runtime.tensors import dtype_of
+
+BYTES = np.dtype(np.uint8)
+"""What travels."""
+_STRING = "tensor(string)"
+
+
+def is_value(type_: str) -> bool:
+    """Whether a type is none of tensors of numbers."""
+    return not type_.startswith("tensor(") or type_ == _STRING
+
+
+def is_optional(type_: str) -> bool:
+    """Whether an input of that type need not be fed."""
+    return type_.startswith("optional(")
+
+
+def to_bytes(value: Any) -> Array:
+    """A value on its way."""
+    return np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+
+
+def of_bytes(data: Array) -> Any:
+    """The value at the other end, which is a process of ours."""
+    return pickle.loads(data.tobytes())
+
+
+def arrays_in(name: str, value: Any) -> dict[str, Array]:
+    """The arrays that a value is made of: `s.0` and so on of a list, `m.keys` and `m.values`."""
+    if value is None:
+        return {}
+    if isinstance(value, list):
+        items = [arrays_in(f"{name}.{i}", item) for i, item in enumerate(value)]
+        return {key: array for item in items for key, array in item.items()}
+    if isinstance(value, dict):
+        pairs = {"keys": list(value), "values": list(value.values())}
+        return {f"{name}.{key}": np.array(items) for key, items in pairs.items()}
+    return {name: np.asarray(value)}
+
+
+def checked_value(type_: str, value: Any) -> Any:
+    """The value as onnxruntime takes it. Errors: TypeError, saying what was expected."""
+    if type_ == _STRING:
+        return _checked_strings(value)
+    kind, inner = re.fullmatch(r"(\w+)\((.*)\)", type_).groups()  # type: ignore[union-attr]
+    if kind == "optional":
+        return None if value is None else checked_value(inner, value)
+    if kind == "seq":
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"a list for {type_}, not {type(value).__name__}")
+        return [checked_value(inner, item) for item in value]
+    if kind == "map":
+        key, _, item = inner.partition(",")
+        return _checked_map(key, item, value)
+    dtype = dtype_of(type_)
+    array = np.asarray(value)
+    if dtype is None or array.dtype != dtype:
+        raise TypeError(f"arrays of {dtype or type_}, not {array.dtype}")
+    return array
+
+
+def _checked_strings(value: Any) -> Array:
+    array = np.asarray(value)
+    if array.dtype.kind not in "UO" or not all(isinstance(s, str) for s in array.flat):
+        raise TypeError(f"str, not {array.dtype}")
+    return array.astype(object)
+
+
+def _checked_map(key: str, element: str, value: Any) -> dict[Any, Any]:
+    kind = str if key == "string" else int
+    if not isinstance(value, Mapping) or not all(isinstance(k, kind) for k in value):
+        raise TypeError(f"a dict with keys of {kind.__name__}, not {value!r:.60}")
+    plain = str if element == _STRING else (int, float)
+    for item in value.values():
+        if not isinstance(item, plain):
+            raise TypeError(f"values of {element} in it, not {item!r:.60}")
+    return dict(value)

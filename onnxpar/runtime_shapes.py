@@ -1,0 +1,145 @@
+"""Types and shapes of ops that ONNX does not know, asked of onnxruntime one node at a time.
+
+onnxruntime has schemas of its own (com.microsoft, SimplifiedLayerNormalization ...) and infers
+with them when a session is made. Where that leaves a size open though all operands are known,
+one run on zeros tells it, unless some operand could hold sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import AttributeProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto
+
+RUN_LIMIT = 1 << 22
+"""Elements of all operands up to which a node is run for its shapes."""
+
+_STATE = ort.capi.onnxruntime_pybind11_state
+_REFUSED = (
+    _STATE.Fail,
+    _STATE.InvalidArgument,
+    _STATE.InvalidGraph,
+    _STATE.NotImplemented,
+    _STATE.RuntimeException,
+)
+_GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
+"""Caches whose length an operand says; the runtime takes them for as long as those before."""
+_SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
+_Shape = list[int | str | None]
+
+
+class RuntimeShapes:
+    """Answers by node and operand types; each question is asked once."""
+
+    def __init__(self, opsets: Iterable[OperatorSetIdProto], ir_version: int) -> None:
+        self._opsets = list(opsets)
+        self._ir_version = ir_version
+        self._known: dict[bytes, list[TypeProto | None]] = {}
+
+    def infer(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> dict[str, TypeProto]:
+        """The types of the results that the runtime can tell, by name."""
+        if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
+            return {}
+        if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
+            return {}
+        model = self._one_node(node, types, values)
+        key = model.SerializeToString(deterministic=True)
+        if key not in self._known:
+            self._known[key] = _ask(model)
+        found = zip(node.output, self._known[key], strict=True)
+        return {name: type_ for name, type_ in found if name and type_ is not None}
+
+    def _one_node(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> onnx.ModelProto:
+        """The node alone, its tensors named by position, so that equal nodes ask alike."""
+        names = {n: f"i{i}" for i, n in enumerate(dict.fromkeys(n for n in node.input if n))}
+        alone = NodeProto()
+        alone.CopyFrom(node)
+        alone.name = alone.doc_string = ""
+        del alone.input[:], alone.output[:], alone.metadata_props[:]
+        alone.input.extend(names.get(n, "") for n in node.input)
+        alone.output.extend(f"o{i}" if n else "" for i, n in enumerate(node.output))
+        inputs, stored = [], []
+        for name, own in names.items():
+            if name in values:
+                stored.append(TensorProto())
+                stored[-1].CopyFrom(values[name])
+                stored[-1].name = own
+            else:
+                inputs.append(onnx.helper.make_value_info(own, types[name]))
+        outputs = [onnx.helper.make_empty_tensor_value_info(o) for o in alone.output if o]
+        graph = onnx.helper.make_graph([alone], "shapes", inputs, outputs, stored)
+        return onnx.helper.make_model(
+            graph, opset_imports=self._opsets, ir_version=self._ir_version
+        )
+
+
+@cache
+def is_known(op: str, domain: str) -> bool:
+    """Whether the runtime has a schema for the op."""
+    return any(s.name == op and s.domain == domain for s in _STATE.get_all_operator_schema())
+
+
+def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
+    """The types of the results of a one-node model; None where the runtime has no kernel."""
+    outputs = model.graph.node[0].output
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    except _REFUSED:
+        return [None] * len(outputs)
+    shapes: list[_Shape | None] = [list(o.shape) for o in session.get_outputs()]
+    if any(not isinstance(s, int) for shape in shapes for s in shape or ()) or not all(shapes):
+        shapes = _run(session, model.graph) or shapes
+    made = iter(zip(session.get_outputs(), shapes, strict=True))
+    types = [_type(*next(made)) if name else None for name in outputs]
+    for i in _GROWN.get(model.graph.node[0].op_type, ()):
+        cache_type = types[i] if i < len(types) else None
+        if cache_type is not None:
+            cache_type.tensor_type.shape.dim[2].Clear()
+    return types
+
+
+def _type(output: Any, shape: _Shape | None) -> TypeProto | None:
+    """`tensor(float)` and a shape as ONNX has them; None for what is no tensor."""
+    kind, _, element = output.type.partition("(")
+    if kind != "tensor":
+        return None
+    names = {"float": "FLOAT", "double": "DOUBLE"}
+    dtype = TensorProto.DataType.Value(names.get(element[:-1], element[:-1].upper()))
+    return onnx.helper.make_tensor_type_proto(dtype, shape)
+
+
+def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
+    """The shapes that a run on zeros makes; None where it could mislead or is too large."""
+    feeds = {}
+    for port in graph.input:
+        tensor = port.type.tensor_type
+        dims = [d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim]
+        if not tensor.HasField("shape") or -1 in dims or tensor.elem_type in _SIZES:
+            return None
+        feeds[port.name] = (dims, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    if sum(int(np.prod(dims)) for dims, _ in feeds.values()) > RUN_LIMIT:
+        return None
+    try:
+        results = session.run(None, {n: np.zeros(dims, t) for n, (dims, t) in feeds.items()})
+    except _REFUSED:
+        return None
+    return [list(np.shape(r)) for r in results]

@@ -1,0 +1,124 @@
+"""Tensors stored with a model: where their data is, how many bits it has, and sparse ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import GraphProto, NodeProto, SparseTensorProto, TensorProto, helper, numpy_helper
+
+from onnxpar.errors import ModelError
+from onnxpar.packing import stored_bits
+
+
+def element_bits(dtype: int) -> int:
+    """Bits of an element of TensorProto's number, as it is stored; strings have none."""
+    if dtype == TensorProto.STRING:
+        return 0
+    return stored_bits(np.dtype(helper.tensor_dtype_to_np_dtype(dtype)))
+
+
+def stored_bytes(tensor: TensorProto) -> int:
+    """Bytes of a tensor's data; less than one byte an element where they are packed."""
+    return -(-int(np.prod(tensor.dims, dtype=np.int64)) * element_bits(tensor.data_type) // 8)
+
+
+def stored_proto(tensor: gs.Constant) -> TensorProto | None:
+    """The reference behind a weight that has not been read, None for a value in memory."""
+    values: Any = tensor._values
+    return values.tensor if isinstance(values, gs.ir.tensor.LazyValues) else None
+
+
+def external_location(tensor: TensorProto) -> tuple[str, int, int | None]:
+    """(location, offset, length) of external data, as the model states them."""
+    entries = {e.key: e.value for e in tensor.external_data}
+    length = int(entries["length"]) if "length" in entries else None
+    return entries.get("location", ""), int(entries.get("offset", 0)), length
+
+
+def check_external(tensor: TensorProto, model: Path) -> None:
+    """Errors: ModelError where external data is missing, short, or outside the model's folder."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return
+    location, offset, length = external_location(tensor)
+    folder = model.parent.resolve()
+    data = (folder / location).resolve()
+    if not data.is_relative_to(folder):
+        raise ModelError(
+            f"{model}: weight {tensor.name!r} points to {location!r}, outside the model's folder"
+        )
+    if not data.is_file():
+        raise ModelError(f"{model}: external data {location!r} of {tensor.name!r} is missing")
+    need = stored_bytes(tensor)
+    have = data.stat().st_size - offset if length is None else length
+    if have < need or data.stat().st_size < offset + need:
+        raise ModelError(
+            f"{model}: external data {location!r} is too short for {tensor.name!r}: "
+            f"{need} bytes from {offset}"
+        )
+
+
+def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
+    """The graphs among a node's attributes."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Every stored tensor of a graph, of attributes and of subgraphs too."""
+    yield from graph.initializer
+    sparse = list(graph.sparse_initializer)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from [attribute.t] if attribute.HasField("t") else []
+            yield from attribute.tensors
+            sparse += [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+            sparse += attribute.sparse_tensors
+        for inner in subgraphs_of(node):
+            yield from stored_tensors(inner)
+    for entry in sparse:
+        yield from (entry.values, entry.indices)
+
+
+def lift_constants(graph: GraphProto) -> None:
+    """Makes constants whose data is elsewhere initializers, so that nothing reads them."""
+    kept = []
+    for node in graph.node:
+        value = node.attribute[0].t if node.op_type == "Constant" and node.attribute else None
+        if value is None or value.data_location != TensorProto.EXTERNAL:
+            kept.append(node)
+            continue
+        graph.initializer.add().CopyFrom(value)
+        graph.initializer[-1].name = node.output[0]
+    if len(kept) < len(graph.node):
+        copies = [NodeProto.FromString(node.SerializeToString()) for node in kept]
+        del graph.node[:]
+        graph.node.extend(copies)
+
+
+def densify(graph: GraphProto, folder: Path) -> None:
+    """Makes sparse initializers and constants dense, as the runtime does; data is in `folder`."""
+    graph.initializer.extend(_dense(sparse, folder) for sparse in graph.sparse_initializer)
+    del graph.sparse_initializer[:]
+    for node in graph.node:
+        for inner in subgraphs_of(node):
+            densify(inner, folder)
+        if node.op_type == "Constant" and node.attribute[0].name == "sparse_value":
+            value = _dense(node.attribute[0].sparse_tensor, folder)
+            node.attribute[0].CopyFrom(helper.make_attribute("value", value))
+
+
+def _dense(sparse: SparseTensorProto, folder: Path) -> TensorProto:
+    values = numpy_helper.to_array(sparse.values, str(folder))
+    at = numpy_helper.to_array(sparse.indices, str(folder))
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    if at.ndim == 2:
+        dense[tuple(at.T)] = values
+    else:
+        dense.reshape(-1)[at] = values
+    return numpy_helper.from_array(dense, sparse.values.name)

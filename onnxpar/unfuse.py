@@ -1,0 +1,196 @@
+"""Takes apart ops that onnxruntime makes of several when it optimizes a model.
+
+What is fused is split as one; taken apart, a sum over ranks can come between a product and what
+follows it, and bits are the same. Each rank's session fuses again what still lies side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+_DOMAIN = "com.microsoft"
+_PARAMS: dict[str, tuple[str, ...]] = {
+    "Relu": (),
+    "Sigmoid": (),
+    "Tanh": (),
+    "Softplus": (),
+    "Softsign": (),
+    "HardSwish": (),
+    "LeakyRelu": ("alpha",),
+    "Elu": ("alpha",),
+    "ThresholdedRelu": ("alpha",),
+    "HardSigmoid": ("alpha", "beta"),
+    "Clip": ("min", "max"),
+}
+"""Activations that may be fused, and what `activation_params` gives them, in order."""
+
+
+_RESERVED = ("gemm_input_shape", "gemm_output_shape")
+"""Constants that onnxruntime adds under these names, though an earlier run of its may have."""
+
+
+def unfuse(model: onnx.ModelProto) -> None:
+    """Replaces fused nodes by ONNX's ops, in place, in subgraphs too."""
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    _Unfusing(model.graph, opset).run()
+    _free_names(model.graph)
+
+
+def _free_names(graph: onnx.GraphProto) -> None:
+    """Renames constants that a session would add a second time, and then refuse."""
+    renamed = {w.name: f"{w.name}::kept" for w in graph.initializer if w.name.startswith(_RESERVED)}
+    for weight in graph.initializer:
+        weight.name = renamed.get(weight.name, weight.name)
+    for node in graph.node if renamed else ():
+        for i, name in enumerate(node.input):
+            node.input[i] = renamed.get(name, name)
+
+
+class _Unfusing:
+    def __init__(self, graph: onnx.GraphProto, opset: int) -> None:
+        self.graph = graph
+        self.opset = opset
+        self.made: list[NodeProto] = []
+        self.quantized: dict[str, list[str]] = {}
+        self.node = NodeProto()
+
+    def run(self) -> None:
+        for node in self.graph.node:
+            for attribute in node.attribute:
+                single = [attribute.g] if attribute.HasField("g") else []
+                for inner in [*single, *attribute.graphs]:
+                    _Unfusing(inner, self.opset).run()
+            self.node = node
+            take_apart = _FUSED.get(node.op_type) if node.domain == _DOMAIN else None
+            if take_apart is None or not take_apart(self):
+                self.made.append(node)
+        if len(self.made) > len(self.graph.node):
+            made = [_copy(node) for node in self.made]
+            del self.graph.node[:]
+            self.graph.node.extend(made)
+
+    def given(self, index: int) -> str:
+        """The name of an operand, empty where it is left out."""
+        return self.node.input[index] if index < len(self.node.input) else ""
+
+    def add(self, op: str, inputs: Iterable[str], outputs: int = 1, **attrs: Any) -> list[str]:
+        """A node in front of the last one."""
+        at = f"{self.node.output[0]}::{op}{len(self.made)}"
+        names = [at if outputs == 1 else f"{at}:{i}" for i in range(outputs)]
+        self.made.append(helper.make_node(op, _trim(inputs), names, at, **attrs))
+        return names
+
+    def finish(self, op: str, inputs: Iterable[str], **attrs: Any) -> None:
+        """The node that makes the result of the fused one."""
+        name = self.node.name or f"{op}_{self.node.output[0]}"
+        node = helper.make_node(op, _trim(inputs), self.node.output, name, **attrs)
+        node.metadata_props.extend(self.node.metadata_props)
+        self.made.append(node)
+
+    def constant(self, value: Any) -> str:
+        """A new constant of the graph."""
+        name = f"{self.node.output[0]}::constant{len(self.graph.initializer)}"
+        array = np.asarray(value)
+        self.graph.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+    def convolution(self) -> bool:
+        """FusedConv: a convolution, a summand and an activation."""
+        attrs = _attributes(self.node)
+        op = attrs.pop("activation", b"").decode()
+        params = attrs.pop("activation_params", [])
+        if op and not self.has(op):
+            return False
+        operands = [self.given(i) for i in range(3)]
+        if not op and not self.given(3):
+            self.finish("Conv", operands, **attrs)
+            return True
+        (summed,) = self.add("Conv", operands, **attrs)
+        if self.given(3):
+            if not op:
+                self.finish("Add", [summed, self.given(3)])
+                return True
+            (summed,) = self.add("Add", [summed, self.given(3)])
+        self.activate(op, summed, params)
+        return True
+
+    def gemm(self) -> bool:
+        """FusedGemm: a Gemm and an activation."""
+        attrs = _attributes(self.node)
+        op = attrs.pop("activation", b"").decode()
+        params = [attrs.pop(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")]
+        if not self.has(op):
+            return False
+        (product,) = self.add("Gemm", [self.given(i) for i in range(3)], **attrs)
+        self.activate(op, product, [p for p in params if p is not None])
+        return True
+
+    def has(self, op: str) -> bool:
+        """Whether the model's opset has the activation as an op of its own."""
+        least = 11 if op == "Clip" else 1
+        return op in _PARAMS and self.opset >= least and onnx.defs.has(op, self.opset)
+
+    def activate(self, op: str, operand: str, params: list[float]) -> None:
+        """The activation of a fused op."""
+        if op == "Clip":
+            bounds = [self.constant(np.float32(p)) for p in params]
+            self.finish(op, [operand, *bounds])
+        else:
+            self.finish(op, [operand], **dict(zip(_PARAMS[op], params, strict=False)))
+
+    def dynamic_product(self) -> bool:
+        """DynamicQuantizeMatMul: an operand is quantized, once for all products that read it."""
+        source = self.given(0)
+        if source not in self.quantized:
+            self.quantized[source] = self.add("DynamicQuantizeLinear", [source], 3)
+        a, scale, zero = self.quantized[source]
+        self.product([a, self.given(1), zero, self.given(3)], [scale, self.given(2)], 4)
+        return True
+
+    def scaled_product(self) -> bool:
+        """MatMulIntegerToFloat: a product of integers and its scale."""
+        operands = [self.given(i) for i in (0, 1, 4, 5)]
+        self.product(operands, [self.given(2), self.given(3)], 6)
+        return True
+
+    def product(self, operands: list[str], scales: list[str], bias: int) -> None:
+        """A product of integers, scaled, and a bias if there is one."""
+        (total,) = self.add("MatMulInteger", operands)
+        (number,) = self.add("Cast", [total], to=TensorProto.FLOAT)
+        (scale,) = self.add("Mul", scales)
+        if not self.given(bias):
+            self.finish("Mul", [number, scale])
+            return
+        (scaled,) = self.add("Mul", [number, scale])
+        self.finish("Add", [scaled, self.given(bias)])
+
+
+_FUSED: dict[str, Callable[[_Unfusing], bool]] = {
+    "FusedConv": _Unfusing.convolution,
+    "FusedGemm": _Unfusing.gemm,
+    "DynamicQuantizeMatMul": _Unfusing.dynamic_product,
+    "MatMulIntegerToFloat": _Unfusing.scaled_product,
+}
+
+
+def _attributes(node: NodeProto) -> dict[str, Any]:
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+
+def _trim(inputs: Iterable[str]) -> list[str]:
+    """Operands without those left out at the end."""
+    names = list(inputs)
+    while names and not names[-1]:
+        names.pop()
+    return names
+
+
+def _copy(node: NodeProto) -> NodeProto:
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    return copy

@@ -1,0 +1,143 @@
+"""Restates models of opsets 7 to 9 in opset 10, node by node, so that nothing else changes.
+
+onnx.version_converter would drop metadata, read the weights, and restamp Scan-8 as Scan-9, which
+means something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import onnx
+from onnx import GraphProto, NodeProto, helper
+
+from onnxpar.errors import ModelError
+from onnxpar.stored import subgraphs_of
+
+OLDEST, NEWEST = 7, 10
+Fresh = Callable[[str], str]
+
+
+def upgrade(model: onnx.ModelProto, what: str) -> None:
+    """Brings ONNX's own domain to opset 10 in place, where it is older; `what` names the model.
+
+    Errors: ModelError, naming the node of which opset 10 has no equal.
+    """
+    imports = [o for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    if not imports or imports[0].version >= NEWEST:
+        return
+    opset = imports[0].version
+    if opset < OLDEST:
+        raise ModelError(
+            f"{what}: opset {opset}; convert it to {OLDEST} or newer with onnx.version_converter"
+        )
+    taken = set(_names(model.graph))
+
+    def fresh(name: str) -> str:
+        i = next(i for i in range(len(taken) + 1) if f"{name}.{i}" not in taken)
+        taken.add(f"{name}.{i}")
+        return f"{name}.{i}"
+
+    _upgrade_graph(model.graph, opset, fresh, what, _read(model.graph))
+    for entry in imports:
+        entry.version = NEWEST
+
+
+def _names(graph: GraphProto) -> Iterator[str]:
+    for node in graph.node:
+        yield from node.input
+        yield from node.output
+        for inner in subgraphs_of(node):
+            yield from _names(inner)
+    yield from (p.name for p in [*graph.input, *graph.output, *graph.initializer])
+
+
+def _read(graph: GraphProto) -> set[str]:
+    """Every name that a node or an output reads, at any depth."""
+    names = {o.name for o in graph.output} | {n for node in graph.node for n in node.input}
+    return names.union(*(_read(inner) for node in graph.node for inner in subgraphs_of(node)))
+
+
+def _upgrade_graph(graph: GraphProto, opset: int, fresh: Fresh, what: str, read: set[str]) -> None:
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        for inner in subgraphs_of(node):
+            _upgrade_graph(inner, opset, fresh, what, read)
+        reason = _obstacle(node, opset, read) if node.domain in ("", "ai.onnx") else ""
+        if reason:
+            name = node.name or (node.output[0] if node.output else "")
+            raise ModelError(
+                f"{what}: {node.op_type} '{name}' of opset {opset} has no equal in {NEWEST}: "
+                f"{reason}; export the model with opset {NEWEST} or newer"
+            )
+        if node.domain in ("", "ai.onnx"):
+            nodes += _restate(node, opset, fresh)
+        nodes.append(node)
+    kept = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+def _obstacle(node: NodeProto, opset: int, read: set[str]) -> str:
+    """Why a node cannot be restated, or nothing."""
+    attributes = {a.name: a for a in node.attribute}
+    if node.op_type == "Scan" and opset == 8:
+        return "it scans a batch, with lengths of sequences"
+    if node.op_type == "BatchNormalization" and opset < 9:
+        spatial = attributes.get("spatial")
+        return "spatial=0" if spatial is not None and spatial.i == 0 else ""
+    if node.op_type == "Dropout" and len(node.output) > 1 and node.output[1] in read:
+        return "its mask is read, which was a number and is a bool"
+    return ""
+
+
+def _restate(node: NodeProto, opset: int, fresh: Fresh) -> list[NodeProto]:
+    """Edits a node; returns the constants that it now reads.
+
+    All other ops that changed since opset 7 only gained types or optional attributes.
+    """
+    if node.op_type == "BatchNormalization":
+        _take(node, "spatial")
+    if node.op_type == "Dropout":
+        del node.output[1:]
+    if node.op_type == "Slice":
+        starts = list(_take(node, "starts").ints)
+        axes = _take(node, "axes")
+        given = [starts, list(_take(node, "ends").ints)]
+        return _add_inputs(node, [*given, list(axes.ints) or list(range(len(starts)))], fresh)
+    if node.op_type == "TopK":
+        return _add_inputs(node, [[_take(node, "k").i]], fresh)
+    if node.op_type == "Upsample":
+        node.op_type = "Resize"
+        if opset < 9:
+            return _add_inputs(node, [list(_take(node, "scales").floats)], fresh)
+    return []
+
+
+def _take(node: NodeProto, name: str) -> onnx.AttributeProto:
+    """Removes an attribute and returns it; an empty one where it is not there."""
+    for i, attribute in enumerate(node.attribute):
+        if attribute.name == name:
+            found = onnx.AttributeProto()
+            found.CopyFrom(attribute)
+            del node.attribute[i]
+            return found
+    return onnx.AttributeProto()
+
+
+def _add_inputs(
+    node: NodeProto, values: list[list[int]] | list[list[float]], fresh: Fresh
+) -> list[NodeProto]:
+    constants = []
+    for value in values:
+        key = "value_floats" if value and isinstance(value[0], float) else "value_ints"
+        name = fresh(f"{node.output[0]}.{len(node.input)}")
+        tensor = helper.make_tensor(
+            name,
+            onnx.TensorProto.FLOAT if key == "value_floats" else onnx.TensorProto.INT64,
+            [len(value)],
+            value,
+        )
+        constants.append(helper.make_node("Constant", [], [name], value=tensor))
+        node.input.append(name)
+    return constants

@@ -1,0 +1,111 @@
+"""keep-collectives: a graph with collectives written by hand is what each rank runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.collective import DOMAIN
+from onnxpar.errors import StrategyError
+from onnxpar.handwritten import Handwritten, check_order
+from onnxpar.layout import Factor, Layout
+from onnxpar.manual import REPLICAS, Manual
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.plan import Collective, part_bytes
+from onnxpar.search.cost import bytes_sent
+
+
+@dataclass(frozen=True)
+class KeepCollectives(Pass):
+    """Settle groups, tags and peers of collectives that are written by hand, and deal tensors.
+
+    Requires `ctx.manual`, and types of tensors as one rank has them. Ensures layouts of inputs,
+    outputs and weights, whose shapes become global; collectives without tokens, in an order that
+    all ranks get through, with what depends on the rank in `ctx.per_rank`.
+
+    compare_replicas  outputs get companions that hold the copies of all ranks that should be equal
+    """
+
+    name: ClassVar[str] = "keep-collectives"
+    compare_replicas: bool = False
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        manual = ctx.manual
+        assert manual is not None, "keep-collectives needs the preset manual"
+        _deal(graph, ctx, manual)
+        if self.compare_replicas:
+            _gather_replicas(graph, ctx, manual)
+        written = Handwritten(graph, manual, ctx.per_rank)
+        for node in graph.nodes:
+            if node.domain == DOMAIN:
+                written.settle(node)
+        check_order(written.events, manual.mesh.size)
+        ctx.collectives += [
+            _entry(node, manual) for node in graph.nodes if node.domain == DOMAIN and node.inputs
+        ]
+        ctx.localized = True
+        return bool(ctx.collectives)
+
+
+def _deal(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
+    """Gives inputs, outputs and weights their layouts."""
+    weights = [t for t in graph.tensors().values() if isinstance(t, gs.Constant)]
+    ports = {t.name: t for t in [*graph.inputs, *graph.outputs]}
+    manual.check_names([*ports, *(t.name for t in weights)])
+    for weight in weights:
+        ctx.layouts[weight.name] = manual.weight_layout(weight.name, weight.shape)
+    for name, port in ports.items():
+        known = port.shape is not None and all(isinstance(s, int) for s in port.shape)
+        if known and name not in ctx.layouts:
+            ctx.layouts[name] = manual.input_layout(name, port.shape)
+            port.shape = list(ctx.layouts[name].shape)
+        elif not known and manual.is_dealt(name):
+            raise StrategyError(
+                f"tensor '{name}' is dealt over the ranks, but its shape on one rank is not known "
+                f"({port.shape}); declare it in the model, or bind its symbols with --dim"
+            )
+    whole = Layout(())
+    for source, result in ctx.model.states:
+        if ctx.layouts.get(source, whole).axes != ctx.layouts.get(result, whole).axes:
+            raise StrategyError(
+                f"state {source}={result}: the two are dealt differently; give them equal entries"
+            )
+
+
+def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
+    """Gives each output a companion `NAME@replicas`: the copies over mesh axes that do not split
+    it, in a dimension before the others."""
+    for output in list(graph.outputs):
+        layout = ctx.layouts.get(output.name)
+        used = {a.name for a in layout.axes} if layout is not None else set()
+        axes = [name for name, size in manual.mesh.shape if name not in used and size > 1]
+        if layout is None or not axes or output.name in {t.name for t in graph.inputs}:
+            continue
+        copies = math.prod(manual.mesh.sizes[name] for name in axes)
+        own = layout.local_shape(manual.mesh, 0)
+        name = output.name + REPLICAS
+        row = gs.Variable(f"{name}::row", output.dtype, [1, *own])
+        rows = gs.Variable(name, output.dtype, [copies, *layout.shape])
+        shape = gs.Constant(f"{name}::shape", np.array([1, *own], np.int64))
+        graph.nodes.append(gs.Node("Reshape", f"{name}::row", {}, [output, shape], [row]))
+        attrs = {"axes": axes, "axis": 0, "sizes": [1] * copies}
+        graph.nodes.append(gs.Node("AllGather", name, attrs, [row], [rows], domain=DOMAIN))
+        graph.outputs.append(rows)
+        ctx.layouts[name] = Layout((Factor(copies), *layout.dims))
+
+
+def _entry(node: gs.Node, manual: Manual) -> Collective:
+    """The plan's entry; layouts are the program's own affair."""
+    x = node.inputs[0]
+    group = tuple(node.attrs.get("group") or range(manual.mesh.size))
+    if "peer" in node.attrs:
+        group = (0, node.attrs["peer"]) if node.attrs["peer"] >= 0 else (0,)
+    known = x.dtype is not None and x.shape and all(isinstance(s, int) for s in x.shape)
+    size = part_bytes(x, Layout.whole(x.shape), manual.mesh) if known else 0
+    sent = size if node.op == "Send" else int(bytes_sent(node.op, len(group), size))
+    groups = manual.mesh.size // len(group)
+    return Collective(node.op, node.name, group, groups, sent, x.name, "by hand", "by hand")

@@ -1,0 +1,78 @@
+"""Splits every case of ONNX's own test-suite in every way, runs it on ranks, and compares.
+
+python tests/peer/run.py [--part 1/10] [--only SUBSTRING] [--workers 2] [--json FILE] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from queue import SimpleQueue
+
+from tqdm import tqdm
+
+from onnxpar import op_table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from peer.cases import all_cases
+from peer.outcome import BAD, Outcome
+from peer.parts import part_of
+from peer.proofs import DOCS, PROOF, proofs_of, text_of
+from peer.report import summary
+from peer.workers import Worker
+
+
+def try_cases(numbers: Sequence[int], workers: int) -> Iterator[list[Outcome]]:
+    """The outcomes of these cases, as they come."""
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for _ in range(workers):
+        idle.put(Worker())
+
+    def one(number: int) -> list[Outcome]:
+        worker = idle.get()
+        try:
+            return worker.try_case(number)
+        finally:
+            idle.put(worker)
+
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(one, numbers)
+    while not idle.empty():
+        idle.get().close()
+
+
+def main() -> int:
+    """Runs, prints the summary, and returns 1 where anything is wrong or missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="every N-th case, from the I-th"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put every outcome")
+    parser.add_argument(
+        "--write", action="store_true", help="write rules/proof.json and docs/ops.md of a whole run"
+    )
+    args = parser.parse_args()
+    cases = all_cases()
+    numbers = [i for i in part_of(len(cases), args.part) if args.only in cases[i].name]
+    outcomes: list[Outcome] = []
+    for found in tqdm(try_cases(numbers, args.workers), "cases", len(numbers), disable=None):
+        outcomes += found
+    if args.json:
+        args.json.write_text("\n".join(json.dumps(asdict(o)) for o in outcomes))
+    if args.write:
+        PROOF.write_text(text_of(proofs_of(outcomes)))
+        DOCS.parent.mkdir(exist_ok=True)
+        DOCS.write_text(op_table.markdown())
+    print("\n".join(summary(outcomes)))
+    return int(any(o.kind in BAD for o in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

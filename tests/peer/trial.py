@@ -1,0 +1,110 @@
+"""One case under one split: sharded, run on ranks as threads, and compared with what it expects."""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from pathlib import Path
+
+import onnx
+from peer.cases import PeerCase
+from peer.outcome import CRASH, GATHERED, HANG, REFUSED, ROUNDED, SPLIT, WRONG, Outcome
+from peer.readers import Reader
+from peer.splits import Split, splits_of
+
+from onnxpar import pipeline
+from onnxpar.errors import OnnxparError, RankError
+from onnxpar.factors import analyse
+from onnxpar.model import load
+from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.pipeline import Options
+from onnxpar.runtime.groups import World, thread_worlds
+from onnxpar.runtime.threads import ThreadSession
+
+TIMEOUT = 20.0
+"""Seconds after which a collective that waits is a hang."""
+
+
+class Bench:
+    """A folder and worlds that runs share: making them costs more than a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._worlds: dict[int, list[World]] = {}
+
+    def worlds(self, ranks: int) -> list[World]:
+        """Worlds of this many ranks, the same ones until a run fails in them."""
+        if ranks not in self._worlds:
+            self._worlds[ranks] = thread_worlds(ranks, TIMEOUT)
+        return self._worlds[ranks]
+
+    def drop_worlds(self, ranks: int) -> None:
+        """Leaves worlds in which a run has failed."""
+        for world in self._worlds.pop(ranks, ()):
+            world.close()
+
+
+class Trials:
+    """All splits of one case."""
+
+    def __init__(self, case: PeerCase, bench: Bench) -> None:
+        self.case = case
+        self.bench = bench
+        self.path = bench.folder / "model.onnx"
+        onnx.save(case.model, self.path)
+
+    def splits(self) -> list[Split]:
+        """Every split to try. Errors: OnnxparError where the model is refused."""
+        model = load(self.path)
+        factors = analyse(model.graph, model.states)
+        inputs = [t.name for t in model.graph.inputs if t.name in factors.tensors]
+        return list(splits_of(inputs, factors))
+
+    def run(self, split: Split) -> Outcome:
+        """Shards and runs the case under the split; never raises."""
+        self._reader = Reader(None)
+        kind, detail = self._outcome(split)
+        name, reason = self._reader.name, self._reader.reason
+        return Outcome(self.case.name, str(split), name, kind, detail, reason)
+
+    def _outcome(self, split: Split) -> tuple[str, str]:
+        par = self.bench.folder / "model.par"
+        shutil.rmtree(par, ignore_errors=True)
+        par.mkdir()
+        problem: str | None = None
+        try:
+            kind = self._shard(split, par)
+            worlds = self.bench.worlds(split.ranks)
+            with ThreadSession(par, timeout=TIMEOUT, worlds=worlds) as session:
+                for feeds, expected in self.case.data:
+                    outputs = session.run(None, feeds)
+                    problem = self.case.check(expected, outputs)
+                    if problem and not self.case.is_rounded(expected, outputs):
+                        return WRONG, problem
+        except RankError as error:
+            self.bench.drop_worlds(split.ranks)
+            return (HANG if "imed out" in str(error) else CRASH), str(error)[:400]
+        except OnnxparError as error:
+            return REFUSED, str(error)[:400]
+        except Exception:  # any other is a crash, which the report shows
+            self.bench.drop_worlds(split.ranks)
+            return CRASH, last_lines()
+        return kind, ROUNDED if problem else ""
+
+    def _shard(self, split: Split, par: Path) -> str:
+        """Writes the split model; returns whether the op that reads the input computes on parts."""
+        model = load(self.path)
+        shapes = {t.name: t.shape for t in model.graph.inputs}
+        ctx = pipeline.make_context(model, Options(strategy=split.strategy(shapes)))
+        reader = self._reader = Reader.of(split, ctx.sharding.factors)
+        made = pipeline.run_passes(model, ctx, [p() for p in pipeline.DEFAULT_PASSES], check=True)
+        assert made is not None
+        SplitRanks(par).run(model.graph, ctx)
+        (par / "plan.json").write_text(made.text())
+        on_parts = reader.op is None or any(ctx.sharding.op_axes(reader.op))
+        return SPLIT if on_parts else GATHERED
+
+
+def last_lines() -> str:
+    """The end of the traceback of the error that is being handled."""
+    return " | ".join(line.strip() for line in traceback.format_exc().splitlines()[-3:])[-400:]

@@ -1,0 +1,458 @@
+"""Rules of onnxruntime's own ops."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy import array
+
+from onnxpar.rules.case import Case
+from onnxpar.rules.contrib_whole import REASONS
+from onnxpar.rules.rule import registered
+
+STATE = ort.capi.onnxruntime_pybind11_state
+
+MS = "com.microsoft"
+RNG = np.random.default_rng(0)
+
+
+def case(op, operands, attrs=None, **fields):
+    return Case(op, operands, attrs or {}, domain=MS, **fields)
+
+
+X, QKV, BIAS = (3, 4, 6), (6, 24), (24,)
+Q3, K3, V3 = (3, 4, 8), (3, 5, 8), (3, 5, 12)
+PAST = (2, 3, 2, 5, 4)
+LENGTHS = array([4, 2, 3], np.int32)
+MASK = array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], np.int32)
+GQA = {"num_heads": 4, "kv_num_heads": 2}
+CACHE = [(2, 2, 6, 8), (2, 2, 6, 8)]
+WIDE = [np.cos(np.linspace(0, 3, 72, dtype=np.float32)).reshape(9, 8)] * 2
+SEQLENS, TOTAL = array([6, 5], np.int32), array(7, np.int32)
+PROMPT = array([3, 2], np.int32), array(4, np.int32)
+TURN = [np.cos(np.linspace(0, 3, 36, dtype=np.float32)).reshape(9, 4)] * 2
+PLACES = array([[0, 1, 2, 7], [4, 1, 3, 6]])
+COLUMNS = "(n d) + (n d) + (n e)"
+PASSES = "h s d e"
+
+ATTENTION = [
+    (
+        case("Attention", [X, QKV, BIAS], {"num_heads": 2}),
+        f"b s h, h {COLUMNS}, {COLUMNS} -> b s (n e) {{whole: h s d e}}",
+    ),
+    (
+        case("Attention", [X, QKV, BIAS, MASK], {"num_heads": 4, "unidirectional": 1}, fed=[3]),
+        f"b s h, h {COLUMNS}, {COLUMNS}, b t -> b s (n e) {{whole: h s d e t}}",
+    ),
+    (
+        case("Attention", [X, QKV, BIAS, LENGTHS], {"num_heads": 2}, fed=[3]),
+        f"b s h, h {COLUMNS}, {COLUMNS}, b -> b s (n e) {{whole: h s d e}}",
+    ),
+    (
+        case(
+            "Attention",
+            [X, (6, 20), (20,), None, None, (3, 2, 4, 4)],
+            {"num_heads": 2, "qkv_hidden_sizes": [8, 8, 4]},
+        ),
+        f"b s h, h {COLUMNS}, {COLUMNS}, _, _, b n s t -> b s (n e) {{whole: h s d e t}}",
+    ),
+    (
+        case("Attention", [X, QKV, BIAS, None, PAST], {"num_heads": 2}, outputs=2),
+        f"b s h, h {COLUMNS}, {COLUMNS}, _, z b n p d -> b s (n e); z b n u d"
+        " {whole: h z s d e p u}",
+    ),
+    (
+        case("MultiHeadAttention", [Q3, K3, V3], {"num_heads": 4}),
+        "b s (n d), b t (n d), b t (n e) -> b s (n e) {whole: d e t}",
+    ),
+    (
+        case(
+            "MultiHeadAttention",
+            [Q3, K3, V3, (28,), array([[1] * 5, [1, 1, 1, 0, 0], [1] * 5], np.int32)],
+            {"num_heads": 2},
+            fed=[4],
+        ),
+        f"b s (n d), b t (n d), b t (n e), {COLUMNS}, b t -> b s (n e) {{whole: d e t}}",
+    ),
+    (
+        case(
+            "MultiHeadAttention",
+            [Q3, K3, K3, None, None, (1, 2, 4, 11), (3, 2, 6, 4), (3, 2, 6, 4)],
+            {"num_heads": 2},
+            outputs=3,
+        ),
+        "b s (n d), b t (n d), b t (n e), _, _, 1 n s u, b n p d, b n p e"
+        " -> b s (n e); b n u d; b n u e {whole: d e p t u}",
+    ),
+    (
+        case("MultiHeadAttention", [Q3, (3, 2, 5, 4), (3, 2, 5, 4)], {"num_heads": 2}),
+        "b s (n d), b n t d, b n t e -> b s (n e) {whole: d e t}",
+    ),
+    (
+        case(
+            "GroupQueryAttention",
+            [(2, 1, 32), (2, 1, 16), (2, 1, 16), *CACHE, SEQLENS, TOTAL],
+            GQA,
+            fed=[5],
+            outputs=3,
+        ),
+        "b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b, _"
+        " -> b s (k g d); b k u d; b k u d {whole: s d p t u}",
+    ),
+    (
+        case(
+            "GroupQueryAttention",
+            [
+                (2, 4, 128),
+                *([None] * 4),
+                array([3, 2], np.int32),
+                array(4, np.int32),
+                *WIDE,
+                None,
+                (1, 4, 4, 4),
+            ],
+            {**GQA, "do_rotary": 1},
+            fed=[5],
+            outputs=3,
+        ),
+        "b s (k g d) + (k d) + (k d), _, _, _, _, b, _, m r, m r, _, 1 (k g) s t"
+        " -> b s (k g d); b k u d; b k u d {whole: s d t u m r}",
+    ),
+    (
+        case("RotaryEmbedding", [(2, 4, 24), PLACES, *TURN], fed=[1]),
+        "b s (h d), b s, m r, m r -> b s (h d) {whole: d r m}",
+    ),
+    (
+        case("RotaryEmbedding", [(2, 3, 4, 8), array([2]), *TURN], fed=[1]),
+        "b h s d, 1, m r, m r -> b h s d {whole: d r m s}",
+    ),
+    (
+        case(
+            "RotaryEmbedding",
+            [(2, 4, 24), PLACES, TURN[0][:, :2], TURN[0][:, 2:]],
+            {"num_heads": 3, "rotary_embedding_dim": 4},
+            fed=[1],
+        ),
+        "b s (h d), b s, m r, m r -> b s (h d) {whole: d r m}",
+    ),
+    (
+        case(
+            "QAttention",
+            [
+                RNG.integers(0, 255, X, np.uint8),
+                RNG.integers(0, 255, QKV, np.uint8),
+                BIAS,
+                array(0.02, np.float32),
+                np.linspace(0.01, 0.03, 24, dtype=np.float32),
+                LENGTHS,
+                array(120, np.uint8),
+                RNG.integers(120, 130, 24, np.uint8),
+            ],
+            {"num_heads": 4},
+            fed=[0, 5],
+        ),
+        f"b s h, h {COLUMNS}, {COLUMNS}, _, {COLUMNS}, b, _, {COLUMNS} -> b s (n e)"
+        " {whole: h s d e}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), ATTENTION, ids=[c.op for c, _ in ATTENTION])
+def test_attention(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+def u8(*shape, low=0, high=255):
+    return RNG.integers(low, high, shape, np.uint8)
+
+
+def f32(*values):
+    return array(values if len(values) > 1 else values[0], np.float32)
+
+
+SCALE, HALF, ZERO = f32(0.02), f32(0.5), array(3, np.uint8)
+SIX = np.linspace(0.01, 0.03, 6, dtype=np.float32)
+ADDED = array([[5, 90, -7, 3, 2, 8]], np.int32)
+SCALES = np.full((3, 32), 0.1, np.float32)
+BITS = {"N": 6, "K": 64, "bits": 4, "block_size": 16}
+BLOCKS = f32(*np.linspace(0.1, 0.3, 24)).reshape(6, 4)
+
+PRODUCTS = [
+    (
+        case("FusedMatMul", [(2, 4, 6), (2, 5, 6)], {"transB": 1, "alpha": 0.5}),
+        "b0 m k, b0 n k -> b0 m n {sum: k}",
+    ),
+    (case("FusedMatMul", [(6, 4), (6, 5)], {"transA": 1}), "k m, k n -> m n {sum: k}"),
+    (
+        case("MatMulInteger16", [array([[1, -2, 3]] * 4, np.int16), u8(3, 6).astype(np.int16)]),
+        "m k, k n -> m n {sum: k}",
+    ),
+    (
+        case("MatMulNBits", [(2, 3, 64), u8(6, 4, 8), BLOCKS], BITS),
+        "m0 m1 (k z i), n (k z) w, n (k z) -> m0 m1 n {sum: k, whole: w i z}",
+    ),
+    (
+        case("MatMulNBits", [(3, 64), u8(6, 4, 8), BLOCKS, u8(6, 2)], BITS),
+        "m0 (k z i), n (k z) w, n (k z), n k -> m0 n {sum: k, whole: w i z}",
+    ),
+    (
+        case("MatMulNBits", [(3, 64), u8(6, 4, 8), BLOCKS.reshape(24), u8(12)], BITS),
+        "m0 (k z i), n (k z) w, (n k z), (n k) -> m0 n {sum: k, whole: w i z}",
+    ),
+    (
+        case("MatMulNBits", [(3, 64), u8(6, 4, 8), BLOCKS, BLOCKS + 5], BITS),
+        "m0 (k z i), n (k z) w, n (k z), n (k z) -> m0 n {sum: k, whole: w i z}",
+    ),
+    (
+        case("MatMulNBits", [(3, 56), u8(6, 4, 8), BLOCKS, u8(6, 2)], {**BITS, "K": 56}),
+        "m0 c, n b w, n b, n y -> m0 n {whole: c b y w}",
+    ),
+    (
+        case("MatMulNBits", [(3, 64), u8(6, 4, 16), BLOCKS, u8(6, 4)], {**BITS, "bits": 8}),
+        "m0 (k z i), n (k z) w, n (k z), n k -> m0 n {sum: k, whole: w i z}",
+    ),
+    (
+        case(
+            "QGemm",
+            [
+                u8(4, 6),
+                SCALE,
+                ZERO,
+                u8(6, 6),
+                SIX,
+                u8(6),
+                array([[5, 90, -7, 3, 2, 8]], np.int32),
+                HALF,
+                ZERO,
+            ],
+            fed=[0, 3],
+        ),
+        "m k, _, _, k n, n, n, 1 n, _, _ -> m n {across: k}",
+    ),
+    (
+        case(
+            "QGemm",
+            [u8(6, 4), SCALE, ZERO, u8(5, 6), SCALE, ZERO],
+            {"transA": 1, "transB": 1, "alpha": 0.3},
+            fed=[0, 3],
+        ),
+        "k m, _, _, n k, (), () -> m n {across: k}",
+    ),
+    (
+        case("MoE", [(6, 4), (6, 3), (3, 8, 4), (3, 8), (3, 4, 8), (3, 4)], {"k": 2}),
+        "t h, t e, e f h, e f, e h f, e h -> t h {sum: f, whole: h e}",
+    ),
+    (
+        case(
+            "MoE",
+            [(2, 3, 4), (6, 3), (3, 8, 4), None, (3, 4, 4)],
+            {"k": 1, "activation_type": "swiglu", "swiglu_fusion": 1},
+        ),
+        "b s h, (b s) e, e (f z) h, _, e h f -> b s h {sum: f, whole: h e z}",
+    ),
+    (
+        case(
+            "QMoE",
+            [(6, 32), (6, 3), u8(3, 32, 16), SCALES, None, u8(3, 32, 16), SCALES],
+            {"k": 2, "activation_type": "relu"},
+        ),
+        "t h, t e, _, _, _, _, _ -> t h {whole: h e}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), PRODUCTS, ids=[c.op for c, _ in PRODUCTS])
+def test_products(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+Q, W8 = u8(3, 4, 6), u8(4, 6)
+IMAGE, PIXELS = u8(2, 4, 6, 6), u8(2, 6, 6, 4)
+SCALED = [SCALE, ZERO, f32(0.03), array(7, np.uint8)]
+POOL = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}
+IDS, KINDS = array([[1, 4, 2], [7, 0, 3]], np.int32), array([[0, 1, 1], [0, 0, 1]], np.int32)
+TABLES = [RNG.standard_normal((rows, 8)).astype(np.float32) for rows in (9, 5, 2)]
+ROW = [RNG.standard_normal(8).astype(np.float32)] * 2
+ROIS = array([[0.1, 0.2, 0.9, 0.8], [0, 0, 1, 1], [0.3, 0.3, 0.6, 1]], np.float32)
+
+ELEMENTS = [
+    (case("Gelu", [(4, 6)]), "d0 d1 -> d0 d1"),
+    (case("FastGelu", [(3, 4, 6), (6,)]), "d0 d1 d2, d2 -> d0 d1 d2"),
+    (case("FastGelu", [(3, 4, 6)]), "d0 d1 d2 -> d0 d1 d2"),
+    (case("QuickGelu", [(4, 6)], {"alpha": 1.2}), "d0 d1 -> d0 d1"),
+    (case("BiasGelu", [(3, 4, 6), (6,)]), "d0 d1 d2, d2 -> d0 d1 d2"),
+    (
+        case("QLinearAdd", [Q, SCALE, ZERO, W8, SCALE, ZERO, HALF, ZERO], fed=[0, 3]),
+        "d0 d1 d2, (), (), d1 d2, (), (), (), () -> d0 d1 d2",
+    ),
+    (
+        case("QLinearMul", [Q, SCALE, ZERO, u8(3, 1, 6), SCALE, ZERO, HALF, ZERO], fed=[0, 3]),
+        "d0 d1 d2, (), (), d0 1 d2, (), (), (), () -> d0 d1 d2",
+    ),
+    (case("QLinearSigmoid", [W8, *SCALED], fed=[0]), "d0 d1, (), (), (), () -> d0 d1"),
+    (
+        case("QLinearLeakyRelu", [W8, *SCALED], {"alpha": 0.1}, fed=[0]),
+        "d0 d1, (), (), (), () -> d0 d1",
+    ),
+    (
+        case(
+            "QLinearWhere",
+            [W8 > 99, Q, SCALE, ZERO, W8, HALF, ZERO, HALF, ZERO],
+            fed=[0, 1, 4],
+        ),
+        "d1 d2, d0 d1 d2, (), (), d1 d2, (), (), (), () -> d0 d1 d2",
+    ),
+    (
+        case(
+            "QLinearConcat",
+            [HALF, ZERO, Q, SCALE, ZERO, u8(3, 5, 6), HALF, ZERO],
+            {"axis": 1},
+            fed=[2, 5],
+        ),
+        "_, _, d0 s0 d2, _, _, d0 s1 d2, _, _ -> d0 s0 + s1 d2",
+    ),
+    (
+        case("QLinearSoftmax", [Q, *SCALED], {"axis": -1, "opset": 13}, fed=[0]),
+        "d0 d1 d2, _, _, _, _ -> d0 d1 d2 {whole: d2}",
+    ),
+    (
+        case("QLinearSoftmax", [Q, *SCALED], {"axis": 1, "opset": 12}, fed=[0]),
+        "d0 d1 d2, _, _, _, _ -> d0 d1 d2 {whole: d1 d2}",
+    ),
+    (
+        case("DequantizeLinear", [W8, SIX, u8(6)], {"axis": 1}, fed=[0]),
+        "d0 d1, d1, d1 -> d0 d1",
+    ),
+    # the kernel reads past the end of a matrix that is not square, as a half of it would be
+    (case("Inverse", [(4, 1, 1)]), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),
+    (case("Trilu", [(4, 3, 3)]), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),
+    (case("CDist", [(4, 6), (5, 6)], {"metric": "euclidean"}), "m k, n k -> m n {whole: k}"),
+    (case("ExpandDims", [(4, 6), array(1, np.int32)]), "d0 d1, _ -> d0 1 d1"),
+    (
+        case("UnfoldTensor", [(4, 7, 3)], {"dim": 1, "size": 3, "step": 2}),
+        "d0 d1 d2 -> d0 w d2 z {whole: d1 w z}",
+    ),
+    (
+        case(
+            "NGramRepeatBlock",
+            [array([[1, 2, 1], [3, 3, 3], [0, 1, 2]]), (3, 5)],
+            {"ngram_size": 2},
+            fed=[0],
+        ),
+        "b s, b v -> b v {whole: s v}",
+    ),
+    (
+        Case("SimplifiedLayerNormalization", [(3, 4, 6), (6,)], {"axis": -1}, outputs=2),
+        "d0 d1 d2, d2 -> d0 d1 d2; d0 d1 1 {whole: d2}",
+    ),
+    (
+        case("EmbedLayerNormalization", [IDS, KINDS, *TABLES, *ROW], fed=[0, 1], outputs=3),
+        "b s, b s, v h, p h, t h, h, h -> b s h; b; b s h {whole: v p t h s}",
+    ),
+    (
+        case(
+            "EmbedLayerNormalization",
+            [IDS, None, *TABLES[:2], None, *ROW, None, array([[2, 0, 4]], np.int32)],
+            fed=[0, 8],
+            outputs=2,
+        ),
+        "b s, _, v h, p h, _, h, h, _, 1 s -> b s h; b {whole: v p h}",
+    ),
+    (
+        case(
+            "EmbedLayerNormalization",
+            [IDS, KINDS, *TABLES, *ROW, KINDS],
+            {"mask_index_type": 1},
+            fed=[0, 1, 7],
+            outputs=2,
+        ),
+        "b s, b s, v h, p h, t h, h, h, b s -> b s h; b {whole: v p t h s}",
+    ),
+    (
+        case(
+            "GatherBlockQuantized",
+            [
+                u8(7, 16),
+                array([[1, 4, 6], [0, 2, 5]]),
+                f32(*np.linspace(0.1, 0.3, 14)).reshape(7, 2),
+            ],
+            {"block_size": 16, "bits": 4, "gather_axis": 0, "quantize_axis": 1},
+            fed=[1],
+        ),
+        "d0 d1, i0 i1, _ -> i0 i1 o1 {whole: d0 d1 o1}",
+    ),
+]
+IMAGES = [
+    (
+        case("NhwcMaxPool", [PIXELS], POOL, fed=[0]),
+        "n h0 h1 c -> n y0 y1 c {whole: h0 h1 y0 y1}",
+    ),
+    (
+        case("QLinearAveragePool", [IMAGE, *SCALED], POOL, fed=[0]),
+        "n c h0 h1, _, _, _, _ -> n c y0 y1 {whole: h0 h1 y0 y1}",
+    ),
+    (
+        case("QLinearAveragePool", [PIXELS, *SCALED], {**POOL, "channels_last": 1}, fed=[0]),
+        "n h0 h1 c, _, _, _, _ -> n y0 y1 c {whole: h0 h1 y0 y1}",
+    ),
+    (
+        case("QLinearGlobalAveragePool", [IMAGE, SCALE, ZERO, f32(0.011), ZERO], fed=[0]),
+        "n c h0 h1, _, _, _, _ -> n c 1 1 {whole: h0 h1}",
+    ),
+    (
+        case("QLinearGlobalAveragePool", [PIXELS, *SCALED], {"channels_last": 1}, fed=[0]),
+        "n h0 h1 c, _, _, _, _ -> n 1 1 c {whole: h0 h1}",
+    ),
+    (
+        case(
+            "QLinearConv",
+            [PIXELS, SCALE, ZERO, u8(6, 2, 3, 3), SIX, array(5, np.uint8), HALF, ZERO, ADDED[0]],
+            {"channels_last": 1, "group": 2},
+            fed=[0, 3],
+        ),
+        "n h0 h1 (g c), _, _, (g o) c w0 w1, (g o), (), _, _, (g o) -> n y0 y1 (g o)"
+        " {whole: c h0 h1 y0 y1 w0 w1}",
+    ),
+    (
+        case("ConvTransposeWithDynamicPads", [(2, 4, 5), (4, 6, 3), array([1, 1]), (6,)]),
+        "n c h0, c o w0, _, o -> n o y0 {sum: c, whole: h0 y0 w0}",
+    ),
+    (
+        case(
+            "GridSample", [(2, 3, 4, 5), np.sin(np.arange(48.0)).reshape(2, 3, 4, 2).astype("f4")]
+        ),
+        "n c h w, n y x z -> n c y x {whole: h w z}",
+    ),
+    (
+        case(
+            "CropAndResize",
+            [(2, 3, 6, 6), ROIS, array([0, 1, 0], np.int32), array([3, 2], np.int32)],
+            fed=[1, 2],
+        ),
+        "n c h w, r z, r, _ -> r c y x {whole: n h w z y x}",
+    ),
+    (
+        Case("ReorderInput", [(3, 16, 4, 4)], domain="com.microsoft.nchwc"),
+        "n h0 h1 h2 -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), ELEMENTS, ids=[c.op for c, _ in ELEMENTS])
+def test_elements(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+@pytest.mark.parametrize(("case", "text"), IMAGES, ids=[c.op for c, _ in IMAGES])
+def test_images(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+def test_every_op_of_the_runtime_has_a_rule_or_a_reason():
+    known = {(s.domain, s.name) for s in STATE.get_all_operator_schema()}
+    ours = {key for key in known if key[0] in (MS, "com.microsoft.nchwc")}
+    assert ours and ours <= registered().keys()
+
+
+def test_ops_that_are_said_to_lack_a_kernel_lack_it():
+    kernels = {k.op_name for k in STATE.get_all_opkernel_def() if k.domain == MS}
+    assert not kernels & set(REASONS["onnxruntime has no CPU kernel for it"].split())

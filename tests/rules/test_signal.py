@@ -1,0 +1,39 @@
+"""Rules of Fourier transforms and of what is counted along a sequence."""
+
+import numpy as np
+import pytest
+from numpy import array
+
+from onnxpar.rules.case import Case
+
+N_GRAMS = {
+    "mode": "TF",
+    "min_gram_length": 1,
+    "max_gram_length": 2,
+    "max_skip_count": 1,
+    "ngram_counts": [0, 3],
+    "ngram_indexes": [0, 1, 2, 3, 4],
+    "pool_int64s": [2, 3, 5, 2, 3, 5, 4],
+}
+WORDS = array([[2, 3, 5, 4], [5, 4, 2, 3], [2, 2, 3, 3]])
+COMPLEX, REAL = (3, 6, 5, 2), (3, 6, 1)
+
+CASES = [
+    (Case("DFT", [COMPLEX, None, array(1)]), "d0 t1 d2 k, _, _ -> d0 f1 d2 o {whole: t1 f1 k o}"),
+    (Case("DFT", [COMPLEX, None, array(0)]), "t0 d1 d2 k, _, _ -> f0 d1 d2 o {whole: t0 f0 k o}"),
+    (
+        Case("DFT", [COMPLEX], {"axis": 1}, opset=17),
+        "d0 t1 d2 k -> d0 f1 d2 o {whole: t1 f1 k o}",
+    ),
+    (Case("DFT", [REAL]), "d0 t1 k -> d0 f1 o {whole: t1 f1 k o}"),
+    (
+        Case("STFT", [(3, 32, 1), array(8), np.ones(16, np.float32), array(16)]),
+        "b t k, _, _, _ -> b s f o {whole: t s f k o}",
+    ),
+    (Case("TfIdfVectorizer", [WORDS], N_GRAMS, fed=[0]), "b0 t -> b0 o {whole: t o}"),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+def test_rule(prove_rule, case, text):
+    prove_rule(case, text)

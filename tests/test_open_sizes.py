@@ -1,0 +1,106 @@
+"""Models with open sizes run at several from one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from agreement import TIMEOUT, check_outputs, options, run_unsplit
+from committed import DYNAMIC, EVEN, MODELS, ODD, dims_of
+
+from onnxpar import pipeline
+from onnxpar.errors import InputError, StrategyError
+from onnxpar.plan import Plan
+from onnxpar.runtime.feeds import make_feeds
+from onnxpar.runtime.threads import ThreadSession
+from onnxpar.symbols import Polynomial
+
+LAYOUTS = ["tensor-parallel 2", "tensor-parallel 3", "data-parallel 2", "hybrid dp=2,tp=2"]
+SIZES = (EVEN, ODD, {"batch": 3, "seq": 5, "target": 4, "past": 0})
+DECODE = "llama_decode.dynamo.dynamic.onnx"
+
+
+def feeds_at(plan: Plan, sizes: Mapping[str, int], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random feeds of these sizes."""
+    ports = plan.to_json()["inputs"]
+    specs = [
+        (p["name"], p["dtype"], [Polynomial.parse(str(s)).at(sizes) for s in p["shape"]])
+        for p in ports
+    ]
+    feeds = make_feeds(specs, plan.ranges, seed)
+    for name, bounds in plan.ranges.items():
+        if bounds == (0, 2) and feeds[name].ndim:
+            feeds[name][..., 0] = 1
+    return feeds
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", DYNAMIC)
+def test_one_folder_runs_at_all_sizes(model: str, layout: str, tmp_path: Path) -> None:
+    par = tmp_path / "model.par"
+    plan = pipeline.shard(MODELS / model, par, options(layout))
+    with ThreadSession(par, timeout=TIMEOUT) as session:
+        for sizes in SIZES:
+            feeds = feeds_at(plan, dims_of(model, sizes))
+            wanted = run_unsplit(MODELS / model, feeds)
+            check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
+
+
+@pytest.mark.parametrize("layout", ["tensor-parallel 2", "tensor-parallel 3", "data-parallel 2"])
+def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path) -> None:
+    """32 greedy tokens: only token ids are fed, the caches stay where they are."""
+    par = tmp_path / "model.par"
+    plan = pipeline.shard(MODELS / DECODE, par, options(layout))
+    whole = ort.InferenceSession(str(MODELS / DECODE), providers=["CPUExecutionProvider"])
+    names = [p.name for p in plan.outputs]
+    first = feeds_at(plan, {"batch": 5, "past": 3})
+    unsplit, split = dict(first), dict(first)
+    pairs = dict(plan.states)
+    with ThreadSession(par, timeout=TIMEOUT) as session:
+        for _ in range(32):
+            wanted = dict(zip(names, whole.run(None, unsplit), strict=True))
+            (logits,) = session.run(None, split, keep_states=True)
+            check_outputs([logits], [wanted[names[0]]], names[:1])
+            token = wanted[names[0]][:, -1:].argmax(-1)
+            unsplit = {"input_ids": token} | {i: wanted[o] for i, o in pairs.items()}
+            split = {"input_ids": token}
+        for source, result in pairs.items():
+            assert session.states.read(source).shape[2] == 3 + 32
+            check_outputs([session.states.read(source)], [wanted[result]], [result])
+
+
+def test_plan_names_open_sizes(tmp_path: Path) -> None:
+    plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
+    ports = {p["name"]: p["shape"] for p in plan.to_json()["inputs"] + plan.to_json()["outputs"]}
+    assert ports["past_key_0"] == ["batch", 4, "past", 6]
+    assert ports["present_key_0"] == ["batch", 4, "past + 1", 6]
+
+
+def test_sizes_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
+    feeds = feeds_at(plan, {"batch": 4, "past": 3})
+    feeds["past_key_1"] = feeds["past_key_1"][:, :, :2]
+    with (
+        ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
+        pytest.raises(InputError, match="past_key_1"),
+    ):
+        session.run(None, feeds)
+
+
+def test_a_batch_of_one_over_two_ranks_is_refused(tmp_path: Path) -> None:
+    plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
+    with (
+        ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
+        pytest.raises(InputError, match="split over 2 ranks"),
+    ):
+        session.run(None, feeds_at(plan, {"batch": 1, "past": 3}))
+
+
+def test_parts_by_hand_need_a_size(tmp_path: Path) -> None:
+    strategy = {"tensors": {"pixel_values": [{"dp": [3, 1]}, None, None, None]}}
+    how = options("dp=2", strategy=strategy)
+    with pytest.raises(StrategyError, match="--dim batch"):
+        pipeline.shard(MODELS / "resnet.dynamo.dynamic.onnx", tmp_path / "m.par", how)
