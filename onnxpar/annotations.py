@@ -8,7 +8,8 @@ by its first result, which keeps its name whatever the loader does to the graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
@@ -78,6 +79,11 @@ class Configuration:
     nodes: Mapping[str, NodeAnnotation]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def says_something(self) -> bool:
+        """Whether it shards any tensor, rather than stages only."""
+        return any(note.shardings for note in self.nodes.values())
+
 
 def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
     """The configurations of a model. Errors: StrategyError, naming the node, the tensor and what
@@ -100,6 +106,12 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
                 entry.pipeline_stage if entry.HasField("pipeline_stage") else None,
                 _own_metadata(node),
             )
+        if any(_annotated_bodies(node)):
+            warnings.warn(
+                f"{node.op_type} '{node.name or _key(node)}': annotations in its bodies are not "
+                "followed",
+                stacklevel=2,
+            )
     metadata = _own_metadata(model)
     return tuple(Configuration(n, sizes[n], nodes[n], metadata) for n in sizes)
 
@@ -107,8 +119,8 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
 def choose_configuration(
     configurations: Sequence[Configuration], name: str | None, devices: int | None
 ) -> Configuration | None:
-    """The configuration of that name, else the only one for so many devices; None if the model
-    has none, or for the name `none`. Errors: StrategyError, listing what there is."""
+    """The configuration of that name, else the only one that shards over so many devices; None if
+    the model has none, or for the name `none`. Errors: StrategyError, listing what there is."""
     if name == "none":
         return None
     have = ", ".join(f"{c.name!r} of {c.devices} devices" for c in configurations) or "none"
@@ -117,6 +129,7 @@ def choose_configuration(
         if not named:
             raise StrategyError(f"--configuration {name}: the model has {have}")
         return named[0]
+    configurations = [c for c in configurations if c.says_something]
     fitting = [c for c in configurations if devices in (None, c.devices)]
     if len(fitting) == 1:
         return fitting[0]
@@ -163,6 +176,16 @@ def clear_annotations(model: ModelProto) -> None:
 
 def _key(node: NodeProto) -> str:
     return next((o for o in node.output if o), "")
+
+
+def _annotated_bodies(node: NodeProto) -> Iterator[NodeProto]:
+    """The annotated nodes in the bodies of a node, at any depth."""
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            for inner in body.node:
+                if inner.device_configurations:
+                    yield inner
+                yield from _annotated_bodies(inner)
 
 
 def _own_metadata(holder: ModelProto | NodeProto) -> dict[str, str]:

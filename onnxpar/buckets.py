@@ -10,6 +10,7 @@ from onnxpar.collective import DOMAIN
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.plan import part_bytes
+from onnxpar.subgraphs import captured
 
 
 @dataclass
@@ -52,7 +53,7 @@ def fuse_all_reduces(
             bucket.size += size
             bucket.behind |= {t.name for t in node.outputs}
         for bucket in open_buckets.values():
-            if any(t.name in bucket.behind for t in node.inputs):
+            if any(t.name in bucket.behind for t in _read(node)):
                 bucket.behind |= {t.name for t in node.outputs}
     fused = [b for b in [*full, *open_buckets.values()] if len(b.nodes) > 1]
     for bucket in fused:
@@ -62,6 +63,11 @@ def fuse_all_reduces(
         graph.nodes = [node for node in graph.nodes if id(node) not in gone]
         graph.toposort()
     return bool(fused)
+
+
+def _read(node: gs.Node) -> list[gs.Tensor]:
+    """The operands of a node, and what its subgraphs read of the graph."""
+    return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]
 
 
 def _fuse(nodes: list[gs.Node]) -> gs.Node:

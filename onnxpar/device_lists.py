@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -30,17 +31,27 @@ def shard_digits(
 ) -> list[list[Digit]]:
     """For each component split into `counts` shards the digits that number its shards, the major
     first. Errors: StrategyError, naming `what`, for a list that no order of mesh axes makes."""
-    at = np.array([sorted(group) for group in devices]).reshape(*counts, -1)
-    found = [_digits(_along(at, i)) for i in range(at.ndim)]
-    every = sorted((d for digits in found for d in digits), key=lambda d: d.stride)
-    rebuilt = sum(np.ix_(*(_values(digits) for digits in found)), np.zeros((), np.int64))
-    filled = all(b.stride == a.stride * a.size for a, b in pairwise(every))
-    if not np.array_equal(rebuilt, at) or not filled or (every and every[0].stride != 1):
+    found = _mixed_radix(tuple(tuple(sorted(group)) for group in devices), tuple(counts))
+    if found is None:
         raise StrategyError(
             f"{what}: devices {[list(g) for g in devices]} for shards {list(counts)} are in no "
             "order of mesh axes; number the devices row-major over the mesh, such as 0, 1, 2, 3 "
             "or, the axes exchanged, 0, 2, 1, 3"
         )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _mixed_radix(
+    devices: tuple[tuple[int, ...], ...], counts: tuple[int, ...]
+) -> list[list[Digit]] | None:
+    at = np.array(devices).reshape(*counts, -1)
+    found = [_digits(_along(at, i)) for i in range(at.ndim)]
+    every = sorted((d for digits in found for d in digits), key=lambda d: d.stride)
+    rebuilt = sum(np.ix_(*(_values(digits) for digits in found)), np.zeros((), np.int64))
+    filled = all(b.stride == a.stride * a.size for a, b in pairwise(every))
+    if not np.array_equal(rebuilt, at) or not filled or (every and every[0].stride != 1):
+        return None
     return found[:-1]
 
 
@@ -72,6 +83,7 @@ def axes_of(digits: Iterable[Digit], mesh: Mesh, what: str) -> Axes:
         raise StrategyError(f"{what}: {error}") from None
 
 
+@lru_cache(maxsize=1024)
 def devices_of(axes: Axes, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """The ranks that hold each shard, row-major over axes."""
     groups: list[list[int]] = [[] for _ in range(math.prod(a.size for a in axes))]

@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice, product
+from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.layout import Concat, Dim, Factor, Product
 from onnxpar.layout import leaves as leaves_of
 from onnxpar.mesh import Axes
+from onnxpar.rules.control_flow import ports
 from onnxpar.rules.rule import (
     Cat,
     Expr,
@@ -28,10 +31,14 @@ from onnxpar.rules.rule import (
     expr_vars,
     rule_of,
     tensor_shape,
+    whole_rule,
 )
+from onnxpar.subgraphs import bodies, is_random
 
 _CUT_HERE = "its dimensions do not line up here"
 _UNKNOWN = "a size that only a run can tell"
+_RANDOM = "it draws random values, which one rank does for all"
+_OPEN = "what a subgraph reads of the graph around it is whole while sizes are open"
 
 
 class _Node:
@@ -163,26 +170,45 @@ class OpLeaf:
     factor: str
 
 
+Links = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BodyFactors:
+    """A subgraph whose nodes are split like those around it, with the links of what it is handed
+    and hands back."""
+
+    graph: gs.Graph
+    inputs: tuple[Links, ...]
+    outputs: tuple[Links, ...]
+
+
 @dataclass(eq=False)
 class OpFactors:
     """A node's rule over atoms. `inputs[i][j]` is the op leaf behind leaf j of operand i, or None
     where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit;
-    `ties` are leaves that are split over the same axes or not at all."""
+    `ties` are leaves that are split over the same axes or not at all. `graph` is the scope that the
+    node stands in; `bodies` are those that are split with it."""
 
     node: gs.Node
+    graph: gs.Graph
     rule: Rule
     leaves: tuple[OpLeaf, ...]
-    inputs: tuple[tuple[int | None, ...], ...]
-    outputs: tuple[tuple[int | None, ...], ...]
+    inputs: tuple[Links, ...]
+    outputs: tuple[Links, ...]
     whole: dict[str, str] = field(default_factory=dict)
     trees: dict[str, Dim] = field(default_factory=dict)
     apart: Pairs = frozenset()
     ties: tuple[tuple[int, ...], ...] = ()
+    bodies: tuple[BodyFactors, ...] = ()
 
-    def operands(self) -> Iterator[tuple[gs.Tensor, tuple[int | None, ...]]]:
-        """Every operand and result with its links."""
+    def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:
+        """Every operand and result with its links, then those of the bodies."""
         yield from zip(self.node.inputs, self.inputs, strict=True)
         yield from zip(self.node.outputs, self.outputs, strict=True)
+        for body in self.bodies:
+            yield from zip(body.graph.outputs, body.outputs, strict=True)
+            yield from zip(body.graph.inputs, body.inputs, strict=True)
 
     def reduction(self, leaf: int) -> str | None:
         """The reduction that results need where this leaf is split, if any."""
@@ -191,7 +217,8 @@ class OpFactors:
 
 @dataclass(eq=False)
 class GraphFactors:
-    """The factors of all tensors (by name) and all nodes (in graph order)."""
+    """The factors of all tensors (by name) and all nodes (in graph order, those of bodies before
+    the node that they belong to)."""
 
     tensors: dict[str, TensorFactors]
     ops: list[OpFactors]
@@ -204,26 +231,41 @@ class GraphFactors:
         self._by_name = {op.node.name: op for op in self.ops}
 
 
-def analyse(graph: gs.Graph, pairs: Iterable[tuple[str, str]] = ()) -> GraphFactors:
-    """Refines every dimension of the graph to atoms.
+def analyse(
+    graph: gs.Graph, pairs: Iterable[tuple[str, str]] = (), in_bodies: bool = True
+) -> GraphFactors:
+    """Refines every dimension of the graph, and of the bodies of control flow if it shall, to
+    atoms.
 
     `pairs` are tensors whose dimensions correspond though no op joins them (state pairs); where
     their sizes differ (a cache that grows), those dimensions stay apart.
     """
-    return _Analysis(graph, pairs).run()
+    return _Analysis(graph, pairs, in_bodies).run()
+
+
+class _Joined(NamedTuple):
+    """A node with its rule, whose factors are being refined, and the bodies that take part."""
+
+    node: gs.Node
+    graph: gs.Graph
+    rule: Rule
+    factors: dict[str, _Node]
+    bodies: list[gs.Graph]
 
 
 class _Analysis:
-    def __init__(self, graph: gs.Graph, pairs: Iterable[tuple[str, str]]) -> None:
+    def __init__(
+        self, graph: gs.Graph, pairs: Iterable[tuple[str, str]], in_bodies: bool
+    ) -> None:
         self.graph = graph
         self.pairs = list(pairs)
+        self.in_bodies = in_bodies
         self.dims: dict[str, list[_Node] | None] = {}
-        self.rules: list[tuple[gs.Node, Rule, dict[str, _Node]]] = []
+        self.joined: list[_Joined] = []
         self.atoms: dict[int, int] = {}
 
     def run(self) -> GraphFactors:
-        for node in self.graph.nodes:
-            self._join(node, rule_of(node))
+        self._join_all(self.graph)
         for a, b in self.pairs:
             for x, y in zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False):
                 _unify(x, y)
@@ -234,7 +276,7 @@ class _Analysis:
         for tensor in [*self.graph.inputs, *self.graph.outputs]:
             if tensor.name not in tensors and tensor_shape(tensor) is not None:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
-        return GraphFactors(tensors, [self._op(*entry, tensors) for entry in self.rules])
+        return GraphFactors(tensors, [self._op(joined, tensors) for joined in self.joined])
 
     def _dims(self, tensor: gs.Tensor) -> list[_Node] | None:
         if tensor.name not in self.dims:
@@ -244,16 +286,32 @@ class _Analysis:
             )
         return self.dims[tensor.name]
 
-    def _join(self, node: gs.Node, rule: Rule) -> None:
-        factors = {f: _Node(-1 if s is None else s) for f, s in rule.sizes.items()}
-        for tensor, spec in _operands(node, rule):
+    def _join_all(self, graph: gs.Graph) -> None:
+        for node in graph.nodes:
+            inner = bodies(node)
+            opened: list[gs.Graph] = []
+            if inner and not self.in_bodies:
+                rule = whole_rule(node, _OPEN)
+            elif inner and is_random(node):
+                rule = whole_rule(node, _RANDOM)
+            else:
+                for body in inner:
+                    self._join_all(body)
+                rule = rule_of(node)
+                opened = inner
+            factors = {f: _Node(-1 if s is None else s) for f, s in rule.sizes.items()}
+            self._join(_Joined(node, graph, rule, factors, opened))
+
+    def _join(self, joined: _Joined) -> None:
+        node, rule, factors = joined.node, joined.rule, joined.factors
+        for tensor, spec in _operands(joined):
             dims = self._dims(tensor) if tensor.name else None
             if spec is None or dims is None:
                 continue
             assert len(spec) == len(dims), f"{node.op} '{node.name}': {rule.text()}"
             for expr, dim in zip(spec, dims, strict=True):
                 _unify(dim, _compose(expr, factors))
-        self.rules.append((node, rule, factors))
+        self.joined.append(joined)
 
     def _tree(self, node: _Node) -> Dim:
         """The resolved tree of a piece, unsplit."""
@@ -292,18 +350,13 @@ class _Analysis:
             frozenset(apart),
         )
 
-    def _op(
-        self,
-        node: gs.Node,
-        rule: Rule,
-        factors: dict[str, _Node],
-        tensors: Mapping[str, TensorFactors],
-    ) -> OpFactors:
+    def _op(self, joined: _Joined, tensors: Mapping[str, TensorFactors]) -> OpFactors:
+        node, rule, factors = joined.node, joined.rule, joined.factors
         whole = dict(rule.whole)
         for name, size in rule.sizes.items():
             if size is None:
                 whole.setdefault(name, _UNKNOWN)
-        for tensor, spec in _operands(node, rule):
+        for tensor, spec in _operands(joined):
             for expr, dim in zip(spec or (), self.dims.get(tensor.name) or (), strict=False):
                 if not _same(_compose(expr, factors), dim):
                     whole.update({v: whole.get(v, _CUT_HERE) for v in expr_vars(expr)})
@@ -321,7 +374,7 @@ class _Analysis:
                 if index[name][-1] is not None:
                     leaves.append(OpLeaf(leaf.atom, leaf.size, name))
 
-        def links(tensor: gs.Tensor, spec: Spec | None) -> tuple[int | None, ...]:
+        def links(tensor: gs.Tensor, spec: Spec | None) -> Links:
             have = tensors.get(tensor.name)
             if have is None or spec is None:
                 return (None,) * (len(have.leaves) if have else 0)
@@ -337,22 +390,29 @@ class _Analysis:
             for group in rule.ties
             if not any(f in whole for f in group)
         )
-        specs = [links(t, s) for t, s in _operands(node, rule)]
-        n = len(node.inputs)
+        found = [(t, links(t, s)) for t, s in _operands(joined)]
         trees = {name: self._tree(factor) for name, factor in factors.items()}
-        operands = [
-            (t.name, links) for (t, _), links in zip(_operands(node, rule), specs, strict=True)
-        ]
+        operands = [(t.name, links) for t, links in found]
+        apart = _op_apart(operands, tensors) | {(i, j) for t in ties for i in t for j in t if i != j}
+        if joined.bodies:
+            apart |= _strangers(len(leaves), operands)
+        at = iter([links for _, links in found])
+        inputs = tuple(islice(at, len(node.inputs)))
+        backs = [tuple(islice(at, len(b.outputs))) for b in joined.bodies]
+        outputs = tuple(islice(at, len(node.outputs)))
+        givens = [tuple(islice(at, len(b.inputs))) for b in joined.bodies]
         return OpFactors(
             node,
+            joined.graph,
             rule,
             tuple(leaves),
-            tuple(specs[:n]),
-            tuple(specs[n:]),
+            inputs,
+            outputs,
             whole,
             trees,
-            _op_apart(operands, tensors) | {(i, j) for t in ties for i in t for j in t if i != j},
+            apart,
             ties,
+            tuple(map(BodyFactors, joined.bodies, givens, backs)),
         )
 
 
@@ -376,6 +436,9 @@ def _op_apart(
     operands: Iterable[tuple[str, tuple[int | None, ...]]], tensors: Mapping[str, TensorFactors]
 ) -> Pairs:
     """Op leaves that stand in different segments wherever they meet."""
+    operands = list(operands)
+    if not any(name in tensors and tensors[name].apart for name, _ in operands):
+        return frozenset()
     apart: set[tuple[int, int]] = set()
     together: set[tuple[int, int]] = set()
     for name, links in operands:
@@ -387,10 +450,16 @@ def _op_apart(
     return frozenset(apart - together)
 
 
-def _operands(node: gs.Node, rule: Rule) -> Iterator[tuple[gs.Tensor, Spec | None]]:
-    inputs = [*rule.inputs, *[None] * (len(node.inputs) - len(rule.inputs))]
-    outputs = [*rule.outputs, *[None] * (len(node.outputs) - len(rule.outputs))]
-    yield from zip([*node.inputs, *node.outputs], [*inputs, *outputs], strict=True)
+def _strangers(count: int, operands: Iterable[tuple[str, Links]]) -> Pairs:
+    """Op leaves that stand in no tensor together: values on different paths through a body."""
+    pairs = {(i, j) for i in range(count) for j in range(count) if i != j}
+    return frozenset(pairs.difference(*(product(links, links) for _, links in operands)))
+
+
+def _operands(joined: _Joined) -> Iterator[tuple[gs.Tensor, Spec | None]]:
+    operands, results = ports(joined.node, joined.bodies)
+    for tensors, specs in ((operands, joined.rule.inputs), (results, joined.rule.outputs)):
+        yield from zip(tensors, [*specs, *[None] * (len(tensors) - len(specs))], strict=True)
 
 
 def _compose(expr: Expr, factors: Mapping[str, _Node]) -> _Node:

@@ -2,8 +2,9 @@
 
 In the model an attribute `axes` names the mesh axes over which a collective runs, as text; absent,
 it runs over all ranks. `peer` of Send and Recv is a list with the peer of each rank, or -1 where
-the rank takes no part. Tags may be left out, and tokens too, as all collectives run in the order
-in which they stand.
+the rank takes no part. `split_sizes` of an AllToAll along one axis, which moves the bounds
+between parts, is a table: a row for each member, of what it gives to each. Tags may be
+left out, and tokens too, as all collectives run in the order in which they stand.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Handwritten:
         else:
             self._group(node)
             self._tag(node)
+            if node.op == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]:
+                self._table(node)
             for rank in range(self.mesh.size):
                 members = self._members(node, rank)
                 key = (node.name, members)
@@ -132,6 +135,28 @@ class Handwritten:
         elif tag in self._unique:
             self._fail(node, f"tag={tag} is another collective's too; leave tags out")
         self._unique.add(tag)
+
+    def _table(self, node: gs.Node) -> None:
+        """Each member's row of what it gives is its own, and so is its column of what it takes."""
+        sizes = node.attrs.get("split_sizes") or []
+        count = len(self._members(node, 0))
+        if len(sizes) != count * count or "concat_sizes" in node.attrs:
+            self._fail(
+                node,
+                f"along one axis, split_sizes is a table of {count} x {count} (who gives how much "
+                "to whom), from which concat_sizes follow; leave them out",
+            )
+
+        def row(rank: int) -> list[int]:
+            at = self._members(node, rank).index(rank)
+            return list(sizes[at * count : (at + 1) * count])
+
+        def column(rank: int) -> list[int]:
+            return list(sizes[self._members(node, rank).index(rank) :: count])
+
+        node.attrs["split_sizes"], node.attrs["concat_sizes"] = row(0), column(0)
+        self.per_rank.attributes[node.name, "split_sizes"] = row
+        self.per_rank.attributes[node.name, "concat_sizes"] = column
 
     def _fresh(self) -> int:
         tag = next(i for i in range(1, len(self._taken) + 2) if i not in self._taken)

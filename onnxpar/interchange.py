@@ -7,6 +7,7 @@ inputs) hangs on the very objects, so that it goes where they go.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import onnx
@@ -24,6 +25,7 @@ from onnx import (
 from onnxpar.errors import ModelError
 from onnxpar.stored import subgraphs_of
 
+gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that go around it
 _LISTS = {
     AttributeProto.FLOATS: "floats",
     AttributeProto.INTS: "ints",
@@ -219,19 +221,11 @@ def _blur(type_: TypeProto) -> None:
 
 def _set_aside(node: NodeProto) -> dict[str, Any]:
     """Takes what graphsurgeon cannot read from the attributes, as its exporter can write it."""
-    taken: dict[str, Any] = {}
-    kept: list[AttributeProto] = []
-    for attribute in node.attribute:
-        own = AttributeProto()
-        own.CopyFrom(attribute)
-        value = None if own.ref_attr_name else _unreadable(own, node)
-        if value is None:
-            kept.append(own)
-        else:
-            taken[own.name] = value
-    if taken:
-        del node.attribute[:]
-        node.attribute.extend(kept)
+    found = {a.name: _unreadable(a, node) for a in node.attribute if not a.ref_attr_name}
+    taken = {name: deepcopy(value) for name, value in found.items() if value is not None}
+    for i in reversed(range(len(node.attribute) if taken else 0)):
+        if node.attribute[i].name in taken:
+            del node.attribute[i]
     return taken
 
 

@@ -16,17 +16,20 @@ from onnx import TensorProto
 
 from onnxpar.annotations import Configuration, read_annotations
 from onnxpar.errors import ModelError, StrategyError
+from onnxpar.inference import infer
 from onnxpar.interchange import header_of, import_graph
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.runtime_shapes import is_known
-from onnxpar.shapes import infer, is_folded
+from onnxpar.shapes import is_folded
 from onnxpar.stored import (
     check_external,
     densify,
     element_bits,
     lift_constants,
+    nodes_of,
     stored_tensors,
 )
+from onnxpar.subgraphs import all_nodes
 from onnxpar.symbols import Polynomial
 from onnxpar.unfuse import unfuse
 from onnxpar.upgrade import upgrade
@@ -90,8 +93,8 @@ def load(
         check_external(tensor, path)
     densify(proto.graph, path.parent)
     lift_constants(proto.graph)
-    upgrade(proto, str(path))
     defaults, fixed = _settle_defaults(proto)
+    proto = upgrade(proto, str(path))
     open_dims = _bind_dims(proto.graph, dims or {}, path)
     unfuse(proto)
 
@@ -266,9 +269,9 @@ def _size(label: str) -> Polynomial:
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node a name of its own, from its op and first result."""
+    """Gives every node, in subgraphs too, a name of its own, from its op and first result."""
     taken: set[str] = set()
-    for node in graph.node:
+    for node in nodes_of(graph):
         name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
         unique, i = name, 1
         while unique in taken:
@@ -279,7 +282,7 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 def _mark_opset(graph: gs.Graph) -> None:
     """Puts the opset on nodes whose meaning it changes."""
-    for node in graph.nodes:
+    for node in all_nodes(graph):
         if node.op in ("Softmax", "LogSoftmax", "Hardmax", "Split") and graph.opset < 13:
             node.attrs["onnxpar.opset"] = graph.opset
 

@@ -18,6 +18,7 @@ from onnxpar.mesh import Axes, parts_over
 from onnxpar.plan import part_bytes
 from onnxpar.search.cost import step_seconds
 from onnxpar.sharding import Placement, Sharding, overlaps
+from onnxpar.subgraphs import scopes
 
 
 @dataclass
@@ -26,8 +27,10 @@ class _Choice:
 
     keep    to leave it pending; `group` are the operands that stay pending or count once
     reduce  to have it whole; `through` says whether that is by reducing the pending result
+    graph   where it is made: nothing pending goes into a body or comes out
     """
 
+    graph: gs.Graph
     axes: Axes
     op: ReduceOp
     keep: float
@@ -72,7 +75,7 @@ def choose_pending(graph: gs.Graph, sharding: Sharding) -> Pending:
 class _Chooser:
     def __init__(self, graph: gs.Graph, sharding: Sharding) -> None:
         self.sharding = sharding
-        self.outputs = {t.name for t in graph.outputs}
+        self.outputs = {t.name for scope in scopes(graph) for t in scope.outputs}
         self.choices: dict[str, _Choice] = {}
         self.decided = Pending(sharding)
 
@@ -94,7 +97,7 @@ class _Chooser:
         own, reduce = self.sharding.pending(op)
         if own:
             seconds = self._reduction(op, own, reduce)
-            self.choices[result.name] = _Choice(own, reduce, 0.0, seconds, through=False)
+            self.choices[result.name] = _Choice(op.graph, own, reduce, 0.0, seconds, through=False)
             return
         offers = [self._through(op, group) for group in self._groups(op)]
         best = min((o for o in offers if o), key=lambda c: c.keep, default=None)
@@ -137,7 +140,7 @@ class _Chooser:
                 seconds += select + (choice.reduce if choice else 0.0)
         if not carried:
             return None
-        return _Choice(axes, reduce, seconds, 0.0, False, group, frozenset(carried))
+        return _Choice(op.graph, axes, reduce, seconds, 0.0, False, group, frozenset(carried))
 
     def _operand(self, op: OpFactors, index: int) -> _Choice | None:
         """The choice behind an operand that this node alone reads, in the layout it is made in."""
@@ -145,7 +148,9 @@ class _Chooser:
         choice = self.choices.get(tensor.name)
         if choice is None or tensor.name in self.outputs or tensor.name in self.sharding.pinned:
             return None
-        if len(tensor.outputs) != 1 or sum(t is tensor for t in op.node.inputs) != 1:
+        if choice.graph is not op.graph or len(tensor.outputs) != 1:
+            return None
+        if sum(t is tensor for t in op.node.inputs) != 1:
             return None
         return choice
 

@@ -72,7 +72,7 @@ def make_context(model: Model, options: Options) -> PassContext:
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
     refuse_collectives(model.graph)
     mesh, preset, annotated = _mesh_and_preset(model, options)
-    factors = analyse(model.graph, model.states)
+    factors = analyse(model.graph, model.states, in_bodies=model.sizes is None)
     return PassContext(
         model,
         Sharding.open(mesh, factors),
@@ -126,7 +126,10 @@ def load_model(path: str | Path, options: Options) -> Model:
     manual = _manual(options)
     infer_types = manual.infer if manual is not None else None
     least = _devices(options)
-    return load(path, options.dims, options.states, least=least, infer_types=infer_types)
+    model = load(path, options.dims, options.states, least=least, infer_types=infer_types)
+    if manual is not None:
+        model.states = list(options.states)  # what looks like a growing cache may be no pair here
+    return model
 
 
 def passes_of(options: Options) -> list[Pass]:

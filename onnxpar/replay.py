@@ -33,7 +33,7 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
 def _sharding(graph: gs.Graph, model: Model, ctx: PassContext) -> Sharding:
     """What was decided, for the sizes of another graph."""
     mesh, decided = ctx.sharding.mesh, ctx.sharding
-    factors = analyse(graph, model.states)
+    factors = analyse(graph, model.states, in_bodies=False)
     for name, tensor in factors.tensors.items():
         have = decided.factors.tensors.get(name)
         if have is None or [x.atom for x in have.leaves] != [x.atom for x in tensor.leaves]:

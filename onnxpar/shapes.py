@@ -1,4 +1,4 @@
-"""Shape inference and constant folding in one walk over a graph with static inputs.
+"""Shape inference and constant folding, node by node, for a graph with static inputs.
 
 ONNX's own inference stops at the first shape that is computed by nodes. Here each node is either
 evaluated (all its operands are known and small) or inferred with what is known so far, so that
@@ -8,7 +8,7 @@ not trusted, but for results of ops that ONNX does not know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,24 +44,9 @@ _NEVER = frozenset(
 )
 
 
-def infer(model: onnx.ModelProto) -> None:
-    """Folds what is constant and declares the type of every tensor it can tell, in place."""
-    walk = Walk(model)
-    kept = []
-    for node in model.graph.node:
-        values = walk.evaluate(node)
-        if values is None:
-            walk.infer(node)
-            kept.append(node)
-        else:
-            walk.fold(node, values)
-    keep_nodes(model.graph, kept)
-    walk.declare(model.graph)
-
-
-def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto]) -> None:
-    """Drops all other nodes."""
-    if len(kept) < len(graph.node):
+def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
+    """Drops all other nodes; `others` says that some of these are not yet among the graph's."""
+    if others or len(kept) < len(graph.node):
         found = list(kept)
         del graph.node[:]
         graph.node.extend(found)
@@ -86,7 +71,11 @@ class Walk:
         self.declared = {p.name: p.type for p in ports if _static_shape(p.type) is not None}
         for tensor in model.graph.input:
             self.types[tensor.name] = (inputs or {}).get(tensor.name, tensor.type)
-        for weight in model.graph.initializer:
+        self.add_weights(model.graph.initializer)
+
+    def add_weights(self, weights: Iterable[TensorProto]) -> None:
+        """Takes note of initializers."""
+        for weight in weights:
             self.types[weight.name] = onnx.helper.make_tensor_type_proto(
                 weight.data_type, list(weight.dims)
             )

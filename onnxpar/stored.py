@@ -69,6 +69,14 @@ def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
         yield from attribute.graphs
 
 
+def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
+    """Every node of a graph, those of subgraphs behind the one that they belong to."""
+    for node in graph.node:
+        yield node
+        for inner in subgraphs_of(node):
+            yield from nodes_of(inner)
+
+
 def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     """Every stored tensor of a graph, of attributes and of subgraphs too."""
     yield from graph.initializer

@@ -202,7 +202,7 @@ def _spread(
         raise StrategyError(f"{what} must stay whole ({reasons}); leave it 1")
     spread = spread_dim(dim, over, blocked)
     if spread is None:
-        raise StrategyError(_does_not_split(what, dim.size, over, sharding))
+        raise StrategyError(_does_not_split(what, dim, over, sharding))
     return spread
 
 
@@ -246,7 +246,7 @@ def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
         over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
         spread = spread_dim(dim, over)
         if spread is None:
-            raise StrategyError(_does_not_split(f"{what} dimension {i}", dim.size, over, sharding))
+            raise StrategyError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
         if overlaps(over, used):
             raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
         at = list(range(len(axes), len(axes) + len(spread)))
@@ -276,12 +276,16 @@ def _hand_parts(
     return {leaves[0]: sizes}
 
 
-def _does_not_split(what: str, size: int, axes: Axes, sharding: Sharding) -> str:
+def _does_not_split(what: str, dim: Dim, axes: Axes, sharding: Sharding) -> str:
     over = ".".join(sharding.mesh.text(a) for a in axes)
     n = parts_over(axes)
-    fitting = [d for d in range(min(n, size), 1, -1) if size % d == 0]
-    remedy = f"split it into {fitting[0]}, or leave it whole" if fitting else "leave it whole"
-    return f"{what}: {size} elements do not split into {n} parts over {over}; {remedy}"
+    fitting = [d for d in range(min(n, dim.size), 1, -1) if dim.size % d == 0]
+    remedy = "leave it whole"
+    if not isinstance(dim, Factor):
+        remedy = "some op reads it in pieces that are smaller; leave it whole"
+    elif fitting:
+        remedy = f"split it into {fitting[0]}, or leave it whole"
+    return f"{what}: {dim.size} elements do not split into {n} parts over {over}; {remedy}"
 
 
 def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:

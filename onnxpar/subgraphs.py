@@ -1,10 +1,13 @@
-"""What subgraphs of If, Loop and Scan read of the graph around them, and which nodes are random."""
+"""Subgraphs: those that are parts of the program, what others read around them, and which nodes are
+random."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import onnx_graphsurgeon as gs
+
+from onnxpar.scopes import CONTROL
 
 _RANDOM = frozenset(
     (
@@ -24,6 +27,32 @@ def subgraphs(node: gs.Node) -> Iterator[gs.Graph]:
         for graph in value if isinstance(value, list) else [value]:
             if isinstance(graph, gs.Graph):
                 yield graph
+
+
+def bodies(node: gs.Node) -> list[gs.Graph]:
+    """The subgraphs of control flow, by name of the attribute: both branches, or the body."""
+    if node.op not in CONTROL or node.domain not in (None, "", "ai.onnx"):
+        return []
+    return [node.attrs[key] for key in sorted(node.attrs) if isinstance(node.attrs[key], gs.Graph)]
+
+
+def scopes(graph: gs.Graph) -> Iterator[gs.Graph]:
+    """The graph and its subgraphs at any depth, in the order of the nodes that they belong to."""
+    yield graph
+    for node in graph.nodes:
+        for inner in subgraphs(node):
+            yield from scopes(inner)
+
+
+def all_nodes(graph: gs.Graph) -> Iterator[gs.Node]:
+    """The nodes of the graph and its subgraphs."""
+    return (node for scope in scopes(graph) for node in scope.nodes)
+
+
+def constants(graph: gs.Graph) -> list[gs.Constant]:
+    """Every constant that the graph and its subgraphs read, once."""
+    found = [t for scope in scopes(graph) for t in scope.tensors().values()]
+    return list({t.name: t for t in found if isinstance(t, gs.Constant)}.values())
 
 
 def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int]]:

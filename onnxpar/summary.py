@@ -16,6 +16,7 @@ from onnxpar.plan import NO_RULE, Plan, Port, Weight, Whole, numpy_dtype, part_b
 from onnxpar.ranges import integer_ranges
 from onnxpar.rules.rule import Rule, Size, expr_vars
 from onnxpar.search.tensor_parallel import is_contraction
+from onnxpar.subgraphs import captured, constants, subgraphs
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
@@ -51,9 +52,9 @@ def _port(tensor: gs.Variable, ctx: PassContext) -> Port:
 def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
     out = []
     mesh = ctx.sharding.mesh
-    for tensor in graph.tensors().values():
+    for tensor in constants(graph):
         layout = ctx.layouts.get(tensor.name)
-        if not isinstance(tensor, gs.Constant) or layout is None:
+        if layout is None:
             continue
         dtype = numpy_dtype(tensor)
         size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
@@ -88,15 +89,20 @@ def whole_nodes(ctx: PassContext) -> list[Whole]:
 
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
-    """Bytes of operands that reach the node through an all-gather for its sake."""
-    total = 0
-    for i, tensor in enumerate(op.node.inputs):
-        producer = tensor.inputs[0] if tensor.inputs and isinstance(tensor, gs.Variable) else None
-        if producer is None or producer.op != "AllGather":
-            continue
-        if any(link is None for link in op.inputs[i]):
-            total += part_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
-    return total
+    """Bytes of operands that reach the node through an all-gather for its sake, and of what its
+    subgraphs read that ranks had to talk for."""
+    whole: list[tuple[gs.Tensor, tuple[str, ...]]] = [
+        (tensor, ("AllGather",))
+        for tensor, links in zip(op.node.inputs, op.inputs, strict=True)
+        if any(link is None for link in links)
+    ]
+    read = {} if op.bodies else {id(tensor): tensor for tensor, _, _ in captured(op.node)}
+    whole += [(tensor, ("AllGather", "AllReduce")) for tensor in read.values()]
+    return sum(
+        part_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
+        for tensor, kinds in whole
+        if isinstance(tensor, gs.Variable) and any(n.op in kinds for n in tensor.inputs)
+    )
 
 
 def _flops(ctx: PassContext) -> dict[str, int]:
@@ -145,6 +151,7 @@ def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
             size *= numpy_dtype(tensor).itemsize if tensor.dtype is not None else 4
             alive += size
             ends.setdefault(last.get(tensor.name, len(graph.nodes)), []).append(size)
-        peak = max(peak, alive)
+        inside = [_peak_activations(body, ctx) for body in subgraphs(node)]
+        peak = max(peak, alive + max(inside, default=0))
         alive -= sum(ends.pop(i, []))
     return peak

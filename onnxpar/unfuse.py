@@ -78,18 +78,27 @@ class _Unfusing:
         """The name of an operand, empty where it is left out."""
         return self.node.input[index] if index < len(self.node.input) else ""
 
-    def add(self, op: str, inputs: Iterable[str], outputs: int = 1, **attrs: Any) -> list[str]:
-        """A node in front of the last one."""
+    def add(
+        self, op: str, inputs: Iterable[str], outputs: int = 1, main: bool = False, **attrs: Any
+    ) -> list[str]:
+        """A node in front of the last one; the main one keeps the name of the fused one."""
         at = f"{self.node.output[0]}::{op}{len(self.made)}"
         names = [at if outputs == 1 else f"{at}:{i}" for i in range(outputs)]
-        self.made.append(helper.make_node(op, _trim(inputs), names, at, **attrs))
+        self._make(op, inputs, names, main, attrs)
         return names
 
-    def finish(self, op: str, inputs: Iterable[str], **attrs: Any) -> None:
+    def finish(self, op: str, inputs: Iterable[str], main: bool = False, **attrs: Any) -> None:
         """The node that makes the result of the fused one."""
-        name = self.node.name or f"{op}_{self.node.output[0]}"
-        node = helper.make_node(op, _trim(inputs), self.node.output, name, **attrs)
-        node.metadata_props.extend(self.node.metadata_props)
+        self._make(op, inputs, self.node.output, main, attrs)
+
+    def _make(
+        self, op: str, inputs: Iterable[str], names: Iterable[str], main: bool, attrs: Any
+    ) -> None:
+        own = self.node.name or f"{self.node.op_type}_{self.node.output[0]}"
+        node = helper.make_node(op, _trim(inputs), list(names), **attrs)
+        node.name = own if main else f"{own}::{op}{len(self.made)}"
+        if main:
+            node.metadata_props.extend(self.node.metadata_props)
         self.made.append(node)
 
     def constant(self, value: Any) -> str:
@@ -108,9 +117,9 @@ class _Unfusing:
             return False
         operands = [self.given(i) for i in range(3)]
         if not op and not self.given(3):
-            self.finish("Conv", operands, **attrs)
+            self.finish("Conv", operands, main=True, **attrs)
             return True
-        (summed,) = self.add("Conv", operands, **attrs)
+        (summed,) = self.add("Conv", operands, main=True, **attrs)
         if self.given(3):
             if not op:
                 self.finish("Add", [summed, self.given(3)])
@@ -126,7 +135,7 @@ class _Unfusing:
         params = [attrs.pop(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")]
         if not self.has(op):
             return False
-        (product,) = self.add("Gemm", [self.given(i) for i in range(3)], **attrs)
+        (product,) = self.add("Gemm", [self.given(i) for i in range(3)], main=True, **attrs)
         self.activate(op, product, [p for p in params if p is not None])
         return True
 
@@ -141,7 +150,8 @@ class _Unfusing:
             bounds = [self.constant(np.float32(p)) for p in params]
             self.finish(op, [operand, *bounds])
         else:
-            self.finish(op, [operand], **dict(zip(_PARAMS[op], params, strict=False)))
+            given: dict[str, Any] = dict(zip(_PARAMS[op], params, strict=False))
+            self.finish(op, [operand], **given)
 
     def dynamic_product(self) -> bool:
         """DynamicQuantizeMatMul: an operand is quantized, once for all products that read it."""
@@ -160,7 +170,7 @@ class _Unfusing:
 
     def product(self, operands: list[str], scales: list[str], bias: int) -> None:
         """A product of integers, scaled, and a bias if there is one."""
-        (total,) = self.add("MatMulInteger", operands)
+        (total,) = self.add("MatMulInteger", operands, main=True)
         (number,) = self.add("Cast", [total], to=TensorProto.FLOAT)
         (scale,) = self.add("Mul", scales)
         if not self.given(bias):

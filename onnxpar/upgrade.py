@@ -1,7 +1,6 @@
 """Restates models of opsets 7 to 9 in opset 10, node by node, so that nothing else changes.
 
-onnx.version_converter would drop metadata, read the weights, and restamp Scan-8 as Scan-9, which
-means something else.
+onnx.version_converter drops metadata, and restamps Scan-8 as Scan-9, which means something else.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import onnx
+import onnx.version_converter
 from onnx import GraphProto, NodeProto, helper
 
 from onnxpar.errors import ModelError
@@ -18,19 +18,19 @@ OLDEST, NEWEST = 7, 10
 Fresh = Callable[[str], str]
 
 
-def upgrade(model: onnx.ModelProto, what: str) -> None:
-    """Brings ONNX's own domain to opset 10 in place, where it is older; `what` names the model.
+def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
+    """The model with ONNX's own domain at opset 10, where it is older or not imported at all;
+    `what` names it. It may be changed in place.
 
     Errors: ModelError, naming the node of which opset 10 has no equal.
     """
+    if all(o.domain not in ("", "ai.onnx") for o in model.opset_import):
+        model.opset_import.add(domain="", version=NEWEST)
+    model = _from_oldest(model, what)
     imports = [o for o in model.opset_import if o.domain in ("", "ai.onnx")]
-    if not imports or imports[0].version >= NEWEST:
-        return
     opset = imports[0].version
-    if opset < OLDEST:
-        raise ModelError(
-            f"{what}: opset {opset}; convert it to {OLDEST} or newer with onnx.version_converter"
-        )
+    if opset >= NEWEST:
+        return model
     taken = set(_names(model.graph))
 
     def fresh(name: str) -> str:
@@ -41,6 +41,22 @@ def upgrade(model: onnx.ModelProto, what: str) -> None:
     _upgrade_graph(model.graph, opset, fresh, what, _read(model.graph))
     for entry in imports:
         entry.version = NEWEST
+    return model
+
+
+def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
+    """Opsets 1 to 6 as opset 7, by ONNX's converter; exporters wrote nothing then that it drops."""
+    opset = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    if opset >= OLDEST:
+        return model
+    try:
+        return onnx.version_converter.convert_version(model, OLDEST)
+    except (RuntimeError, onnx.version_converter.ConvertError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"{what}: opset {opset} does not convert to {OLDEST}: {reason}; export it with opset "
+            f"{NEWEST} or newer"
+        ) from None
 
 
 def _names(graph: GraphProto) -> Iterator[str]:

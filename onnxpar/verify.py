@@ -17,6 +17,7 @@ from onnxpar.layout import Concat, Dim, Factor, Layout, leaves
 from onnxpar.mesh import Axis, merge_axes
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import reshards
+from onnxpar.subgraphs import all_nodes, bodies
 
 
 def verify(graph: gs.Graph, ctx: PassContext) -> None:
@@ -29,11 +30,11 @@ def verify(graph: gs.Graph, ctx: PassContext) -> None:
     if not ctx.localized:
         for op in ctx.sharding.factors.ops:
             _verify_op(op, ctx)
-        for node in graph.nodes:
+        for node in all_nodes(graph):
             if node.domain == DOMAIN:
                 _verify_reshard(node, ctx)
     if ctx.ordered:
-        _verify_order(graph)
+        _verify_order(graph, None)
 
 
 def _verify_op(op: OpFactors, ctx: PassContext) -> None:
@@ -64,6 +65,9 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
     for factor in op.rule.across:
         if not _every_segment(op, factor, held):
             fail(f"only some segments of {factor} are split")
+    for tensor in [t for body in op.bodies for t in (*body.graph.inputs, *body.graph.outputs)]:
+        if tensor.name in layouts and layouts[tensor.name].partial:
+            fail(f"{tensor.name} is pending where it enters or leaves a body")
     pending = _pending(op, held, layouts, fail)
     for tensor in op.node.outputs:
         layout = layouts.get(tensor.name)
@@ -187,9 +191,31 @@ def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None
     return -1 if over <= old and new == old - over else None
 
 
-def _verify_order(graph: gs.Graph) -> None:
-    token = None
+def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
+    """Follows the token, which is None before the first collective; returns the last."""
     for node in graph.nodes:
         if node.domain == DOMAIN and node.inputs:
             assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
             token = node.outputs[-1]
+        elif any(n.domain == DOMAIN for body in bodies(node) for n in all_nodes(body)):
+            token = _verify_bodies(node, token)
+    return token
+
+
+def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:
+    """A body begins with the token that the node is handed, and ends with the one it hands on."""
+    if node.op == "If":
+        for branch in bodies(node):
+            last, result = _verify_order(branch, token), branch.outputs[-1]
+            maker = result.inputs[0]
+            is_copy = maker.op == "Identity" and (token is None or maker.inputs[0] is token)
+            assert result is last or is_copy, f"a branch of '{node.name}' does not hand the token on"
+        return node.outputs[-1]
+    (body,) = bodies(node)
+    first, back = (2, 1) if node.op == "Loop" else (0, 0)
+    at = len(body.inputs) - first - node.attrs.get("num_scan_inputs", 0) - 1
+    begins = token is None or node.inputs[first + at] is token
+    last = _verify_order(body, body.inputs[first + at])
+    ends = body.outputs[back + at] is last
+    assert begins and ends, f"'{node.name}' does not carry the token"
+    return node.outputs[at]

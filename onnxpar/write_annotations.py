@@ -130,7 +130,7 @@ def _annotate(
     metadata = {}
     partial = {
         name: f"{layout.reduce}({axes_text(layout.partial, mesh)})"
-        for name, tensor in zip(names[len(op.inputs) :], op.node.outputs, strict=True)
+        for name, tensor in zip(names[len(op.inputs) :], op.node.outputs, strict=False)
         if (layout := ctx.layouts.get(tensor.name)) is not None and layout.partial
     }
     if partial:

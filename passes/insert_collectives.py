@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.buckets import fuse_all_reduces
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
-from onnxpar.factors import OpFactors
+from onnxpar.factors import BodyFactors, OpFactors
 from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pending import Pending, choose_pending
@@ -20,7 +20,7 @@ from onnxpar.plan import part_bytes
 from onnxpar.reshard import Step, plan_tree
 from onnxpar.rules.rule import tensor_shape
 from onnxpar.sharding import Placement
-from onnxpar.subgraphs import captured, is_random
+from onnxpar.subgraphs import captured, constants, is_random
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class _Insertion:
         self.sharding = ctx.sharding
         self.made: dict[str, Placement] = {}
         self.reads: dict[str, list[_Read]] = defaultdict(list)
+        self.scopes: dict[str, gs.Graph] = {}
         self.changed = False
 
     def run(self) -> bool:
@@ -74,7 +75,8 @@ class _Insertion:
         self._pin_states()
         pending = self._pending()
         for op in self.sharding.factors.ops:
-            self._read_captured(op.node)
+            if not op.bodies:
+                self._read_captured(op.node)
             self._check_random(op.node)
             for i, tensor in enumerate(op.node.inputs):
                 if tensor.name in self.sharding.factors.tensors:
@@ -82,14 +84,20 @@ class _Insertion:
             for i, tensor in enumerate(op.node.outputs):
                 if tensor.name in self.sharding.factors.tensors:
                     self.made[tensor.name] = pending.result(op, i)
+                    self.scopes[tensor.name] = op.graph
+            for body in op.bodies:
+                self._note_body(op, body)
         for tensor in list(self.graph.inputs):
             self._place_input(tensor)
-        for tensor in [t for t in self.graph.tensors().values() if isinstance(t, gs.Constant)]:
+        for tensor in constants(self.graph):
             self._place_weight(tensor)
         for op in list(self.sharding.factors.ops):
             for tensor in list(op.node.outputs):
                 if tensor.name in self.made:
                     self._place_result(op, tensor)
+            for tensor in [t for body in op.bodies for t in body.graph.inputs]:
+                if tensor.name in self.made:
+                    self._serve(tensor, self.made[tensor.name], self.reads[tensor.name])
         self.graph.toposort()
         return self.changed
 
@@ -108,6 +116,17 @@ class _Insertion:
                 f"{node.op} '{node.name}' draws {unknown[0]!r}, which is no tensor of a known "
                 "rank: each rank would draw its own; declare the shapes of the model's inputs"
             )
+
+    def _note_body(self, op: OpFactors, body: BodyFactors) -> None:
+        """A body is handed tensors, and hands them back, as the node has them outside."""
+        for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
+            if tensor.name in self.sharding.factors.tensors:
+                self.made[tensor.name] = self.sharding.operand_placement(op, links)
+                self.scopes[tensor.name] = body.graph
+        for i, (tensor, links) in enumerate(zip(body.graph.outputs, body.outputs, strict=True)):
+            if tensor.name in self.sharding.factors.tensors:
+                need = self.sharding.operand_placement(op, links)
+                self.reads[tensor.name].append(_Read(body.graph, i, need))
 
     def _read_captured(self, node: gs.Node) -> None:
         """Whatever a node's subgraphs read of this graph, they read whole."""
@@ -215,7 +234,7 @@ class _Insertion:
         assert layout.is_whole, tensor.name
         axes = tuple(map(self.sharding.mesh.axis, self.sharding.mesh.sizes))
         attrs = {"axes": axes, "before": layout, "after": layout}
-        self.graph.nodes.append(
+        self.scopes[tensor.name].nodes.append(
             gs.Node("Broadcast", f"Broadcast_{tensor.name}", attrs, [drawn], [tensor], DOMAIN)
         )
         self.ctx.layouts[drawn.name] = layout
@@ -296,7 +315,7 @@ class _Insertion:
                 outputs=[result],
                 domain=DOMAIN,
             )
-            self.graph.nodes.append(node)
+            self.scopes.get(tensor.name, self.graph).nodes.append(node)
             self.ctx.layouts[result.name] = after
             have[step.after] = result
             self.changed = True

@@ -13,6 +13,7 @@ from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.plan import collective_of, inner_collective
 from onnxpar.reshard import LOCAL_STEPS
 from onnxpar.rules.lowering import localize_node
+from onnxpar.subgraphs import subgraphs
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,34 @@ class LocalizeOps(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         mesh = ctx.sharding.mesh
         for op in ctx.sharding.factors.ops:
-            localize_node(graph, op, ctx.layouts, mesh, ctx.per_rank)
-        nodes: list[gs.Node] = []
-        for node in list(graph.nodes):
-            if node.domain != DOMAIN:
-                nodes.append(node)
-                continue
-            if "shape" in node.attrs:  # part of an op whose ranks talk
-                ctx.collectives.append(inner_collective(node, mesh))
-                node.attrs["tag"] = len(ctx.collectives)
-                nodes.append(node)
-                continue
-            if node.op not in LOCAL_STEPS:
-                ctx.collectives.append(collective_of(node, mesh))
-            nodes += ReshardBuilder(
-                node, mesh, ctx.per_rank, len(ctx.collectives), graph.opset
-            ).build()
-        graph.nodes = nodes
-        for tensor in [*graph.inputs, *graph.outputs]:
-            if isinstance(tensor, gs.Variable) and tensor.name in ctx.layouts:
-                tensor.shape = list(ctx.layouts[tensor.name].local_shape(mesh, 0))
+            localize_node(op.graph, op, ctx.layouts, mesh, ctx.per_rank)
+        _lower_reshards(graph, ctx)
+        inner = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
+        for scope in [graph, *inner]:
+            for tensor in [*scope.inputs, *scope.outputs]:
+                if isinstance(tensor, gs.Variable) and tensor.name in ctx.layouts:
+                    tensor.shape = list(ctx.layouts[tensor.name].local_shape(mesh, 0))
         ctx.localized = True
         return True
+
+
+def _lower_reshards(graph: gs.Graph, ctx: PassContext) -> None:
+    """Replaces the reshards of a graph and its bodies, in the order in which they run."""
+    mesh = ctx.sharding.mesh
+    nodes: list[gs.Node] = []
+    for node in list(graph.nodes):
+        for body in subgraphs(node):
+            _lower_reshards(body, ctx)
+        if node.domain != DOMAIN:
+            nodes.append(node)
+            continue
+        if "shape" in node.attrs:  # part of an op whose ranks talk
+            ctx.collectives.append(inner_collective(node, mesh))
+            node.attrs["tag"] = len(ctx.collectives)
+            nodes.append(node)
+            continue
+        if node.op not in LOCAL_STEPS:
+            ctx.collectives.append(collective_of(node, mesh))
+        tag = len(ctx.collectives)
+        nodes += ReshardBuilder(node, mesh, ctx.per_rank, tag, graph.opset).build()
+    graph.nodes = nodes

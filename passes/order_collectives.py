@@ -10,11 +10,12 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
 from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.subgraphs import all_nodes, bodies
 
 
 @dataclass(frozen=True)
 class OrderCollectives(Pass):
-    """Chain a token through the collectives in graph order.
+    """Chain a token through the collectives in graph order, through bodies too.
 
     onnxruntime runs independent nodes in an order of its own, which changes with the graph; ranks
     that enter overlapping groups in different orders wait for each other for ever. The token is
@@ -25,13 +26,48 @@ class OrderCollectives(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         token: gs.Tensor = gs.Constant("onnxpar.token", np.zeros(0, np.bool_))
-        changed = False
-        for node in graph.nodes:
-            if node.domain == DOMAIN and len(node.inputs) == 1:
-                passed = gs.Variable(f"{node.name}::token", np.bool_, [0])
-                node.inputs.append(token)
-                node.outputs.append(passed)
-                token = passed
-                changed = True
         ctx.ordered = True
-        return changed
+        return _thread(graph, token) is not token
+
+
+def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
+    """Hands the token from collective to collective; returns what the last one makes of it."""
+    for node in graph.nodes:
+        if node.domain == DOMAIN and len(node.inputs) == 1:
+            node.inputs.append(token)
+            token = _passed(node.name)
+            node.outputs.append(token)
+        elif any(n.domain == DOMAIN for body in bodies(node) for n in all_nodes(body)):
+            token = _thread_branches(node, token) if node.op == "If" else _carry(node, token)
+    return token
+
+
+def _thread_branches(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
+    """Both branches hand the token out, whichever has collectives."""
+    for key in ("then_branch", "else_branch"):
+        branch = node.attrs[key]
+        last = _thread(branch, token)
+        if last is token:
+            last = _passed(f"{node.name}::{key}")
+            branch.nodes.append(gs.Node("Identity", last.name, {}, [token], [last]))
+        branch.outputs.append(last)
+    node.outputs.append(_passed(node.name))
+    return node.outputs[-1]
+
+
+def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
+    """A Loop or Scan carries the token from turn to turn, behind what it carries already."""
+    (body,) = bodies(node)
+    first, back = (2, 1) if node.op == "Loop" else (0, 0)  # a counter and a condition
+    carried = len(body.inputs) - first - node.attrs.get("num_scan_inputs", 0)
+    given = _passed(f"{node.name}::carried")
+    node.inputs.insert(first + carried, token)
+    body.inputs.insert(first + carried, given)
+    body.outputs.insert(back + carried, _thread(body, given))
+    node.outputs.extend(gs.Variable.empty() for _ in range(carried - len(node.outputs)))
+    node.outputs.insert(carried, _passed(node.name))
+    return node.outputs[carried]
+
+
+def _passed(name: str) -> gs.Variable:
+    return gs.Variable(f"{name}::token", np.bool_, [0])

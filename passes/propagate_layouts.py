@@ -10,6 +10,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import OpFactors
+from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.sharding import Sharding
 
@@ -27,18 +28,25 @@ class PropagateLayouts(Pass):
     name: ClassVar[str] = "propagate-layouts"
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        sharding = ctx.sharding
+        readers = _ops_by_tensor(sharding)
+        seen: dict[str, Decided] = {}
         changed = False
         for seeds in ctx.seeds or [[]]:
             for seed in seeds:
-                changed |= seed.apply(ctx.sharding)
-            changed |= propagate(ctx.sharding)
+                changed |= seed.apply(sharding)
+            changed |= propagate(sharding, _near(sharding, seen), readers)
+            seen = _decided(sharding)
         return changed
 
 
-def propagate(sharding: Sharding, start: Iterable[OpFactors] | None = None) -> bool:
-    """Runs to the fixpoint; returns whether anything was decided."""
-    readers = _ops_by_tensor(sharding)
-    todo = deque(_annotated(sharding) if start is None else start)
+Decided = tuple[Axes | None, ...]
+Readers = dict[str, list[OpFactors]]
+
+
+def propagate(sharding: Sharding, start: Iterable[OpFactors], readers: Readers) -> bool:
+    """Runs to the fixpoint from the nodes in `start`; returns whether anything was decided."""
+    todo = deque(start)
     queued = {op.node.name for op in todo}
     changed = False
     while todo:
@@ -53,12 +61,20 @@ def propagate(sharding: Sharding, start: Iterable[OpFactors] | None = None) -> b
     return changed
 
 
-def _annotated(sharding: Sharding) -> Iterable[OpFactors]:
-    """Nodes next to something decided: breadth-first from there, the nearest annotation wins."""
+def _decided(sharding: Sharding) -> dict[str, Decided]:
+    """What is decided for tensors, and for nodes under names of their own."""
+    tensors = {name: tuple(axes) for name, axes in sharding.tensors.items()}
+    return tensors | {f"{name}()": tuple(axes) for name, axes in sharding.ops.items()}
+
+
+def _near(sharding: Sharding, seen: dict[str, Decided]) -> Iterable[OpFactors]:
+    """Nodes next to what was decided since: breadth-first from there, the nearest annotation
+    wins."""
+    now = _decided(sharding)
+    fresh = {name for name, axes in now.items() if any(axes) and seen.get(name) != axes}
     for op in sharding.factors.ops:
-        near = [sharding.ops[op.node.name]]
-        near += [sharding.tensors.get(t.name, []) for t, _ in op.operands()]
-        if any(axes for leaves in near for axes in leaves):
+        names = [f"{op.node.name}()", *(t.name for t, _ in op.operands())]
+        if not fresh.isdisjoint(names):
             yield op
 
 
@@ -78,8 +94,8 @@ def _spread(sharding: Sharding, op: OpFactors) -> set[str]:
     return changed
 
 
-def _ops_by_tensor(sharding: Sharding) -> dict[str, list[OpFactors]]:
-    readers: dict[str, list[OpFactors]] = {name: [] for name in sharding.tensors}
+def _ops_by_tensor(sharding: Sharding) -> Readers:
+    readers: Readers = {name: [] for name in sharding.tensors}
     for op in sharding.factors.ops:
         for tensor, _ in op.operands():
             if tensor.name in readers and op not in readers[tensor.name][-1:]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,8 @@ from onnxpar.interchange import default_of, export_graph
 from onnxpar.open_constants import Lowered, OpenConstants
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.size_graph import SizeGraph, add_size_input
-from onnxpar.stored import stored_proto, stored_tensors
+from onnxpar.stored import nodes_of, stored_proto, stored_tensors, subgraphs_of
+from onnxpar.subgraphs import all_nodes, constants
 from onnxpar.weights import WeightStore, whole_layout
 
 
@@ -36,9 +37,8 @@ class SplitRanks(Pass):
         opened = open_constants(graph, ctx)
         varying = set(opened.varying if opened else ())
         store = WeightStore(self.output, ctx.model.folder, mesh, self.progress)
-        constants = [t for t in graph.tensors().values() if isinstance(t, gs.Constant)]
         weights: dict[str, list[TensorProto]] = {}
-        for tensor in constants:
+        for tensor in constants(graph):
             if tensor.name in ctx.layouts and tensor.name not in {
                 *ctx.per_rank.constants,
                 *varying,
@@ -122,7 +122,7 @@ def _stub(proto: TensorProto, name: str = "") -> TensorProto:
 
 
 def _export(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
-    for node in graph.nodes:
+    for node in all_nodes(graph):
         node.attrs.pop("onnxpar.opset", None)
     model = export_graph(graph, header)
     model.producer_name = model.producer_name or "onnxpar"
@@ -141,7 +141,7 @@ def _instantiate(
     by_node: dict[str, dict[str, Callable[[int], Any]]] = {}
     for (name, attribute), function in ctx.per_rank.attributes.items():
         by_node.setdefault(name, {})[attribute] = function
-    for node in model.graph.node:
+    for node in nodes_of(model.graph):
         varying = by_node.get(node.name, {})
         kept = [a for a in node.attribute if a.name not in varying]
         if varying:
@@ -150,9 +150,19 @@ def _instantiate(
             node.attribute.extend(
                 onnx.helper.make_attribute(k, f(rank)) for k, f in varying.items()
             )
-    for port in [*model.graph.input, *model.graph.output]:
+    for port in _ports(model.graph, ctx):
         layout = ctx.layouts.get(port.name)
         if layout is not None:
             shape = layout.local_shape(ctx.sharding.mesh, rank)
             for dim, size in zip(port.type.tensor_type.shape.dim, shape, strict=True):
                 dim.dim_value = size
+
+
+def _ports(graph: onnx.GraphProto, ctx: PassContext) -> Iterator[onnx.ValueInfoProto]:
+    """What the graph, and the bodies that are split like it, are handed and hand back."""
+    yield from (*graph.input, *graph.output)
+    split = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
+    names = {t.name for body in split for t in (*body.inputs, *body.outputs)}
+    for node in nodes_of(graph) if names else ():
+        for body in subgraphs_of(node):
+            yield from (port for port in (*body.input, *body.output) if port.name in names)

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
-from agreement import check_agrees, options
+from agreement import check_agrees, check_outputs, options, run_ranks, run_unsplit
 from small_models import write_text
+
+from onnxpar import pipeline
 
 
 @dataclass(frozen=True)
@@ -152,11 +156,11 @@ MODELS = {
         "",
     ),
     "draws with a seed": Split(
-        """m (float[5,6] x) => (float[5,6] y, bool[5,6] mask)
+        """m (float[5,6] x) => (float[5,6] y, bool[5,6] mask, float[5,6] z)
         <float ratio = {0.4}, bool on = {1}>
         { h = Relu(x)  n = RandomNormalLike<seed = 5.0>(h)  s = Add(h, n)
           u = RandomUniform<seed = 6.0, shape = [5, 6]>()  t = Mul(s, u)
-          y, mask = Dropout<seed = 7>(t, ratio, on) }""",
+          y, mask = Dropout<seed = 7>(t, ratio, on)  z = Dropout<seed = 8>(t, ratio, on) }""",
         "tp=3",
         COLUMNS,
         "",
@@ -172,3 +176,59 @@ def test_an_op_split_across_its_axis(name: str, tmp_path: Path) -> None:
     how = options(split.mesh, strategy={"shard": split.shard})
     plan = check_agrees(model, tmp_path, how)
     assert sorted(c.kind for c in plan.collectives) == split.collectives.split()
+
+
+OPEN = {
+    "statistics": Split(
+        """m (float[2,3,n] x, float[3] w1, float[3] w2) => (float[2,3,n] y, float[2,3,1] z)
+        <int64[1] last = {2}>
+        { h = Relu(x)  y = InstanceNormalization(h, w1, w2)  z = ReduceMean(h, last) }""",
+        "tp=2",
+        {"Relu_h": [[None, None, "tp"]]},
+        "AllReduce AllReduce AllReduce",
+    ),
+    "keys": Split(
+        """m (float[2,4,n,6] q, float[2,2,n,6] x, float[2,2,n,8] v) => (float[2,4,n,8] y)
+        { h = Relu(x)  y = Attention<is_causal = 1>(q, h, v) }""",
+        "tp=2",
+        {"Relu_h": [[None, None, "tp", None]]},
+        "AllReduce AllReduce",
+        23,
+    ),
+    "positions": Split(
+        """m (float[3,n] x) => (int64[3,1] y, float[3,n] z, float[3,n] d)
+        <float ratio = {0.4}, bool on = {1}>
+        { h = Relu(x)  y = ArgMax<axis = 1>(h)  z = Hardmax(h)
+          d = Dropout<seed = 3>(h, ratio, on) }""",
+        "tp=2",
+        COLUMNS,
+        "AllReduce AllReduce AllReduce AllReduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_sizes_may_stay_open(name: str, tmp_path: Path) -> None:
+    split = OPEN[name]
+    head = f'<ir_version: 10, opset_import: ["" : {split.opset}]>\n'
+    model = write_text(head + split.text, tmp_path / "model.onnx")
+    par = tmp_path / "model.par"
+    plan = pipeline.shard(model, par, options(split.mesh, strategy={"shard": split.shard}))
+    assert sorted(c.kind for c in plan.collectives) == split.collectives.split()
+    for size in (4, 9):
+        rng = np.random.default_rng(size)
+        feeds = {
+            p.name: rng.standard_normal([size if isinstance(s, str) else s for s in dims]).astype(
+                np.float32
+            )
+            for p in plan.inputs
+            for dims in [_declared(model, p.name)]
+        }
+        names = [p.name for p in plan.outputs]
+        check_outputs(run_ranks(par, feeds), run_unsplit(model, feeds), names)
+
+
+def _declared(model: Path, name: str) -> list[int | str]:
+    """The dimensions of an input as the model declares them."""
+    port = next(i for i in onnx.load(model).graph.input if i.name == name)
+    return [d.dim_param or d.dim_value for d in port.type.tensor_type.shape.dim]

@@ -179,7 +179,12 @@ def test_a_preset_decides_what_annotations_leave_open(tmp_path: Path) -> None:
             {},
             "'up', tensor 'w' and MatMul 'down', tensor 'r': no mesh of 6 devices",
         ),
-        (2, {}, {"devices": 4}, r"0 of the model's .* fit 4 ranks.*'mine' of 2 devices"),
+        (
+            2,
+            {"up": [("w", [0, 1], {1: 2})]},
+            {"devices": 4},
+            r"0 of the model's .* fit 4 ranks.*'mine' of 2 devices",
+        ),
         (2, {}, {"configuration": "yours"}, "--configuration yours: the model has 'mine'"),
         (16, {"up": [("w", range(16), {1: 16})]}, {}, "axis 1 does not split into 16 of 12"),
     ],
@@ -282,6 +287,11 @@ def test_pipeline_stages_are_hints(tmp_path: Path) -> None:
     onnx.save(model, path)
     with pytest.warns(UserWarning, match="2 pipeline stages; every rank runs them all"):
         check(path, VERIFY)
+
+
+def test_a_configuration_that_shards_nothing_is_no_strategy(tmp_path: Path) -> None:
+    plan = check(annotated(tmp_path, MLP, 2, {"up": []}), Options(devices=4, verify=True))
+    assert layouts(plan)["x"] == "[dp, -]"
 
 
 def test_several_configurations(tmp_path: Path) -> None:

@@ -179,15 +179,16 @@ def test_two_sums_that_meet_are_reduced_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("branch", [True, False])
 @pytest.mark.parametrize("split", [[[1, 1], [1, 2]], [[2, 1], [1, 1]], [[1, 2], [2, 1]]])
-def test_subgraphs_read_split_tensors_whole(
+def test_random_subgraphs_read_split_tensors_whole(
     tmp_path: Path, branch: bool, split: list[list[int]]
 ) -> None:
-    def body(name: str, node: onnx.NodeProto) -> onnx.GraphProto:
-        result = helper.make_tensor_value_info(node.output[0], FLOAT, [8, 12])
-        return helper.make_graph([node], name, [], [result])
+    def body(name: str, nodes: list[onnx.NodeProto]) -> onnx.GraphProto:
+        result = helper.make_tensor_value_info(nodes[-1].output[0], FLOAT, [8, 12])
+        return helper.make_graph(nodes, name, [], [result])
 
-    then = body("then", helper.make_node("Add", ["y", "y"], ["t"]))
-    other = body("else", helper.make_node("Softmax", ["y"], ["e"], axis=-1))
+    noise = helper.make_node("RandomUniformLike", ["y"], ["n"])
+    then = body("then", [noise, helper.make_node("Sub", ["n", "n"], ["t"])])
+    other = body("else", [helper.make_node("Softmax", ["y"], ["e"], axis=-1)])
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["y"], "mm"),
         helper.make_node("If", ["c"], ["z"], "if", then_branch=then, else_branch=other),
@@ -200,6 +201,7 @@ def test_subgraphs_read_split_tensors_whole(
         model, {"x": X, "c": np.array(branch)}, devices=2, strategy={"shard": {"mm": split}}
     )
     assert [w.op for w in plan.whole] == ["If"]
+    assert kinds(plan)[-1] == "Broadcast"
 
 
 def test_random_values_are_the_same_on_all_ranks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,18 @@ def _wave(rank: int, ranks: int) -> int:
     return 2 if ranks % 2 and rank == ranks - 1 else rank % 2
 
 
+def test_a_concatenation_is_no_state_unless_it_is_declared(tmp_path: Path) -> None:
+    nodes = [by_hand("AllReduce", ["x"], ["s"]), op("Concat", ["x", "s"], ["y"], axis=0)]
+    path = program(tmp_path, nodes, {"x": [2, 3]}, {"y": [4, 3]})
+    x = normal(4, 3)
+    plan, (y,) = run(path, how("r=2", {"x": ["r", None]}), x=x)
+    np.testing.assert_array_equal(y, np.concatenate([x[:2], x[:2] + x[2:]]))
+    assert not plan.states
+    declared = dataclasses.replace(how("r=2", {"x": ["r", None]}), states=[("x", "y")])
+    with pytest.raises(StrategyError, match="state x=y: the two are dealt differently"):
+        pipeline.plan(path, declared)
+
+
 def test_experts_exchange_tokens(tmp_path: Path) -> None:
     """Each rank has one expert and tokens for all: there, through the expert, and back."""
     nodes = [
@@ -160,6 +173,27 @@ def test_experts_exchange_tokens(tmp_path: Path) -> None:
     x = normal(3, 6, 4)
     _, (y,) = run(path, how("ep=3", tensors), x=x)
     np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
+
+
+def test_bounds_move_between_parts(tmp_path: Path) -> None:
+    """Parts of 2 and 2 become 3 and 1, and 1 and 3, in pairs of ranks."""
+    sizes = [2, 0, 1, 1]
+    nodes = [
+        by_hand(
+            "AllToAll", ["x"], ["m"], split_axis=0, concat_axis=0, split_sizes=sizes, axes=["b"]
+        ),
+        by_hand("AllGather", ["m"], ["y"], axis=0, axes=["b"]),
+        op("Shape", ["m"], ["s"]),
+        op("Slice", ["s", "zero", "one"], ["rows"]),
+        op("Cast", ["rows"], ["n"], to=FLOAT),
+    ]
+    weights = {"zero": np.array([0]), "one": np.array([1])}
+    path = program(tmp_path, nodes, {"x": [2, 3]}, {"y": [4, 3], "n": [1]}, **weights)
+    x = normal(8, 3)
+    tensors = {"x": [["a", "b"], None], "y": ["a", None], "n": [["a", "b"]]}
+    _, (y, n) = run(path, how("a=2,b=2", tensors), x=x)
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(n, [3, 1, 3, 1])
 
 
 def test_a_halo(tmp_path: Path) -> None:
@@ -249,6 +283,11 @@ SUM = by_hand("AllReduce", ["x"], ["y"], name="sum")
             "AllReduce 's': its token 't' comes from Cast 'cast'",
         ),
         ([by_hand("AllGather", ["x"], ["y"], axis=5)], {}, "AllGather 'y': axis=5"),
+        (
+            [by_hand("AllToAll", ["x"], ["y"], split_axis=0, concat_axis=0, split_sizes=[1, 1])],
+            {},
+            "AllToAll 'AllToAll_y': along one axis, split_sizes is a table of 2 x 2",
+        ),
     ],
 )
 def test_what_is_refused(

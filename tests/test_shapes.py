@@ -11,8 +11,8 @@ import pytest
 from agreement import check_agrees, options
 from onnx import numpy_helper
 
+from onnxpar.inference import infer
 from onnxpar.model import load
-from onnxpar.shapes import infer
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
 
@@ -101,3 +101,32 @@ def test_symbols_take_the_sizes_given(tmp_path: Path) -> None:
     onnx.save(onnx.parser.parse_model(HEAD + text), path)
     model = load(path, {"batch": 5})
     assert [list(t.shape) for t in [*model.graph.inputs, *model.graph.outputs]] == [[5, 6], [5, 6]]
+
+
+@pytest.mark.parametrize(("rank", "left"), [("4", ["Relu"]), ("4, 6", ["Neg"])])
+def test_a_branch_that_is_always_taken_is_inlined(rank: str, left: list[str]) -> None:
+    ops, shapes = inferred(
+        f"""g (float[{rank}] x) => (float[{rank}] y)
+        <int64[1] one = {{1}}> {{
+            s = Shape(x)  d = Shape(s)  p = Equal(d, one)
+            y = If(p) <
+                then_branch = a () => (float[{rank}] a) {{ a = Relu(x) }},
+                else_branch = b () => (float[{rank}] b)
+                <float[1] w = {{2}}> {{ n = Neg(x)  b = Identity(n) }}
+            >
+        }}"""
+    )
+    assert [op for op in ops if op != "Identity"] == left
+    assert shapes["y"] == tuple(int(s) for s in rank.split(","))
+
+
+def test_a_branch_that_data_decides_stays() -> None:
+    ops, _ = inferred(
+        """g (float[4] x, bool p) => (float[4] y) {
+            y = If(p) <
+                then_branch = a () => (float[4] a) { a = Relu(x) },
+                else_branch = b () => (float[4] b) { b = Neg(x) }
+            >
+        }"""
+    )
+    assert ops == ["If"]

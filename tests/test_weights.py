@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (lets np.dtype know int4 and the like)
 import numpy as np
 import onnx
 import pytest
@@ -22,11 +23,12 @@ Array = np.ndarray[Any, Any]
 
 def external(folder: Path, array: Array, offset: int = 4096) -> TensorProto:
     """The array in a file of its own, behind `offset` bytes of something else."""
-    (folder / "model.data").write_bytes(b"\7" * offset + array.tobytes())
+    data = onnx.numpy_helper.from_array(array).raw_data  # which packs small elements
+    (folder / "model.data").write_bytes(b"\7" * offset + data)
     tensor = TensorProto(name="w", dims=array.shape)
     tensor.data_type = helper.np_dtype_to_tensor_dtype(array.dtype)
     tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", "model.data"), ("offset", offset), ("length", array.nbytes)):
+    for key, value in (("location", "model.data"), ("offset", offset), ("length", len(data))):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 
@@ -52,6 +54,31 @@ def layouts() -> Iterator[tuple[str, tuple[int, ...], Layout]]:
 CASES = list(layouts())
 
 
+def random(shape: tuple[int, ...], dtype: str) -> Array:
+    """Numbers that the type can hold."""
+    low, high = {"int4": (-8, 8), "uint2": (0, 4), "float4_e2m1fn": (-4, 4)}.get(dtype, (-99, 99))
+    return np.random.default_rng(0).integers(low, high, shape).astype("i1").astype(np.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint2", "float32"])
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 5, 3), (13,)])
+def test_blocks_and_parts_that_end_inside_of_bytes(
+    shape: tuple[int, ...], chunk: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnxpar.weights.CHUNK", chunk * np.dtype(dtype).itemsize)
+    monkeypatch.setattr("onnxpar.weights.INLINE", 0)
+    array = random(shape, dtype)
+    out = tmp_path / "out"
+    out.mkdir()
+    weight = external(tmp_path, array, 3)
+    store = WeightStore(out, tmp_path, MESH)
+    for axis in range(len(shape)):
+        layout = Layout(tuple(Factor(n, B if i == axis else ()) for i, n in enumerate(shape)))
+        for rank, proto in enumerate(store.cut("w", weight, layout)):
+            np.testing.assert_array_equal(stored(proto, out), layout.take(array, MESH, rank))
+
+
 def stored(tensor: TensorProto, folder: Path) -> Array:
     """The array of an initializer, read as a runtime would."""
     if tensor.data_location == TensorProto.EXTERNAL:
@@ -59,12 +86,12 @@ def stored(tensor: TensorProto, folder: Path) -> Array:
     return onnx.numpy_helper.to_array(tensor)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4", "uint2", "float4_e2m1fn"])
 @pytest.mark.parametrize("name,shape,layout", CASES, ids=[c[0] for c in CASES])
 def test_each_rank_gets_its_part(
     name: str, shape: tuple[int, ...], layout: Layout, dtype: str, tmp_path: Path
 ) -> None:
-    array = np.random.default_rng(0).integers(-99, 99, shape).astype(dtype)
+    array = random(shape, dtype)
     out = tmp_path / "out"
     out.mkdir()
     store = WeightStore(out, tmp_path, MESH)

@@ -32,14 +32,15 @@ struct Launcher {
   const char* size;
   const char* other_size;  // where `size` is not set, but `step` is
   const char* step;
-  bool optional;  // names that mean nothing without the size
+  bool optional;       // names that mean nothing without the size
+  const char* lonely;  // the size that is no launch: a shell of srun's is a step of one task
 };
 
 const Launcher kLaunchers[] = {
-    {"ONNXPAR_RANK", "ONNXPAR_WORLD_SIZE", "", "", false},  // by hand: it wins
-    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "", false},
-    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_ID", true},
-    {"RANK", "WORLD_SIZE", "", "", true},
+    {"ONNXPAR_RANK", "ONNXPAR_WORLD_SIZE", "", "", false, ""},  // by hand: it wins
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "", false, ""},
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_ID", true, "1"},
+    {"RANK", "WORLD_SIZE", "", "", true, ""},
 };
 
 /// What one launcher says, as text.
@@ -59,7 +60,8 @@ std::vector<Place> Places() {
     Place place{&launcher, Variable({launcher.rank}), Variable({launcher.size})};
     const bool in_step = *launcher.step != '\0' && !Variable({launcher.step}).empty();
     if (place.size.empty() && in_step) place.size = Variable({launcher.other_size});
-    if (place.rank.empty() || (launcher.optional && place.size.empty())) continue;
+    const bool alone = place.size == launcher.lonely;
+    if (place.rank.empty() || (launcher.optional && (place.size.empty() || alone))) continue;
     places.push_back(place);
   }
   return places;
@@ -87,7 +89,8 @@ std::string StoreFromEnvironment() {
   if (!store.empty()) return store;
   // On one host, mpirun gives its processes a directory of their own.
   const std::string directory = Variable({"PMIX_SERVER_TMPDIR"});
-  if (!directory.empty()) return "file:" + directory + "/onnxpar";
+  if (!directory.empty() && !Variable({"OMPI_COMM_WORLD_RANK"}).empty())
+    return "file:" + directory + "/onnxpar";
   const std::string host = Variable({"MASTER_ADDR"}), port = Variable({"MASTER_PORT"});
   if (!host.empty() && !port.empty()) {
     const long behind = std::lround(Number("MASTER_PORT", port)) + 1;

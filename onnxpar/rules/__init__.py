@@ -9,6 +9,7 @@ from onnxpar.rules import contrib_elementwise as contrib_elementwise
 from onnxpar.rules import contrib_images as contrib_images
 from onnxpar.rules import contrib_products as contrib_products
 from onnxpar.rules import contrib_whole as contrib_whole
+from onnxpar.rules import control_flow as control_flow
 from onnxpar.rules import convolution as convolution
 from onnxpar.rules import elementwise as elementwise
 from onnxpar.rules import index_tuples as index_tuples

@@ -90,8 +90,18 @@ def mean(
     sizes: Sequence[Size],
 ) -> gs.Tensor:
     """The mean over axes, which are these factors of these sizes."""
-    count = math.prod(s or 0 for s in sizes)
-    return build.add("Div", [total(build, x, axes, factors), like(x, count)])
+    count = number(build, math.prod(s or 0 for s in sizes), dtype_of(x))
+    return build.add("Div", [total(build, x, axes, factors), count])
+
+
+def number(build: Lowering, size: int | Callable[[Local], int], dtype: Any) -> gs.Tensor:
+    """A size as a number of another type; it is computed as a whole number, as open sizes are."""
+
+    def whole(local: Local) -> Any:
+        return np.array(size(local) if callable(size) else size, np.int64)
+
+    to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return build.add("Cast", [build.per_rank(whole)], to=to)
 
 
 def moments(
@@ -128,18 +138,27 @@ def positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
     return build.add("Gather", [held, index], axis=0)
 
 
-def along(axis: int, rank: int) -> list[int]:
-    """The shape that broadcasts a vector along one of `rank` axes."""
-    return [-1 if i == axis else 1 for i in range(rank)]
+def places(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
+    """The global positions along a factor (int64) that the rank holds, along one of `rank` axes.
+
+    They are counted up from the first where that can be, so that sizes may stay open.
+    """
+    has_range = build.local.node.attrs.get("onnxpar.opset", 13) >= 11
+    if has_range and build.local.is_run(factor):
+
+        def bound(end: int) -> gs.Tensor:
+            return build.per_rank(lambda local: np.array(local.interval(factor)[end], np.int64))
+
+        held: gs.Tensor = build.add("Range", [bound(0), bound(1), np.array(1, np.int64)])
+    else:
+        held = build.per_rank(lambda local: local.positions(factor).astype(np.int64))
+    others = [i for i in range(rank) if i != axis]
+    return build.add("Unsqueeze", [held], axes=others) if others else held
 
 
 def own_part(build: Lowering, x: gs.Tensor, dims: Sequence[str]) -> gs.Tensor:
     """The rank's part of a tensor that it has whole."""
-
-    def held(factor: str) -> gs.Tensor:
-        return build.per_rank(lambda local: local.positions(factor).astype(np.int64))
-
     for axis, factor in enumerate(dims):
         if build.local.is_split(factor):
-            x = build.add("Gather", [x, held(factor)], axis=axis)
+            x = build.add("Gather", [x, places(build, factor)], axis=axis)
     return x

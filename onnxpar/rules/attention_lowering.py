@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.across import finish, like, wanted, widen
+from onnxpar.rules.across import finish, like, places, wanted, widen
 from onnxpar.rules.rule import Local, Lowering, dtype_of, given
 
 _MASK, _LENGTHS = 3, 6
@@ -74,13 +74,13 @@ class AttentionLowering:
         """Which keys (last) each query sees; None for all."""
         node = build.local.node
         found: list[gs.Tensor] = []
-        columns = build.per_rank(self._columns)
+        columns = self._columns(build)
         lengths = None
         if given(node, _LENGTHS) is not None:
             lengths = build.add("Unsqueeze", [build.input(_LENGTHS)], axes=[1, 2, 3])
             found.append(build.add("Less", [columns, lengths]))
         if self.attrs.get("is_causal"):
-            rows = build.per_rank(lambda local: local.positions("s").astype(np.int64)[:, None])
+            rows = places(build, "s", 0, 2)
             ahead: Any = np.array(self.past, np.int64)
             if lengths is not None:
                 ahead = build.add("Sub", [lengths, np.array(self.queries, np.int64)])
@@ -92,11 +92,12 @@ class AttentionLowering:
             found[-2:] = [build.add("And", found[-2:])]
         return found[0] if found else None
 
-    def _columns(self, local: Local) -> Any:
+    def _columns(self, build: Lowering) -> gs.Tensor:
         """Global positions of the keys that the rank's scores are of."""
-        if self.past:
-            return np.arange(self.past + local.size("t"), dtype=np.int64)
-        return local.positions("t").astype(np.int64)
+        if not self.past:
+            return places(build, "t")
+        end = build.per_rank(lambda local: np.array(self.past + local.size("t"), np.int64))
+        return build.add("Range", [np.array(0, np.int64), end, np.array(1, np.int64)])
 
     def _attend_to_parts(self, build: Lowering) -> None:
         scores = self._scores(build)

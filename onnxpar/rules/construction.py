@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.across import along
+from onnxpar.rules.across import places
 from onnxpar.rules.indexing import SELECTED
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.rule import (
@@ -23,7 +20,6 @@ from onnxpar.rules.rule import (
     names,
     rule,
     tensor_shape,
-    whole_rule,
 )
 
 _COUNTED = ("int32", "int64", "float32", "float64")
@@ -83,23 +79,16 @@ def one_hot(node: gs.Node) -> Rule:
         return einsum(node, text, whole={"o": "no op selects among values of its type"})
 
     def lower(build: Lowering) -> None:
-        def columns(local: Local) -> Any:
-            return local.positions("o").astype(np.int64).reshape(along(axis, len(dims)))
-
         at = build.add("Cast", [build.input(0)], to=onnx.TensorProto.INT64)
         from_end = build.add("Add", [at, np.array(depth, np.int64)])
         is_negative = build.add("Less", [at, np.array(0, np.int64)])
         at = build.add("Where", [is_negative, from_end, at])
         at = build.add("Unsqueeze", [at], axes=[axis])
-        is_hot = build.add("Equal", [at, build.per_rank(columns)])
+        is_hot = build.add("Equal", [at, places(build, "o", axis, len(dims))])
         off, on = (build.add("Gather", [build.input(2), np.array(i)]) for i in (0, 1))
         build.finish("Where", [is_hot, on, off])
 
     return einsum(node, text, lowered=frozenset("o"), lower=lower)
-
-
-def _bound(end: int, local: Local) -> np.ndarray[Any, Any]:
-    return np.array(local.interval("n")[end])
 
 
 @rule("Range")
@@ -110,21 +99,9 @@ def range_(node: gs.Node) -> Rule:
 
     def lower(build: Lowering) -> None:
         dtype = dtype_of(build.local.node.outputs[0])
-        if build.local.is_run("n"):
-            low, high = (build.per_rank(partial(_bound, end)) for end in (0, 1))
-            count = build.add("Range", [low, high, np.array(1)])
-            at: gs.Tensor = build.add(
-                "Cast", [count], to=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-            )
-        else:
-            at = build.per_rank(lambda local: local.positions("n").astype(dtype))
+        to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        at = build.add("Cast", [places(build, "n")], to=to)
         steps = build.add("Mul", [at, build.input(2)])
         build.finish("Add", [steps, build.input(0)])
 
     return einsum(node, "_, _, _ -> n", lowered=frozenset("n"), lower=lower)
-
-
-@rule("Shape Size")
-def sizes(node: gs.Node) -> Rule:
-    """Everything whole."""
-    return whole_rule(node, "its values are global sizes")

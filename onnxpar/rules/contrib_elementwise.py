@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.construction import trilu
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.index_tuples import gather_nd
 from onnxpar.rules.rule import (
@@ -72,14 +71,13 @@ def _over(node: gs.Node, dims: list[str], whole: list[str]) -> Rule:
     return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, _ROW))
 
 
-@rule("Inverse", domain=DOMAIN)
-def inverse(node: gs.Node) -> Rule:
-    """`b m n -> b m n`, m and n whole."""
+@rule("Inverse Trilu", domain=DOMAIN)
+def matrices(node: gs.Node) -> Rule:
+    """`b m n, _ -> b m n`, m and n whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     return _over(node, dims, dims[-2:])
 
 
-rule("Trilu", domain=DOMAIN)(trilu)
 rule("GatherND", domain=DOMAIN)(gather_nd)
 
 

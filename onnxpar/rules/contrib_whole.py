@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import onnx_graphsurgeon as gs
-
-from onnxpar.rules.rule import Rule, RuleFunction, rule, whole_rule
+from onnxpar.rules.rule import whole_op
 
 DOMAIN = "com.microsoft"
 
@@ -46,13 +44,5 @@ REASONS = {
 """Ops by the reason that a plan gives."""
 
 
-def _because(reason: str) -> RuleFunction:
-    def stays_whole(node: gs.Node) -> Rule:
-        """Everything whole."""
-        return whole_rule(node, reason)
-
-    return stays_whole
-
-
 for _reason, _ops in REASONS.items():
-    rule(_ops, domain=DOMAIN)(_because(_reason))
+    whole_op(_ops, _reason, DOMAIN)

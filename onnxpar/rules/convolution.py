@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.quantization import is_one_point, lower_quantized_convolution
 from onnxpar.rules.rule import (
     FIRST,
+    Lowering,
     Rule,
     dims_text,
     einsum,
@@ -101,17 +104,39 @@ def convolution_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearConv")
 def qlinear_convolution(node: gs.Node) -> Rule:
-    """As Conv, but c is whole: the sum is rounded to the quantized type."""
+    """As Conv; where c is split, sums of 32 bits meet before they are scaled."""
     parts = convolution_parts(node, 3)
     if parts is None:
         return whole_rule(node, UNKNOWN)
     scales = [_per_channel(t, parts.channels) for t in node.inputs[4:6]]
     bias = [_per_channel(t, parts.channels) for t in node.inputs[8:]]
     operands = [parts.image, "_", "_", parts.weight, *scales, "_", "_", *bias]
-    summed = ["c", *(f"h{i}" for i in parts.covered)]
-    whole = {**dict.fromkeys(summed, ROUNDED), **parts.fields["whole"]}
-    fields = {**parts.fields, "whole": whole}
+    summed = [f"h{i}" for i in parts.covered]
+    fields = {**parts.fields, "whole": {**dict.fromkeys(summed, ROUNDED), **parts.fields["whole"]}}
+    if is_one_point(node.inputs[5]):
+        fields |= {key: fields[key] | {"c"} for key in ("across", "lowered")}
+        fields["lower"] = _lower_quantized(node, fields["lower"])
+    else:
+        fields["whole"]["c"] = ROUNDED
     return einsum(node, f"{', '.join(operands)} -> {parts.result}", **fields)
+
+
+def _lower_quantized(
+    node: gs.Node, by_windows: Callable[[Lowering], None]
+) -> Callable[[Lowering], None]:
+    """Lowers to a sum of integers where channels are split, else to the op on other windows."""
+    space = windows(node, (tensor_shape(node.inputs[3]) or ())[2:])
+
+    def lower(build: Lowering) -> None:
+        if not build.local.is_split("c"):
+            by_windows(build)
+            return
+        attrs = space.attributes(node)
+        if node.attrs.get("group", 1) > 1:
+            attrs["group"] = lambda local: local.size("g")
+        lower_quantized_convolution("c", space.fetch, **attrs)(build)
+
+    return lower
 
 
 def _per_channel(tensor: gs.Tensor, channels: str) -> str:

@@ -54,7 +54,8 @@ def taps(scaling: Scaling) -> Taps:
     outside = np.zeros(scaling.out, np.bool_)
     if scaling.transformation == "tf_crop_and_resize":
         outside = (at < 0) | (at > scaling.size - 1)
-    index, weight = _KINDS[scaling.mode](scaling, at)
+    smooths = scaling.mode != "nearest" and scaling.attrs.get("antialias", 0)
+    index, weight = (_smooth if smooths else _KINDS[scaling.mode])(scaling, at)
     return Taps(np.clip(index, 0, scaling.size - 1), weight.astype(F), outside)
 
 
@@ -114,21 +115,41 @@ def _linear(scaling: Scaling, at: Array) -> tuple[Array, Array]:
 
 def _cubic(scaling: Scaling, at: Array) -> tuple[Array, Array]:
     low = np.floor(at)
-    a, s = F(scaling.attrs.get("cubic_coeff_a", -0.75)), at - low
-    weight = np.stack(
-        [
-            ((a * (s + 1) - 5 * a) * (s + 1) + 8 * a) * (s + 1) - 4 * a,
-            ((a + 2) * s - (a + 3)) * s * s + 1,
-            ((a + 2) * (1 - s) - (a + 3)) * (1 - s) * (1 - s) + 1,
-            ((a * (2 - s) - 5 * a) * (2 - s) + 8 * a) * (2 - s) - 4 * a,
-        ],
-        1,
-    )
     index = low[:, None].astype(np.int64) + np.arange(-1, 3)
+    weight = _cubic_filter(np.arange(-1, 3, dtype=F) - (at - low)[:, None], scaling)
     if scaling.attrs.get("exclude_outside", 0):
         weight = np.where((index < 0) | (index >= scaling.size), 0, weight)
         weight = weight / weight.sum(1, keepdims=True)
     return index, weight
+
+
+def _cubic_filter(x: Array, scaling: Scaling) -> Array:
+    """Keys's kernel, of support 2."""
+    a, x = F(scaling.attrs.get("cubic_coeff_a", -0.75)), np.abs(x)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return np.asarray(np.where(x <= 1, near, np.where(x < 2, far, 0)))
+
+
+def _linear_filter(x: Array, scaling: Scaling) -> Array:
+    return np.asarray(np.maximum(1 - np.abs(x), 0))
+
+
+_FILTERS = {"linear": (_linear_filter, 1), "cubic": (_cubic_filter, 2)}
+
+
+def _smooth(scaling: Scaling, at: Array) -> tuple[Array, Array]:
+    """With antialias: the filter grows as the dimension shrinks."""
+    kernel, reach = _FILTERS[scaling.mode]
+    grown = max(F(1) / F(scaling.scale), F(1))
+    centre = at + HALF
+    first, end = (np.floor(centre + side * grown * reach + HALF) for side in (-1, 1))
+    index = first[:, None].astype(np.int64) + np.arange(int((end - first).max()))
+    weight = kernel((index - centre[:, None] + HALF) / grown, scaling)
+    weight = np.where(index < end[:, None], weight, 0)
+    if scaling.attrs.get("exclude_outside", 0):
+        weight = np.where((index < 0) | (index >= scaling.size), 0, weight)
+    return index, weight / weight.sum(1, keepdims=True)
 
 
 _KINDS = {"nearest": _nearest, "linear": _linear, "cubic": _cubic}

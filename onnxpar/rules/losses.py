@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.across import across, finish, like, total, wanted, widen
+from onnxpar.rules.across import across, finish, like, number, total, wanted, widen
 from onnxpar.rules.rule import (
     Local,
     Lowering,
@@ -84,7 +84,7 @@ class _Loss:
         if self.reduction == "sum":
             finish(build, "Identity", [loss])
         elif given(node, 2) is None and self.ignored is None:
-            finish(build, "Div", [loss, like(scores, counts)])
+            finish(build, "Div", [loss, number(build, counts, dtype_of(scores))])
         else:
             weights = build.add("Where", [held, weight, zero])
             finish(build, "Div", [loss, self._sum(build, weights)])

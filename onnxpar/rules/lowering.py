@@ -164,6 +164,10 @@ class LoweringBuilder:
         name = self._view.node.name + (f"::{output}" if output else "")
         self._append(op, name, inputs, [self._outputs[output]], attrs)
 
+    def is_graph_output(self, output: int) -> bool:
+        """Whether a result is a result of the whole graph."""
+        return any(tensor is self._outputs[output] for tensor in self._graph.outputs)
+
     def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
         """Adds the node that makes the rank's parts of all results."""
         self._append(op, self._view.node.name, inputs, self._outputs, attrs)

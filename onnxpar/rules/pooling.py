@@ -130,7 +130,7 @@ def global_pool(node: gs.Node) -> Rule:
         text,
         linear=(FIRST,),
         lowered=frozenset(space),
-        lower=weighted_mean(space, numel(shape[2:])),
+        lower=weighted_mean(dict(zip(space, shape[2:], strict=True))),
     )
 
 

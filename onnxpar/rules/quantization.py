@@ -17,6 +17,7 @@ from onnxpar.rules.rule import (
     Lowering,
     Rule,
     Size,
+    constant,
     dims_text,
     dtype_of,
     einsum,
@@ -150,7 +151,8 @@ def finish_quantized(build: Lowering, total: gs.Tensor, scale: gs.Tensor, at: in
     the next."""
     ratio = build.add("Div", [scale, as_float32(build, at)])
     number = build.add("Mul", [build.add("Cast", [total], to=TensorProto.FLOAT), ratio])
-    build.finish("QuantizeLinear", [number, np.float32(1), build.input(at + 1)])
+    point = build.add("Reshape", [build.input(at + 1), np.array([], np.int64)])
+    build.finish("QuantizeLinear", [number, np.float32(1), point])
 
 
 def as_float32(build: Lowering, index: int) -> gs.Tensor:
@@ -160,6 +162,34 @@ def as_float32(build: Lowering, index: int) -> gs.Tensor:
     return build.add("Cast", [scale], to=TensorProto.FLOAT) if is_narrow else scale
 
 
-def is_quantized(tensor: gs.Tensor) -> bool:
-    """Whether the elements are integers of 8 bits."""
-    return str(dtype_of(tensor)) in ("uint8", "int8")
+def is_one_point(tensor: gs.Tensor) -> bool:
+    """Whether a zero point is one and the same for all channels."""
+    if all(s == 1 for s in tensor_shape(tensor) or ()):
+        return True
+    values = constant(tensor)
+    return values is not None and bool((values == values.flat[0]).all())
+
+
+def lower_quantized_convolution(
+    contracted: str, fetch: Callable[[Lowering, gs.Tensor], gs.Tensor], **attrs: Any
+) -> Callable[[Lowering], None]:
+    """Lowers QLinearConv to products of integers that are summed over ranks, then scaled.
+
+    `fetch` gives what the rank's windows read, `attrs` are those of the rank's own convolution.
+    """
+
+    def lower(build: Lowering) -> None:
+        node = build.local.node
+        channels = np.array([-1, *[1] * (len(tensor_shape(node.inputs[0]) or ()) - 2)], np.int64)
+        points = build.add("Reshape", [build.input(5), np.array([-1], np.int64)])
+        point = build.add("Gather", [points, np.array(0, np.int64)])
+        operands = [fetch(build, build.input(0)), build.input(3), build.input(2), point]
+        total = build.all_reduce(build.add("ConvInteger", operands, **attrs), [contracted])
+        if given(node, 8) is not None:
+            total = build.add("Add", [total, build.add("Reshape", [build.input(8), channels])])
+        scale = build.add("Mul", [as_float32(build, i) for i in (1, 4)])
+        if tensor_shape(node.inputs[4]):
+            scale = build.add("Reshape", [scale, channels])
+        finish_quantized(build, total, scale, 6)
+
+    return lower

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.across import finish, is_short_float, own_part, wanted, widen
+from onnxpar.rules.across import finish, is_short_float, like, own_part, wanted, widen
 from onnxpar.rules.rule import (
     Lowering,
     Rule,
@@ -47,7 +47,11 @@ def random_like(node: gs.Node) -> Rule:
 
 
 def training_dropout(node: gs.Node) -> Rule:
-    """`d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the whole mask, as for a tensor of ones."""
+    """`d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the whole mask, as for a tensor of ones.
+
+    onnxruntime optimizes a Dropout away, training or not, unless somebody reads its mask or it
+    makes an output of the graph; so it does here.
+    """
     shape = tensor_shape(node.inputs[0]) or ()
     if "seed" not in node.attrs or None in shape:
         return whole_rule(node, _UNSEEDED)
@@ -63,6 +67,8 @@ def training_dropout(node: gs.Node) -> Rule:
         ones = build.add("Expand", [one, np.array(shape, np.int64)])
         controls = [build.input(i) for i in range(1, len(build.local.node.inputs))]
         scale, mask = build.add_each("Dropout", [ones, *controls], 2, **attrs)
+        if build.is_graph_output(0) or wanted(build, 1):
+            scale = build.add("Where", [mask, scale, like(scale, 0)])
         finish(build, "Mul", [widen(build, x), own_part(build, scale, dims)])
         if wanted(build, 1):
             build.finish("Identity", [own_part(build, mask, dims)], 1)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.across import across, along, positions, widen
+from onnxpar.rules.across import across, like, places, positions, widen
 from onnxpar.rules.rule import (
     Local,
     Lowering,
@@ -51,14 +51,11 @@ def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest:
     """Each NaN as the least, but for one that is the first element: it is as the greatest."""
     if not is_float(x):
         return x
-    sign = 1 if largest else -1
-    dtype, shape = dtype_of(x), along(axis, len(x.shape))
-
-    def stand_in(local: Local) -> Any:
-        first = local.positions(factor) == 0
-        return np.where(first, sign * np.inf, -sign * np.inf).astype(dtype).reshape(shape)
-
-    return build.add("Where", [build.add("IsNaN", [x]), build.per_rank(stand_in), x])
+    greatest = np.inf if largest else -np.inf
+    at = places(build, factor, axis, len(x.shape))
+    is_first = build.add("Equal", [at, np.array(0, np.int64)])
+    stand_in = build.add("Where", [is_first, like(x, greatest), like(x, -greatest)])
+    return build.add("Where", [build.add("IsNaN", [x]), stand_in, x])
 
 
 @rule("ArgMax ArgMin")
@@ -96,11 +93,8 @@ def hardmax(node: gs.Node) -> Rule:
     def lower(build: Lowering) -> None:
         dtype = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(build.local.node.outputs[0]))
         found = extreme_position(build, axis, dims[axis], shape[axis] or 0)
-
-        def held(local: Local) -> Any:
-            return local.positions(dims[axis]).astype(np.int64).reshape(along(axis, len(dims)))
-
-        build.finish("Cast", [build.add("Equal", [build.per_rank(held), found])], to=dtype)
+        at = places(build, dims[axis], axis, len(dims))
+        build.finish("Cast", [build.add("Equal", [at, found])], to=dtype)
 
     return einsum(
         node, f"{text} -> {text}", **across(node, [dims[axis]], [shape[axis]], lower, since=11)

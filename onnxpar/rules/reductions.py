@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.across import UNKNOWN, across, finish, like, total, widen
+from onnxpar.rules.across import across, finish, is_short_float, like, number, total, widen
 from onnxpar.rules.rule import (
     FIRST,
     Local,
@@ -81,8 +81,6 @@ def reduce_(node: gs.Node) -> Rule:
         if node.op == "ReduceLogSumExp" and not is_float(node.outputs[0]):
             return einsum(node, text, whole=dict.fromkeys(gone, "integers are rounded on the way"))
         return einsum(node, text, **across(node, gone, (), _ACROSS[node.op](axes, gone)))
-    if node.op == "ReduceMean" and None in sizes:
-        return einsum(node, text, whole=dict.fromkeys(gone, UNKNOWN))
     reduce = dict.fromkeys(gone, _PENDING[node.op])
     if node.op != "ReduceMean":
         return einsum(node, text, reduce=reduce, linear=linear)
@@ -92,7 +90,7 @@ def reduce_(node: gs.Node) -> Rule:
         reduce=reduce,
         linear=linear,
         lowered=frozenset(gone),
-        lower=weighted_mean(gone, numel(sizes)),
+        lower=weighted_mean(dict(zip(gone, sizes, strict=True))),
     )
 
 
@@ -165,23 +163,24 @@ _ACROSS = {
 }
 
 
-def weighted_mean(factors: Sequence[str], total: int) -> Callable[[Lowering], None]:
-    """Lowers a mean to the local mean times the rank's share of the `total` elements.
+def weighted_mean(sizes: Mapping[str, Size]) -> Callable[[Lowering], None]:
+    """Lowers a mean over factors of these sizes to the local mean times the rank's share of the
+    elements; a size that only a run can tell is of a factor that all ranks have whole.
 
     The sum of these is the mean; unlike a sum of elements it does not overflow half precision.
     """
 
     def lower(build: Lowering) -> None:
         node = build.local.node
-        dtype = dtype_of(node.outputs[0])
-        assert dtype is not None
-
-        def share(local: Local) -> np.ndarray[Any, Any]:
-            return np.array(math.prod(map(local.size, factors)) / total, dtype)
-
+        dtype = np.float64 if dtype_of(node.outputs[0]) == np.float64 else np.float32
+        known = {f: s for f, s in sizes.items() if s is not None}
         inputs = [build.input(i) for i in range(len(node.inputs))]
         mean = build.add(node.op, inputs, **node.attrs)
-        build.finish("Mul", [mean, build.per_rank(share)])
+        own = number(build, lambda local: math.prod(map(local.size, known)), dtype)
+        share = build.add("Div", [own, number(build, math.prod(known.values()), dtype)])
+        if is_short_float(mean):
+            share = build.add("Cast", [share], to=is_short_float(mean))
+        build.finish("Mul", [mean, share])
 
     return lower
 

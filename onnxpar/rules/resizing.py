@@ -68,7 +68,7 @@ def resize(node: gs.Node) -> Rule:
             whole |= dict.fromkeys((before[i], after[i]), reason)
             continue
         made[i] = taps(_scaling(node, shape[i] or 0, out[i] or 0, scales[i], regions[i]))
-        if _repeats(made[i], shape[i] or 0):
+        if _policy(node) == "stretch" and _repeats(made[i], shape[i] or 0):
             times = (out[i] or 0) // (shape[i] or 1)
             after[i], sizes[f"r{i}"] = f"(d{i} r{i})", times
             whole[f"r{i}"] = _SCALED
@@ -105,8 +105,6 @@ def _refusal(
         return "a size that only a run can tell"
     if crops and (_policy(node) != "stretch" or 1 in scales):
         return "its region is cropped at a scale that is not its own"
-    if node.attrs.get("antialias", 0):
-        return "it is smoothed before it shrinks"
     if _MODES[node.attrs.get("mode", "nearest")] != "nearest" and not is_float(node.inputs[0]):
         return "integers are interpolated in the kernel's own fixed-point numbers"
     return None

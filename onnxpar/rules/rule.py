@@ -143,6 +143,10 @@ class Lowering(Protocol):
         """Adds the node that makes the rank's part of result `output`."""
         ...
 
+    def is_graph_output(self, output: int) -> bool:
+        """Whether a result is a result of the whole graph."""
+        ...
+
     def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
         """Adds the node that makes the rank's parts of all results."""
         ...
@@ -334,15 +338,21 @@ def numel(shape: Sequence[Size]) -> int:
 RuleFunction = Callable[[gs.Node], Rule]
 _RULES: dict[tuple[str, str], RuleFunction] = {}
 _WHOLE: dict[tuple[str, str], str] = {}
+_ANY_RANK: set[tuple[str, str]] = set()
 
 
-def rule(*ops: str, domain: str = "") -> Callable[[RuleFunction], RuleFunction]:
-    """Registers a rule for one op or a family of them: `@rule("Sin Cos", "Tan")`."""
+def rule(
+    *ops: str, domain: str = "", ranks_known: bool = True
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Registers a rule for one op or a family of them: `@rule("Sin Cos", "Tan")`. It is asked only
+    where all `ranks_known`, or always."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in " ".join(ops).split():
             assert (domain, op) not in _RULES, f"two rules for {op}"
             _RULES[domain, op] = function
+            if not ranks_known:
+                _ANY_RANK.add((domain, op))
         return function
 
     return register
@@ -389,6 +399,11 @@ def rule_of(node: gs.Node) -> Rule:
     if function is None:
         lack = f"no rule for {domain + '.' if domain else ''}{node.op}"
         return whole_rule(node, _WHOLE.get((domain, node.op), lack))
-    if any(tensor_shape(t) is None for t in [*node.inputs, *node.outputs] if t.name):
+    if (domain, node.op) in _ANY_RANK:
+        return function(node)
+    tensors = [t for t in [*node.inputs, *node.outputs] if t.name]
+    if any(str(t.dtype) == "object" for t in tensors):
+        return whole_rule(node, "collectives carry no strings")
+    if any(tensor_shape(t) is None for t in tensors):
         return whole_rule(node, "an operand of unknown rank")
     return function(node)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.movement import int64
 from onnxpar.rules.rule import (
     FIRST,
+    Local,
+    Lowering,
     Rule,
     constant,
     dims_text,
@@ -112,6 +116,45 @@ def deform_conv(node: gs.Node) -> Rule:
         additive=frozenset({3}) if has_bias else frozenset(),
         local={"group": lambda local: local.size("g")} if group > 1 else {},
     )
+
+
+@rule("MaxUnpool")
+def max_unpool(node: gs.Node) -> Rule:
+    """`n c h w, n c h w, _ -> n c y x`: parts of h or w fill the image in turn, which is a sum;
+    indices, which count through the whole result, are rebased."""
+    shape = tensor_shape(node.outputs[0]) or ()
+    if None in shape[1:] or (len(node.inputs) > 2 and constant(node.inputs[2]) is None):
+        return whole_rule(node, "a size that only a run can tell")
+    before, after = (names(p, len(shape) - 2) for p in ("h", "y"))
+    image, channels = math.prod(s or 0 for s in shape[2:]), shape[1] or 0
+    attrs = dict(node.attrs)
+
+    def lower(build: Lowering) -> None:
+        index = build.input(1)
+        batch = build.add("Div", [index, int64([channels * image])])
+        others = build.per_rank(lambda at: int64([(channels - at.size("c")) * image]))
+        base = build.per_rank(lambda at: int64([_images_before(at) * image]))
+        index = build.add("Sub", [index, build.add("Mul", [batch, others])])
+        index = build.add("Sub", [index, base])
+        size = build.per_rank(lambda at: int64(at.output_shape(0)))
+        build.finish("MaxUnpool", [build.input(0), index, size], **attrs)
+
+    text = dims_text(["n", "c", *before])
+    rest = ", _" * (len(node.inputs) - 2)
+    return einsum(
+        node,
+        f"{text}, {text}{rest} -> {dims_text(['n', 'c', *after])}",
+        whole=dict.fromkeys(after, "an element may go anywhere in its image"),
+        lowered=frozenset(["n", "c", *before]),
+        lower=lower,
+        runs=frozenset("nc"),
+        linear=(FIRST,),
+    )
+
+
+def _images_before(local: Local) -> int:
+    """Images before the part's first, as the part itself would count them."""
+    return local.interval("n")[0] * local.size("c") + local.interval("c")[0]
 
 
 @rule("Col2Im")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.across import along
+from onnxpar.rules.across import places
 from onnxpar.rules.indexing import SELECTED, local_rows, uncovered
 from onnxpar.rules.movement import output_shape
 from onnxpar.rules.rule import (
@@ -111,10 +111,7 @@ def tensor_scatter(node: gs.Node) -> Rule:
     circular = node.attrs.get("mode", "linear") == "circular"
 
     def lower(build: Lowering) -> None:
-        def places(local: Local) -> Any:
-            return local.positions(factor).astype(np.int64).reshape(along(axis, len(shape)))
-
-        at = build.per_rank(places)
+        at = places(build, factor, axis, len(shape))
         if given(build.local.node, 2) is not None:
             others = [i for i in range(len(shape)) if i != 0]
             start = build.add("Unsqueeze", [build.input(2)], axes=others)

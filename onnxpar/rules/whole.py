@@ -14,9 +14,9 @@ whole_op(
     "collectives carry no strings",
 )
 whole_op("ImageDecoder", "an encoded image decodes from its first byte on")
-whole_op("If Loop Scan", "what a subgraph reads of the graph around it is whole")
 whole_op(
     "BlackmanWindow HammingWindow HannWindow MelWeightMatrix",
     "it has scalars for operands, of which there is nothing to split",
 )
+whole_op("Shape Size", "its values are global sizes")
 whole_op("Constant", "it has no operands")

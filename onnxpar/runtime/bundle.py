@@ -142,7 +142,9 @@ class Bundle:
             (f"input {name!r} has {size} at dimension {axis}", own, size)
             for name, shape in shapes.items()
             for axis, (own, size) in enumerate(
-                zip(self.inputs[name].shape or (), shape, strict=True)
+                zip(
+                    self.inputs[name].shape or (), shape, strict=self.inputs[name].shape is not None
+                )
             )
             if isinstance(own, Polynomial)
         ]

@@ -143,7 +143,8 @@ def compare_arrays(
     elif dtype.name in tolerances:
         error, fault = _float_error(given, reference)
     else:
-        error = float(np.count_nonzero(given != reference)) / max(reference.size, 1)
+        both_nan = (given != given) & (reference != reference)
+        error = float(np.count_nonzero((given != reference) & ~both_nan)) / max(reference.size, 1)
     return Comparison(name, dtype.name, shape, error, tolerances.get(dtype.name, 0.0), fault)
 
 

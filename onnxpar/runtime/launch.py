@@ -110,15 +110,16 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
 
 
 def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process. A batch script of Slurm has a rank, but no step;
-    names as common as RANK count only together."""
+    """Whether a launcher started this process. A batch script of Slurm has a rank, but no step,
+    and a shell of srun's is a step of one task; names as common as RANK count only together."""
     if not environment.get(one.rank):
         return False
-    if one is _SLURM and environment.get(_SLURM.sizes[0]):
-        return True
-    if one.step or one.rank == "RANK":
-        return bool(environment.get(one.step or one.sizes[0]))
-    return True
+    size = environment.get(one.sizes[0], "")
+    if one is _SLURM:
+        if environment.get(one.step):
+            size = size or environment.get(one.sizes[1], "")
+        return size not in ("", "1")
+    return bool(size) or one.rank != "RANK"
 
 
 def _place(one: _Launcher, environment: Mapping[str, str]) -> tuple[int | None, int | None]:
@@ -134,7 +135,8 @@ def _store(environment: Mapping[str, str], size: int, local: int) -> str:
     """Where the ranks meet; empty where nothing says it."""
     if store := environment.get("ONNXPAR_STORE"):
         return store
-    if (folder := environment.get("PMIX_SERVER_TMPDIR")) and local == size:
+    folder = environment.get("PMIX_SERVER_TMPDIR")
+    if folder and local == size and environment.get("OMPI_COMM_WORLD_RANK"):
         return f"file:{folder}/onnxpar"
     host, port = environment.get("MASTER_ADDR"), _number(environment, "MASTER_PORT")
     if host and port:

@@ -24,6 +24,7 @@ from onnxpar.plan import part_bytes
 from onnxpar.rules.rule import dtype_of
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.strategy import Seed, TensorSeed, nest
+from onnxpar.subgraphs import constants
 
 LARGE = 1024
 """Elements above which a weight should not be held whole."""
@@ -81,13 +82,13 @@ class _Cover:
         for op in sharding.factors.ops:
             self._note(op)
         known = sharding.factors.tensors
-        constants = [
+        stored = [
             t
-            for t in graph.tensors().values()
+            for t in [*graph.inputs, *constants(graph)]
             if is_weight(t) and t.name in known and _is_number(t)
         ]
-        self.large = [t for t in constants if self.size_of(t) > LARGE]
-        self.weights = [t for t in constants if is_contracted(t)]
+        self.large = [t for t in stored if self.size_of(t) > LARGE]
+        self.weights = [t for t in stored if is_contracted(t)]
         self.small = [t for t in self.weights if self.size_of(t) <= LARGE]
 
     def free_atoms(self, chosen: set[int]) -> set[int]:

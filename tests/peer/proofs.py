@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from peer.cases import PeerCase, all_cases, runnable
 from peer.forms import forms
 from peer.outcome import GATHERED, REFUSED, SPLIT, Outcome
 
+from onnxpar import op_table
 from onnxpar.errors import OnnxparError
 from onnxpar.factors import OpFactors, analyse
 from onnxpar.model import load
@@ -26,22 +27,43 @@ from onnxpar.rules.rule import registered, whole_ops
 ROOT = Path(__file__).parents[2]
 PROOF = ROOT / "onnxpar" / "rules" / "proof.json"
 DOCS = ROOT / "docs" / "ops.md"
+KINDS = (SPLIT, GATHERED, REFUSED)
 
 
-def proofs_of(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
-    """The contents of proof.json behind a whole run."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+def write_proofs(outcomes: Iterable[Outcome] | None) -> None:
+    """Writes proof.json and docs/ops.md behind a whole run; with None, the rules of today beside
+    the counts of the last run."""
+    if outcomes is None:
+        old: dict[str, Any] = json.loads(PROOF.read_text())
+        counts = {op: {k: proof.get(k, 0) for k in KINDS} for op, proof in old.items()}
+    else:
+        counts = counts_of(outcomes)
+    PROOF.write_text(text_of(proofs_of(counts)))
+    op_table.proofs.cache_clear()
+    DOCS.parent.mkdir(exist_ok=True)
+    DOCS.write_text(op_table.markdown())
+
+
+def counts_of(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
+    """How many runs of each good kind an op has."""
+    found: dict[str, dict[str, int]] = {}
     for outcome in outcomes:
-        counts[outcome.op][outcome.kind] += 1
+        if outcome.kind in KINDS:
+            found.setdefault(outcome.op, dict.fromkeys(KINDS, 0))[outcome.kind] += 1
+    return found
+
+
+def proofs_of(counts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, Any]]:
+    """The contents of proof.json, with these counts."""
     found: dict[str, list[tuple[str, OpFactors]]] = defaultdict(list)
-    for form in (f for c in all_cases() if not isinstance(r := runnable(c), str) for f in forms(r)):
-        op = rule_of_case(form)
-        if op is not None:
-            found[op_name(op)].append((form.name, op))
-    proofs = {
-        name: {**_statement(ops), **{k: counts[name][k] for k in (SPLIT, GATHERED, REFUSED)}}
-        for name, ops in found.items()
-    }
+    for case in all_cases():
+        stamped = runnable(case)
+        for form in () if isinstance(stamped, str) else forms(stamped):
+            op = rule_of_case(form)
+            if op is not None:
+                found[op_name(op)].append((form.name, op))
+    none = dict.fromkeys(KINDS, 0)
+    proofs = {name: {**_statement(ops), **counts.get(name, none)} for name, ops in found.items()}
     for name, cases in oracle_cases().items():
         if name not in proofs:
             ops = [("", Oracle(case).op) for case in cases]
@@ -79,6 +101,7 @@ def rule_of_case(case: PeerCase) -> OpFactors | None:
         try:
             model = load(path)
             ops = analyse(model.graph, model.states).ops
+            ops = [op for op in ops if op.graph is model.graph]
         except (OnnxparError, AssertionError):  # the run reports it
             return None
     own = [op for op in ops if op.node.op == case.model.graph.node[0].op_type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peer.splits import Split
@@ -20,19 +21,13 @@ class Reader:
 
     op: OpFactors | None
     reason: str = ""
+    reads_data: bool = True
 
     @staticmethod
     def of(split: Split, factors: GraphFactors) -> Reader:
-        """Of the nodes of a graph, in its order."""
-        places = dict(split.places)
-        for op in factors.ops:
-            mine = [(i, places[t.name]) for i, t in enumerate(op.node.inputs) if t.name in places]
-            if mine:
-                reasons = [whole_reason(op, index, dim) for index, dim in mine]
-                return Reader(op, "; ".join(dict.fromkeys(r for r in reasons if r)))
-            if any(tensor.name in places for tensor, _, _ in captured(op.node)):
-                return Reader(op, IN_SUBGRAPH)
-        return Reader(None)
+        """Of the nodes of a graph, in its order; one that reads no more than a type or a shape only
+        where there is no other."""
+        return max(_readers(dict(split.places), factors), key=_reads_data, default=Reader(None))
 
     @property
     def name(self) -> str:
@@ -45,6 +40,22 @@ class Reader:
             if domain not in (None, "", "ai.onnx")
             else (str(self.op.node.op))
         )
+
+
+def _readers(places: Mapping[str, int], factors: GraphFactors) -> Iterator[Reader]:
+    """The nodes that read inputs which are split along these dimensions."""
+    for op in factors.ops:
+        mine = [(i, places[t.name]) for i, t in enumerate(op.node.inputs) if t.name in places]
+        if mine:
+            reasons = [whole_reason(op, index, dim) for index, dim in mine]
+            data = any(op.rule.inputs[i : i + 1] not in ((), (None,)) for i, _ in mine)
+            yield Reader(op, "; ".join(dict.fromkeys(r for r in reasons if r)), data)
+        elif any(tensor.name in places for tensor, _, _ in captured(op.node)):
+            yield Reader(op, IN_SUBGRAPH)
+
+
+def _reads_data(reader: Reader) -> bool:
+    return reader.reads_data
 
 
 def whole_reason(op: OpFactors, index: int, dim: int) -> str:

@@ -1,6 +1,7 @@
 """Splits every case of ONNX's own test-suite in every way, runs it on ranks, and compares.
 
-python tests/peer/run.py [--part 1/10] [--only SUBSTRING] [--workers 2] [--json FILE] [--write]
+python tests/peer/run.py [--part 1/10] [--only SUBSTRING] [--workers 2] [--json FILE]
+    [--write | --write-rules]
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ from queue import SimpleQueue
 
 from tqdm import tqdm
 
-from onnxpar import op_table
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from peer.cases import all_cases
 from peer.outcome import BAD, Outcome
 from peer.parts import part_of
-from peer.proofs import DOCS, PROOF, proofs_of, text_of
+from peer.proofs import write_proofs
 from peer.report import summary
 from peer.workers import Worker
 
@@ -58,7 +57,13 @@ def main() -> int:
     parser.add_argument(
         "--write", action="store_true", help="write rules/proof.json and docs/ops.md of a whole run"
     )
+    parser.add_argument(
+        "--write-rules", action="store_true", help="write these with the counts of the last run"
+    )
     args = parser.parse_args()
+    if args.write_rules:
+        write_proofs(None)
+        return 0
     cases = all_cases()
     numbers = [i for i in part_of(len(cases), args.part) if args.only in cases[i].name]
     outcomes: list[Outcome] = []
@@ -67,9 +72,7 @@ def main() -> int:
     if args.json:
         args.json.write_text("\n".join(json.dumps(asdict(o)) for o in outcomes))
     if args.write:
-        PROOF.write_text(text_of(proofs_of(outcomes)))
-        DOCS.parent.mkdir(exist_ok=True)
-        DOCS.write_text(op_table.markdown())
+        write_proofs(outcomes)
     print("\n".join(summary(outcomes)))
     return int(any(o.kind in BAD for o in outcomes))
 

@@ -7,7 +7,7 @@ from numpy import array
 
 from onnxpar.rules.case import Case
 from onnxpar.rules.contrib_whole import REASONS
-from onnxpar.rules.rule import registered
+from onnxpar.rules.rule import registered, whole_ops
 
 STATE = ort.capi.onnxruntime_pybind11_state
 
@@ -22,6 +22,8 @@ def case(op, operands, attrs=None, **fields):
 X, QKV, BIAS = (3, 4, 6), (6, 24), (24,)
 Q3, K3, V3 = (3, 4, 8), (3, 5, 8), (3, 5, 12)
 PAST = (2, 3, 2, 5, 4)
+ENDS = array([4, 2, 3, 1, 0, 0], np.int32)
+TOTALS = array([[1] * 11, [0] + [1] * 10, [1] * 8 + [0] * 3], np.int32)
 LENGTHS = array([4, 2, 3], np.int32)
 MASK = array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], np.int32)
 GQA = {"num_heads": 4, "kv_num_heads": 2}
@@ -46,6 +48,10 @@ ATTENTION = [
     (
         case("Attention", [X, QKV, BIAS, LENGTHS], {"num_heads": 2}, fed=[3]),
         f"b s h, h {COLUMNS}, {COLUMNS}, b -> b s (n e) {{whole: h s d e}}",
+    ),
+    (
+        case("Attention", [X, QKV, BIAS, ENDS], {"num_heads": 2}, fed=[3]),
+        f"b s h, h {COLUMNS}, {COLUMNS}, _ -> b s (n e) {{whole: h s d e b}}",
     ),
     (
         case(
@@ -81,6 +87,17 @@ ATTENTION = [
             outputs=3,
         ),
         "b s (n d), b t (n d), b t (n e), _, _, 1 n s u, b n p d, b n p e"
+        " -> b s (n e); b n u d; b n u e {whole: d e p t u}",
+    ),
+    (
+        case(
+            "MultiHeadAttention",
+            [Q3, K3, K3, None, TOTALS, None, (3, 2, 6, 4), (3, 2, 6, 4)],
+            {"num_heads": 2},
+            fed=[4],
+            outputs=3,
+        ),
+        "b s (n d), b t (n d), b t (n e), _, b u, _, b n p d, b n p e"
         " -> b s (n e); b n u d; b n u e {whole: d e p t u}",
     ),
     (
@@ -369,6 +386,16 @@ ELEMENTS = [
     ),
     (
         case(
+            "EmbedLayerNormalization",
+            [IDS, KINDS, *TABLES, *ROW, KINDS, IDS % 5],
+            {"mask_index_type": 1},
+            fed=[0, 1, 7, 8],
+            outputs=2,
+        ),
+        "b s, b s, v h, p h, t h, h, h, b s, b s -> b s h; b {whole: v p t h s}",
+    ),
+    (
+        case(
             "GatherBlockQuantized",
             [
                 u8(7, 16),
@@ -450,7 +477,7 @@ def test_images(prove_rule, case, text):
 def test_every_op_of_the_runtime_has_a_rule_or_a_reason():
     known = {(s.domain, s.name) for s in STATE.get_all_operator_schema()}
     ours = {key for key in known if key[0] in (MS, "com.microsoft.nchwc")}
-    assert ours and ours <= registered().keys()
+    assert ours and ours <= registered().keys() | whole_ops().keys()
 
 
 def test_ops_that_are_said_to_lack_a_kernel_lack_it():

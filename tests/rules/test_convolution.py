@@ -107,7 +107,7 @@ CASES = [
     (
         Case("QLinearConv", [X8, ONE, ZERO, W8, ONE, ZERO, BIG, ZERO], PADDED, [0, 3]),
         "n c h0 h1, _, _, o c w0 w1, (), (), _, _"
-        " -> n o y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1, whole: c w0 w1}",
+        " -> n o y0 y1 {across: c h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
     ),
     (
         Case(
@@ -117,7 +117,7 @@ CASES = [
             [0, 3],
         ),
         "n (g c) h0 h1, _, _, (g o) c w0 w1, (g o), (g o), _, _, (g o)"
-        " -> n (g o) y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1, whole: c w0 w1}",
+        " -> n (g o) y0 y1 {across: c h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
     ),
     # a halo that reaches over a whole part, and padding on one side
     (
@@ -141,7 +141,7 @@ CASES = [
     ),
     (
         Case("QLinearConv", [X8[:, :, :3, :3], ONE, ZERO, W8, ONE, ZERO, BIG, ZERO], {}, [0, 3]),
-        "n c h0 h1, _, _, o c h0 h1, (), (), _, _ -> n o 1 1 {whole: c h0 h1}",
+        "n c h0 h1, _, _, o c h0 h1, (), (), _, _ -> n o 1 1 {across: c, whole: h0 h1}",
     ),
     (
         Case("ConvTranspose", [(1, 2, 5), (2, 2, 3)], {"strides": [2], "auto_pad": "SAME_LOWER"}),
@@ -160,8 +160,13 @@ CASES = [
         "n c h0, c o w0 -> n o y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
     ),
     (
-        Case("ConvTranspose", [(1, 2, 5), (2, 2, 3)], {"strides": [2], "output_shape": [12]}),
-        "n c h0, c o w0 -> n o y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
+        Case(
+            "ConvTranspose",
+            [(1, 2, 5, 4), (2, 2, 3, 3)],
+            {"strides": [2, 2], "output_shape": [12, 10]},
+        ),
+        "n c h0 h1, c o w0 w1"
+        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
     ),
 ]
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from numpy import array
+from onnx import TensorProto
 
 from onnxpar.rules.case import Case
 
@@ -23,6 +24,7 @@ CASES = [
     *((Case(op, [(4, 3)]), "d0 d1 -> d0 d1") for op in INCREASING + SLOPED + SMOOTH + OTHER),
     *((Case(op, [POSITIVE], fed=[0]), "d0 d1 -> d0 d1") for op in POSITIVE_ONLY),
     (Case("Acosh", [POSITIVE + 1], fed=[0]), "d0 d1 -> d0 d1"),
+    (Case("BitCast", [(4, 3)], {"to": TensorProto.INT32}, opset=26), "d0 d1 -> d0 d1"),
     *((Case(op, [(4, 3), (4, 3)]), "d0 d1, d0 d1 -> d0 d1") for op in ARITHMETIC + COMPARISONS),
     *((Case(op, [X, (3, 1)]), "d0 d1 d2, d1 1 -> d0 d1 d2") for op in ARITHMETIC),
     (Case("Add", [(4, 1), (3,)]), "d0 1, d1 -> d0 d1"),

@@ -73,3 +73,11 @@ CASES = [
 @pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
 def test_rule(prove_rule, case, text):
     prove_rule(case, text)
+
+
+def test_what_is_picked_along_is_whole(prove_rule):
+    """Parts of it would do, but only a run can tell how large their results are."""
+    case = Case("Compress", [X, array([1, 0, 1, 1], bool)], {"axis": 1}, fed=[1])
+    prove_rule(case, "d0 v d2, c -> d0 w d2 {whole: v c w}", ["x0.1 x1.0 -> concat 1"])
+    case = Case("Compress", [(4, 3), np.arange(12) % 5 > 1], fed=[1])
+    prove_rule(case, "d0 d1, c -> w {whole: d0 d1 c w}", ["x0.0 x1.0 -> concat 0"])

@@ -67,7 +67,7 @@ CASES = [
     (
         Case(
             "AveragePool",
-            [(1, 2, 8)],
+            [(1, 2, 9)],
             {
                 "kernel_shape": [3],
                 "strides": [3],

@@ -96,7 +96,7 @@ CASES = [
         Case(
             "Resize", [(1, 2, 4, 8), None, scales(1, 1, 1, 0.5)], {"mode": "linear", "antialias": 1}
         ),
-        "d0 d1 d2 d3, _, _ -> d0 d1 d2 y3 {whole: d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 d2 y3 {across: d3, tied: d3 y3}",
     ),
     (
         Case(
@@ -115,6 +115,14 @@ CASES = [
             [0],
         ),
         "d0 d1 d2 d3, _, _ -> d0 d1 y2 d3 {across: d2, tied: d2 y2}",
+    ),
+    (
+        Case(
+            "Resize",
+            [(1, 2, 2, 4), None, None, array([7, 16])],
+            {"axes": [2, 3], "keep_aspect_ratio_policy": "not_smaller"},
+        ),
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
     ),
     (
         Case("Upsample", [X, scales(1, 1, 2, 2)], opset=9),

@@ -12,6 +12,7 @@ POINTS = RNG.uniform(-1, 1, (2, 4, 3, 2)).astype(np.float32)
 REGIONS = array([[0, 0, 4, 4], [1, 1, 3, 4], [0, 2, 4, 3], [2, 0, 4, 2]], np.float32)
 OF_IMAGE = array([0, 1, 1, 0])
 OFFSETS = RNG.uniform(-1, 1, (2, 8, 4, 5)).astype(np.float32)
+PLACES = array([0, 3, 9, 14]).reshape(2, 2) + 16 * np.arange(6).reshape(2, 3, 1, 1)
 
 CASES = [
     (
@@ -53,6 +54,19 @@ CASES = [
         ),
         "n (g c) h w, (g o) c u v, n e y x, (g o), n f y x -> n (g o) y x"
         " {sum: c, whole: h w y x u v e f}",
+    ),
+    (
+        Case("MaxUnpool", [(2, 3, 2, 2), PLACES], {"kernel_shape": [2, 2], "strides": [2, 2]}, [1]),
+        "n c h0 h1, n c h0 h1 -> n c y0 y1 {sum: h0, sum: h1, whole: y0 y1}",
+    ),
+    (
+        Case(
+            "MaxUnpool",
+            [(2, 3, 2, 2), PLACES, array([2, 3, 4, 4])],
+            {"kernel_shape": [2, 2], "strides": [2, 2]},
+            [1],
+        ),
+        "n c h0 h1, n c h0 h1, _ -> n c y0 y1 {sum: h0, sum: h1, whole: y0 y1}",
     ),
     (
         Case("Col2Im", [(2, 12, 9), array([4, 4]), array([2, 2])]),

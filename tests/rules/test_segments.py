@@ -56,6 +56,10 @@ CASES = [
         Case("Slice", [X, array([8, 0]), array([1, 2]), array([1, 2]), array([-3, 1])]),
         "d0 x1 p2 + d2 + q2, _, _, _, _ -> d0 d1 d2 {across: x1, tied: x1 d1}",
     ),
+    (
+        Case("Slice", [X, array([-2]), array([0]), array([1]), array([-8])]),
+        "d0 p1 + d1 + q1 d2, _, _, _, _ -> d0 d1 d2",
+    ),
     (Case("Slice", [X, array([0, 1]), array([4, 9])]), "d0 p1 + d1 + q1 d2, _, _ -> d0 d1 d2"),
     (
         Case("Slice", [X], {"starts": [1, 0], "ends": [3, 8], "axes": [2, 1]}, opset=9),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper, save
@@ -32,6 +33,14 @@ def unsplit(scale: float = 1.0) -> ModelProto:
         [numpy_helper.from_array(weight_of_k_split() * np.float32(scale), "w")],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_numbers_that_must_be_equal_may_be_none() -> None:
+    quarter = np.dtype(ml_dtypes.float8_e4m3fn)
+    reference = np.array([NAN, 1, 2]).astype(quarter)
+    assert compare_arrays("y", reference.copy(), reference).ok
+    for other in ([1, NAN, 2], [NAN, 1, 3], [NAN, NAN, 2]):
+        assert not compare_arrays("y", np.array(other).astype(quarter), reference).ok
 
 
 def test_a_good_model(par: Path, tmp_path: Path, x: np.ndarray) -> None:

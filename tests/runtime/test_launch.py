@@ -184,6 +184,7 @@ def test_what_other_launchers_say() -> None:
     assert launched_rank(tasks) == launched_rank(slurm(1, 7))
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     assert launched_rank(batch_script) is None
+    assert launched_rank(slurm(0, 7, size=1)) is None
     assert launched_rank({"RANK": "1"}) is None
     two_hosts = {**slurm(0, 7, size=4), "SLURM_STEP_NUM_NODES": "2"}
     with pytest.raises(RankError, match="set ONNXPAR_STORE"):

@@ -1,0 +1,34 @@
+"""If nodes whose condition is a constant: only the branch that is taken is left."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import GraphProto, NodeProto
+
+
+def taken_branch(
+    node: NodeProto, values: Mapping[str, np.ndarray[Any, Any]], names: Collection[str]
+) -> GraphProto | None:
+    """The branch that a node always takes, ending in nodes that make the node's own results.
+
+    None where it is no If, its condition is not among the known values, or the branch makes a
+    tensor of a name that is in use.
+    """
+    if node.op_type != "If" or node.domain not in ("", "ai.onnx") or node.input[0] not in values:
+        return None
+    condition = bool(values[node.input[0]].reshape(-1)[0])
+    name = "then_branch" if condition else "else_branch"
+    branch = GraphProto()
+    branch.CopyFrom(next(a.g for a in node.attribute if a.name == name))
+    made = [t.name for t in branch.initializer]
+    made += [output for inner in branch.node for output in inner.output]
+    if any(name in names for name in made) or branch.sparse_initializer:
+        return None
+    for source, result in zip(branch.output, node.output, strict=False):
+        if result:
+            branch.node.append(onnx.helper.make_node("Identity", [source.name], [result]))
+    return branch

@@ -1,0 +1,84 @@
+"""If, Loop and Scan: what goes into their bodies and comes out has one layout all the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.rule import Rule, Size, Spec, Var, names, rule, tensor_shape
+from onnxpar.subgraphs import bodies
+
+_STEPS = "its steps run one after the other"
+
+
+@rule("If Loop Scan", ranks_known=False)
+def control_flow(node: gs.Node) -> Rule:
+    """A rule whose operands and results are `ports`."""
+    paths = _Paths(node)
+    inner = bodies(node)
+    if node.op == "If":
+        for i in range(len(node.outputs)):
+            second = len(inner[0].outputs) + i
+            paths.join((paths.back + i, None), (paths.back + second, None), (paths.out + i, None))
+        return paths.rule()
+    is_loop = node.op == "Loop"
+    carried = len(inner[0].inputs) - (2 if is_loop else node.attrs["num_scan_inputs"])
+    first, second = (2, 1) if is_loop else (0, 0)  # behind the counter and the condition
+    for i in range(carried):
+        at = (first + i, paths.given + first + i, paths.back + second + i, paths.out + i)
+        paths.join(*((slot, None) for slot in at))
+    for i in range(node.attrs.get("num_scan_inputs", 0)):
+        axis = (node.attrs.get("scan_input_axes") or {i: 0})[i]
+        paths.join((carried + i, axis), (paths.given + carried + i, None))
+    for i in range(len(node.outputs) - carried):
+        axis = 0 if is_loop else (node.attrs.get("scan_output_axes") or {i: 0})[i]
+        paths.join((paths.back + second + carried + i, None), (paths.out + carried + i, axis))
+    return paths.rule()
+
+
+def ports(
+    node: gs.Node, inner: Sequence[gs.Graph]
+) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
+    """What a node reads, the results of its bodies included, and what it makes, with what it hands
+    its bodies."""
+    operands = [*node.inputs, *(t for body in inner for t in body.outputs)]
+    return operands, [*node.outputs, *(t for body in inner for t in body.inputs)]
+
+
+class _Paths:
+    """Tensors that are one value in several places; by where they stand among the ports."""
+
+    def __init__(self, node: gs.Node) -> None:
+        operands, results = ports(node, bodies(node))
+        self.ports = [*operands, *results]
+        self.back = len(node.inputs)
+        self.out = len(operands)
+        self.given = len(operands) + len(node.outputs)
+        self.specs: list[Spec | None] = [None] * len(self.ports)
+        self.sizes: dict[str, Size] = {}
+        self.whole: dict[str, str] = {}
+
+    def join(self, *path: tuple[int, int | None]) -> None:
+        """Gives all dimensions but the axis along which a tensor is taken apart, or put together,
+        in steps the same factors; none where a rank is not known, or changes."""
+        used = [(slot, axis) for slot, axis in path if self.ports[slot].name]
+        shapes = [list(tensor_shape(self.ports[slot]) or ()) for slot, _ in used]
+        known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)
+        ranks = {len(s) - (a is not None) for s, (_, a) in zip(shapes, used, strict=True)}
+        if not known or len(ranks) != 1:
+            return
+        dims = names(f"p{used[0][0]}_", ranks.pop())
+        for (slot, axis), shape in zip(used, shapes, strict=True):
+            own = list(dims)
+            if axis is not None:
+                own.insert(axis % len(shape), f"s{slot}")
+                self.whole[f"s{slot}"] = _STEPS
+            for dim, size in zip(own, shape, strict=True):
+                self.sizes[dim] = None if size is None else self.sizes.get(dim, size)
+            self.specs[slot] = tuple(map(Var, own))
+
+    def rule(self) -> Rule:
+        """The rule for all ports."""
+        operands, results = self.specs[: self.out], self.specs[self.out :]
+        return Rule(tuple(operands), tuple(results), self.sizes, whole=self.whole)
