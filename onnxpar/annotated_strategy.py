@@ -69,7 +69,7 @@ def annotation_seeds(annotated: Configuration, sharding: Sharding) -> Iterator[S
         if note is not None and AXES in note.metadata:
             yield _exact_seed(op, note, sharding)
         elif note is not None:
-            names = [t.name for t, _ in op.operands()]
+            names = [t.name for t in (*op.node.inputs, *op.node.outputs)]
             yield from _NodeReader(op, names, note, sharding).seeds()
     for name, entry in json.loads(annotated.metadata.get(TENSORS, "{}")).items():
         tensor = sharding.factors.tensors.get(name)
@@ -124,7 +124,7 @@ def _exact_seed(op: OpFactors, note: NodeAnnotation, sharding: Sharding) -> Node
     axes = dict(enumerate(parse_axes(json.loads(note.metadata[AXES]), sharding.mesh)))
     parts = {int(k): tuple(v) for k, v in json.loads(note.metadata.get(PARTS, "{}")).items()}
     if len(axes) == len(op.leaves):
-        names = [t.name for t, _ in op.operands()]
+        names = [t.name for t in (*op.node.inputs, *op.node.outputs)]
         stated = {s.tensor: s for s in node_shardings(op, names, axes, sharding)}
         if all(s.agrees(stated.get(tensor)) for tensor, s in note.shardings.items()):
             return NodeSeed(op, axes, parts)

@@ -29,9 +29,7 @@ class _Bucket:
         return independent and self.size + size <= limit
 
 
-def fuse_all_reduces(
-    graph: gs.Graph, mesh: Mesh, bucket_bytes: int, sizes: dict[str, int]
-) -> bool:
+def fuse_all_reduces(graph: gs.Graph, mesh: Mesh, bucket_bytes: int, sizes: dict[str, int]) -> bool:
     """Joins all-reduces of one kind, up to `bucket_bytes` per rank, in graph order.
 
     Requires a topologically sorted graph of reshard nodes, and ensures the same. A fused node has
@@ -53,7 +51,7 @@ def fuse_all_reduces(
             bucket.size += size
             bucket.behind |= {t.name for t in node.outputs}
         for bucket in open_buckets.values():
-            if any(t.name in bucket.behind for t in _read(node)):
+            if any(t.name in bucket.behind for t in node.inputs):
                 bucket.behind |= {t.name for t in node.outputs}
     fused = [b for b in [*full, *open_buckets.values()] if len(b.nodes) > 1]
     for bucket in fused:

@@ -254,9 +254,7 @@ class _Joined(NamedTuple):
 
 
 class _Analysis:
-    def __init__(
-        self, graph: gs.Graph, pairs: Iterable[tuple[str, str]], in_bodies: bool
-    ) -> None:
+    def __init__(self, graph: gs.Graph, pairs: Iterable[tuple[str, str]], in_bodies: bool) -> None:
         self.graph = graph
         self.pairs = list(pairs)
         self.in_bodies = in_bodies
@@ -393,7 +391,9 @@ class _Analysis:
         found = [(t, links(t, s)) for t, s in _operands(joined)]
         trees = {name: self._tree(factor) for name, factor in factors.items()}
         operands = [(t.name, links) for t, links in found]
-        apart = _op_apart(operands, tensors) | {(i, j) for t in ties for i in t for j in t if i != j}
+        apart = _op_apart(operands, tensors) | {
+            (i, j) for t in ties for i in t for j in t if i != j
+        }
         if joined.bodies:
             apart |= _strangers(len(leaves), operands)
         at = iter([links for _, links in found])

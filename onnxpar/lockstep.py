@@ -17,14 +17,47 @@ from onnx import NodeProto, TypeProto
 from onnxpar.shapes import Walk
 from onnxpar.symbols import Polynomial, fit
 
-_MOST = 64
+MOST = 64
 """Elements of a tensor of sizes."""
 
 _EXACT = frozenset(
-    "Shape Size Constant Add Sub Mul Div Neg Concat Gather GatherElements GatherND Slice Squeeze "
-    "Unsqueeze Cast CastLike Identity Reshape Flatten ReduceProd ReduceSum Split Expand Tile "
-    "Transpose ConstantOfShape ScatterND ScatterElements Where Max Min Equal Less "
-    "Greater".split()
+    [
+        "Shape",
+        "Size",
+        "Constant",
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Neg",
+        "Concat",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "Slice",
+        "Squeeze",
+        "Unsqueeze",
+        "Cast",
+        "CastLike",
+        "Identity",
+        "Reshape",
+        "Flatten",
+        "ReduceProd",
+        "ReduceSum",
+        "Split",
+        "Expand",
+        "Tile",
+        "Transpose",
+        "ConstantOfShape",
+        "ScatterND",
+        "ScatterElements",
+        "Where",
+        "Max",
+        "Min",
+        "Equal",
+        "Less",
+        "Greater",
+    ]
 )
 """Ops whose results are polynomials where their operands are, with exceptions: see `_is_exact`."""
 _SAME = frozenset(("Max", "Min"))
@@ -64,7 +97,7 @@ class Lockstep:
         self.kept.append(node)
         if any(name in self.varies for name in node.input):
             self.varies.update(node.output)
-        small = all(np.size(v) <= _MOST and np.ndim(v) <= 1 for r in results for v in r)
+        small = all(np.size(v) <= MOST and np.ndim(v) <= 1 for r in results for v in r)
         for walk, values_ in zip(self.walks, found, strict=True):
             if len(results) == len(found) and small:
                 walk.know(node, values_ or [])
@@ -84,7 +117,7 @@ class Lockstep:
         if node.op_type == "Div":
             return all(_divides(a, b) for a, b in values)
         if node.op_type in _SAME:
-            return all(np.array_equal(row[0], v) for row in values for v in row[1:])
+            return all(_agree([[row[0]], [v]]) for row in values for v in row[1:])
         if node.op_type in _COMPARE:  # a size is never negative
             return all(_apart(a, b) or _apart(b, a) for a, b in values)
         return True
@@ -95,7 +128,7 @@ class Lockstep:
             return True
         for arrays in zip(*results, strict=True):
             first = np.asarray(arrays[0])
-            if first.size > _MOST or not np.issubdtype(first.dtype, np.integer):
+            if first.size > MOST or not np.issubdtype(first.dtype, np.integer):
                 return False
             if any(np.shape(a) != first.shape for a in arrays):
                 return False

@@ -18,6 +18,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.errors import StrategyError
 from onnxpar.layout import Factor, Layout, leaves, nested_parts
+from onnxpar.lockstep import MOST
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.open_sizes import OpenSizes
 from onnxpar.subgraphs import captured
@@ -113,9 +114,9 @@ class OpenConstants:
     def _find_varying(self) -> Iterator[str]:
         stored = self.base.layouts.keys() - self.base.per_rank.constants.keys()
         for name, tensor in self.base.constants.items():
-            if isinstance(tensor._values, gs.ir.tensor.LazyValues) and name in stored:
-                if tensor.shape and np.prod(tensor.shape) > 64:
-                    continue  # a weight
+            is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and name in stored
+            if is_lazy and tensor.shape and np.prod(tensor.shape) > MOST:
+                continue  # a weight
             by_rank = name in self.base.per_rank.constants
             if by_rank or any(
                 not _equal(self.base.value(name, 0), other.value(name, 0)) for other in self.all[1:]
@@ -166,7 +167,7 @@ class OpenConstants:
     def _split_sizes(self) -> list[tuple[Polynomial, Axes]]:
         """Open sizes that are split, and over which axes."""
         found: dict[tuple[tuple[int, ...], Axes], Polynomial] = {}
-        for name, layout in self.base.layouts.items():
+        for name in self.base.layouts:
             trees = zip(*(each.layouts[name].dims for each in self.all), strict=True)
             for dims in trees:
                 for column in zip(*map(leaves, dims), strict=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,20 @@ def run_passes(
     return plan
 
 
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Without Python's cycle collector: graphs stay alive, and looking through them again and again
+    takes longer the more nodes there are."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_no_collector()
 def plan(
     path: str | Path, options: Options, watch: Watch | None = None
 ) -> tuple[Plan, PassContext]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxpar.open_constants import OpenArray, Part

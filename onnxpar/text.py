@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from onnxpar.layout import Layout
 from onnxpar.mesh import Axis
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import numpy_dtype
+from onnxpar.subgraphs import constants, subgraphs
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
@@ -24,16 +25,22 @@ def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
 def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
     mesh = ctx.sharding.mesh
     yield f"mesh {mesh}"
+    stored = [f"const  {_typed(t, ctx)}{_value(t, ctx)}" for t in constants(graph)]
+    yield from _graph_lines(graph, ctx, stored)
+
+
+def _graph_lines(graph: gs.Graph, ctx: PassContext, stored: Iterable[str]) -> Iterator[str]:
     for tensor in graph.inputs:
         yield f"input  {_typed(tensor, ctx)}"
-    for tensor in graph.tensors().values():
-        if isinstance(tensor, gs.Constant):
-            yield f"const  {_typed(tensor, ctx)}{_value(tensor, ctx)}"
+    yield from stored
     for node in graph.nodes:
         results = ", ".join(_typed(t, ctx) for t in node.outputs if t.name)
         operands = ", ".join(t.name or "_" for t in node.inputs)
         op = node.op if node.domain in (None, "") else f"{node.domain}.{node.op}"
         yield f"{results} = {op}({operands}){_attributes(node, ctx)}"
+        for body in subgraphs(node):
+            yield f"  {body.name}:"
+            yield from (f"    {line}" for line in _graph_lines(body, ctx, ()))
     for tensor in graph.outputs:
         yield f"output {_typed(tensor, ctx)}"
 

@@ -209,7 +209,9 @@ def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:
             last, result = _verify_order(branch, token), branch.outputs[-1]
             maker = result.inputs[0]
             is_copy = maker.op == "Identity" and (token is None or maker.inputs[0] is token)
-            assert result is last or is_copy, f"a branch of '{node.name}' does not hand the token on"
+            assert result is last or is_copy, (
+                f"a branch of '{node.name}' does not hand the token on"
+            )
         return node.outputs[-1]
     (body,) = bodies(node)
     first, back = (2, 1) if node.op == "Loop" else (0, 0)

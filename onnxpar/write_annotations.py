@@ -73,7 +73,7 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
 def operand_names(sharding: Sharding) -> Operands:
     """The names that a node's tensors have in the model, before passes put others in between."""
     return {
-        op.node.name: (node_key(op.node), [t.name for t, _ in op.operands()])
+        op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
         for op in sharding.factors.ops
     }
 
@@ -130,7 +130,7 @@ def _annotate(
     metadata = {}
     partial = {
         name: f"{layout.reduce}({axes_text(layout.partial, mesh)})"
-        for name, tensor in zip(names[len(op.inputs) :], op.node.outputs, strict=False)
+        for name, tensor in zip(names[len(op.inputs) :], op.node.outputs, strict=True)
         if (layout := ctx.layouts.get(tensor.name)) is not None and layout.partial
     }
     if partial:

@@ -97,7 +97,7 @@ class _Insertion:
                     self._place_result(op, tensor)
             for tensor in [t for body in op.bodies for t in body.graph.inputs]:
                 if tensor.name in self.made:
-                    self._serve(tensor, self.made[tensor.name], self.reads[tensor.name])
+                    self._place_handed(tensor)
         self.graph.toposort()
         return self.changed
 
@@ -222,6 +222,14 @@ class _Insertion:
             self._serve_output(tensor, made, asked, reads)
         else:
             self._serve(tensor, made, reads, via=asked)
+
+    def _place_handed(self, tensor: gs.Variable) -> None:
+        """What a body is handed comes as the node has it."""
+        name = tensor.name
+        made = asked = self.made[name]
+        if name in self.sharding.pinned:
+            asked = self.sharding.tensor_placement(name)
+        self._serve(tensor, made, self.reads[name], via=asked)
 
     def _broadcast(self, tensor: gs.Variable) -> gs.Variable:
         """One rank's random values for all: the node's own result moves to an inner name."""

@@ -64,7 +64,6 @@ def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
     node.inputs.insert(first + carried, token)
     body.inputs.insert(first + carried, given)
     body.outputs.insert(back + carried, _thread(body, given))
-    node.outputs.extend(gs.Variable.empty() for _ in range(carried - len(node.outputs)))
     node.outputs.insert(carried, _passed(node.name))
     return node.outputs[carried]
 

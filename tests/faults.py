@@ -258,7 +258,7 @@ def exchange_in_the_wrong_direction(patch: Patch) -> None:
 
 @fault("mean")
 def mean_of_unequal_means(patch: Patch) -> None:
-    def lower(factors: Any, total: int) -> Any:
+    def lower(sizes: Any) -> Any:
         def equal(build: Any) -> None:
             node = build.local.node
             inputs = [build.input(i) for i in range(len(node.inputs))]

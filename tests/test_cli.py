@@ -150,16 +150,21 @@ def test_bad_strategies(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "s.yaml"]
 
 
+INVERSE = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+inverses (float[3,4,4] x) => (float[3,4,4] y) { [inverse] y = com.microsoft.Inverse(x) }"""
+
+
 def test_a_whole_dimension_cannot_be_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = MODELS / "gpt2.dynamo.static.onnx"
+    model = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(INVERSE), model)
     strategy = tmp_path / "s.yaml"
-    strategy.write_text("shard: {node_layer_norm: [[null, null, tp], [null], [null]]}")
+    strategy.write_text("shard: {inverse: [[null, tp, null]]}")
     options = ["--mesh", "tp=2", "--strategy", str(strategy)]
     assert main(["plan", str(model), *options]) == 2
     error = capsys.readouterr().err
-    assert "node_layer_norm" in error and "must stay whole" in error and "normalises" in error
+    assert "inverse" in error and "must stay whole" in error and "rows" in error
 
 
 def test_more_parts_than_elements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,14 +33,12 @@ def graph(
     weights: Mapping[str, Array] | None = None,
 ) -> onnx.GraphProto:
     stored = [numpy_helper.from_array(w, n) for n, w in (weights or {}).items()]
-    ports = [[helper.make_tensor_value_info(*p) for p in some] for some in (inputs, outputs)]
-    return helper.make_graph(list(nodes), name, *ports, stored)
+    given, made = ([helper.make_tensor_value_info(*p) for p in some] for some in (inputs, outputs))
+    return helper.make_graph(list(nodes), name, given, made, stored)
 
 
 def save(path: Path, main: onnx.GraphProto) -> Path:
-    model = helper.make_model(
-        main, opset_imports=[helper.make_opsetid("", 18)], ir_version=8
-    )
+    model = helper.make_model(main, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     onnx.checker.check_model(model)
     onnx.save(model, path)
     return path
@@ -256,6 +254,17 @@ def test_a_scan_over_a_sequence(tmp_path: Path, layout: str, backwards: bool) ->
     assert bool(plan.collectives) == ("tp" in layout)
 
 
+def test_the_steps_of_a_scan_stay_together(tmp_path: Path) -> None:
+    model = lstm(tmp_path / "m.onnx", 6, 5, 12)
+    feeds = [{"xs": values(5, 6, 6), "h0": values(5, 12), "s0": values(5, 12)}]
+    plan = agree(model, feeds, "tp=3", {"tensors": {"xs": [None, "tp", None]}})
+    assert kinds(plan) == ["AllGather"]
+    reasons = {w.op: w.reason for w in plan.whole}
+    assert reasons["Scan"] == "its steps run one after the other"
+    project = [[None, "tp", None], [None, None]]
+    agree(model, feeds, "tp=3", {"shard": {"project": project}})
+
+
 def test_sibling_branches_may_repeat_names(tmp_path: Path) -> None:
     """The same names in both branches, and in a Loop inside each, which captures a split tensor."""
 
@@ -346,3 +355,144 @@ def test_a_constant_number_of_turns_is_a_size(tmp_path: Path) -> None:
     model = save(tmp_path / "m.onnx", main)
     plan = agree(model, [{"x": values(4, 6)}], "data-parallel 2")
     assert [p.layout.text(plan.mesh) for p in plan.outputs if p.layout] == ["[dp, -]", "[-, dp, -]"]
+
+
+def test_a_captured_sum_is_reduced_once_before_the_loop(tmp_path: Path) -> None:
+    body = graph(
+        "body",
+        [
+            node("ReduceSum", ["y", "rows"], ["r"]),
+            node("Add", ["h", "r"], ["g"]),
+            node("Identity", ["c"], ["d"]),
+        ],
+        [("i", INT, []), ("c", BOOL, []), ("h", FLOAT, [1, 99])],
+        [("d", BOOL, []), ("g", FLOAT, [1, 99])],
+        {"rows": np.array([0])},
+    )
+    main = graph(
+        "g",
+        [node("MatMul", ["x", "w"], ["y"], "mm"), loop(body, ["n", "", "h0"], ["h1"])],
+        [("x", FLOAT, [500, 6]), ("h0", FLOAT, [1, 99]), ("n", INT, [])],
+        [("h1", FLOAT, [1, 99])],
+        {"w": values(6, 99)},
+    )
+    model = save(tmp_path / "m.onnx", main)
+    feeds = [{"x": values(500, 6), "h0": values(1, 99), "n": np.array(n)} for n in (0, 4)]
+    plan = agree(model, feeds, "tp=3", {"shard": {"mm": ROWS}})
+    assert [(c.kind, c.tensor) for c in plan.collectives] == [("AllReduce", "y")]
+    par = onnx.load(str(model.with_suffix(".par") / "rank_0001.onnx"))
+    assert "AllReduce" in [n.op_type for n in par.graph.node]
+
+
+def test_branches_that_make_other_shapes(tmp_path: Path) -> None:
+    then = graph("then", [node("MatMul", ["x", "w"], ["t"], "mm")], [], [("t", FLOAT, [6, 8])])
+    other = graph("else", [node("Concat", ["x", "x"], ["e"], axis=1)], [], [("e", FLOAT, [6, 16])])
+    choose = node("If", ["c"], ["z"], then_branch=then, else_branch=other)
+    main = graph(
+        "g",
+        [choose, node("Relu", ["z"], ["r"])],
+        [("x", FLOAT, [6, 8]), ("c", BOOL, [])],
+        [("r", FLOAT, [6, None])],  # type: ignore[list-item]
+        {"w": values(8, 8)},
+    )
+    model = save(tmp_path / "m.onnx", main)
+    feeds = [{"x": values(6, 8), "c": np.array(c)} for c in (True, False)]
+    for layout in ("data-parallel 2", "data-parallel 3", "tensor-parallel 2"):
+        agree(model, feeds, layout)
+
+
+def test_a_branch_may_be_a_constant_or_what_it_captures(tmp_path: Path) -> None:
+    value = numpy_helper.from_array(values(6, 8))
+    then = graph("then", [node("Constant", [], ["t"], value=value)], [], [("t", FLOAT, [6, 8])])
+    other = graph("else", [node("Identity", ["x"], ["e"])], [], [("e", FLOAT, [6, 8])])
+    choose = node("If", ["c"], ["z"], then_branch=then, else_branch=other)
+    main = graph(
+        "g",
+        [choose, node("MatMul", ["z", "w"], ["r"], "mm")],
+        [("x", FLOAT, [6, 8]), ("c", BOOL, [])],
+        [("r", FLOAT, [6, 8])],
+        {"w": values(8, 8)},
+    )
+    model = save(tmp_path / "m.onnx", main)
+    feeds = [{"x": values(6, 8), "c": np.array(c)} for c in (True, False)]
+    assert not agree(model, feeds, "data-parallel 3").collectives
+    plan = agree(model, feeds, "tp=3", {"shard": {"mm": ROWS}})
+    assert kinds(plan) == ["AllReduce"] and not plan.whole
+
+
+def test_a_loop_may_carry_a_sequence(tmp_path: Path) -> None:
+    sequence = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
+    nodes = [
+        node("MatMul", ["h", "w"], ["g"], "mm"),
+        node("SequenceInsert", ["s", "g"], ["s2"]),
+        node("Identity", ["c"], ["d"]),
+    ]
+    given: list[Port] = [("i", INT, []), ("c", BOOL, []), ("h", FLOAT, [4, 6])]
+    made: list[Port] = [("d", BOOL, []), ("g", FLOAT, [4, 6])]
+    body = graph("body", nodes, given, made, {"w": values(6, 6)})
+    body.input.append(helper.make_value_info("s", sequence))
+    body.output.append(helper.make_value_info("s2", sequence))
+    main = graph(
+        "g",
+        [
+            node("SequenceEmpty", [], ["s0"], dtype=FLOAT),
+            loop(body, ["n", "", "x", "s0"], ["y", "s1"]),
+            node("ConcatFromSequence", ["s1"], ["z"], axis=0),
+        ],
+        [("x", FLOAT, [4, 6]), ("n", INT, [])],
+        [("y", FLOAT, [4, 6]), ("z", FLOAT, [None, None])],  # type: ignore[list-item]
+    )
+    model = save(tmp_path / "m.onnx", main)
+    feeds = [{"x": values(4, 6), "n": np.array(3)}]
+    plan = agree(model, feeds, "tp=2", {"shard": {"mm": ROWS}})
+    assert axes_of(plan, "w") == "[tp, -]"
+    agree(model, feeds, "data-parallel 2")
+
+
+@pytest.mark.parametrize("opset", [9, 11])
+def test_bodies_of_older_opsets(tmp_path: Path, opset: int) -> None:
+    then = [
+        node("Softmax", ["y"], ["s"], axis=1),
+        node("Unsqueeze", ["s"], ["u"], axes=[0]),
+        node("Squeeze", ["u"], ["t"], axes=[0]),
+    ]
+    other = [node("ReduceMean", ["y"], ["q"], axes=[2]), node("Sub", ["y", "q"], ["e"])]
+    choose = node(
+        "If",
+        ["c"],
+        ["z"],
+        then_branch=graph("then", then, [], [("t", FLOAT, [3, 4, 6])]),
+        else_branch=graph("else", other, [], [("e", FLOAT, [3, 4, 6])]),
+    )
+    main = graph(
+        "g",
+        [node("MatMul", ["x", "w"], ["y"], "mm"), choose],
+        [("x", FLOAT, [3, 4, 8]), ("c", BOOL, [])],
+        [("z", FLOAT, [3, 4, 6])],
+        {"w": values(8, 6)},
+    )
+    model = tmp_path / "m.onnx"
+    opsets = [helper.make_opsetid("", opset)]
+    onnx.save(helper.make_model(main, opset_imports=opsets, ir_version=6), model)
+    feeds = [{"x": values(3, 4, 8), "c": np.array(c)} for c in (True, False)]
+    plan = agree(model, feeds, "tp=3", {"shard": {"mm": [[None] * 3, [None, "tp"]]}})
+    assert kinds(plan) == ["AllReduce"] * 3 and not plan.whole
+
+
+def test_bodies_stay_whole_while_sizes_are_open(tmp_path: Path) -> None:
+    model = recurrent(tmp_path / "m.onnx")
+    proto = onnx.load(str(model))
+    for port in [*proto.graph.input[:2], proto.graph.output[0]]:
+        port.type.tensor_type.shape.dim[0].dim_param = "batch"
+    onnx.save(proto, model)
+    plan = agree(model, [*turns(3), *turns(2, batch=5)], "data-parallel 2")
+    assert not plan.collectives
+
+
+def test_annotations_keep_what_bodies_do(tmp_path: Path) -> None:
+    model = recurrent(tmp_path / "m.onnx", hidden=50)
+    noted = tmp_path / "noted.onnx"
+    wanted = pipeline.annotate(model, noted, options("tensor-parallel 2"))
+    plan = agree(noted, turns(3, hidden=50), "2")
+    assert kinds(plan) == kinds(wanted) != []
+    assert axes_of(plan, "w") == axes_of(wanted, "w")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxpar.collective import DOMAIN, PerRank
-from onnxpar.factors import Leaf, TensorFactors, with_axes
+from onnxpar.factors import GraphFactors, Leaf, TensorFactors, with_axes
 from onnxpar.layout import Concat, Dim, Factor, Layout, Product, nested_parts
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
@@ -146,7 +147,7 @@ def run(
 ) -> list[np.ndarray]:
     """The result of every rank."""
     OrderCollectives().run(graph, ctx)
-    template = _export(graph)
+    template = _export(graph, onnx.ModelProto())
 
     def one(rank: int) -> np.ndarray:
         model = type(template).FromString(template.SerializeToString())
@@ -187,9 +188,8 @@ def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
             return
         graph, per_rank = lower(steps, tensor, mesh, hand)
         layouts = {"t0": source, f"t{len(steps)}": target}
-        ctx = SimpleNamespace(
-            per_rank=per_rank, layouts=layouts, sharding=SimpleNamespace(mesh=mesh)
-        )
+        sharding = SimpleNamespace(mesh=mesh, factors=GraphFactors({}, []))
+        ctx = SimpleNamespace(per_rank=per_rank, layouts=layouts, sharding=sharding)
         parts = run(graph, ctx, worlds, terms(whole, source, mesh))
         for rank, part in enumerate(parts):
             assert part.shape == target.local_shape(mesh, rank)

@@ -110,12 +110,6 @@ def embedding(node: gs.Node) -> Rule:
     return _embedded(node, operands, mask=7, positions=8)
 
 
-@rule("QEmbedLayerNormalization", domain=DOMAIN)
-def quantized_embedding(node: gs.Node) -> Rule:
-    """As EmbedLayerNormalization, with scales and zero points."""
-    return _embedded(node, ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"], mask=7)
-
-
 def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1) -> Rule:
     whole = dict.fromkeys("vpt", "it is looked up by index") | {"h": _ROW}
     places = given(node, positions) if positions > 0 else None

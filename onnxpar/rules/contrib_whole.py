@@ -34,6 +34,7 @@ REASONS = {
     ),
     "which elements it makes depends on their values": "Tokenizer Unique SparseToDenseMatMul",
     "its values are global positions": "Range",
+    "it counts positions and looks up tables at once": "QEmbedLayerNormalization",
     "its pads may be computed by other nodes": "Pad",
     "its masks and caches count through the whole batch and all heads": (
         "DecoderMaskedMultiHeadAttention MRotaryEmbedding SparseAttention"

@@ -37,9 +37,7 @@ def control_flow(node: gs.Node) -> Rule:
     return paths.rule()
 
 
-def ports(
-    node: gs.Node, inner: Sequence[gs.Graph]
-) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
+def ports(node: gs.Node, inner: Sequence[gs.Graph]) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
     """What a node reads, the results of its bodies included, and what it makes, with what it hands
     its bodies."""
     operands = [*node.inputs, *(t for body in inner for t in body.outputs)]

@@ -17,7 +17,6 @@ import onnxpar
 sys.path.insert(0, str(Path(__file__).parent))
 import llama_shape
 
-
 NODES_PER_LAYER = 36
 
 

@@ -72,6 +72,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"tensors": {"t": [None, "tp", None, None]}},
         ALL,
     ),
+    "loop": (
+        f"""recurrent (float[4,6] x, int64 n) => (float[4,6] y)
+        <float[6,6] w = {ones(36)}>
+        {{ y = Loop<body = cell (int64 i, bool c, float[4,6] h) => (bool d, float[4,6] t)
+            {{ d = Identity(c)  m = MatMul(h, w)  t = Tanh(m) }}>(n, , x) }}""",
+        "tp=2",
+        {"shard": {"MatMul_m": [[None, "tp"], ["tp", None]]}},
+        ALL,
+    ),
 }
 
 

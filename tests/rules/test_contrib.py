@@ -461,11 +461,48 @@ IMAGES = [
         Case("ReorderInput", [(3, 16, 4, 4)], domain="com.microsoft.nchwc"),
         "n h0 h1 h2 -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}",
     ),
+    (
+        Case("ReorderOutput", [(3, 16, 4, 4)], {"channels": 12}, domain="com.microsoft.nchwc"),
+        "n h0 h1 h2 -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}",
+    ),
+    (
+        case(
+            "MaxpoolWithMask",
+            [(2, 3, 6, 6), np.ones((2, 1, 6, 6), np.int32)],
+            {"kernel_shape": [2, 2], "strides": [2, 2]},
+            fed=[1],
+        ),
+        "n c h0 h1, n 1 h0 h1 -> n c y0 y1 {whole: h0 h1 y0 y1}",
+    ),
+]
+
+ROWS = [
+    (case("MurmurHash3", [array([[3, 1, 4], [1, 5, 9]], np.int32)], fed=[0]), "d0 d1 -> d0 d1"),
+    (case("SampleOp", [X]), "d0 d1 d2 -> d0 d1 d2"),
+    (case("ScaledSiLU", [X], {"alpha": 1.5}), "d0 d1 d2 -> d0 d1 d2"),
+    (case("ScaledSiLU", [X, array(0.7, np.float32)]), "d0 d1 d2, () -> d0 d1 d2"),
+    (case("GatedAdd", [X, X, (3, 4, 1)]), "d0 d1 d2, d0 d1 d2, d0 d1 1 -> d0 d1 d2"),
+    (case("TransposeMatMul", [(4, 6), (5, 6)], {"transB": 1}), "m k, n k -> m n {sum: k}"),
+    (case("BranchwiseRMSNorm", [X, (24,)]), "d0 d1 d2, _ -> d0 d1 d2 {whole: d1 d2}"),
+    (
+        case("BranchwiseRMSNorm", [X, (6,)], {"num_branches": 2}),
+        "d0 d1 d2, _ -> d0 d1 d2 {whole: d2}",
+    ),
+    (case("GatedRMSNorm", [X, (6,), X]), "d0 d1 d2, _, d0 d1 d2 -> d0 d1 d2 {whole: d2}"),
+    (
+        case("LinearAttentionGate", [X, (6,), (6,), X], outputs=2),
+        "d0 d1 d2, d2, d2, d0 d1 d2 -> d0 d1 d2; d0 d1 d2",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("case", "text"), ELEMENTS, ids=[c.op for c, _ in ELEMENTS])
 def test_elements(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+@pytest.mark.parametrize(("case", "text"), ROWS, ids=[c.op for c, _ in ROWS])
+def test_rows(prove_rule, case, text):
     prove_rule(case, text)
 
 

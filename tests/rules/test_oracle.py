@@ -18,7 +18,7 @@ from onnxpar.rules.rule import registered
 
 
 def test_every_rule_has_a_case():
-    named = set()
+    named = {"If", "Loop", "Scan"}  # of graphs, not of nodes: tests/test_control_flow.py
     for path in Path(__file__).parent.glob("test_*.py"):
         tree = ast.walk(ast.parse(path.read_text()))
         named |= {n.value for n in tree if isinstance(n, ast.Constant) and isinstance(n.value, str)}
