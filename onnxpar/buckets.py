@@ -51,7 +51,7 @@ def fuse_all_reduces(graph: gs.Graph, mesh: Mesh, bucket_bytes: int, sizes: dict
             bucket.size += size
             bucket.behind |= {t.name for t in node.outputs}
         for bucket in open_buckets.values():
-            if any(t.name in bucket.behind for t in node.inputs):
+            if any(t.name in bucket.behind for t in _read(node)):
                 bucket.behind |= {t.name for t in node.outputs}
     fused = [b for b in [*full, *open_buckets.values()] if len(b.nodes) > 1]
     for bucket in fused:

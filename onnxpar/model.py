@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from onnxpar.runtime_shapes import is_known
 from onnxpar.shapes import is_folded
 from onnxpar.stored import (
     check_external,
+    copy_with_stubs,
     densify,
     element_bits,
     lift_constants,
     nodes_of,
+    stored_bytes,
     stored_tensors,
 )
 from onnxpar.subgraphs import all_nodes
@@ -38,6 +41,8 @@ _MAX_IR, MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
 _MIN_IR = 4
 """From here on, initializers need not be inputs."""
+_READ_AT_MOST = 1 << 16
+"""Bytes of an initializer that the checker may read."""
 _LENT = "com.microsoft"
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """What shapes are computed from."""
@@ -101,6 +106,7 @@ def load(
     def prepare(inferred: onnx.ModelProto) -> gs.Graph:
         _name_nodes(inferred.graph)
         graph = import_graph(inferred, defaults)
+        _unshare_vectors(graph)
         _mark_opset(graph)
         return graph
 
@@ -140,11 +146,10 @@ def _check(proto: onnx.ModelProto, path: Path) -> None:
             f"{path}: opset {opset}, IR {proto.ir_version}; onnxruntime loads up to opset "
             f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
         )
-    bare = onnx.ModelProto()
-    bare.CopyFrom(proto)
+    bare = copy_with_stubs(proto, partial(_unread, path))
     for tensor in stored_tensors(bare.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
-            _make_inline_stub(tensor)
+            tensor.CopyFrom(_inline_stub(tensor))
     bare.ir_version = max(bare.ir_version, _MIN_IR)  # what the runtime does not mind
     bare.graph.name = bare.graph.name or "graph"
     for port in (*bare.graph.input, *bare.graph.output):
@@ -174,15 +179,24 @@ def _lend_domain(graph: onnx.GraphProto, opsets: Any) -> None:
                 opsets.append(onnx.helper.make_opsetid(_LENT, 1))
 
 
-def _make_inline_stub(tensor: TensorProto) -> None:
-    """The checker would look for the data in the working directory; only its shape matters
-    there."""
-    dims = list(tensor.dims)
-    name, dtype = tensor.name, tensor.data_type
-    tensor.Clear()
-    tensor.name, tensor.data_type = name, dtype
-    tensor.dims.extend([0] if dims else [])
-    tensor.raw_data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
+def _unread(path: Path, tensor: TensorProto) -> TensorProto | None:
+    """What the checker sees of a large initializer. Errors: ModelError where data lacks."""
+    if len(tensor.raw_data) <= _READ_AT_MOST:
+        return None
+    if len(tensor.raw_data) != stored_bytes(tensor):
+        raise ModelError(
+            f"{path}: initializer {tensor.name!r} has {len(tensor.raw_data)} bytes, its shape and "
+            f"type {stored_bytes(tensor)}"
+        )
+    return _inline_stub(tensor)
+
+
+def _inline_stub(tensor: TensorProto) -> TensorProto:
+    """A tensor of no elements, or a scalar: for the checker, which would copy the data, or look for
+    it in the working directory."""
+    dims, dtype = tensor.dims, tensor.data_type
+    data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
+    return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)
 
 
 def _inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
@@ -278,6 +292,30 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
             unique, i = f"{name}_{i}", i + 1
         node.name = unique
         taken.add(unique)
+
+
+def _unshare_vectors(graph: gs.Graph) -> None:
+    """Gives every node a vector of its own where several read one.
+
+    Exporters store equal vectors once (biases of zeros), which does not mean that what they are
+    added to is the same dimension.
+    """
+    for tensor in list(graph.tensors().values()):
+        is_vector = isinstance(tensor, gs.Constant) and len(tensor.shape) == 1
+        if not is_vector or str(tensor.dtype) in ("int64", "bool", "object"):
+            continue
+        for i, node in enumerate(_different(tensor.outputs)[1:], 1):
+            copy = gs.Constant(
+                f"{tensor.name}@{i}", tensor._values, export_dtype=tensor.export_dtype
+            )
+            for at, operand in enumerate(node.inputs):
+                if operand is tensor:
+                    node.inputs[at] = copy
+
+
+def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
+    """Each node once; they are compared by identity, as equality compares attributes."""
+    return list({id(node): node for node in nodes}.values())
 
 
 def _mark_opset(graph: gs.Graph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from onnx import NodeProto, TensorProto, TypeProto
 
 from onnxpar.lockstep import Lockstep
 from onnxpar.shapes import FOLD_LIMIT, keep_nodes
+from onnxpar.stored import copy_with_stubs
 from onnxpar.symbols import ATTEMPTS, Binding, Polynomial, sample
 
 OpenDims = Mapping[tuple[str, int], Polynomial]
@@ -67,7 +69,7 @@ def infer_open(
     assert best is not None
     _, walks, dims, bindings = best
     keep_nodes(proto.graph, walks.kept)
-    bare = _without_weights(proto)
+    bare = copy_with_stubs(proto, _reference_to_nowhere)
 
     def graph(i: int) -> gs.Graph:
         model = proto
@@ -114,27 +116,12 @@ def _tie(walks: Lockstep, node: NodeProto) -> tuple[str, Polynomial] | None:
     return None
 
 
-def _without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with references to nowhere in place of large weights."""
-    bare = onnx.ModelProto()
-    weights = [*proto.graph.initializer]
-    large = {w.name for w in weights if _is_large(w)}
-    del proto.graph.initializer[:]
-    bare.CopyFrom(proto)
-    proto.graph.initializer.extend(weights)
-    for weight in weights:
-        if weight.name not in large:
-            bare.graph.initializer.append(weight)
-            continue
-        stub = bare.graph.initializer.add(name=weight.name, data_type=weight.data_type)
-        stub.dims.extend(weight.dims)
-        stub.data_location = TensorProto.EXTERNAL
-        stub.external_data.add(key="location", value="")
-    return bare
-
-
-def _is_large(weight: TensorProto) -> bool:
-    size = 1
-    for extent in weight.dims:
-        size *= extent
-    return weight.data_location != TensorProto.EXTERNAL and size > FOLD_LIMIT
+def _reference_to_nowhere(weight: TensorProto) -> TensorProto | None:
+    """What stands in for a large weight at the other bindings, where nobody reads it."""
+    is_large = math.prod(weight.dims) > FOLD_LIMIT
+    if weight.data_location == TensorProto.EXTERNAL or not is_large:
+        return None
+    stub = TensorProto(name=weight.name, data_type=weight.data_type, dims=weight.dims)
+    stub.data_location = TensorProto.EXTERNAL
+    stub.external_data.add(key="location", value="")
+    return stub

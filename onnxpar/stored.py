@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
-from onnx import GraphProto, NodeProto, SparseTensorProto, TensorProto, helper, numpy_helper
+from onnx import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    SparseTensorProto,
+    TensorProto,
+    helper,
+    numpy_helper,
+)
 
 from onnxpar.errors import ModelError
 from onnxpar.packing import stored_bits
@@ -24,6 +32,27 @@ def element_bits(dtype: int) -> int:
 def stored_bytes(tensor: TensorProto) -> int:
     """Bytes of a tensor's data; less than one byte an element where they are packed."""
     return -(-int(np.prod(tensor.dims, dtype=np.int64)) * element_bits(tensor.data_type) // 8)
+
+
+def copy_with_stubs(
+    model: ModelProto, stub: Callable[[TensorProto], TensorProto | None]
+) -> ModelProto:
+    """A copy of the model in which `stub` stands in for initializers of the main graph, where it
+    gives one; the data of those is never copied."""
+    copy = ModelProto()
+    for message, target in ((model, copy), (model.graph, copy.graph)):
+        for field, value in message.ListFields():
+            if field.name in ("graph", "initializer"):
+                continue
+            if field.is_repeated:
+                getattr(target, field.name).extend(value)
+            elif field.message_type is not None:
+                getattr(target, field.name).CopyFrom(value)
+            else:
+                setattr(target, field.name, value)
+    for tensor in model.graph.initializer:
+        copy.graph.initializer.append(stub(tensor) or tensor)
+    return copy
 
 
 def stored_proto(tensor: gs.Constant) -> TensorProto | None:

@@ -13,6 +13,7 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar import pipeline
+from onnxpar.pass_list import parse_passes
 from onnxpar.plan import Plan
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
@@ -496,3 +497,30 @@ def test_annotations_keep_what_bodies_do(tmp_path: Path) -> None:
     plan = agree(noted, turns(3, hidden=50), "2")
     assert kinds(plan) == kinds(wanted) != []
     assert axes_of(plan, "w") == axes_of(wanted, "w")
+
+
+def test_what_a_branch_captures_is_not_fused_with_what_comes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branches = {
+        f"{name}_branch": graph(name, [node(op, ["y"], [name])], [], [(name, FLOAT, [4, 6])])
+        for name, op in (("then", "Tanh"), ("else", "Sigmoid"))
+    }
+    main = graph(
+        "g",
+        [
+            node("MatMul", ["x", "w"], ["y"], "first"),
+            node("If", ["c"], ["z"], **branches),
+            node("MatMul", ["z", "w"], ["r"], "second"),
+        ],
+        [("x", FLOAT, [4, 6]), ("c", BOOL, [])],
+        [("r", FLOAT, [4, 6])],
+        {"w": values(6, 6)},
+    )
+    model = save(tmp_path / "m.onnx", main)
+    names = "annotate-strategy,propagate-layouts,insert-collectives{bucket-bytes=1000}"
+    passes = parse_passes(f"{names},localize-ops,order-collectives")
+    monkeypatch.setattr(pipeline, "passes_of", lambda how: passes)
+    feeds = [{"x": values(4, 6), "c": np.array(c)} for c in (True, False)]
+    strategy = {"shard": {"first": ROWS, "second": ROWS}, "tensors": {"y": [None, None]}}
+    assert kinds(agree(model, feeds, "tp=2", strategy)) == ["AllReduce", "AllReduce"]

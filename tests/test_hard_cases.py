@@ -326,3 +326,41 @@ def test_a_weight_is_read_by_a_branch_and_around_it(tmp_path: Path, predicate: b
     model = parsed(tmp_path / "m.onnx", text)
     feeds = {"x": weight(4, 6), "p": np.array(predicate)}
     agree(model, feeds, mesh="x=2", strategy={"tensors": {"x": ["x", None]}})
+
+
+def test_a_lowered_op_reads_no_external_weights(tmp_path: Path) -> None:
+    """Scale and bias of a normalization that is split lie in a file, far from the working folder."""
+    nodes = [helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["y"], "norm")]
+    weights = {"scale": weight(512), "bias": weight(512)}
+    shapes = {"x": (FLOAT, (4, 512))}, {"y": (FLOAT, (4, 512))}
+    model = write(tmp_path / "inline.onnx", nodes, *shapes, weights)
+    proto = onnx.load(model)
+    outside = tmp_path / "m.onnx"
+    onnx.save(proto, outside, save_as_external_data=True, location="m.data", size_threshold=0)
+    plan = agree(
+        outside, {"x": weight(4, 512)}, devices=2, strategy={"shard": {"norm": [[1, 2], [2], [2]]}}
+    )
+    assert set(kinds(plan)) == {"AllReduce"}
+
+
+def test_a_bias_of_zeros_stored_once_joins_no_dimensions(tmp_path: Path) -> None:
+    """A residual block whose equal biases an exporter has stored as one."""
+
+    def block(biases: Sequence[str]) -> onnxpar.Plan:
+        nodes = []
+        at = "x"
+        for i, bias in enumerate(biases):
+            nodes.append(helper.make_node("MatMul", [at, f"w{i}"], [f"p{i}"], f"mm{i}"))
+            nodes.append(helper.make_node("Add", [f"p{i}", bias], [f"b{i}"], f"add{i}"))
+            at = f"b{i}"
+            if i == 0:
+                nodes.append(helper.make_node("Relu", [at], ["r"]))
+                at = "r"
+        nodes.append(helper.make_node("Add", ["x", at], ["y"], "residual"))
+        weights = {f"w{i}": weight(16, 16) for i in range(len(biases))}
+        weights |= {bias: np.zeros(16, np.float32) for bias in set(biases)}
+        name = tmp_path / f"{'_'.join(biases)}.onnx"
+        model = write(name, nodes, {"x": (FLOAT, (8, 16))}, {"y": (FLOAT, (8, 16))}, weights)
+        return agree(model, {"x": X}, devices=2, preset="tensor-parallel")
+
+    assert kinds(block(["zero", "zero"])) == kinds(block(["one", "other"])) == ["AllReduce"]
