@@ -8,7 +8,7 @@ before or behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,17 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import PerRank, collective_node
-from onnxpar.layout import Dim, Factor, Layout, indices, local_size, neutral, normalize, split_count
+from onnxpar.layout import (
+    Dim,
+    Factor,
+    Layout,
+    Product,
+    indices,
+    local_size,
+    neutral,
+    normalize,
+    split_count,
+)
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.plan import numpy_dtype
 
@@ -46,9 +56,23 @@ class ReshardBuilder:
         """The nodes, in order; the last makes the reshard's result."""
         if len(self.inputs) > 1:
             self._bucket()
-        else:
-            getattr(self, "_" + self.node.op)(self.inputs[0], self.outputs[0])
+            return self.built
+        lower = getattr(self, "_" + self.node.op)
+        before, after = self.before, self.after
+        self.before, self.after = _unmerged(before, after)
+        if self.before == before:
+            lower(self.inputs[0], self.outputs[0])
+            return self.built
+        apart, result = self._fresh(self.inputs[0], "apart"), self._fresh(self.outputs[0], "result")
+        self._reshape(self.inputs[0], self.before, apart)
+        lower(apart, result)
+        self._reshape(result, after, self.outputs[0])
         return self.built
+
+    def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
+        """To the rank's part of that layout."""
+        shape = self._varying(f"shape{len(self.built)}", partial(_shape, layout, self.mesh))
+        self._add("Reshape", [x, shape], y)
 
     def _bucket(self) -> None:
         """Several all-reduces as one: their elements in a row."""
@@ -232,6 +256,21 @@ class ReshardBuilder:
         constant = self._constant(what, value(0))
         self.per_rank.constants[constant.name] = value
         return constant
+
+
+def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
+    """The same with a dimension for each factor of those merged ones of which an inner factor
+    changes: there, parts are contiguous."""
+    dims: list[tuple[Dim, Dim]] = []
+    for b, a in zip(before.dims, after.dims, strict=True):
+        changes = b != a and not (_is_run(b) and _is_run(a))
+        if changes and isinstance(b, Product) and isinstance(a, Product):
+            dims += zip(b.children, a.children, strict=True)
+        else:
+            dims.append((b, a))
+    return replace(before, dims=tuple(b for b, _ in dims)), replace(
+        after, dims=tuple(a for _, a in dims)
+    )
 
 
 def _shape(layout: Layout, mesh: Mesh, rank: int) -> Array:

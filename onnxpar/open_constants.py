@@ -6,6 +6,8 @@ symbols and of where the rank's parts of them start and end, or the layout needs
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +24,10 @@ from onnxpar.lockstep import MOST
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.open_sizes import OpenSizes
 from onnxpar.subgraphs import captured
-from onnxpar.symbols import Polynomial, fit
+from onnxpar.symbols import Binding, Polynomial, fit, fits
 
 Array = npt.NDArray[Any]
+_PROBES = 64
 
 
 @dataclass(frozen=True)
@@ -125,27 +128,40 @@ class OpenConstants:
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
         """The constants of a rank that open sizes decide."""
-        variables = {**self.sizes.variables(), **self._part_values(rank)}
+        variables = {**self.sizes.variables(), **self._part_values(rank, self.sizes.bindings)}
+        parts = self._part_values(rank, self._probes)
+        probes = [
+            {**probe, **{name: column[i] for name, column in parts.items()}}
+            for i, probe in enumerate(self._probes)
+        ]
         found = {}
         for name in self.varying:
             values = [each.value(name, rank) for each in self.all]
             if all(_equal(values[0], v) for v in values[1:]):
                 continue
-            found[name] = self._fitted(name, values, variables)
+            found[name] = self._fitted(name, values, variables, probes)
         return found
 
     def _fitted(
-        self, name: str, values: list[Array], variables: Mapping[str, Sequence[int]]
+        self,
+        name: str,
+        values: list[Array],
+        variables: Mapping[str, Sequence[int]],
+        probes: Sequence[Mapping[str, int]],
     ) -> OpenArray:
+        """The polynomials with these values; no two that fit may differ at any of the probes."""
         first = values[0]
         same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
         if not same or not np.issubdtype(first.dtype, np.integer):
             raise self.needs_sizes(name)
         columns = np.stack([v.reshape(-1) for v in values], 1).tolist()
-        elements = [fit(column, variables) for column in columns]
-        if any(e is None for e in elements):
-            raise self.needs_sizes(name)
-        return OpenArray(tuple(e for e in elements if e), first.shape, first.dtype)
+        elements = []
+        for column in columns:
+            fitting = fits(column, variables)
+            if len({tuple(f.at(probe) for probe in probes) for f in fitting}) != 1:
+                raise self.needs_sizes(name)
+            elements.append(fitting[0])
+        return OpenArray(tuple(elements), first.shape, first.dtype)
 
     def parts(self, rank: int) -> dict[str, Part]:
         """The parts of open sizes that a rank holds, by variable name."""
@@ -157,11 +173,21 @@ class OpenConstants:
             found[f"part{i}"] = Part(size, counts, at, False)
         return found
 
-    def _part_values(self, rank: int) -> dict[str, list[int]]:
+    def _part_values(self, rank: int, bindings: Sequence[Binding]) -> dict[str, list[int]]:
         return {
-            name: [part.value(part.size.at(binding)) for binding in self.sizes.bindings]
+            name: [part.value(part.size.at(binding)) for binding in bindings]
             for name, part in self.parts(rank).items()
         }
+
+    @cached_property
+    def _probes(self) -> list[Binding]:
+        """Sizes of all kinds, to tell polynomials apart that agree at the samples."""
+        source = random.Random(0)
+        columns = {}
+        for symbol, values in self.sizes.variables().items():
+            step = math.gcd(*(v - values[0] for v in values)) or 1
+            columns[symbol] = [min(values) + step * source.randint(0, 99) for _ in range(_PROBES)]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     @cached_property
     def _split_sizes(self) -> list[tuple[Polynomial, Axes]]:

@@ -1,13 +1,12 @@
 """Makes the bodies of If, Loop and Scan read like parts of the graph around them.
 
-No two tensors share a name, weights all stand in the main graph, and every result of a body is
-made by one of its own nodes.
+No two tensors share a name, weights and declared types all stand in the main graph, and every
+result of a body is made by one of its own nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from onnx import GraphProto, NodeProto, helper
 
@@ -27,12 +26,12 @@ def open_scopes(graph: GraphProto) -> None:
     operands is its own affair: they are known by position."""
     taken = {t.name for t in (*graph.input, *graph.initializer)}
     taken |= {output for node in graph.node for output in node.output}
-    _Opening(graph.initializer, taken).enter(graph, {})
+    _Opening(graph, taken).enter(graph, {})
 
 
 class _Opening:
-    def __init__(self, weights: Any, taken: set[str]) -> None:
-        self.weights = weights
+    def __init__(self, main: GraphProto, taken: set[str]) -> None:
+        self.main = main
         self.taken = taken
 
     def enter(self, graph: GraphProto, names: Mapping[str, str]) -> None:
@@ -52,12 +51,16 @@ class _Opening:
         for weight in body.initializer:
             if weight.name not in given:
                 weight.name = self._declare(weight.name, names)
-                self.weights.add().CopyFrom(weight)
-        del body.initializer[:], body.value_info[:]
+                self.main.initializer.add().CopyFrom(weight)
+        del body.initializer[:]
         for node in body.node:
             node.output[:] = [self._declare(o, names) if o else "" for o in node.output]
         for node in body.node:
             node.input[:] = [names.get(i, i) for i in node.input]
+        for info in body.value_info:
+            info.name = names.get(info.name, info.name)
+        self.main.value_info.extend(body.value_info)
+        del body.value_info[:]
         self._own_results(body, names)
         self.enter(body, names)
 

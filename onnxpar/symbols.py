@@ -21,8 +21,11 @@ Binding = Mapping[str, int]
 Monomial = tuple[str, ...]
 """Variables that are multiplied, in alphabetical order."""
 
-SAMPLES = 6
-"""Bindings that a polynomial must agree with; it has at most three terms."""
+FEWEST, MOST = 8, 32
+"""Bindings that a polynomial must agree with: as many as there are ranks, within these bounds, so
+that sizes leave every remainder."""
+ENOUGH = 6
+"""Bindings that must be left when those are dropped at which sizes coincide."""
 _DEGREE = 3
 
 
@@ -144,21 +147,29 @@ def _parsed(node: ast.expr) -> Polynomial:
 
 
 def sample(symbols: Sequence[str], least: int, taken: Iterable[int], attempt: int) -> list[Binding]:
-    """Bindings to infer a model at: sizes of at least `least` that differ from each other, from
-    those `taken` and in what divides them; later attempts are smaller, then rounder."""
+    """Bindings to infer a model at: sizes of at least `least`, consecutive for each symbol so that
+    they leave every remainder, and different from each other in each binding. The first is of
+    sizes that are not `taken`, where that is possible. Later attempts are smaller, then rounder."""
     source = random.Random(attempt)
     step, low, high = ((1, 11, 60), (1, 4, 16), (16, 1, 16), (32, 1, 16))[attempt]
-    low, high = max(low, -(-least // step)), max(high, least // step + SAMPLES)
-    pool = [n * step for n in range(low, high + 1)]
-    fresh = [n for n in pool if n not in set(taken)]
-    pool = fresh if len(fresh) > len(symbols) + 1 else pool
-    rows = [source.sample(pool, len(symbols)) for _ in range(SAMPLES)]
-    for column in range(len(symbols)):  # both parities, whatever was drawn
-        other = [n for n in pool if (n - rows[0][column]) // step % 2]
-        rows[-1][column] = source.choice(other)
+    count = min(max(FEWEST, least), MOST)
+    low = max(low, -(-least // step))
+    last = max(low, high - count)
+    rows: list[tuple[int, ...]] = []
+    for _ in range(_TRIES):
+        columns = []
+        for _ in symbols:
+            start = source.randint(low, last)
+            columns.append(source.sample(range(start, start + count), count))
+        rows = [tuple(n * step for n in row) for row in zip(*columns, strict=True)]
+        if all(len(set(row)) == len(symbols) for row in rows):
+            break
+    busy = set(taken)
+    rows.sort(key=lambda row: len(busy.intersection(row)))
     return [dict(zip(symbols, row, strict=True)) for row in rows]
 
 
+_TRIES = 100
 ATTEMPTS = 4
 """How many ways `sample` knows."""
 
@@ -167,42 +178,53 @@ def fit(values: Sequence[int], variables: Mapping[str, Sequence[int]]) -> Polyno
     """The simplest polynomial of the variables with these values, None where there is none.
 
     `variables` gives each one's value at every sample. At most three terms, of which one is a
-    number, so that three samples at least stand against what is found by chance.
+    number, so that several samples stand against what is found by chance.
     """
-    return _fit(tuple(values), tuple((n, tuple(v)) for n, v in variables.items()))
+    return next(iter(fits(values, variables)), None)
+
+
+def fits(values: Sequence[int], variables: Mapping[str, Sequence[int]]) -> tuple[Polynomial, ...]:
+    """All polynomials that are as simple as the simplest with these values."""
+    return _fits(tuple(values), tuple((n, tuple(v)) for n, v in variables.items()))
 
 
 @lru_cache(maxsize=65536)
-def _fit(
+def _fits(
     values: tuple[int, ...], variables: tuple[tuple[str, tuple[int, ...]], ...]
-) -> Polynomial | None:
+) -> tuple[Polynomial, ...]:
     if len(set(values)) == 1:
-        return Polynomial.constant(values[0])
+        return (Polynomial.constant(values[0]),)
     columns = _monomials(variables)
-    for monomial, column in columns.items():
-        found = _line(values, column)
-        if found is not None and found[1] == 0:
-            return _polynomial([(monomial, found[0])])
-    for monomial, column in columns.items():
-        found = _line(values, column)
-        if found is not None:
-            return _polynomial([(monomial, found[0]), ((), found[1])])
-    for (m, a), (n, b) in itertools.combinations(columns.items(), 2):
-        solved = _plane(values, a, b)
-        if solved is not None:
-            return _polynomial([(m, solved[0]), (n, solved[1]), ((), solved[2])])
-    return None
+    lines = [(m, line) for m, column in columns.items() if (line := _line(values, column))]
+    multiples = tuple(_polynomial([(m, a)]) for m, (a, b) in lines if b == 0)
+    if multiples:
+        return _simplest(multiples)
+    if lines:
+        return _simplest([_polynomial([(m, a), ((), b)]) for m, (a, b) in lines])
+    pairs = itertools.combinations(columns.items(), 2)
+    planes = [(m, n, _plane(values, a, b)) for (m, a), (n, b) in pairs]
+    return _simplest([_polynomial([(m, p[0]), (n, p[1]), ((), p[2])]) for m, n, p in planes if p])
+
+
+def _simplest(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
+    """Those of the least denominator and degree."""
+
+    def weight(polynomial: Polynomial) -> tuple[int, int]:
+        return polynomial.denominator, max(len(monomial) for monomial, _ in polynomial.terms)
+
+    least = min(map(weight, found), default=None)
+    return tuple(p for p in found if weight(p) == least)
 
 
 def _monomials(
     variables: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> dict[Monomial, tuple[int, ...]]:
-    """Monomials and their values, the simplest first; those that never differ are left out."""
+    """Monomials and their values, the simplest first; those that never vary are left out."""
     out: dict[Monomial, tuple[int, ...]] = {}
     for degree in range(1, _DEGREE + 1):
         for chosen in itertools.combinations_with_replacement(sorted(variables), degree):
             column = tuple(math.prod(row) for row in zip(*(v for _, v in chosen), strict=True))
-            if len(set(column)) > 1 and column not in out.values():
+            if len(set(column)) > 1:
                 out[tuple(name for name, _ in chosen)] = column
     return out
 

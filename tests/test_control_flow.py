@@ -8,13 +8,19 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar import pipeline
+from onnxpar.layout import Factor, Layout
+from onnxpar.mesh import Axis
+from onnxpar.model import load
 from onnxpar.pass_list import parse_passes
+from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import Plan
+from onnxpar.verify import verify
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 Array = np.ndarray[Any, Any]
@@ -524,3 +530,102 @@ def test_what_a_branch_captures_is_not_fused_with_what_comes_of_it(
     feeds = [{"x": values(4, 6), "c": np.array(c)} for c in (True, False)]
     strategy = {"shard": {"first": ROWS, "second": ROWS}, "tensors": {"y": [None, None]}}
     assert kinds(agree(model, feeds, "tp=2", strategy)) == ["AllReduce", "AllReduce"]
+
+
+def placed(model: Path, strategy: Any, last: int) -> tuple[gs.Graph, PassContext]:
+    """The graph behind the first passes."""
+    how = options("tp=2", strategy=strategy)
+    loaded = pipeline.load_model(model, how)
+    ctx = pipeline.make_context(loaded, how)
+    pipeline.run_passes(loaded, ctx, pipeline.passes_of(how)[:last], check=True)
+    return loaded.graph, ctx
+
+
+def test_a_body_that_loses_the_token_is_noticed(tmp_path: Path) -> None:
+    strategy = {"shard": {"recur": ROWS, "feed": [[None, None], [None, "tp"]]}}
+    graph, ctx = placed(recurrent(tmp_path / "m.onnx"), strategy, 5)
+    body = next(n for n in graph.nodes if n.op == "Loop").attrs["body"]
+    verify(graph, ctx)
+    body.outputs[2] = body.inputs[3]
+    with pytest.raises(AssertionError, match="does not carry the token"):
+        verify(graph, ctx)
+
+
+def test_a_sum_that_is_pending_in_a_loop_is_noticed(tmp_path: Path) -> None:
+    body = graph(
+        "body",
+        [node("Add", ["h", "h"], ["g"], "twice"), node("Identity", ["c"], ["d"])],
+        [("i", INT, []), ("c", BOOL, []), ("h", FLOAT, [4, 6])],
+        [("d", BOOL, []), ("g", FLOAT, [4, 6])],
+    )
+    given: list[Port] = [("x", FLOAT, [4, 6]), ("n", INT, [])]
+    made: list[Port] = [("y", FLOAT, [4, 6])]
+    model = save(tmp_path / "m.onnx", graph("g", [loop(body, ["n", "", "x"], ["y"])], given, made))
+    main, ctx = placed(model, {"tensors": {"x": [None, None]}}, 3)
+    verify(main, ctx)
+    for name in ("x", "h", "g", "y"):
+        ctx.layouts[name] = Layout((Factor(4), Factor(6)), (Axis("tp", 2),))
+    with pytest.raises(AssertionError, match="is pending where it enters or leaves a body"):
+        verify(main, ctx)
+
+
+def test_declared_types_hold_in_bodies_for_ops_that_nobody_knows(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Odd", ["x"], ["o"], domain="odd"), node("Relu", ["o"], ["t"])]
+    then = graph("then", nodes, [], [("t", FLOAT, None)])
+    then.value_info.append(helper.make_tensor_value_info("o", FLOAT, [4, 6]))
+    other = graph("else", [node("Relu", ["x"], ["e"])], [], [("e", FLOAT, [4, 6])])
+    choose = node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    ports = [("x", FLOAT, [4, 6]), ("c", BOOL, [])], [("y", FLOAT, [4, 6])]
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("odd", 1)]
+    model = helper.make_model(graph("g", [choose], *ports), opset_imports=opsets, ir_version=8)
+    onnx.save(model, tmp_path / "m.onnx")
+    (loaded,) = load(tmp_path / "m.onnx").graph.nodes
+    assert list(loaded.attrs["then_branch"].outputs[0].shape) == [4, 6]
+    assert list(loaded.outputs[0].shape) == [4, 6]
+
+
+@pytest.mark.parametrize(
+    "strategy,expected",
+    [
+        ({"shard": {"loop": [[], [], ["tp", None]]}}, ["AllReduce"]),
+        ({"tensors": {"h": [None, "tp"]}}, ["ReduceScatter", "AllReduce"]),
+        (
+            {"tensors": {"h": [None, None], "h0": ["tp", None], "h_last": [None, "tp"]}},
+            ["AllGather", "AllReduce", "AllToAll"],
+        ),
+        (
+            {"tensors": {"h_next": ["tp", None], "h": [None, "tp"]}},
+            ["AllToAll", "ReduceScatter", "AllReduce"],
+        ),
+    ],
+)
+def test_strategies_reach_into_bodies(
+    tmp_path: Path, strategy: Mapping[str, Any], expected: list[str]
+) -> None:
+    plan = agree(recurrent(tmp_path / "m.onnx"), turns(3, 0), "tp=3", strategy)
+    assert kinds(plan) == expected and not plan.whole
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_take_what_has_grown_since_the_last_turn(tmp_path: Path, ranks: int) -> None:
+    body = graph(
+        "grow",
+        [
+            node("Concat", ["all", "x"], ["more"], axis=1),
+            node("Softmax", ["more"], ["soft"], axis=0),
+            node("Tanh", ["soft"], ["next"]),
+            node("Identity", ["c"], ["d"]),
+        ],
+        [("i", INT, []), ("c", BOOL, []), ("all", FLOAT, None)],
+        [("d", BOOL, []), ("next", FLOAT, None)],
+    )
+    main = graph(
+        "g",
+        [loop(body, ["n", "", "a0"], ["a1"]), node("Relu", ["a1"], ["y"])],
+        [("x", FLOAT, [5, 6]), ("a0", FLOAT, [5, 2]), ("n", INT, [])],
+        [("y", FLOAT, [5, None])],  # type: ignore[list-item]
+    )
+    model = save(tmp_path / "m.onnx", main)
+    feeds = [{"x": values(5, 6), "a0": values(5, 2), "n": np.array(n)} for n in (1, 4, 0)]
+    plan = agree(model, feeds, f"tp={ranks}", {"tensors": {"a0": ["tp", None]}})
+    assert kinds(plan) == ["AllReduce", "AllReduce", "AllGather"] and not plan.whole

@@ -72,6 +72,20 @@ def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path)
             check_outputs([session.states.read(source)], [wanted[result]], [result])
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["gpt2.legacy", "llama.dynamo", "falcon.legacy", "t5.dynamo"])
+def test_a_sequence_is_split_at_any_remainder(name: str, ranks: int, tmp_path: Path) -> None:
+    model = MODELS / f"{name}.dynamic.onnx"
+    strategy = {"tensors": {"input_ids": [None, "tp"]}}
+    plan = pipeline.shard(model, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for length in (ranks, 7, 8, 9):
+            sizes = {"batch": 2, "seq": length, "target": 5}
+            feeds = feeds_at(plan, dims_of(model.name, sizes))
+            wanted = run_unsplit(model, feeds)
+            check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
+
+
 def test_plan_names_open_sizes(tmp_path: Path) -> None:
     plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
     ports = {p["name"]: p["shape"] for p in plan.to_json()["inputs"] + plan.to_json()["outputs"]}
