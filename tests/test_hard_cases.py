@@ -329,7 +329,7 @@ def test_a_weight_is_read_by_a_branch_and_around_it(tmp_path: Path, predicate: b
 
 
 def test_a_lowered_op_reads_no_external_weights(tmp_path: Path) -> None:
-    """Scale and bias of a normalization that is split lie in a file, far from the working folder."""
+    """Scale and bias of a split normalization lie in a file, far from the working folder."""
     nodes = [helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["y"], "norm")]
     weights = {"scale": weight(512), "bias": weight(512)}
     shapes = {"x": (FLOAT, (4, 512))}, {"y": (FLOAT, (4, 512))}
