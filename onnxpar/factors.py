@@ -9,7 +9,6 @@ never cut inside an atom that some op treats as one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -20,14 +19,11 @@ import onnx_graphsurgeon as gs
 from onnxpar.layout import Concat, Dim, Factor, Product
 from onnxpar.layout import leaves as leaves_of
 from onnxpar.mesh import Axes
+from onnxpar.pieces import Piece, compose, flat, same, unify
 from onnxpar.rules.control_flow import ports
 from onnxpar.rules.rule import (
-    Cat,
-    Expr,
-    Prod,
     Rule,
     Spec,
-    Var,
     expr_vars,
     rule_of,
     tensor_shape,
@@ -39,104 +35,6 @@ _CUT_HERE = "its dimensions do not line up here"
 _UNKNOWN = "a size that only a run can tell"
 _RANDOM = "it draws random values, which one rank does for all"
 _OPEN = "what a subgraph reads of the graph around it is whole while sizes are open"
-
-
-class _Node:
-    """A dimension, or a piece of one, while it is being refined (union-find)."""
-
-    __slots__ = ("children", "kind", "parent", "size")
-
-    def __init__(self, size: int, kind: str = "", children: tuple[_Node, ...] = ()) -> None:
-        self.size = size
-        self.kind = kind
-        self.children = children
-        self.parent: _Node | None = None
-
-    def root(self) -> _Node:
-        node = self
-        while node.parent is not None:
-            if node.parent.parent is not None:
-                node.parent = node.parent.parent
-            node = node.parent
-        return node
-
-
-def _flat(node: _Node, kind: str) -> list[_Node]:
-    node = node.root()
-    if node.kind != kind:
-        return [node]
-    neutral = 1 if kind == "product" else 0
-    return [n for c in node.children for n in _flat(c, kind) if n.size != neutral]
-
-
-def _refine(node: _Node, kind: str, sizes: tuple[int, ...]) -> list[_Node] | None:
-    """Makes an atom a product or concatenation of these sizes; None where it is already
-    otherwise."""
-    node = node.root()
-    if node.kind:
-        return None
-    node.kind, node.children = kind, tuple(_Node(s) for s in sizes)
-    return list(node.children)
-
-
-def _unify(a: _Node, b: _Node) -> bool:
-    a, b = a.root(), b.root()
-    if a is b:
-        return True
-    if a.size != b.size:
-        return False
-    if a.size <= 1:
-        return True
-    if not a.kind or not b.kind:
-        child, parent = (a, b) if not a.kind else (b, a)
-        child.parent = parent
-        return True
-    if a.kind != b.kind:
-        return False
-    walk = _align_product if a.kind == "product" else _align_concat
-    if not walk(_flat(a, a.kind), _flat(b, b.kind)):
-        return False
-    if a.root() is not b.root():
-        a.root().parent = b.root()
-    return True
-
-
-def _align_product(a: list[_Node], b: list[_Node]) -> bool:
-    a, b = a[::-1], b[::-1]
-    while a and b:
-        x, y = a.pop(), b.pop()
-        if x.size == y.size:
-            if not _unify(x, y):
-                return False
-            continue
-        common = math.gcd(x.size, y.size)
-        if common == 1:
-            return False
-        for node, rest in ((x, a), (y, b)):
-            pieces = [node]
-            if node.size != common:
-                refined = _refine(node, "product", (common, node.size // common))
-                if refined is None:
-                    return False
-                pieces = refined
-            rest.extend(pieces[::-1])
-    return not a and not b
-
-
-def _align_concat(a: list[_Node], b: list[_Node]) -> bool:
-    a, b = a[::-1], b[::-1]
-    while a and b:
-        x, y = a.pop(), b.pop()
-        if x.size == y.size:
-            if not _unify(x, y):
-                return False
-            continue
-        long, rest, short = (x, a, y) if x.size > y.size else (y, b, x)
-        pieces = _refine(long, "concat", (short.size, long.size - short.size))
-        if pieces is None or not _unify(pieces[0], short):
-            return False
-        rest.append(pieces[1])
-    return not a and not b
 
 
 @dataclass(frozen=True)
@@ -249,7 +147,7 @@ class _Joined(NamedTuple):
     node: gs.Node
     graph: gs.Graph
     rule: Rule
-    factors: dict[str, _Node]
+    factors: dict[str, Piece]
     bodies: list[gs.Graph]
 
 
@@ -258,7 +156,7 @@ class _Analysis:
         self.graph = graph
         self.pairs = list(pairs)
         self.in_bodies = in_bodies
-        self.dims: dict[str, list[_Node] | None] = {}
+        self.dims: dict[str, list[Piece] | None] = {}
         self.joined: list[_Joined] = []
         self.atoms: dict[int, int] = {}
 
@@ -266,7 +164,7 @@ class _Analysis:
         self._join_all(self.graph)
         for a, b in self.pairs:
             for x, y in zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False):
-                _unify(x, y)
+                unify(x, y)
         tensors = {}
         for name, dims in self.dims.items():
             if dims is not None:
@@ -276,11 +174,11 @@ class _Analysis:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
         return GraphFactors(tensors, [self._op(joined, tensors) for joined in self.joined])
 
-    def _dims(self, tensor: gs.Tensor) -> list[_Node] | None:
+    def _dims(self, tensor: gs.Tensor) -> list[Piece] | None:
         if tensor.name not in self.dims:
             shape = tensor_shape(tensor)
             self.dims[tensor.name] = (
-                None if shape is None else [_Node(-1 if s is None else s) for s in shape]
+                None if shape is None else [Piece(-1 if s is None else s) for s in shape]
             )
         return self.dims[tensor.name]
 
@@ -297,7 +195,7 @@ class _Analysis:
                     self._join_all(body)
                 rule = rule_of(node)
                 opened = inner
-            factors = {f: _Node(-1 if s is None else s) for f, s in rule.sizes.items()}
+            factors = {f: Piece(-1 if s is None else s) for f, s in rule.sizes.items()}
             self._join(_Joined(node, graph, rule, factors, opened))
 
     def _join(self, joined: _Joined) -> None:
@@ -308,32 +206,32 @@ class _Analysis:
                 continue
             assert len(spec) == len(dims), f"{node.op} '{node.name}': {rule.text()}"
             for expr, dim in zip(spec, dims, strict=True):
-                _unify(dim, _compose(expr, factors))
+                unify(dim, compose(expr, factors))
         self.joined.append(joined)
 
-    def _tree(self, node: _Node) -> Dim:
+    def _tree(self, node: Piece) -> Dim:
         """The resolved tree of a piece, unsplit."""
         node = node.root()
         if not node.kind or node.size <= 1:
             return Factor(node.size)
         kind = Product if node.kind == "product" else Concat
-        children = tuple(self._tree(c) for c in _flat(node, node.kind))
+        children = tuple(self._tree(c) for c in flat(node, node.kind))
         return children[0] if len(children) == 1 else kind(children)
 
-    def _leaves(self, node: _Node) -> Iterator[Leaf]:
+    def _leaves(self, node: Piece) -> Iterator[Leaf]:
         node = node.root()
         if node.kind:
-            for child in _flat(node, node.kind):
+            for child in flat(node, node.kind):
                 yield from self._leaves(child)
         elif node.size > 1:
             yield Leaf(self.atoms.setdefault(id(node), len(self.atoms)), node.size)
 
-    def _has_major(self, node: _Node) -> bool:
+    def _has_major(self, node: Piece) -> bool:
         """Whether the first piece can be split so that parts are consecutive."""
         node = node.root()
         return node.size > 1 and node.kind != "concat"
 
-    def _tensor(self, dims: list[_Node]) -> TensorFactors:
+    def _tensor(self, dims: list[Piece]) -> TensorFactors:
         per_dim = [list(self._leaves(d)) for d in dims]
         trees = tuple(self._tree(d) for d in dims)
         apart: set[tuple[int, int]] = set()
@@ -356,7 +254,7 @@ class _Analysis:
                 whole.setdefault(name, _UNKNOWN)
         for tensor, spec in _operands(joined):
             for expr, dim in zip(spec or (), self.dims.get(tensor.name) or (), strict=False):
-                if not _same(_compose(expr, factors), dim):
+                if not same(compose(expr, factors), dim):
                     whole.update({v: whole.get(v, _CUT_HERE) for v in expr_vars(expr)})
         for group in rule.ties:
             if any(f in whole or not self._has_major(factors[f]) for f in group):
@@ -460,33 +358,6 @@ def _operands(joined: _Joined) -> Iterator[tuple[gs.Tensor, Spec | None]]:
     operands, results = ports(joined.node, joined.bodies)
     for tensors, specs in ((operands, joined.rule.inputs), (results, joined.rule.outputs)):
         yield from zip(tensors, [*specs, *[None] * (len(tensors) - len(specs))], strict=True)
-
-
-def _compose(expr: Expr, factors: Mapping[str, _Node]) -> _Node:
-    if isinstance(expr, Var):
-        return factors[expr.name]
-    children = tuple(_compose(c, factors) for c in expr.children)
-    sizes = [c.size for c in children]
-    if isinstance(expr, Prod):
-        return _Node(math.prod(sizes), "product", children)
-    assert isinstance(expr, Cat)
-    return _Node(sum(sizes), "concat", children)
-
-
-def _same(a: _Node, b: _Node) -> bool:
-    """Whether two pieces resolved to the same atoms in the same structure."""
-    a, b = a.root(), b.root()
-    if a is b or (a.size == b.size and a.size in (0, 1)):
-        return True
-    if a.size != b.size:
-        return False
-    kind = a.kind or b.kind
-    if not kind:
-        return False
-    x, y = _flat(a, kind), _flat(b, kind)
-    if len(x) == 1 and len(y) == 1:
-        return x[0] is y[0] if x[0] is a or y[0] is b else _same(x[0], y[0])
-    return len(x) == len(y) and all(_same(p, q) for p, q in zip(x, y, strict=True))
 
 
 def with_axes(dim: Dim, axes: Iterator[tuple[Axes, tuple[int, ...] | None]]) -> Dim:

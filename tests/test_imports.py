@@ -26,7 +26,7 @@ LAYERS = (
         "lockstep",
         "open_sizes",
     ),
-    ("factors", "rules"),
+    ("factors", "pieces", "rules"),
     (
         "sharding",
         "search.cost",

@@ -1,0 +1,138 @@
+"""Pieces of dimensions and how they become one: union-find over products and concatenations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from onnxpar.rules.rule import Cat, Expr, Prod, Var
+
+
+class Piece:
+    """A dimension, or a piece of one, while it is being refined (union-find)."""
+
+    __slots__ = ("children", "kind", "parent", "size")
+
+    def __init__(self, size: int, kind: str = "", children: tuple[Piece, ...] = ()) -> None:
+        self.size = size
+        self.kind = kind
+        self.children = children
+        self.parent: Piece | None = None
+
+    def root(self) -> Piece:
+        """What it has become one with."""
+        node = self
+        while node.parent is not None:
+            if node.parent.parent is not None:
+                node.parent = node.parent.parent
+            node = node.parent
+        return node
+
+
+def flat(node: Piece, kind: str) -> list[Piece]:
+    """The pieces that a product or concatenation is made of, however it was nested; else itself."""
+    node = node.root()
+    if node.kind != kind:
+        return [node]
+    neutral = 1 if kind == "product" else 0
+    return [n for c in node.children for n in flat(c, kind) if n.size != neutral]
+
+
+def _refine(node: Piece, kind: str, sizes: tuple[int, ...]) -> list[Piece] | None:
+    """Makes an atom a product or concatenation of these sizes; None where it is already
+    otherwise."""
+    node = node.root()
+    if node.kind:
+        return None
+    node.kind, node.children = kind, tuple(Piece(s) for s in sizes)
+    return list(node.children)
+
+
+def unify(a: Piece, b: Piece) -> bool:
+    """Makes two pieces the same, refining both where they are cut differently; False where they
+    cannot be, which leaves what was joined so far."""
+    a, b = a.root(), b.root()
+    if a is b:
+        return True
+    if a.size != b.size:
+        return False
+    if a.size <= 1:
+        return True
+    if not a.kind or not b.kind:
+        child, parent = (a, b) if not a.kind else (b, a)
+        child.parent = parent
+        return True
+    if a.kind != b.kind:
+        return False
+    walk = _align_product if a.kind == "product" else _align_concat
+    if not walk(flat(a, a.kind), flat(b, b.kind)):
+        return False
+    if a.root() is not b.root():
+        a.root().parent = b.root()
+    return True
+
+
+def _align_product(a: list[Piece], b: list[Piece]) -> bool:
+    a, b = a[::-1], b[::-1]
+    while a and b:
+        x, y = a.pop(), b.pop()
+        if x.size == y.size:
+            if not unify(x, y):
+                return False
+            continue
+        common = math.gcd(x.size, y.size)
+        if common == 1:
+            return False
+        for node, rest in ((x, a), (y, b)):
+            pieces = [node]
+            if node.size != common:
+                refined = _refine(node, "product", (common, node.size // common))
+                if refined is None:
+                    return False
+                pieces = refined
+            rest.extend(pieces[::-1])
+    return not a and not b
+
+
+def _align_concat(a: list[Piece], b: list[Piece]) -> bool:
+    a, b = a[::-1], b[::-1]
+    while a and b:
+        x, y = a.pop(), b.pop()
+        if x.size == y.size:
+            if not unify(x, y):
+                return False
+            continue
+        long, rest, short = (x, a, y) if x.size > y.size else (y, b, x)
+        pieces = _refine(long, "concat", (short.size, long.size - short.size))
+        if pieces is None or not unify(pieces[0], short):
+            return False
+        rest.append(pieces[1])
+    return not a and not b
+
+
+def compose(expr: Expr, factors: Mapping[str, Piece]) -> Piece:
+    """What a rule says of a dimension, as a piece of its factors."""
+    if isinstance(expr, Var):
+        return factors[expr.name]
+    children = tuple(compose(c, factors) for c in expr.children)
+    sizes = [c.size for c in children]
+    if isinstance(expr, Prod):
+        return Piece(math.prod(sizes), "product", children)
+    assert isinstance(expr, Cat)
+    return Piece(sum(sizes), "concat", children)
+
+
+def same(a: Piece, b: Piece) -> bool:
+    """Whether two pieces resolved to the same atoms in the same structure."""
+    a, b = a.root(), b.root()
+    if a is b or (a.size == b.size and a.size in (0, 1)):
+        return True
+    if a.size != b.size:
+        return False
+    kind = a.kind or b.kind
+    if not kind:
+        return False
+    x, y = flat(a, kind), flat(b, kind)
+    if len(x) == 1 and len(y) == 1:
+        return x[0] is y[0] if x[0] is a or y[0] is b else same(x[0], y[0])
+    return len(x) == len(y) and all(same(p, q) for p, q in zip(x, y, strict=True))
