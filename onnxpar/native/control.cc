@@ -103,9 +103,11 @@ bool Control::TryJoin(const HubAddress& hub, int rank, int size, Clock::time_poi
 std::optional<Fields> Control::Receive(Clock::time_point until) {
   for (;;) {
     if (auto fields = connection_.Next()) return fields;
-    const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
+    const Clock::duration left = until - Clock::now();
+    if (left <= Clock::duration::zero()) return {};
+    const auto wait = std::chrono::duration_cast<milliseconds>(left) + milliseconds(1);
     pollfd waiting{connection_.descriptor(), POLLIN, 0};
-    if (left.count() <= 0 || poll(&waiting, 1, static_cast<int>(left.count())) <= 0) return {};
+    if (poll(&waiting, 1, static_cast<int>(wait.count())) <= 0) return {};
     if (!connection_.Fill()) return connection_.Next();
   }
 }

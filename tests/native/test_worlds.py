@@ -177,6 +177,18 @@ def test_two_ranks_of_one_number() -> None:
         rest.result()
 
 
+def test_what_the_hub_refused_is_said_however_late() -> None:
+    """The hub's refusal is the error, also where the last attempt to join ended within the last
+    millisecond before the timeout."""
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(join, "hash:late", [3, 3, 3], 9, [0, 1])
+        time.sleep(1)
+        for attempt in range(80):
+            [error] = join("hash:late", [3, 3, 3], timeout=0.03 + 0.001 * (attempt % 17), ranks=[1])
+            assert "the world has its rank 1" in error
+        rest.result()
+
+
 @pytest.mark.parametrize(
     "rank, size, store, reason",
     [
