@@ -1,4 +1,4 @@
-"""The command line: `onnxpar shard | plan | run | check | inspect | opt | ops`."""
+"""The command line: `onnxpar shard | plan | run | check | grad | inspect | opt | ops`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxpar import commands
+from onnxpar import commands, training_commands
 from onnxpar.errors import OnnxparError
 from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 from onnxpar.search.presets import PRESETS
+from onnxpar.training.losses import IGNORED, LOSSES
+from onnxpar.training.optimizers import OPTIMIZERS
 
 EXAMPLES = """examples:
   onnxpar shard gpt2.onnx --devices 4 --preset tensor-parallel -o gpt2.par
@@ -97,6 +99,11 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("par", metavar="model.par", help="what shard wrote")
     inspect.add_argument("--json", action="store_true", help="the plan as JSON")
 
+    grad = _add(
+        commands_of, "grad", "write the training step of a model as a graph", training_commands.grad
+    )
+    _add_grad(grad)
+
     opt = _add(commands_of, "opt", "run passes and print the graph", commands.opt)
     _add_model(opt)
     opt.add_argument("--passes", required=True, metavar="LIST", help=passes_help())
@@ -154,6 +161,42 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         help="an output that is fed back as an input (caches that grow are found)",
     )
     to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
+
+
+def _add_grad(to: argparse.ArgumentParser) -> None:
+    to.add_argument("model", metavar="model.onnx", type=Path)
+    to.add_argument("-o", "--output", required=True, metavar="FILE", help="the step: step.onnx")
+    to.add_argument(
+        "--loss",
+        required=True,
+        metavar="LOSS",
+        help=f"{', '.join(LOSSES)}, or the name of an output that is the loss itself. Labels are "
+        f"class numbers, {IGNORED} does not count; bce is of scores, or of what a final Sigmoid gets",
+    )
+    to.add_argument("--loss-of", metavar="OUTPUT", help="which output, where there are several")
+    to.add_argument(
+        "--class-axis",
+        type=int,
+        metavar="N",
+        help="dimension of classes; default: the last, of four dimensions or more the second",
+    )
+    to.add_argument("--optimizer", required=True, choices=list(OPTIMIZERS))
+    for kind, names in (
+        (float, ("weight-decay", "momentum", "beta1", "beta2", "epsilon")),
+        (None, ("nesterov",)),
+    ):
+        for name in names:
+            how: dict[str, Any] = {"type": kind, "metavar": "X"} if kind else {"action": "store_true"}
+            to.add_argument(f"--{name}", default=None, **how)
+    to.add_argument("--clip-norm", type=float, metavar="X", help="most that all gradients' norm is")
+    for name, what in (
+        ("params", "train the weights of these names, not those that are found"),
+        ("frozen", "leave out the weights of these names"),
+    ):
+        to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=what)
+    to.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+    )
 
 
 def _add_runtime(to: argparse.ArgumentParser) -> None:

@@ -19,10 +19,12 @@ import onnx
 from tqdm import tqdm
 
 from onnxpar import op_table, pipeline
+from onnxpar.arguments import dims_of, states_of
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.manual import MANUAL
 from onnxpar.model import Model
 from onnxpar.pass_list import parse_passes
+from onnxpar.passes.differentiate import Differentiate
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
@@ -136,7 +138,8 @@ def opt(args: argparse.Namespace) -> int:
     for name in args.print_after:
         if name != "all" and name not in known:
             raise StrategyError(f"--print-after {name}: not among the passes {', '.join(known)}")
-    model = pipeline.load_model(args.model, _options(args))
+    for_training = any(isinstance(p, Differentiate) for p in passes)
+    model = pipeline.load_model(args.model, _options(args), for_training)
     ctx = pipeline.make_context(model, _options(args))
     counter = iter(range(1, 100))
 
@@ -171,32 +174,12 @@ def _options(args: argparse.Namespace) -> Options:
         mesh=args.mesh,
         preset=args.preset,
         strategy=strategy,
-        dims=_dims(args.dim),
-        states=_states(args.state),
+        dims=dims_of(args.dim),
+        states=states_of(args.state),
         strict=args.strict,
         verify=True,
         configuration=args.configuration,
     )
-
-
-def _dims(entries: list[str]) -> dict[str, int]:
-    dims = {}
-    for entry in entries:
-        name, _, size = entry.rpartition("=")
-        if not name or not size.isdigit() or not int(size):
-            raise StrategyError(f"--dim {entry}: is not NAME=N with N >= 1")
-        dims[name] = int(size)
-    return dims
-
-
-def _states(entries: list[str]) -> list[tuple[str, str]]:
-    pairs = []
-    for entry in entries:
-        source, _, result = entry.partition("=")
-        if not source or not result:
-            raise StrategyError(f"--state {entry}: is not INPUT=OUTPUT")
-        pairs.append((source, result))
-    return pairs
 
 
 def _session(par: Any, args: argparse.Namespace) -> InferenceSession:

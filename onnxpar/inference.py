@@ -21,11 +21,11 @@ from onnxpar.stored import subgraphs_of
 _Type = TypeProto | None
 
 
-def infer(model: onnx.ModelProto) -> None:
+def infer(model: onnx.ModelProto, keep_weights: bool = False) -> None:
     """Folds what is constant, branches too, and declares the type of every tensor it can tell, in
-    place; bodies are opened (`open_scopes`)."""
+    place; bodies are opened (`open_scopes`). `keep_weights` as for `Walk`."""
     open_scopes(model.graph)
-    walk = Walk(model)
+    walk = Walk(model, keep_weights=keep_weights)
     _Inference(walk).graph(model.graph)
     walk.declare(model.graph)
     for node in model.graph.node:

@@ -21,12 +21,13 @@ from onnxpar.inference import infer
 from onnxpar.interchange import header_of, import_graph
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.runtime_shapes import is_known
-from onnxpar.shapes import is_folded
+from onnxpar.step import Step
 from onnxpar.stored import (
     check_external,
     copy_with_stubs,
     densify,
     element_bits,
+    is_folded,
     lift_constants,
     nodes_of,
     stored_bytes,
@@ -35,10 +36,12 @@ from onnxpar.stored import (
 from onnxpar.subgraphs import all_nodes
 from onnxpar.symbols import Polynomial
 from onnxpar.unfuse import unfuse
-from onnxpar.upgrade import upgrade
+from onnxpar.upgrade import raise_opset, upgrade
 
 _MAX_IR, MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
+TRAINING_OPSET = 18
+"""Since then, all reductions take their axes as an operand, and gradients are written with it."""
 _MIN_IR = 4
 """From here on, initializers need not be inputs."""
 _READ_AT_MOST = 1 << 16
@@ -52,8 +55,9 @@ _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 class Model:
     """A loaded model. `graph` is complete: static shapes, unique node names, lazy weights.
 
-    `header` has its metadata; `fixed` are initializers that could be fed until their values
-    decided shapes.
+    `header` has its metadata; `stored` are the initializers of the file, `fixed` those that could
+    be fed until their values decided shapes; `step` says which ports are what where it is a training
+    step.
     """
 
     path: Path
@@ -61,8 +65,10 @@ class Model:
     states: list[tuple[str, str]]
     header: onnx.ModelProto
     fixed: list[str]
+    stored: set[str]
     annotations: tuple[Configuration, ...] = ()
     sizes: OpenSizes | None = None
+    step: Step | None = None
 
     @property
     def folder(self) -> Path:
@@ -76,6 +82,7 @@ def load(
     states: Iterable[tuple[str, str]] = (),
     least: int = 2,
     infer_types: Callable[[onnx.ModelProto], None] | None = None,
+    for_training: bool = False,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -84,6 +91,7 @@ def load(
             themselves
     least   a size that open dimensions should be imagined to have at least
     infer_types  declares types in place, where the nodes of the model are no global program
+    for_training  every weight stays as it is stored, and the opset is one of TRAINING_OPSET or later
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
     """
@@ -93,20 +101,24 @@ def load(
     least = max([least, *(c.devices for c in annotations)])
     header = header_of(proto)
     proto = _inlined(proto, path)
+    stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     _check(proto, path)
     for tensor in stored_tensors(proto.graph):
         check_external(tensor, path)
     densify(proto.graph, path.parent)
     lift_constants(proto.graph)
-    defaults, fixed = _settle_defaults(proto)
+    defaults, fixed = _settle_defaults(proto, feedable=not for_training)
     proto = upgrade(proto, str(path))
+    if for_training:
+        proto = raise_opset(proto, TRAINING_OPSET, str(path))
     open_dims = _bind_dims(proto.graph, dims or {}, path)
     unfuse(proto)
 
     def prepare(inferred: onnx.ModelProto) -> gs.Graph:
         _name_nodes(inferred.graph)
         graph = import_graph(inferred, defaults)
-        _unshare_vectors(graph)
+        if not for_training:
+            _unshare_vectors(graph)
         _mark_opset(graph)
         return graph
 
@@ -118,10 +130,12 @@ def load(
         sizes = infer_open(proto, open_dims, least, prepare)
         graph = sizes.graph(0)
     else:
-        infer(proto)
+        infer(proto, keep_weights=for_training)
         graph = prepare(proto)
-    pairs = _find_states(graph, list(states))
-    return Model(path, graph, pairs, header, fixed, annotations, sizes)
+    step = Step.of(header)
+    handed = [(s.input, s.output) for s in step.slots] if step else []
+    pairs = _find_states(graph, [*handed, *states])
+    return Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step)
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
@@ -217,18 +231,20 @@ def _inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _settle_defaults(proto: onnx.ModelProto) -> tuple[dict[str, TensorProto], list[str]]:
+def _settle_defaults(
+    proto: onnx.ModelProto, feedable: bool
+) -> tuple[dict[str, TensorProto], list[str]]:
     """Takes apart what is an initializer and an input: default values, and what stays fixed.
 
     Before IR 4, all initializers had to be inputs, and none can be fed. Later ones can, as in
-    onnxruntime; but those that may decide shapes are constants here.
+    onnxruntime, if they are to be `feedable`; but those that may decide shapes are constants here.
     """
     graph = proto.graph
     inputs = {i.name: i for i in graph.input}
     both = [t for t in graph.initializer if t.name in inputs]
-    feedable = both if proto.ir_version >= _MIN_IR else []
-    fixed = [t.name for t in feedable if is_folded(t) and t.data_type in _COUNTS]
-    defaults = {t.name: t for t in feedable if t.name not in fixed}
+    fed = both if feedable and proto.ir_version >= _MIN_IR else []
+    fixed = [t.name for t in fed if is_folded(t) and t.data_type in _COUNTS]
+    defaults = {t.name: t for t in fed if t.name not in fixed}
     for name, tensor in defaults.items():
         shape = list(tensor.dims)
         inputs[name].type.CopyFrom(onnx.helper.make_tensor_type_proto(tensor.data_type, shape))

@@ -11,8 +11,8 @@ import onnx_graphsurgeon as gs
 from onnx import NodeProto, TensorProto, TypeProto
 
 from onnxpar.lockstep import Lockstep
-from onnxpar.shapes import FOLD_LIMIT, keep_nodes
-from onnxpar.stored import copy_with_stubs
+from onnxpar.shapes import keep_nodes
+from onnxpar.stored import FOLD_LIMIT, copy_with_stubs
 from onnxpar.symbols import ATTEMPTS, Binding, Polynomial, sample
 
 OpenDims = Mapping[tuple[str, int], Polynomial]

@@ -7,10 +7,13 @@ import re
 
 from onnxpar.errors import StrategyError
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.differentiate import Differentiate
 from onnxpar.passes.pass_ import Pass
 from onnxpar.pipeline import DEFAULT_PASSES, MANUAL_PASSES
 
-BY_NAME: dict[str, type[Pass]] = {p.name: p for p in (*DEFAULT_PASSES, *MANUAL_PASSES)}
+BY_NAME: dict[str, type[Pass]] = {
+    p.name: p for p in (Differentiate, *DEFAULT_PASSES, *MANUAL_PASSES)
+}
 
 
 def passes_help() -> str:
@@ -31,18 +34,20 @@ def parse_passes(text: str) -> list[Pass]:
             raise StrategyError(f"--passes: no pass {name!r}; there are {', '.join(BY_NAME)}")
         out.append(BY_NAME[name](**_options(BY_NAME[name], rest.rstrip("}"))))
     if not any(isinstance(p, (AnnotateStrategy, *MANUAL_PASSES)) for p in out):
-        out.insert(0, AnnotateStrategy())
+        first = sum(isinstance(p, Differentiate) for p in out)
+        out.insert(first, AnnotateStrategy())
     return out
 
 
-def _options(kind: type[Pass], text: str) -> dict[str, int]:
+def _options(kind: type[Pass], text: str) -> dict[str, int | str]:
     known = dataclasses.fields(kind)  # type: ignore[arg-type]
     fields = {f.name.replace("_", "-"): f for f in known}
-    values = {}
+    values: dict[str, int | str] = {}
     for option in filter(None, re.split(r"[,\s]+", text)):
         key, _, value = option.partition("=")
-        if key not in fields or not value.isdigit():
+        is_text = key in fields and fields[key].type == "str"
+        if key not in fields or not (is_text or value.isdigit()):
             have = ", ".join(fields) or "none"
             raise StrategyError(f"--passes: {kind.name} has no option {option!r}; it has: {have}")
-        values[fields[key].name] = int(value)
+        values[fields[key].name] = value if is_text else int(value)
     return values

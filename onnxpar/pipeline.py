@@ -123,12 +123,20 @@ def _manual(options: Options) -> Manual | None:
     return Manual(mesh, options.strategy or Strategy())
 
 
-def load_model(path: str | Path, options: Options) -> Model:
-    """The model as its preset sees it: a global program, or that of each rank."""
+def load_model(path: str | Path, options: Options, for_training: bool = False) -> Model:
+    """The model as its preset sees it: a global program, or that of each rank; `for_training` as
+    for `load`."""
     manual = _manual(options)
     infer_types = manual.infer if manual is not None else None
     least = _devices(options)
-    model = load(path, options.dims, options.states, least=least, infer_types=infer_types)
+    model = load(
+        path,
+        options.dims,
+        options.states,
+        least=least,
+        infer_types=infer_types,
+        for_training=for_training,
+    )
     if manual is not None:
         model.states = list(options.states)  # what looks like a growing cache may be no pair here
     return model

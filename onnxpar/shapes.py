@@ -18,12 +18,9 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from onnxpar.runtime_shapes import RuntimeShapes
+from onnxpar.stored import FOLD_LIMIT, is_folded
 
-FOLD_LIMIT = 1 << 16
-"""Elements of a result up to which it is folded; larger ones are computed in each run."""
-SMALL_WEIGHT = 256
-"""Elements of a floating-point initializer up to which it takes part in folding."""
-
+_TRAINED = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _NEVER = frozenset(
     (
         "RandomNormal",
@@ -54,18 +51,23 @@ def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool =
 
 class Walk:
     """What is known of the tensors of a graph, node by node in graph order, for inputs of these
-    types."""
+    types. `keep_weights` folds nothing into another constant that may be trained."""
 
     def __init__(
-        self, model: onnx.ModelProto, inputs: Mapping[str, TypeProto] | None = None
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, TypeProto] | None = None,
+        keep_weights: bool = False,
     ) -> None:
         self.model = model
+        self.keep_weights = keep_weights
         self.opsets = {o.domain or "": o.version for o in model.opset_import}
         self.runtime = RuntimeShapes(model.opset_import, model.ir_version)
         self.types: dict[str, TypeProto] = {}
         self.values: dict[str, np.ndarray[Any, Any]] = {}
         self.protos: dict[str, TensorProto] = {}
         self.folded: set[str] = set()
+        self.kept: set[str] = set()
         self.conflicts: list[NodeProto] = []
         ports = [*model.graph.value_info, *model.graph.output]
         self.declared = {p.name: p.type for p in ports if _static_shape(p.type) is not None}
@@ -80,6 +82,8 @@ class Walk:
                 weight.data_type, list(weight.dims)
             )
             if is_folded(weight):
+                if self.keep_weights and weight.dims and weight.data_type in _TRAINED:
+                    self.kept.add(weight.name)
                 self.values[weight.name] = numpy_helper.to_array(weight)
                 self.protos[weight.name] = weight
 
@@ -119,6 +123,8 @@ class Walk:
         if node.op_type in ("Shape", "Size"):
             return self._shape(node)
         if not all(name in self.values for name in node.input if name):
+            return None
+        if not self.kept.isdisjoint(node.input):
             return None
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             return None
@@ -250,15 +256,6 @@ def _is_at_hand(tensor: gs.Constant) -> bool:
     """Whether a value may decide a shape: made here, or small and stored in the model itself."""
     values = tensor._values
     return not isinstance(values, gs.ir.tensor.LazyValues) or is_folded(values.tensor)
-
-
-def is_folded(weight: TensorProto) -> bool:
-    """Whether an initializer takes part in folding."""
-    if weight.data_location == TensorProto.EXTERNAL:
-        return False
-    size = int(np.prod(weight.dims, dtype=np.int64))
-    whole_number = weight.data_type in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
-    return size <= (FOLD_LIMIT if whole_number else SMALL_WEIGHT)
 
 
 def _constant(node: NodeProto) -> list[Any] | None:

@@ -21,6 +21,11 @@ from onnx import (
 from onnxpar.errors import ModelError
 from onnxpar.packing import stored_bits
 
+FOLD_LIMIT = 1 << 16
+"""Elements of a result up to which it is folded; larger ones are computed in each run."""
+SMALL_WEIGHT = 256
+"""Elements of a floating-point initializer up to which it takes part in folding."""
+
 
 def element_bits(dtype: int) -> int:
     """Bits of an element of TensorProto's number, as it is stored; strings have none."""
@@ -32,6 +37,15 @@ def element_bits(dtype: int) -> int:
 def stored_bytes(tensor: TensorProto) -> int:
     """Bytes of a tensor's data; less than one byte an element where they are packed."""
     return -(-int(np.prod(tensor.dims, dtype=np.int64)) * element_bits(tensor.data_type) // 8)
+
+
+def is_folded(weight: TensorProto) -> bool:
+    """Whether an initializer takes part in folding."""
+    if weight.data_location == TensorProto.EXTERNAL:
+        return False
+    size = int(np.prod(weight.dims, dtype=np.int64))
+    whole_number = weight.data_type in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+    return size <= (FOLD_LIMIT if whole_number else SMALL_WEIGHT)
 
 
 def copy_with_stubs(

@@ -70,9 +70,20 @@ def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int
 
 def is_random(node: gs.Node) -> bool:
     """Whether two ranks may get different results: those with a seed draw the same everywhere."""
-    if node.op in _RANDOM:
+    if draws(node):
         return "seed" not in node.attrs
-    if node.op == "Dropout":
-        is_training = len(node.inputs) > 2 and bool(node.inputs[2].name)
-        return is_training and "seed" not in node.attrs
     return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)
+
+
+def draws(node: gs.Node) -> bool:
+    """Whether a node itself draws random numbers, with a seed or without."""
+    if node.op == "Dropout":
+        return len(node.inputs) > 2 and bool(node.inputs[2].name)
+    return node.op in _RANDOM
+
+
+def detach(node: gs.Node) -> None:
+    """Makes a node, and its subgraphs at any depth, read nothing any more."""
+    node.inputs.clear()
+    for inner in [n for graph in subgraphs(node) for n in graph.nodes]:
+        detach(inner)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import onnx
 import onnx.version_converter
-from onnx import GraphProto, NodeProto, helper
+from onnx import GraphProto, NodeProto, TensorProto, helper
 
 from onnxpar.errors import ModelError
-from onnxpar.stored import subgraphs_of
+from onnxpar.stored import copy_with_stubs, is_folded, subgraphs_of
 
 OLDEST, NEWEST = 7, 10
 Fresh = Callable[[str], str]
@@ -44,18 +44,46 @@ def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
     return model
 
 
+def raise_opset(model: onnx.ModelProto, opset: int, what: str) -> onnx.ModelProto:
+    """The model with ONNX's own domain at least at this opset, by ONNX's converter, which drops
+    metadata; stored tensors go around it. Errors: ModelError."""
+    have = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    if have >= opset:
+        return model
+    large = [t for t in model.graph.initializer if not is_folded(t)]
+    bare = onnx.ModelProto()
+    bare.CopyFrom(copy_with_stubs(model, lambda t: None if is_folded(t) else TensorProto()))
+    kept = [t for t in bare.graph.initializer if t.name]
+    del bare.graph.initializer[:]
+    bare.graph.initializer.extend(kept)
+    for tensor in large:
+        type_ = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        bare.graph.input.append(helper.make_value_info(tensor.name, type_))
+    converted = _convert(bare, have, opset, what)
+    names = {tensor.name for tensor in large}
+    inputs = [p for p in converted.graph.input if p.name not in names]
+    del converted.graph.input[:]
+    converted.graph.input.extend(inputs)
+    converted.graph.initializer.extend(large)
+    return converted
+
+
 def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
     """Opsets 1 to 6 as opset 7, by ONNX's converter; exporters wrote nothing then that it drops."""
     opset = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     if opset >= OLDEST:
         return model
+    return _convert(model, opset, OLDEST, what)
+
+
+def _convert(model: onnx.ModelProto, have: int, opset: int, what: str) -> onnx.ModelProto:
     try:
-        return onnx.version_converter.convert_version(model, OLDEST)
+        return onnx.version_converter.convert_version(model, opset)
     except (RuntimeError, onnx.version_converter.ConvertError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(
-            f"{what}: opset {opset} does not convert to {OLDEST}: {reason}; export it with opset "
-            f"{NEWEST} or newer"
+            f"{what}: opset {have} does not convert to {opset}: {reason}; export it with opset "
+            f"{max(opset, NEWEST)} or newer"
         ) from None
 
 

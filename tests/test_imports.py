@@ -54,7 +54,7 @@ LAYERS = (
     ("pipeline",),
     ("pass_list", "report", "op_table"),
     ("runtime",),
-    ("api", "commands"),
+    ("api", "commands", "hvd"),
     ("cli",),
 )
 """From the lowest; a module imports from its own layer or below."""

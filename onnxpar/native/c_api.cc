@@ -1,4 +1,4 @@
-// The plain C interface that onnxpar.runtime.groups binds.
+// The plain C interface that onnxpar.runtime.groups and onnxpar.runtime.collectives bind.
 //
 // Functions return 0, or 1 after which onnxpar_last_error() tells this thread why.
 #include <chrono>
@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "arrays.h"
 #include "hub.h"
 #include "world.h"
 
@@ -29,6 +30,12 @@ int Guard(const Body& body) {
     last_error = "unknown error";
   }
   return 1;
+}
+
+std::shared_ptr<onnxpar::World> WorldNamed(const char* id) {
+  const auto world = onnxpar::World::Find(id);
+  if (!world) throw std::runtime_error("no world '" + std::string(id) + "'");
+  return world;
 }
 
 std::mutex hubs_mutex;
@@ -69,11 +76,55 @@ ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
 
 /// Makes every running and later collective of a world, on all ranks, fail with `message`.
 ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
+  return Guard([&] { WorldNamed(id)->Abort(message); });
+}
+
+/// An array in C-order and what its collective is called; `world` is a world's id, `type` as in
+/// TensorProto.DataType.
+struct onnxpar_array {
+  const char* world;
+  const char* name;
+  const char* details;
+  const int64_t* shape;
+  const void* data;
+  int dimensions;
+  int type;
+
+  onnxpar::Array Checked() const {
+    return {WorldNamed(world),           name, details, static_cast<onnxpar::DataType>(type),
+            {shape, shape + dimensions}, data};
+  }
+};
+
+// The collectives of arrays.h. `rows` has one entry for each rank.
+
+ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar_array* x, const char* op, void* out) {
+  return Guard([&] { onnxpar::AllReduceArray(x->Checked(), op, out); });
+}
+
+ONNXPAR_EXPORT int onnxpar_reduce_scatter(const onnxpar_array* x, const char* op, void* out) {
+  return Guard([&] { onnxpar::ReduceScatterArray(x->Checked(), op, out); });
+}
+
+ONNXPAR_EXPORT int onnxpar_all_gather(const onnxpar_array* x,
+                                      void* (*allocate)(const int64_t* rows)) {
+  return Guard([&] { onnxpar::AllGatherArray(x->Checked(), allocate); });
+}
+
+ONNXPAR_EXPORT int onnxpar_all_to_all(const onnxpar_array* x, const int64_t* splits,
+                                      void* (*allocate)(const int64_t* rows)) {
   return Guard([&] {
-    const auto world = onnxpar::World::Find(id);
-    if (!world) throw std::runtime_error("no world '" + std::string(id) + "'");
-    world->Abort(message);
+    const onnxpar::Array array = x->Checked();
+    onnxpar::AllToAllArray(array, {splits, splits + array.world->size()}, allocate);
   });
+}
+
+ONNXPAR_EXPORT int onnxpar_broadcast(const onnxpar_array* x, int root, void* out) {
+  return Guard([&] { onnxpar::BroadcastArray(x->Checked(), root, out); });
+}
+
+ONNXPAR_EXPORT int onnxpar_barrier(const char* world, const char* name) {
+  return Guard([&] { onnxpar::Barrier(WorldNamed(world), name); });
 }
 
 /// Serves the hub of one world from this process, which need not be a rank, on `host`; the ranks

@@ -98,6 +98,7 @@ struct Sum {
     return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
   }
 };
+struct Mean : Sum {};
 struct Prod {
   template <typename T>
   T operator()(T a, T b) const {
@@ -132,6 +133,9 @@ void FoldBlocks(const void* const* sources, size_t source_count, void* out, size
         accumulator[i] = operation(accumulator[i], Element<T>::Load(source[i]));
       }
     }
+    if constexpr (std::is_same_v<Operation, Mean>) {
+      for (size_t i = 0; i < count; ++i) accumulator[i] /= static_cast<Accumulator>(source_count);
+    }
     T* result = static_cast<T*>(out) + begin;
     for (size_t i = 0; i < count; ++i) result[i] = Element<T>::Round(accumulator[i]);
   }
@@ -149,6 +153,8 @@ void FoldType(ReduceOp op, const void* const* sources, size_t source_count, void
       return FoldBlocks<T, Min>(sources, source_count, out, elements);
     case ReduceOp::kProd:
       return FoldBlocks<T, Prod>(sources, source_count, out, elements);
+    case ReduceOp::kMean:
+      return FoldBlocks<T, Mean>(sources, source_count, out, elements);
   }
 }
 

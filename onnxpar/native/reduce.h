@@ -12,7 +12,8 @@
 
 namespace onnxpar {
 
-enum class ReduceOp { kSum, kMax, kMin, kProd };
+/// kMean is a sum divided by the number of members, of floats only.
+enum class ReduceOp { kSum, kMax, kMin, kProd, kMean };
 
 /// Reads "sum", "max", "min" or "prod".
 ReduceOp ParseReduceOp(const std::string& name);

@@ -58,8 +58,8 @@ class World:
         bind_address: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> World:
-        _check(
-            _library().onnxpar_world_create(
+        check(
+            library().onnxpar_world_create(
                 id.encode(),
                 rank,
                 size,
@@ -72,13 +72,13 @@ class World:
 
     def abort(self, message: str) -> None:
         """Make all running and later collectives of this world, on all ranks, fail with that."""
-        _check(_library().onnxpar_world_abort(self.id.encode(), message.encode()))
+        check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
     def close(self) -> None:
         """Leave the world; its sessions' collectives fail from then on."""
         if self._open:
             self._open = False
-            _check(_library().onnxpar_world_destroy(self.id.encode()))
+            check(library().onnxpar_world_destroy(self.id.encode()))
 
     def __enter__(self) -> World:
         return self
@@ -101,7 +101,7 @@ class Hub:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         bound = ctypes.c_int(port)
-        _check(_library().onnxpar_hub_start(host.encode(), ctypes.byref(bound)))
+        check(library().onnxpar_hub_start(host.encode(), ctypes.byref(bound)))
         self._host = host
         self._port = bound.value
         self._open = True
@@ -114,7 +114,7 @@ class Hub:
     def close(self) -> None:
         if self._open:
             self._open = False
-            _check(_library().onnxpar_hub_stop(self._host.encode(), self._port))
+            check(library().onnxpar_hub_stop(self._host.encode(), self._port))
 
     def __enter__(self) -> Hub:
         return self
@@ -148,8 +148,9 @@ def session_options(world: World, base: ort.SessionOptions | None = None) -> ort
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(library_path()))
+def library() -> ctypes.CDLL:
+    """The library, whose functions return 0 or fail."""
+    loaded = ctypes.CDLL(str(library_path()))
     text, number = ctypes.c_char_p, ctypes.c_int
     signatures: dict[str, list[type]] = {
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
@@ -159,12 +160,13 @@ def _library() -> ctypes.CDLL:
         "onnxpar_hub_stop": [text, number],
     }
     for name, arguments in signatures.items():
-        function = getattr(library, name)
+        function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, number
-    library.onnxpar_last_error.restype = text
-    return library
+    loaded.onnxpar_last_error.restype = text
+    return loaded
 
 
-def _check(failed: int) -> None:
+def check(failed: int) -> None:
+    """Errors: RankError where a function of the library has failed."""
     if failed:
-        raise RankError(_library().onnxpar_last_error().decode())
+        raise RankError(library().onnxpar_last_error().decode())

@@ -43,7 +43,7 @@ and two launchers that contradict each other are an error. The ranks meet at the
   MASTER_ADDR, MASTER_PORT        at the port behind it: torch's own store has that one
   a port that follows from the Slurm job and step, on one host
 ONNXPAR_BIND is the address that ranks listen on (127.0.0.1), ONNXPAR_TIMEOUT bounds every wait of
-a program without Python, in seconds."""
+onnxpar.hvd and of a program without Python, in seconds."""
 
 
 @dataclass(frozen=True)

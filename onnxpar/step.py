@@ -1,0 +1,57 @@
+"""What a model that is a training step says of itself: which of its ports are what."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+import onnx
+
+METADATA = "onnxpar.training"
+"""The key of a step's description in a model's metadata."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that a step hands to the next one.
+
+    kind    "parameter", or what the optimizer calls it
+    of      the parameter that it belongs to, empty for what belongs to all
+    default whether the model has its first value; else it is zero
+    """
+
+    input: str
+    output: str
+    kind: str
+    of: str = ""
+    default: bool = False
+
+
+@dataclass
+class Step:
+    """What the ports of a training step are."""
+
+    loss: str = "loss"
+    rate: str = "learning_rate"
+    data: list[str] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+
+    def text(self) -> str:
+        """As the metadata has it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of(header: onnx.ModelProto) -> Step | None:
+        """The step that a model says it is, None where it says nothing of that."""
+        for entry in header.metadata_props:
+            if entry.key == METADATA:
+                read = json.loads(entry.value)
+                slots = [Slot(**slot) for slot in read.pop("slots")]
+                return Step(**read, slots=slots)
+        return None
+
+    @property
+    def parameters(self) -> list[Slot]:
+        """The slots that are parameters."""
+        return [s for s in self.slots if s.kind == "parameter"]

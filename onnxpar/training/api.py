@@ -1,0 +1,71 @@
+"""The call behind `onnxpar grad`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxpar.grad  # noqa: F401  (registers the gradient rules)
+from onnxpar.errors import OnnxparError
+from onnxpar.grad.trained import Trained
+from onnxpar.model import Model, load
+from onnxpar.step import Step
+from onnxpar.training.backward import LossOptions
+from onnxpar.training.optimizers import Optimizer, make_optimizer
+from onnxpar.training.step import StepOptions, make_step
+from onnxpar.write_model import write_model
+
+
+def grad(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    loss: str,
+    optimizer: str | Optimizer,
+    loss_of: str | None = None,
+    class_axis: int | None = None,
+    params: Sequence[str] = (),
+    frozen: Sequence[str] = (),
+    clip_norm: float | None = None,
+    dims: Mapping[str, int] | None = None,
+    **hyperparameters: Any,
+) -> Step:
+    """Writes the training step of a model: one ONNX graph of standard ops.
+
+    loss        softmax-cross-entropy, nll, mse or bce, or an output that is the loss itself
+    optimizer   sgd, momentum, adam, adamw, lamb or adagrad, its hyperparameters by name
+                (weight_decay, momentum, beta1 ...), or an Optimizer
+    loss_of     the output that the loss is of, where the model has several
+    class_axis  which dimension counts classes; the last by default, of four or more the second
+    params      globs of weights: these are trained instead of those that are found
+    frozen      globs of weights that are not trained
+    clip_norm   scales gradients so that the norm of all together is at most this
+    dims        sizes of symbolic dimensions, by symbol
+    Returns what the step's ports are. Errors: OnnxparError; nothing is left half-written.
+    """
+    if isinstance(optimizer, str):
+        optimizer = make_optimizer(optimizer, **hyperparameters)
+    wanted = LossOptions(loss, loss_of, class_axis, params, frozen)
+    made, _ = write_step(Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm), dims)
+    assert made.step is not None
+    return made.step
+
+
+def write_step(
+    path: Path,
+    output: Path,
+    loss: LossOptions,
+    options: StepOptions,
+    dims: Mapping[str, int] | None,
+) -> tuple[Model, list[Trained]]:
+    """Writes a training step; returns it, and what it trains. Errors: OnnxparError."""
+    if not output.parent.is_dir():
+        raise OnnxparError(f"{output.parent}: no such folder for the output")
+    if output.exists() and output.samefile(path):
+        raise OnnxparError(f"{output}: is the model itself; choose another -o")
+    model = load(path, dims, for_training=True)
+    trained = make_step(model, loss, options)
+    write_model(model.graph, model.header, model.folder, output)
+    return model, trained

@@ -1,0 +1,87 @@
+"""Turns the graph of a model into its loss and the gradients of what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import numpy_helper
+
+from onnxpar.errors import ModelError, StrategyError
+from onnxpar.grad.reverse import gradients
+from onnxpar.grad.trained import Trained, find_trained
+from onnxpar.grad.value import Value
+from onnxpar.model import Model
+from onnxpar.stored import stored_proto
+from onnxpar.training.losses import add_loss
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What is differentiated, and by what.
+
+    loss        one of LOSSES, or an output of the model that is the loss itself
+    output      the output that the loss is of, where the model has several
+    class_axis  which dimension counts classes; the last by default, of four or more the second
+    params      globs of weights: these are trained instead of those that are found
+    frozen      globs of weights that are not trained
+    """
+
+    loss: str
+    output: str | None = None
+    class_axis: int | None = None
+    params: Sequence[str] = ()
+    frozen: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A loss and its gradients, by parameter; parameters are inputs with default values."""
+
+    loss: Value
+    trained: list[Trained]
+    parameters: list[gs.Variable]
+    gradients: dict[str, Value]
+
+
+def add_backward(model: Model, options: LossOptions) -> Backward:
+    """Appends a loss and the gradients of what is trained to the graph of a model that was loaded
+    for training; its outputs are left as they are. Errors: StrategyError, ModelError."""
+    graph = model.graph
+    if model.sizes is not None:
+        symbols = ", ".join(model.sizes.symbols)
+        raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
+    trained = find_trained(model, options.params, options.frozen)
+    loss = add_loss(graph, options.loss, options.output, options.class_axis)
+    parameters = [_as_input(graph, t.tensor) for t in trained]
+    one = loss.builder.constant(np.ones((), loss.dtype))
+    found = gradients(graph, {loss.tensor.name: one}, parameters)
+    lost = [name for name, gradient in found.items() if gradient is None]
+    if lost:
+        more = f", nor on {len(lost) - 1} others" if lost[1:] else ""
+        raise StrategyError(f"the loss does not depend on {lost[0]!r}{more}; use --frozen")
+    values = {name: g for name, g in found.items() if g is not None}
+    return Backward(loss, trained, parameters, values)
+
+
+def _as_input(graph: gs.Graph, tensor: gs.Constant) -> gs.Variable:
+    """Makes a weight an input whose default is its value."""
+    variable = gs.Variable(tensor.name, tensor.dtype, list(tensor.shape))
+    variable.onnx_default = stored_proto(tensor) or numpy_helper.from_array(
+        tensor.values, tensor.name
+    )
+    for node in list(tensor.outputs):
+        for i, operand in enumerate(node.inputs):
+            if operand is tensor:
+                node.inputs[i] = variable
+    graph.inputs.append(variable)
+    return variable
+
+
+def add_output(graph: gs.Graph, value: Value, name: str) -> None:
+    """Makes a value a result of the graph."""
+    result = gs.Variable(name, value.dtype, list(value.shape))
+    graph.nodes.append(gs.Node("Identity", f"output/{name}", {}, [value.tensor], [result]))
+    graph.outputs.append(result)

@@ -1,0 +1,157 @@
+"""Optimizers as nodes: from a parameter, its gradient and its state to the next ones.
+
+All follow PyTorch's classes of the same names; LAMB follows You et al., "Large Batch Optimization
+for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's bias correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.value import Value
+
+State = Mapping[str, Value]
+Update = tuple[Value, dict[str, Value]]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How parameters are updated. Fields are hyperparameters; the learning rate is fed.
+
+    slots   names of the state that each parameter has, zeros at first
+    counts  whether updates depend on how many there have been
+    """
+
+    weight_decay: float = 0.0
+
+    slots: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[bool] = False
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        """The next parameter and its next state; `step` is 1 at the first update, a float64."""
+        raise NotImplementedError
+
+    def _decayed(self, p: Value, g: Value) -> Value:
+        """The gradient with that of half the squared weights."""
+        return g + p * self.weight_decay if self.weight_decay else g
+
+
+@dataclass(frozen=True)
+class Sgd(Optimizer):
+    """Plain gradient descent."""
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        return p - self._decayed(p, g) * rate, {}
+
+
+@dataclass(frozen=True)
+class Momentum(Optimizer):
+    """Gradient descent with a buffer of past gradients."""
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    slots: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        g = self._decayed(p, g)
+        buffer = state["momentum_buffer"] * self.momentum + g
+        along = g + buffer * self.momentum if self.nesterov else buffer
+        return p - along * rate, {"momentum_buffer": buffer}
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam; weight decay is part of the gradient."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    counts: ClassVar[bool] = True
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        direction, following = self._direction(self._decayed(p, g), state, step)
+        return p - direction * rate, following
+
+    def _direction(self, g: Value, state: State, step: Value | None) -> Update:
+        """The mean gradient over the root of the mean square, both without the bias of zeros."""
+        assert step is not None
+        mean = state["exp_avg"] * self.beta1 + g * (1 - self.beta1)
+        square = state["exp_avg_sq"] * self.beta2 + g * g * (1 - self.beta2)
+        of_mean, of_square = (
+            (1.0 - step.builder.constant(beta, step.dtype) ** step).cast(g.dtype)
+            for beta in (self.beta1, self.beta2)
+        )
+        direction = (mean / of_mean) / ((square / of_square).sqrt() + self.epsilon)
+        return direction, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with weight decay apart from the gradient."""
+
+    weight_decay: float = 0.01
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        direction, following = self._direction(g, state, step)
+        if self.weight_decay:
+            p = p - p * (rate * self.weight_decay)
+        return p - direction * rate, following
+
+
+@dataclass(frozen=True)
+class Lamb(Adam):
+    """Adam whose step is as long as the parameter's norm says."""
+
+    weight_decay: float = 0.01
+    epsilon: float = 1e-6
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        direction, following = self._direction(g, state, step)
+        along = self._decayed(p, direction)
+        length, other = (p * p).sum().sqrt(), (along * along).sum().sqrt()
+        known = (length > 0.0).op("And", other > 0.0)
+        trust = known.where(length / known.where(other, 1.0), 1.0)
+        return p - along * (trust * rate), following
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Steps that shrink with the sum of squared gradients."""
+
+    epsilon: float = 1e-10
+
+    slots: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        g = self._decayed(p, g)
+        total = state["sum"] + g * g
+        return p - g / (total.sqrt() + self.epsilon) * rate, {"sum": total}
+
+
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+    "sgd": Sgd,
+    "momentum": Momentum,
+    "adam": Adam,
+    "adamw": AdamW,
+    "lamb": Lamb,
+    "adagrad": Adagrad,
+}
+
+
+def make_optimizer(name: str, **options: Any) -> Optimizer:
+    """An optimizer by name, with hyperparameters by the names of its fields. Errors:
+    StrategyError."""
+    if name not in OPTIMIZERS:
+        raise StrategyError(f"optimizer {name!r}: there are {', '.join(OPTIMIZERS)}")
+    kind = OPTIMIZERS[name]
+    known = [f.name for f in fields(kind)]
+    for option in options:
+        if option not in known:
+            raise StrategyError(f"{name} has no {option!r}; it has {', '.join(known)}")
+    return kind(**options)

@@ -1,0 +1,111 @@
+"""The training step as one graph: forward, backward and the update of every parameter.
+
+Inputs are the model's own, what the loss is compared with, the learning rate, the parameters (their
+present values are defaults) and the optimizer's state; outputs the loss, the next parameters and
+the next state. What is what stands in the model's metadata, under `onnxpar.training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import ModelError
+from onnxpar.grad.trained import Trained
+from onnxpar.grad.value import Builder, Value
+from onnxpar.model import Model
+from onnxpar.step import METADATA, Slot, Step
+from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
+from onnxpar.training.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a training step does beside the gradients: `clip_norm` bounds the norm of all
+    gradients."""
+
+    optimizer: Optimizer
+    clip_norm: float | None = None
+
+
+def make_step(model: Model, loss: LossOptions, options: StepOptions) -> list[Trained]:
+    """Turns the graph of a model that was loaded for training into a training step, in place; the
+    model's `step` says what is what. Errors: StrategyError, ModelError."""
+    graph = model.graph
+    back = add_backward(model, loss)
+    names = {t.name for t in back.parameters}
+    step = Step(data=[t.name for t in graph.inputs if t.name not in names])
+    graph.outputs = []
+    add_output(graph, back.loss, step.loss)
+    _Update(graph, step, options, back).run()
+    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    model.step = step
+    model.header.metadata_props.add(key=METADATA, value=step.text())
+    return back.trained
+
+
+class _Update:
+    """Appends the optimizer to a graph that has gradients."""
+
+    def __init__(
+        self,
+        graph: gs.Graph,
+        step: Step,
+        options: StepOptions,
+        back: Backward,
+    ) -> None:
+        self.graph = graph
+        self.step = step
+        self.options = options
+        self.parameters = back.parameters
+        self.gradients = back.gradients
+        self.builder = Builder(graph, "update")
+        self.number = np.result_type(np.float32, *(g.dtype for g in back.gradients.values()))
+
+    def run(self) -> None:
+        """Adds the next value of every parameter and of all state."""
+        optimizer = self.options.optimizer
+        rate = self._input(self.step.rate, self.number, [])
+        count = None
+        if optimizer.counts:
+            before = self._input("step", np.int64, [])
+            count = (before + 1).cast(np.float64)
+            self._slot(before, before + 1, "step", "")
+        if self.options.clip_norm is not None:
+            self._clip(self.options.clip_norm)
+        for parameter in self.parameters:
+            p = Builder(self.graph, f"update/{parameter.name}").value(parameter)
+            g = p.builder.value(self.gradients[parameter.name].tensor)
+            state = {s: self._input(f"{parameter.name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
+            following, changed = optimizer.update(p, g, state, rate.cast(p.dtype), count)
+            self._slot(p, following, "parameter", parameter.name)
+            for name, value in changed.items():
+                self._slot(state[name], value, name, parameter.name)
+
+    def _clip(self, most: float) -> None:
+        """Scales all gradients so that their norm is at most this."""
+        squares = [(g * g).sum().cast(self.number) for g in self.gradients.values()]
+        total = squares[0]
+        for square in squares[1:]:
+            total = total + square
+        norm = total.sqrt()
+        factor = (most / (norm + 1e-6)).op("Min", 1.0)
+        self.gradients = {n: g * factor.cast(g.dtype) for n, g in self.gradients.items()}
+        add_output(self.graph, norm, "gradient_norm")
+        self.step.metrics.append("gradient_norm")
+
+    def _input(self, name: str, dtype: object, shape: Sequence[int]) -> Value:
+        if name in {t.name for t in self.graph.inputs}:
+            raise ModelError(f"the model has a tensor {name!r}, which the step needs; rename it")
+        tensor = gs.Variable(name, np.dtype(dtype), list(shape))
+        self.graph.inputs.append(tensor)
+        return self.builder.value(tensor)
+
+    def _slot(self, before: Value, after: Value, kind: str, of: str) -> None:
+        name = before.tensor.name
+        add_output(self.graph, after, f"{name}.next")
+        default = getattr(before.tensor, "onnx_default", None) is not None
+        self.step.slots.append(Slot(name, f"{name}.next", kind, of, default))

@@ -1,0 +1,87 @@
+"""Writes a graph as a model of its own, with weights copied stream-wise from where they are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxpar.errors import OnnxparError
+from onnxpar.interchange import default_of, export_graph
+from onnxpar.stored import external_location, stored_bytes, stored_tensors
+from onnxpar.subgraphs import all_nodes
+
+ALIGN = 4096
+"""Offsets of weights in the data file, so that a runtime can map them."""
+INLINE = 1 << 16
+"""Bytes up to which a weight stands in the model where others do not."""
+MOST = 1 << 30
+"""Bytes of weights up to which all stand in the model, if they did before."""
+CHUNK = 8 << 20
+
+
+def write_model(graph: gs.Graph, header: onnx.ModelProto, source: Path, output: Path) -> None:
+    """Writes a graph, whose external data is in the folder `source`, to `output`; large weights to
+    `output` with .data behind its name. Both appear at once. Errors: OnnxparError."""
+    model = export_model(graph, header)
+    tensors = list(stored_tensors(model.graph))
+    is_external = any(t.data_location == TensorProto.EXTERNAL for t in tensors)
+    data = output.with_name(output.name + ".data")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".onnxpar-", dir=output.parent) as folder:
+            if is_external or sum(map(stored_bytes, tensors)) > MOST:
+                with (Path(folder) / "data").open("wb") as sink:
+                    for tensor in tensors:
+                        _move(tensor, source, sink, data.name)
+            (Path(folder) / "model").write_bytes(model.SerializeToString())
+            if (Path(folder) / "data").exists():
+                os.replace(Path(folder) / "data", data)
+            os.replace(Path(folder) / "model", output)
+    except OSError as error:
+        raise OnnxparError(f"{output}: {error.strerror or error}") from None
+
+
+def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
+    """The model of a graph, with the default values of its inputs."""
+    for node in all_nodes(graph):
+        node.attrs.pop("onnxpar.opset", None)
+    model = export_graph(graph, header)
+    model.producer_name = model.producer_name or "onnxpar"
+    for tensor in graph.inputs:
+        default = default_of(tensor)
+        if default is not None:
+            model.graph.initializer.append(default)
+            model.graph.initializer[-1].name = tensor.name
+    return model
+
+
+def _move(tensor: TensorProto, source: Path, sink: BinaryIO, location: str) -> None:
+    """Puts the data of a tensor into the data file."""
+    length = stored_bytes(tensor)
+    is_external = tensor.data_location == TensorProto.EXTERNAL
+    if not is_external and (length <= INLINE or not tensor.raw_data):
+        return
+    sink.write(bytes(-sink.tell() % ALIGN))
+    offset = sink.tell()
+    if is_external:
+        file, start, _ = external_location(tensor)
+        with (source / file).open("rb") as reader:
+            reader.seek(start)
+            left = length
+            while left:
+                block = reader.read(min(left, CHUNK))
+                assert block, "the file was checked to be long enough"
+                sink.write(block)
+                left -= len(block)
+    else:
+        sink.write(tensor.raw_data)
+        tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
