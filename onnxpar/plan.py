@@ -19,6 +19,8 @@ from onnxpar.search.cost import bytes_sent
 
 FORMAT = 1
 NO_RULE = "no rule"
+STORED, ZERO = "stored", "zero"
+"""First values of states."""
 
 
 def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
@@ -162,6 +164,7 @@ class Plan:
     """The plan of a sharded model; `plan.json` is its `to_json`.
 
     `example` has a size for every open symbol: what bytes, memory and FLOPs are given for.
+    `initial` says by state input what its first value is: STORED with the model, or ZERO.
     """
 
     model: str
@@ -178,6 +181,7 @@ class Plan:
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     fixed: Sequence[str] = ()
     example: Mapping[str, int] = field(default_factory=dict)
+    initial: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The object of plan.json, `inspect --json` and `plan --json`."""
@@ -189,7 +193,9 @@ class Plan:
             "preset": self.preset,
             "inputs": [p.to_json(self.mesh) for p in self.inputs],
             "outputs": [p.to_json(self.mesh) for p in self.outputs],
-            "states": [{"input": i, "output": o} for i, o in self.states],
+            "states": [
+                {"input": i, "output": o, "initial": self.initial.get(i)} for i, o in self.states
+            ],
             "fixed": list(self.fixed),
             "example": dict(self.example),
             "ranges": {name: list(r) for name, r in self.ranges.items()},

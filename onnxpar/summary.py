@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import onnx_graphsurgeon as gs
 
@@ -12,7 +12,17 @@ from onnxpar.interchange import declared_shape, default_of, type_text
 from onnxpar.layout import local_size
 from onnxpar.packing import stored_bits
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import NO_RULE, Plan, Port, Weight, Whole, numpy_dtype, part_bytes
+from onnxpar.plan import (
+    NO_RULE,
+    STORED,
+    ZERO,
+    Plan,
+    Port,
+    Weight,
+    Whole,
+    numpy_dtype,
+    part_bytes,
+)
 from onnxpar.ranges import integer_ranges
 from onnxpar.rules.rule import Rule, Size, expr_vars
 from onnxpar.search.tensor_parallel import is_contraction
@@ -23,11 +33,12 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
     """The plan of a graph behind insert-collectives, while shapes are still global."""
     weights = _weights(graph, ctx)
     held = sum(w.bytes_per_rank for w in weights)
+    initial = _initial(graph, ctx)
     return Plan(
         name,
         ctx.sharding.mesh,
         preset,
-        [_port(t, ctx) for t in graph.inputs],
+        [_port(t, ctx, initial) for t in graph.inputs],
         [_port(t, ctx) for t in graph.outputs],
         list(ctx.model.states),
         [],
@@ -37,15 +48,24 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         _flops(ctx),
         integer_ranges(graph),
         ctx.model.fixed,
+        initial=initial,
     )
 
 
-def _port(tensor: gs.Variable, ctx: PassContext) -> Port:
+def _initial(graph: gs.Graph, ctx: PassContext) -> dict[str, str]:
+    """The first values of states that have one, by input."""
+    states = dict(ctx.model.states)
+    stored = {t.name for t in graph.inputs if t.name in states and default_of(t) is not None}
+    zero = {slot.input for slot in ctx.model.step.slots} if ctx.model.step else set()
+    return {n: STORED if n in stored else ZERO for n in states if n in stored | zero}
+
+
+def _port(tensor: gs.Variable, ctx: PassContext, initial: Collection[str] = ()) -> Port:
     known = tensor.shape is not None and all(isinstance(s, int) for s in tensor.shape)
     layout = ctx.layouts.get(tensor.name) if known else None
     shape = tuple(tensor.shape) if known else declared_shape(tensor)
     dtype = None if tensor.dtype is None else numpy_dtype(tensor).name
-    has_default = default_of(tensor) is not None
+    has_default = default_of(tensor) is not None or tensor.name in initial
     return Port(tensor.name, dtype, shape, layout, type_text(tensor), has_default)
 
 

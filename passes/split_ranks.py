@@ -24,8 +24,8 @@ from onnxpar.weights import WeightStore, whole_layout
 class SplitRanks(Pass):
     """Instantiate the coordinates of every rank and write its files to `output`.
 
-    Requires a localized and ordered graph. Ensures `rank_0000.onnx` ... and their weights; the
-    folder must exist. `progress` is told bytes of weights as they are read.
+    Requires a localized and ordered graph. Ensures `rank_0000.onnx` ... and their weights, and
+    `rank_0000.states.onnx` ... with the first values of states; the folder must exist. `progress` is told bytes of weights as they are read.
     """
 
     name: ClassVar[str] = "split-ranks"
@@ -48,6 +48,7 @@ class SplitRanks(Pass):
                 tensor._values = gs.ir.tensor.LazyValues(_stub(proto))
         template = _export(graph, ctx.model.header)
         weights |= _cut_defaults(graph, template, ctx, store)
+        first = _cut_states(graph, ctx, store)
         _store_the_rest(template.graph, weights, store)
         for rank in range(mesh.size):
             model = onnx.ModelProto()
@@ -56,6 +57,10 @@ class SplitRanks(Pass):
             if opened:
                 _open(model.graph, ctx, opened, rank)
             (self.output / f"rank_{rank:04d}.onnx").write_bytes(model.SerializeToString())
+            if first:
+                values = onnx.GraphProto(initializer=[parts[rank] for parts in first])
+                data = onnx.ModelProto(graph=values).SerializeToString()
+                (self.output / f"rank_{rank:04d}.states.onnx").write_bytes(data)
         return False
 
 
@@ -90,15 +95,28 @@ def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank:
 def _cut_defaults(
     graph: gs.Graph, model: onnx.ModelProto, ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """The default values of inputs, cut as what is fed in their place will be."""
+    """The default values of inputs that are no states, cut as what is fed in their place will
+    be."""
     weights = {}
+    states = dict(ctx.model.states)
     for tensor in graph.inputs:
         default = default_of(tensor)
-        if default is not None:
+        if default is not None and tensor.name not in states:
             model.graph.initializer.append(_stub(default, tensor.name))
             layout = ctx.layouts.get(tensor.name) or whole_layout(default)
             weights[tensor.name] = store.cut(tensor.name, default, layout)
     return weights
+
+
+def _cut_states(graph: gs.Graph, ctx: PassContext, store: WeightStore) -> list[list[TensorProto]]:
+    """The first values of states, each with its ranks' parts. They are apart from the graphs, so
+    that they need not outlive the first run."""
+    states = dict(ctx.model.states)
+    return [
+        store.cut(tensor.name, default, ctx.layouts.get(tensor.name) or whole_layout(default))
+        for tensor in graph.inputs
+        if tensor.name in states and (default := default_of(tensor)) is not None
+    ]
 
 
 def _store_the_rest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,31 +45,25 @@ def resize(node: gs.Node) -> Rule:
 
     Nearest neighbours that repeat each element are `n c h -> n c (h r)`.
     """
-    shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
-    axes = [a % len(shape) for a in node.attrs.get("axes") or range(len(shape))]
+    shape = tensor_shape(node.inputs[0]) or ()
+    axes = _axes(node)
     by_size = _has_values(given(node, 3))
-    scales = _scales_of_sizes(node, axes, out) if by_size else _scales(node, axes)
-    regions = _regions(node, axes)
-    if scales is None or regions is None:
+    changed = scalings(node)
+    if changed is None:
         return whole_rule(node, "scales that only a run can tell")
-    changed = [
-        i
-        for i, scale in enumerate(scales)
-        if scale != 1 or regions[i] != (0, 1) or shape[i] != out[i]
-    ]
     before, after = names("d", len(shape)), names("d", len(shape))
     sizes: dict[str, Size] = {}
     whole: dict[str, str] = {}
     made: dict[int, Taps] = {}
-    reason = _refusal(node, [scales[i] for i in changed], [(shape[i], out[i]) for i in changed])
-    for i in changed:
+    reason = _refusal(node, changed.values())
+    for i, scaling in changed.items():
         after[i] = f"y{i}"
         if reason:
             whole |= dict.fromkeys((before[i], after[i]), reason)
             continue
-        made[i] = taps(_scaling(node, shape[i] or 0, out[i] or 0, scales[i], regions[i]))
-        if _policy(node) == "stretch" and _repeats(made[i], shape[i] or 0):
-            times = (out[i] or 0) // (shape[i] or 1)
+        made[i] = taps(scaling)
+        if _policy(node) == "stretch" and _repeats(made[i], scaling.size):
+            times = scaling.out // scaling.size
             after[i], sizes[f"r{i}"] = f"(d{i} r{i})", times
             whole[f"r{i}"] = _SCALED
 
@@ -96,14 +90,33 @@ def _policy(node: gs.Node) -> str:
     return str(node.attrs.get("keep_aspect_ratio_policy", "stretch"))
 
 
-def _refusal(
-    node: gs.Node, scales: Sequence[float], sizes: Sequence[tuple[Size, Size]]
-) -> str | None:
+def scalings(node: gs.Node) -> dict[int, Scaling] | None:
+    """How each dimension that changes is resized; None where only a run can tell."""
+    shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
+    axes = _axes(node)
+    by_size = _has_values(given(node, 3))
+    scales = _scales_of_sizes(node, axes, out) if by_size else _scales(node, axes)
+    regions = _regions(node, axes)
+    if scales is None or regions is None:
+        return None
+    return {
+        i: _scaling(node, shape[i] or 0, out[i] or 0, scale, regions[i])
+        for i, scale in enumerate(scales)
+        if scale != 1 or regions[i] != (0, 1) or shape[i] != out[i]
+    }
+
+
+def _axes(node: gs.Node) -> list[int]:
+    rank = len(tensor_shape(node.inputs[0]) or ())
+    return [a % rank for a in node.attrs.get("axes") or range(rank)]
+
+
+def _refusal(node: gs.Node, resized: Collection[Scaling]) -> str | None:
     """Why dimensions that are resized must be whole."""
     crops = node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize"
-    if not all(size and out for size, out in sizes):
+    if not all(s.size and s.out for s in resized):
         return "a size that only a run can tell"
-    if crops and (_policy(node) != "stretch" or 1 in scales):
+    if crops and (_policy(node) != "stretch" or any(s.scale == 1 for s in resized)):
         return "its region is cropped at a scale that is not its own"
     if _MODES[node.attrs.get("mode", "nearest")] != "nearest" and not is_float(node.inputs[0]):
         return "integers are interpolated in the kernel's own fixed-point numbers"

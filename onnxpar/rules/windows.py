@@ -209,8 +209,8 @@ class _Geometry:
             spelled = self.auto in ("NOTSET", "VALID")
         if spelled:
             return self.pads if self.auto == "NOTSET" else (0, 0)
-        small = total // 2
-        return (small, total - small) if self.auto == "SAME_UPPER" else (total - small, small)
+        first = int((total if self.auto == "SAME_UPPER" else total + 1) / 2)  # towards zero
+        return first, total - first
 
 
 def _add_dimension(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,8 @@ class Port:
 class Bundle:
     """A `model.par` folder: its mesh, ports by name, and state outputs by input.
 
-    `fixed` are inputs of the unsplit model whose default values have become part of this one.
+    `fixed` are inputs of the unsplit model whose default values have become part of this one;
+    `initial` says where the first values of states are, by input: "stored" or "zero".
     """
 
     path: Path
@@ -107,6 +108,7 @@ class Bundle:
     states: Mapping[str, str]
     fixed: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
+    initial: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
@@ -118,7 +120,9 @@ class Bundle:
             inputs, outputs = (
                 {p["name"]: _port(p) for p in plan[key]} for key in ("inputs", "outputs")
             )
-            states = {pair["input"]: pair["output"] for pair in plan.get("states", [])}
+            pairs = plan.get("states", [])
+            states = {pair["input"]: pair["output"] for pair in pairs}
+            initial = {p["input"]: p["initial"] for p in pairs if p.get("initial")}
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{folder / 'plan.json'}: {type(error).__name__}: {error}; "
@@ -129,7 +133,7 @@ class Bundle:
             raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
         _check_together(inputs, outputs)
         fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
-        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols)
+        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols, initial)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         """The values of the symbols, from shapes of inputs by name; 0 for one that stands in none.
@@ -169,7 +173,14 @@ class Bundle:
 
     def rank_file(self, rank: int) -> Path:
         """The graph of a rank. Errors: ModelError where the folder lacks it."""
-        file = self.path / f"rank_{rank:04d}.onnx"
+        return self._file(f"rank_{rank:04d}.onnx")
+
+    def states_file(self, rank: int) -> Path:
+        """The first values of a rank's states. Errors: ModelError where the folder lacks it."""
+        return self._file(f"rank_{rank:04d}.states.onnx")
+
+    def _file(self, name: str) -> Path:
+        file = self.path / name
         if not file.is_file():
             raise ModelError(
                 f"{self.path} lacks {file.name}, though its plan has {self.mesh.size} ranks"

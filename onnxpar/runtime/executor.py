@@ -13,6 +13,7 @@ from onnxpar.errors import RankError
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
+from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, run_options
 from onnxpar.runtime.parts import Array, Parts, PortParts
 from onnxpar.runtime.tensors import (
@@ -89,7 +90,12 @@ class Executor:
         self._everywhere = everywhere
         self._states = bundle.states
         self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
-        self._defaults = [name for name, port in bundle.inputs.items() if port.has_default]
+        self._first = FirstStates(bundle, world.rank)
+        self._defaults = [
+            name
+            for name, port in bundle.inputs.items()
+            if port.has_default and name not in bundle.initial
+        ]
         self._passed = bundle.inputs.keys() & bundle.outputs.keys()
         self._has_values = any(port.is_value for port in self._ports.values())
         self._binding = self.session.io_binding()
@@ -126,7 +132,7 @@ class Executor:
         self._parts = self._all_parts.at(tuple(sizes))
         if not self._gives(name):
             return {}
-        kept = self._kept[name]
+        kept = self._state(name)
         if self._ports[name].is_value:
             return {name: self._put(name, kept, room)}
         return {name: self._ship(name, kept, room)}
@@ -139,13 +145,21 @@ class Executor:
         """Forgets all kept states."""
         self._kept.clear()
 
+    def _state(self, name: str) -> Any:
+        """The kept value of a state, or its first one."""
+        if name not in self._kept:
+            shape = self._parts[name].local_shape(self._rank)
+            self._kept[name] = copy_of(self._first.value(name, shape))
+        return self._kept[name]
+
     def _run_values(
         self, request: Request, feeds: Mapping[str, Array], room: Room
     ) -> dict[str, Slot]:
         """Runs by values: only tensors of numbers can be bound."""
         kept = list(self._states.values()) if request.keep else []
         order = list(dict.fromkeys([*request.fetch, *kept]))
-        given = {n: self._kept[n] for n in self._states if n in self._kept} | {
+        held = {n: self._state(n) for n in self._states if n in self._kept or n in self._first}
+        given = held | {
             name: value if self._ports[name].is_value else as_fed(value)
             for name, value in feeds.items()
         }
@@ -174,7 +188,7 @@ class Executor:
         """Binds the fed or the kept value."""
         if name not in feeds:
             self._bound.pop(name, None)
-            self._binding.bind_ortvalue_input(name, self._kept[name])
+            self._binding.bind_ortvalue_input(name, self._state(name))
             return
         if is_packed(feeds[name].dtype):
             self._held[name] = memory_of(feeds[name])

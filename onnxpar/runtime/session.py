@@ -189,11 +189,12 @@ class States:
         session = self._session
         port = state_port(session._bundle, name)
         with session._lock:
-            if name not in session._kept:
+            if name not in session._kept and name not in session._bundle.initial:
                 raise InputError(
                     f"no value of state {name!r} is kept; run with keep_states=True, or write it"
                 )
-            sizes = session._bundle.sizes({name: session._kept[name]})
+            shape = session._kept.get(name) or tuple(s for s in port.shape or () if s is not None)
+            sizes = session._bundle.sizes({name: shape})
             return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
 
     def write(self, name: str, value: Any) -> None:

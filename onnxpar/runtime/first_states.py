@@ -1,0 +1,46 @@
+"""The first values of a rank's states: zeros, or parts of what was stored with the model."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from onnxpar.errors import ModelError
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.parts import Array
+
+STORED = "stored"
+
+
+class FirstStates:
+    """Reads a value when it is asked for, and keeps none."""
+
+    def __init__(self, bundle: Bundle, rank: int) -> None:
+        self._bundle = bundle
+        self._rank = rank
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._bundle.initial
+
+    def value(self, name: str, shape: tuple[int, ...] | None) -> Array:
+        """This rank's part of a state; `shape` is that of the part. Errors: ModelError where it has
+        no first value."""
+        kind = self._bundle.initial.get(name)
+        if kind is None or (kind != STORED and shape is None):
+            raise ModelError(f"state {name!r} has no first value; feed it")
+        if kind != STORED:
+            return np.zeros(shape or (), self._bundle.inputs[name].dtype)
+        proto = TensorProto()
+        proto.CopyFrom(self._stored[name])
+        array: Array = numpy_helper.to_array(proto, str(self._bundle.path))
+        return array
+
+    @cached_property
+    def _stored(self) -> dict[str, TensorProto]:
+        """References to the parts, by name."""
+        file = self._bundle.states_file(self._rank)
+        model = onnx.load(str(file), load_external_data=False)
+        return {tensor.name: tensor for tensor in model.graph.initializer}
