@@ -10,6 +10,7 @@ from onnxpar.collective import DOMAIN
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.plan import part_bytes
+from onnxpar.schedule import schedule
 from onnxpar.subgraphs import captured
 
 
@@ -59,7 +60,7 @@ def fuse_all_reduces(graph: gs.Graph, mesh: Mesh, bucket_bytes: int, sizes: dict
     if fused:
         gone = {id(node) for bucket in fused for node in bucket.nodes}
         graph.nodes = [node for node in graph.nodes if id(node) not in gone]
-        graph.toposort()
+        schedule(graph)
     return bool(fused)
 
 

@@ -16,6 +16,7 @@ from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
 from onnxpar.search.cost import bytes_sent
+from onnxpar.step import Step
 
 FORMAT = 1
 NO_RULE = "no rule"
@@ -164,7 +165,8 @@ class Plan:
     """The plan of a sharded model; `plan.json` is its `to_json`.
 
     `example` has a size for every open symbol: what bytes, memory and FLOPs are given for.
-    `initial` says by state input what its first value is: STORED with the model, or ZERO.
+    `initial` says by state input what its first value is: STORED with the model, or ZERO; `step`
+    which ports are what where the model is a training step.
     """
 
     model: str
@@ -182,6 +184,7 @@ class Plan:
     fixed: Sequence[str] = ()
     example: Mapping[str, int] = field(default_factory=dict)
     initial: Mapping[str, str] = field(default_factory=dict)
+    step: Step | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object of plan.json, `inspect --json` and `plan --json`."""
@@ -196,6 +199,7 @@ class Plan:
             "states": [
                 {"input": i, "output": o, "initial": self.initial.get(i)} for i, o in self.states
             ],
+            "step": None if self.step is None else asdict(self.step),
             "fixed": list(self.fixed),
             "example": dict(self.example),
             "ranges": {name: list(r) for name, r in self.ranges.items()},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import onnx
 
@@ -46,10 +48,14 @@ class Step:
         """The step that a model says it is, None where it says nothing of that."""
         for entry in header.metadata_props:
             if entry.key == METADATA:
-                read = json.loads(entry.value)
-                slots = [Slot(**slot) for slot in read.pop("slots")]
-                return Step(**read, slots=slots)
+                return Step.from_json(json.loads(entry.value))
         return None
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Step:
+        """The inverse of `asdict`."""
+        slots = [Slot(**slot) for slot in data["slots"]]
+        return Step(**{**data, "slots": slots})
 
     @property
     def parameters(self) -> list[Slot]:

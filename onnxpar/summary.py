@@ -49,6 +49,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         integer_ranges(graph),
         ctx.model.fixed,
         initial=initial,
+        step=ctx.model.step,
     )
 
 

@@ -47,6 +47,6 @@ class AnnotateStrategy(Pass):
             check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
             ctx.seeds.append(asked)
         if ctx.preset is None:
-            ctx.seeds += default_rounds(graph, ctx.sharding)
+            ctx.seeds += default_rounds(graph, ctx.sharding, ctx.model.step)
         else:
-            ctx.seeds += preset_rounds(graph, ctx.sharding, ctx.preset)
+            ctx.seeds += preset_rounds(graph, ctx.sharding, ctx.preset, ctx.model.step)

@@ -19,6 +19,7 @@ from onnxpar.pending import Pending, choose_pending
 from onnxpar.plan import part_bytes
 from onnxpar.reshard import Step, plan_tree
 from onnxpar.rules.rule import tensor_shape
+from onnxpar.schedule import schedule
 from onnxpar.sharding import Placement
 from onnxpar.subgraphs import captured, constants, is_random
 
@@ -98,7 +99,7 @@ class _Insertion:
             for tensor in [t for body in op.bodies for t in body.graph.inputs]:
                 if tensor.name in self.made:
                     self._place_handed(tensor)
-        self.graph.toposort()
+        schedule(self.graph)
         return self.changed
 
     def _pending(self) -> Pending:

@@ -16,6 +16,7 @@ from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 from onnxpar.runtime.values import is_value
+from onnxpar.step import Step
 from onnxpar.symbols import Polynomial
 
 FORMAT = 1
@@ -98,7 +99,8 @@ class Bundle:
     """A `model.par` folder: its mesh, ports by name, and state outputs by input.
 
     `fixed` are inputs of the unsplit model whose default values have become part of this one;
-    `initial` says where the first values of states are, by input: "stored" or "zero".
+    `initial` says where the first values of states are, by input: "stored" or "zero"; `step` which
+    ports are what where the model is a training step.
     """
 
     path: Path
@@ -109,6 +111,7 @@ class Bundle:
     fixed: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
     initial: Mapping[str, str] = field(default_factory=dict)
+    step: Step | None = None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
@@ -133,7 +136,8 @@ class Bundle:
             raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
         _check_together(inputs, outputs)
         fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
-        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols, initial)
+        step = Step.from_json(plan["step"]) if plan.get("step") else None
+        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols, initial, step)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         """The values of the symbols, from shapes of inputs by name; 0 for one that stands in none.

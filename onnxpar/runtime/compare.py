@@ -152,7 +152,7 @@ def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any])
     """The outputs of the unsplit model, by name, run whole. Errors: ModelError, InputError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     try:
-        session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(source, _quiet(), providers=["CPUExecutionProvider"])
     except _ORT_ERRORS as error:
         raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
     ports = [*session.get_inputs(), *session.get_outputs()]
@@ -165,6 +165,13 @@ def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any])
         return _run_bound(session, feeds)
     except _ORT_ERRORS as error:
         raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
+
+
+def _quiet() -> ort.SessionOptions:
+    """Options of a session that warns of nothing: an initializer may be an input."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return options
 
 
 def _run_values(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, run_options
 from onnxpar.runtime.parts import Array, Parts, PortParts
+from onnxpar.runtime.state_files import write_parts
 from onnxpar.runtime.tensors import (
     as_fed,
     bind_input,
@@ -140,6 +142,13 @@ class Executor:
     def write_state(self, name: str, part: Array) -> None:
         """Keeps a copy of this rank's part as a state."""
         self._kept[name] = part if self._ports[name].is_value else copy_of(part)
+
+    def save_states(self, folder: Path, sizes: Sizes) -> None:
+        """Writes the parts of all states that this rank is the first to hold to a folder."""
+        self._parts = self._all_parts.at(tuple(sizes))
+        held = [name for name in self._states if self._rank in self._parts[name].sources]
+        parts = ((n, view_of(self._state(n), self._ports[n].dtype)) for n in held)
+        write_parts(folder, self._rank, parts)
 
     def reset_states(self) -> None:
         """Forgets all kept states."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,14 @@ class LaunchedRank:
         with self._failing_together(f"writing state {name!r}"):
             parts = self._all_parts.at(sizes)[name]
             self._executor.write_state(name, parts.take(array, self._rank))
+
+    def save_states(self, folder: str, sizes: Sizes) -> None:
+        """Writes this rank's parts of all states to a folder that all ranks see; returns when all
+        have."""
+        with self._failing_together(f"saving states to {folder}"):
+            self._gather(np.zeros(1, np.uint8), 1)  # rank 0 may have just made the folder
+            self._executor.save_states(Path(folder), sizes)
+            self._gather(np.zeros(1, np.uint8), 1)
 
     def reset_states(self) -> None:
         """Forgets all states."""

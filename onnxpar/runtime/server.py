@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxpar.runtime.arena import NOWHERE, Arena, Slot
@@ -55,6 +56,7 @@ class Server:
             "read": self._read,
             "write": self._write,
             "reset": self._reset,
+            "save": self._save,
         }
 
     def answer(self, message: Message) -> Message:
@@ -78,6 +80,10 @@ class Server:
 
     def _reset(self, message: Message) -> Message:
         self._executor.reset_states()
+        return {}
+
+    def _save(self, message: Message) -> Message:
+        self._executor.save_states(Path(message["folder"]), tuple(message["sizes"]))
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxpar.errors import InputError
 from onnxpar.runtime import launch
-from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
+from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec, run_spec
@@ -173,6 +173,11 @@ def _close_in(owner: int, ranks: Ranks) -> None:
         ranks.close()
 
 
+def _shape(port: Port) -> tuple[int, ...]:
+    """The shape of a state that has not been kept yet; it is static."""
+    return tuple(s for s in port.shape or () if isinstance(s, int))
+
+
 class States:
     """The state inputs that a session's ranks keep between runs; they are moved only here."""
 
@@ -193,7 +198,7 @@ class States:
                 raise InputError(
                     f"no value of state {name!r} is kept; run with keep_states=True, or write it"
                 )
-            shape = session._kept.get(name) or tuple(s for s in port.shape or () if s is not None)
+            shape = session._kept.get(name) or _shape(port)
             sizes = session._bundle.sizes({name: shape})
             return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
 
@@ -206,6 +211,17 @@ class States:
             shape = () if port.is_value else np.shape(array)
             session._ranks.write_state(name, array, session._bundle.sizes({name: shape}))
             session._kept[name] = shape
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Lets every rank write its parts of all states, kept or first ones, to a folder."""
+        session = self._session
+        bundle = session._bundle
+        missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
+        if missing:
+            raise InputError(f"no value of state {missing[0]!r} is kept; run or write it first")
+        shapes = {n: session._kept.get(n) or _shape(bundle.inputs[n]) for n in bundle.states}
+        with session._lock:
+            session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
 
     def reset(self) -> None:
         """Forgets all kept values, so that every state must be fed again."""

@@ -10,10 +10,12 @@ from onnxpar.errors import StrategyError
 from onnxpar.interchange import is_weight
 from onnxpar.mesh import Axes, Mesh, parts_over
 from onnxpar.search.tensor_parallel import tensor_parallel_rounds
+from onnxpar.search.training_presets import ZERO_STAGES, zero_rounds
 from onnxpar.sharding import Sharding
+from onnxpar.step import Step
 from onnxpar.strategy import Seed, TensorSeed
 
-PRESETS = ("data-parallel", "tensor-parallel", "hybrid", "manual")
+PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, "manual")
 
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
@@ -27,17 +29,19 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
         if devices % 2:
             raise StrategyError(f"hybrid over {devices} devices: give --mesh dp=..,tp=..")
         return Mesh((("dp", 2), ("tp", devices // 2)))
-    names = {"data-parallel": "dp", "manual": "ranks"}
+    names = {"data-parallel": "dp", "manual": "ranks", **dict.fromkeys(ZERO_STAGES, "dp")}
     return Mesh(((names.get(preset or "", "tp"), devices),))
 
 
-def default_rounds(graph: gs.Graph, sharding: Sharding) -> list[list[Seed]]:
+def default_rounds(
+    graph: gs.Graph, sharding: Sharding, step: Step | None = None
+) -> list[list[Seed]]:
     """What stays open under a strategy: data parallel over the axis `dp`, where there is one."""
     mesh = sharding.mesh
     size = _batch_size(graph)
     if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
         return []
-    return [list(batch_seeds(graph, sharding, (mesh.axis("dp"),)))]
+    return [list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))]
 
 
 def choose_preset(graph: gs.Graph, devices: int) -> str:
@@ -50,25 +54,36 @@ def choose_preset(graph: gs.Graph, devices: int) -> str:
     return "data-parallel" if size and size % devices == 0 else "tensor-parallel"
 
 
-def preset_rounds(graph: gs.Graph, sharding: Sharding, preset: str | None) -> list[list[Seed]]:
-    """The seeds of a preset, in rounds of falling priority. Errors: StrategyError for its name."""
+def preset_rounds(
+    graph: gs.Graph, sharding: Sharding, preset: str | None, step: Step | None = None
+) -> list[list[Seed]]:
+    """The seeds of a preset, in rounds of falling priority; `step` where the graph is a training
+    step. Errors: StrategyError for its name."""
     mesh = sharding.mesh
     if preset is None:
         return []
     if preset not in PRESETS:
         raise StrategyError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
     if preset == "data-parallel":
-        return [list(batch_seeds(graph, sharding, _all_axes(mesh)))]
+        return [list(batch_seeds(graph, sharding, _all_axes(mesh), step))]
     axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
         raise StrategyError(f"hybrid needs an axis dp and another, the mesh is {mesh}")
     batch: list[Seed] = []
     if "dp" in mesh.sizes:
-        batch = list(batch_seeds(graph, sharding, (mesh.axis("dp"),)))
-    return [batch, *tensor_parallel_rounds(graph, sharding, axes)]
+        batch = list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))
+    wide = tensor_parallel_rounds(graph, sharding, axes)
+    if preset not in ZERO_STAGES:
+        return [batch, *wide]
+    if "dp" not in mesh.sizes:
+        raise StrategyError(f"{preset} needs an axis dp, the mesh is {mesh}")
+    first, last = zero_rounds(graph, sharding, step, preset, (mesh.axis("dp"),))
+    return [batch, *wide[:-1], first, last, *wide[-1:]]
 
 
-def batch_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> Iterator[Seed]:
+def batch_seeds(
+    graph: gs.Graph, sharding: Sharding, axes: Axes, step: Step | None = None
+) -> Iterator[Seed]:
     """Splits the batch: the first dimension of the first input, and of all inputs of that extent.
 
     Errors: StrategyError where the batch has fewer elements than parts.
@@ -82,8 +97,10 @@ def batch_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> Iterator[See
             f"data-parallel over {parts}: the batch has {size or 'no'} elements; export or bind "
             f"(--dim) a batch of at least {parts}, or use tensor-parallel"
         )
+    states = {slot.input for slot in step.slots} if step else set()
     for tensor in graph.inputs:
-        factors = None if is_weight(tensor) else sharding.factors.tensors.get(tensor.name)
+        is_data = not is_weight(tensor) and tensor.name not in states
+        factors = sharding.factors.tensors.get(tensor.name) if is_data else None
         if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
             leaves: list[Axes | None] = [axes] + [None] * (len(factors.leaves) - 1)
             yield TensorSeed(tensor.name, leaves)

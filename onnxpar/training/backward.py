@@ -57,7 +57,9 @@ def add_backward(model: Model, options: LossOptions) -> Backward:
     loss = add_loss(graph, options.loss, options.output, options.class_axis)
     parameters = [_as_input(graph, t.tensor) for t in trained]
     one = loss.builder.constant(np.ones((), loss.dtype))
+    forward = len(graph.nodes)
     found = gradients(graph, {loss.tensor.name: one}, parameters)
+    _read_again(graph, forward, parameters)
     lost = [name for name, gradient in found.items() if gradient is None]
     if lost:
         more = f", nor on {len(lost) - 1} others" if lost[1:] else ""
@@ -78,6 +80,25 @@ def _as_input(graph: gs.Graph, tensor: gs.Constant) -> gs.Variable:
                 node.inputs[i] = variable
     graph.inputs.append(variable)
     return variable
+
+
+def _read_again(graph: gs.Graph, forward: int, parameters: list[gs.Variable]) -> None:
+    """Lets the backward pass, the nodes behind so many, read parameters through an Identity: what
+    ranks hold in parts may be gathered anew there, rather than kept since the forward pass."""
+    again: dict[str, gs.Variable] = {}
+    names = {p.name: p for p in parameters}
+    nodes = list(graph.nodes[:forward])
+    for node in graph.nodes[forward:]:
+        for i, tensor in enumerate(node.inputs):
+            if names.get(tensor.name) is not tensor:
+                continue
+            if tensor.name not in again:
+                copy = gs.Variable(f"{tensor.name}.again", tensor.dtype, list(tensor.shape))
+                again[tensor.name] = copy
+                nodes.append(gs.Node("Identity", copy.name, {}, [tensor], [copy]))
+            node.inputs[i] = again[tensor.name]
+        nodes.append(node)
+    graph.nodes = nodes
 
 
 def add_output(graph: gs.Graph, value: Value, name: str) -> None:

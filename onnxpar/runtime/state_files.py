@@ -1,0 +1,78 @@
+"""States on disk: each rank writes the parts that it is the first to hold, others put them
+together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxpar.errors import ModelError
+from onnxpar.layout import Layout
+from onnxpar.mesh import Mesh
+from onnxpar.packing import stored_bits
+from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.tensors import is_packed
+
+ALIGN = 64
+"""Offsets of tensors in a file of states."""
+
+
+def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> None:
+    """Writes parts of states, one after the other, to a rank's files in a folder, to stay: they
+    are on disk when this returns."""
+    index: dict[str, Any] = {}
+    with (folder / f"rank_{rank:04d}.bin").open("wb") as sink:
+        for name, part in parts:
+            assert not is_packed(part.dtype), "states are computed"
+            sink.write(bytes(-sink.tell() % ALIGN))
+            index[name] = {
+                "offset": sink.tell(),
+                "dtype": part.dtype.name,
+                "shape": list(part.shape),
+            }
+            sink.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+        sink.flush()
+        os.fsync(sink.fileno())
+    (folder / f"rank_{rank:04d}.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+class StateFiles:
+    """The states that ranks wrote to a folder. `layouts` are those of the mesh they ran on."""
+
+    def __init__(self, folder: Path, mesh: Mesh, layouts: dict[str, Layout]) -> None:
+        self._folder = folder
+        self._mesh = mesh
+        self._layouts = layouts
+        self._index: dict[int, dict[str, Any]] = {}
+
+    def read(self, name: str) -> Array:
+        """A state as a global array. Errors: ModelError where the folder lacks it."""
+        if name not in self._layouts:
+            raise ModelError(f"{self._folder} has no state {name!r}")
+        parts = Parts(self._layouts[name], self._mesh)
+        return parts.assemble({rank: self._part(name, rank) for rank in parts.sources})
+
+    def _part(self, name: str, rank: int) -> Array:
+        file = self._folder / f"rank_{rank:04d}.json"
+        try:
+            if rank not in self._index:
+                self._index[rank] = json.loads(file.read_text(encoding="utf-8"))
+            entry = self._index[rank][name]
+            dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
+            count = int(np.prod(shape, dtype=np.int64))
+            data = np.memmap(
+                file.with_suffix(".bin"),
+                np.uint8,
+                "r",
+                entry["offset"],
+                (max(count * stored_bits(dtype) // 8, 1),),
+            )
+        except (OSError, KeyError, ValueError) as error:
+            raise ModelError(f"{file}: does not have state {name!r} ({error})") from None
+        part: Array = data[: count * dtype.itemsize].view(dtype).reshape(shape)
+        return part

@@ -1,0 +1,105 @@
+"""Presets of training steps: what of the state each rank holds, beside how it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.layout import Concat, Dim, Factor, leaves
+from onnxpar.mesh import Axes, parts_over
+from onnxpar.sharding import Sharding
+from onnxpar.step import Step
+from onnxpar.strategy import Seed
+
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+"""Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
+optimizer state, gradients and parameters are split over the ranks of a batch."""
+
+
+def zero_rounds(
+    graph: gs.Graph, sharding: Sharding, step: Step | None, preset: str, axes: Axes
+) -> tuple[list[Seed], list[Seed]]:
+    """Seeds that must come first, and those that come behind all that splits the computation.
+
+    Stages 1 and 2 hold each parameter whole and its state and update in parts, 3 the parameter too.
+    Of one step they are the same program: the gradient is reduced to parts in both. Errors:
+    StrategyError where the model is no training step.
+    """
+    if step is None:
+        raise StrategyError(f"{preset} is for training steps, which `onnxpar grad` writes")
+    outputs = {t.name: t for t in graph.outputs}
+    first: list[Seed] = []
+    last: list[Seed] = []
+    for slot in step.parameters:
+        parts = [s.input for s in step.slots if s.of == slot.of and s.kind != slot.kind]
+        parts.append(outputs[slot.output].inputs[0].inputs[0].name)
+        if ZERO_STAGES[preset] == 3:
+            parts.insert(0, slot.input)
+        else:
+            first.append(Closed(slot.input))
+        last.append(SplitTogether(tuple(parts), axes))
+    return first, last
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Keeps what is still open of a tensor whole."""
+
+    tensor: str
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Closes its open leaves, once nothing of higher priority can reach them."""
+        have = sharding.tensors[self.tensor]
+        sharding.tensors[self.tensor] = [() if axes is None else axes for axes in have]
+        return False
+
+
+@dataclass(frozen=True)
+class SplitTogether:
+    """Splits tensors of one shape along the same dimension: that which splits best."""
+
+    tensors: tuple[str, ...]
+    axes: Axes
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Takes the dimension that divides most evenly, else the longest, of those that are open in
+        all and long enough: of each of its segments one factor."""
+        factors = sharding.factors.tensors[self.tensors[0]]
+        first = 0
+        choices = []
+        for dim in factors.dims:
+            count = sum(leaf.size > 1 for leaf in leaves(dim))
+            chosen = list(_cover(dim, first, parts_over(self.axes)))
+            if chosen and all(not sharding.tensors[t][i] for t in self.tensors for i in chosen):
+                rest = sum(factors.leaves[i].size % parts_over(self.axes) for i in chosen)
+                choices.append((rest, -dim.size, chosen))
+            first += count
+        for _, _, chosen in sorted(choices):
+            if all([self._assign(sharding, t, i) for t in self.tensors for i in chosen]):
+                return True
+        return False
+
+    def _assign(self, sharding: Sharding, tensor: str, leaf: int) -> bool:
+        sharding.tensors[tensor][leaf] = None
+        return sharding.assign_tensor(tensor, leaf, self.axes)
+
+
+def _cover(dim: Dim, first: int, parts: int) -> Iterator[int]:
+    """Leaves of a dimension that split every element of it into so many parts, of which `first` is
+    the number of the first; nothing where some segment is too short."""
+    if isinstance(dim, Factor):
+        yield from [first] if dim.size >= max(parts, 2) else []
+        return
+    found = []
+    for child in dim.children:
+        found.append((child.size, list(_cover(child, first, parts))))
+        first += sum(leaf.size > 1 for leaf in leaves(child))
+    if isinstance(dim, Concat):
+        if all(chosen for size, chosen in found if size):
+            yield from (i for _, chosen in found for i in chosen)
+        return
+    fitting = [(size % parts, -size, chosen) for size, chosen in found if chosen]
+    yield from min(fitting, default=(0, 0, []))[2]

@@ -1,0 +1,103 @@
+"""Checkpoints: what a training run needs to go on, as a folder that appears at once.
+
+`DIR/step_00000100/` has `checkpoint.json` and each rank's parts of the states. A folder that lacks
+its final name was not finished, and is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from onnxpar.errors import ModelError
+from onnxpar.layout import Layout
+from onnxpar.mesh import Mesh
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.state_files import StateFiles
+from onnxpar.step import Slot, Step
+
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: `step` steps in all, of which `in_epoch` in epoch `epoch`, both from
+    0."""
+
+    step: int = 0
+    epoch: int = 0
+    in_epoch: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk."""
+
+    path: Path
+    progress: Progress
+    slots: list[Slot]
+    states: StateFiles
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Checkpoint:
+        """Reads a checkpoint, or the newest one of a folder of them. Errors: ModelError."""
+        folder = Path(path)
+        if not (folder / "checkpoint.json").is_file():
+            found = newest(folder)
+            if found is None:
+                raise ModelError(f"{folder}: has no checkpoint")
+            folder = found
+        try:
+            data = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ModelError(f"{folder}: format {data['format']}, this onnxpar reads {FORMAT}")
+            mesh = Mesh.of((name, size) for name, size in data["mesh"])
+            layouts = {name: Layout.from_json(tree) for name, tree in data["layouts"].items()}
+            slots = [Slot(**slot) for slot in data["slots"]]
+            progress = Progress(**data["progress"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{folder / 'checkpoint.json'}: {error}") from None
+        return Checkpoint(folder, progress, slots, StateFiles(folder, mesh, layouts))
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint of the most steps in a folder, None where there is none."""
+    found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)]
+    return max(found, key=lambda p: p.name, default=None)
+
+
+def begin(folder: Path, progress: Progress) -> Path:
+    """Makes the folder that a checkpoint is written to first."""
+    unfinished = folder / f".step_{progress.step:08d}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def finish(unfinished: Path, progress: Progress, bundle: Bundle, step: Step) -> Path:
+    """Gives a folder to which all ranks have written their states its final name."""
+    layouts = {name: bundle.inputs[name].layout for name in bundle.states}
+    data: Mapping[str, Any] = {
+        "format": FORMAT,
+        "mesh": [list(axis) for axis in bundle.mesh.shape],
+        "layouts": {name: layout.to_json() for name, layout in layouts.items() if layout},
+        "slots": [asdict(slot) for slot in step.slots],
+        "progress": asdict(progress),
+    }
+    file = unfinished / "checkpoint.json"
+    with file.open("w", encoding="utf-8") as sink:
+        json.dump(data, sink)
+        sink.flush()
+        os.fsync(sink.fileno())
+    final = unfinished.parent / f"step_{progress.step:08d}"
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(unfinished, final)
+    return final

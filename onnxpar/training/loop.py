@@ -1,0 +1,88 @@
+"""A training run: epochs of batches, a learning rate for each step, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnxpar.errors import InputError
+from onnxpar.training.checkpoint import Checkpoint, Progress, newest
+from onnxpar.training.data import Data
+from onnxpar.training.rates import Rate
+from onnxpar.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is to do.
+
+    every       a checkpoint after so many steps, and at the end; 0: at the end alone
+    checkpoint  the folder of checkpoints, None for none
+    resume      goes on from the newest of them, if there is any
+    """
+
+    epochs: int
+    rate: float
+    schedule: str = "constant"
+    warmup: int = 0
+    seed: int = 0
+    shuffle: bool = True
+    checkpoint: Path | None = None
+    every: int = 0
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step: numbers of epoch and step, from 1, and what it told."""
+
+    epoch: int
+    step: int
+    total: int
+    rate: float
+    seconds: float
+    values: dict[str, float]
+
+
+def records(trainer: Trainer, data: Data, run: Run) -> Iterator[Record]:
+    """Trains, and tells of each step behind it. Errors: InputError, ModelError, RankError."""
+    if run.epochs < 1:
+        raise InputError(f"{run.epochs} epochs: at least 1")
+    rate = Rate(run.rate, run.epochs * data.batches, run.schedule, run.warmup)
+    progress = _start(trainer, run)
+    total = progress.step
+    for epoch in range(progress.epoch, run.epochs):
+        first = progress.in_epoch if epoch == progress.epoch else 0
+        seed = run.seed if run.shuffle else None
+        for i, batch in enumerate(data.epoch(epoch, seed, first), first):
+            start = time.perf_counter()
+            values = trainer.step(batch, rate.at(total))
+            seconds = time.perf_counter() - start
+            total += 1
+            is_last = epoch == run.epochs - 1 and i == data.batches - 1
+            if run.checkpoint is not None and (is_last or (run.every and total % run.every == 0)):
+                done = i + 1 == data.batches
+                at = Progress(total, epoch + done, 0 if done else i + 1, run.seed)
+                trainer.save(run.checkpoint, at)
+            yield Record(epoch + 1, i + 1, total, rate.at(total - 1), seconds, values)
+
+
+def _start(trainer: Trainer, run: Run) -> Progress:
+    """Loads the newest checkpoint where a run is to go on."""
+    if not run.resume:
+        return Progress(seed=run.seed)
+    if run.checkpoint is None:
+        raise InputError("--resume: from which folder? give --checkpoint DIR")
+    found = newest(run.checkpoint)
+    if found is None:
+        return Progress(seed=run.seed)
+    checkpoint = Checkpoint.load(found)
+    if checkpoint.progress.seed != run.seed:
+        raise InputError(
+            f"{found}: is of a run with seed {checkpoint.progress.seed}, this one has {run.seed}: "
+            "its batches would come in another order"
+        )
+    trainer.load(checkpoint)
+    return checkpoint.progress

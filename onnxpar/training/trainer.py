@@ -1,0 +1,96 @@
+"""Runs a sharded training step again and again; parameters and state stay on their ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnxpar.errors import InputError, ModelError
+from onnxpar.runtime.bundle import Bundle, NodeArg
+from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.session import InferenceSession
+from onnxpar.step import Step
+from onnxpar.training.checkpoint import Checkpoint, Progress, begin, finish
+
+Array = npt.NDArray[Any]
+
+
+class Trainer:
+    """A session of a sharded training step (`onnxpar shard step.onnx`).
+
+    `options` are those of `InferenceSession`. Errors: ModelError where the folder is no sharded
+    training step.
+    """
+
+    def __init__(self, par: str | os.PathLike[str], **options: Any) -> None:
+        self.bundle = Bundle.load(par)
+        if self.bundle.step is None:
+            raise ModelError(
+                f"{par}: is no training step; write one with `onnxpar grad`, then shard that"
+            )
+        self.spec: Step = self.bundle.step
+        rank = launched_rank()
+        self.leads = rank is None or rank.rank == 0
+        self.session = InferenceSession(par, **options)
+
+    @property
+    def data(self) -> list[NodeArg]:
+        """The inputs that each batch feeds."""
+        by_name = {port.name: port for port in self.session.get_inputs()}
+        return [by_name[name] for name in self.spec.data]
+
+    def step(self, batch: Mapping[str, Array], rate: float) -> dict[str, float]:
+        """Takes one step on a global batch; returns the loss before it, and the metrics. Errors:
+        InputError, RankError."""
+        names = [self.spec.loss, *self.spec.metrics]
+        port = self.bundle.inputs[self.spec.rate]
+        feeds = {**batch, self.spec.rate: np.asarray(rate, port.dtype)}
+        values = self.session.run(names, feeds, keep_states=True)
+        return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+    def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
+        """Writes a checkpoint into a folder of them: each rank its own parts, all or nothing."""
+        folder = Path(folder)
+        unfinished = folder / f".step_{progress.step:08d}.unfinished"
+        if self.leads:
+            unfinished = begin(folder, progress)
+        self.session.states.save(unfinished)
+        if self.leads:
+            finish(unfinished, progress, self.bundle, self.spec)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Goes on from a checkpoint, whatever mesh it was written on. Errors: ModelError where it
+        is one of another step."""
+        known = {slot.input for slot in checkpoint.slots}
+        for name in self.bundle.states:
+            if name not in known:
+                raise ModelError(
+                    f"{checkpoint.path}: has no {name!r}; it is a checkpoint of another training "
+                    "step"
+                )
+        for name in self.bundle.states:
+            try:
+                self.session.states.write(name, checkpoint.states.read(name))
+            except InputError as error:
+                raise ModelError(f"{checkpoint.path}: {error}") from None
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self.session.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
