@@ -1,4 +1,4 @@
-"""The command line: `onnxpar shard | plan | run | check | grad | inspect | opt | ops`."""
+"""The command line: `onnxpar shard | plan | run | check | grad | train | inspect | opt | ops`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 from onnxpar.search.presets import PRESETS
 from onnxpar.training.losses import IGNORED, LOSSES
 from onnxpar.training.optimizers import OPTIMIZERS
+from onnxpar.training.rates import SCHEDULES
 
 EXAMPLES = """examples:
   onnxpar shard gpt2.onnx --devices 4 --preset tensor-parallel -o gpt2.par
@@ -103,6 +104,23 @@ def parser() -> argparse.ArgumentParser:
         commands_of, "grad", "write the training step of a model as a graph", training_commands.grad
     )
     _add_grad(grad)
+
+    train = _add(
+        commands_of, "train", "run a sharded training step over data", training_commands.train
+    )
+    _add_train(train)
+
+    checkpoint = commands_of.add_parser("checkpoint", help="work with checkpoints of a run")
+    of_checkpoints = checkpoint.add_subparsers(required=True, metavar="COMMAND")
+    merge = _add(
+        of_checkpoints,
+        "merge",
+        "write a model with the weights of a checkpoint",
+        training_commands.merge,
+    )
+    merge.add_argument("checkpoint", metavar="DIR", help="a checkpoint, or a folder of them")
+    merge.add_argument("model", metavar="model.onnx", help="the model that was trained")
+    merge.add_argument("-o", "--output", required=True, metavar="FILE", help="trained.onnx")
 
     opt = _add(commands_of, "opt", "run passes and print the graph", commands.opt)
     _add_model(opt)
@@ -197,6 +215,24 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
     )
+
+
+def _add_train(to: argparse.ArgumentParser) -> None:
+    to.add_argument("par", metavar="step.par", help="a sharded training step")
+    to.add_argument("--data", required=True, metavar="NPZ", help="arrays of samples, by input name")
+    to.add_argument("--batch", type=int, metavar="N", help="samples of a step: what it was made for")
+    to.add_argument("--epochs", type=int, default=1, metavar="N")
+    to.add_argument("--lr", type=float, required=True, metavar="X", help="learning rate")
+    to.add_argument("--schedule", choices=SCHEDULES, default="constant", help="of the rate, behind")
+    to.add_argument("--warmup", type=int, default=0, metavar="N", help="steps in which it rises")
+    to.add_argument("--seed", type=int, default=0, metavar="N", help="decides the order of samples")
+    to.add_argument("--no-shuffle", action="store_true", help="samples in the order of the file")
+    to.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; one at the end")
+    to.add_argument("--every", type=int, default=0, metavar="N", help="and one after N steps each")
+    to.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if any")
+    to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
+    _add_runtime(to)
+    to.set_defaults(log_dir="log")
 
 
 def _add_runtime(to: argparse.ArgumentParser) -> None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from onnxpar.arguments import dims_of
+from onnxpar.errors import InputError
 from onnxpar.grad.trained import Trained
 from onnxpar.plan import numpy_dtype
 from onnxpar.report import size_text, table
+from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.step import Step
 from onnxpar.training.api import write_step
 from onnxpar.training.backward import LossOptions
+from onnxpar.training.checkpoint import newest
+from onnxpar.training.data import Data
+from onnxpar.training.loop import Run, records
+from onnxpar.training.merge import merge as merge_checkpoint
 from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
+from onnxpar.training.picture import draw_losses
 from onnxpar.training.step import StepOptions
+from onnxpar.training.trainer import Trainer
 
 
 def grad(args: argparse.Namespace) -> int:
@@ -31,6 +43,74 @@ def grad(args: argparse.Namespace) -> int:
     assert model.step is not None
     print("\n".join(_trained_lines(trained, model.step)))
     print(f"written to {args.output}")
+    return 0
+
+
+def train(args: argparse.Namespace) -> int:
+    """Trains; under mpirun as one of the ranks."""
+    logs = Path(args.log_dir)
+    rank = launched_rank()
+    if rank is not None:
+        redirect_output(logs, rank.rank, stdout=rank.rank != 0)
+    run = Run(
+        args.epochs,
+        args.lr,
+        args.schedule,
+        args.warmup,
+        args.seed,
+        not args.no_shuffle,
+        Path(args.checkpoint) if args.checkpoint else None,
+        args.every,
+        args.resume,
+    )
+    with Trainer(args.par, timeout=args.timeout, log_dir=None if rank else logs) as trainer:
+        data = Data.read(args.data, trainer.data)
+        _check_batch(args, data)
+        if not trainer.leads:
+            deque(records(trainer, data, run), maxlen=0)
+            return 0
+        logs.mkdir(parents=True, exist_ok=True)
+        _follow(trainer, data, run, logs)
+    return 0
+
+
+def _check_batch(args: argparse.Namespace, data: Data) -> None:
+    if args.batch not in (None, data.batch):
+        raise InputError(
+            f"--batch {args.batch}: the step takes {data.batch} samples at once; write it anew with "
+            f"`onnxpar grad --dim ...` for that batch"
+        )
+
+
+def _follow(trainer: Trainer, data: Data, run: Run, logs: Path) -> None:
+    """Prints each step's loss, and leaves the metrics and a picture in the folder of logs."""
+    metrics = logs / "metrics.jsonl"
+    total = run.epochs * data.batches
+    left = data.count % data.batch
+    if left:
+        print(f"{left} of {data.count} samples are left over in each epoch")
+    with (
+        metrics.open("a" if run.resume else "w", encoding="utf-8") as sink,
+        tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar,
+    ):
+        for record in records(trainer, data, run):
+            bar.update(record.total - bar.n)
+            loss = record.values[trainer.spec.loss]
+            bar.write(f"epoch: {record.epoch} step: {record.step}, loss is {loss:.6g}", sys.stdout)
+            row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
+            json.dump({**row, **record.values, "seconds": round(record.seconds, 6)}, sink)
+            sink.write("\n")
+            sink.flush()
+    draw_losses(metrics, logs / "loss.png")
+    print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
+    if run.checkpoint is not None:
+        print(f"the last checkpoint is {newest(run.checkpoint)}")
+
+
+def merge(args: argparse.Namespace) -> int:
+    """Puts the weights of a checkpoint into a model."""
+    count = merge_checkpoint(args.checkpoint, args.model, args.output)
+    print(f"{count} weights of {args.checkpoint} are in {args.output}")
     return 0
 
 

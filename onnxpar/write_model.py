@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from onnxpar.errors import OnnxparError
 from onnxpar.interchange import default_of, export_graph
 from onnxpar.stored import external_location, stored_bytes, stored_tensors
 from onnxpar.subgraphs import all_nodes
+
+Array = npt.NDArray[Any]
 
 ALIGN = 4096
 """Offsets of weights in the data file, so that a runtime can map them."""
@@ -25,10 +29,15 @@ MOST = 1 << 30
 CHUNK = 8 << 20
 
 
-def write_model(graph: gs.Graph, header: onnx.ModelProto, source: Path, output: Path) -> None:
-    """Writes a graph, whose external data is in the folder `source`, to `output`; large weights to
-    `output` with .data behind its name. Both appear at once. Errors: OnnxparError."""
-    model = export_model(graph, header)
+Values = Callable[[str], Array | None]
+"""New values of weights by name, None for those that stay."""
+
+
+def write_model(
+    model: onnx.ModelProto, source: Path, output: Path, values: Values = lambda name: None
+) -> None:
+    """Writes a model whose external data is in the folder `source`, to `output`; large weights to
+    `output` with .data behind its name. Errors: OnnxparError; nothing is left half-written."""
     tensors = list(stored_tensors(model.graph))
     is_external = any(t.data_location == TensorProto.EXTERNAL for t in tensors)
     data = output.with_name(output.name + ".data")
@@ -37,7 +46,12 @@ def write_model(graph: gs.Graph, header: onnx.ModelProto, source: Path, output: 
             if is_external or sum(map(stored_bytes, tensors)) > MOST:
                 with (Path(folder) / "data").open("wb") as sink:
                     for tensor in tensors:
-                        _move(tensor, source, sink, data.name)
+                        _move(tensor, source, sink, data.name, values(tensor.name))
+            else:
+                for tensor in tensors:
+                    value = values(tensor.name)
+                    if value is not None:
+                        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
             (Path(folder) / "model").write_bytes(model.SerializeToString())
             if (Path(folder) / "data").exists():
                 os.replace(Path(folder) / "data", data)
@@ -60,9 +74,13 @@ def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def _move(tensor: TensorProto, source: Path, sink: BinaryIO, location: str) -> None:
-    """Puts the data of a tensor into the data file."""
+def _move(
+    tensor: TensorProto, source: Path, sink: BinaryIO, location: str, value: Array | None
+) -> None:
+    """Puts the data of a tensor, or a new value of it, into the data file."""
     length = stored_bytes(tensor)
+    if value is not None:
+        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
     is_external = tensor.data_location == TensorProto.EXTERNAL
     if not is_external and (length <= INLINE or not tensor.raw_data):
         return

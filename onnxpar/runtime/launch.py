@@ -154,10 +154,13 @@ def bind_address(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("ONNXPAR_BIND") or "127.0.0.1"
 
 
-def redirect_output(log_dir: str | os.PathLike[str], rank: int) -> None:
-    """Sends what this process writes to `rank.N/stdout.log` and `stderr.log` from now on."""
+def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = True) -> None:
+    """Sends what this process writes to `rank.N/stdout.log` and `stderr.log` from now on; to the
+    latter alone without `stdout`."""
     log = Log.open(log_dir, rank)
     for stream, file, number in ((sys.stdout, log.stdout, 1), (sys.stderr, log.stderr, 2)):
+        if number == 1 and not stdout:
+            continue
         stream.flush()
         os.dup2(file.fileno(), number)
     log.close()

@@ -15,7 +15,7 @@ from onnxpar.step import Step
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.optimizers import Optimizer, make_optimizer
 from onnxpar.training.step import StepOptions, make_step
-from onnxpar.write_model import write_model
+from onnxpar.write_model import export_model, write_model
 
 
 def grad(
@@ -67,5 +67,5 @@ def write_step(
         raise OnnxparError(f"{output}: is the model itself; choose another -o")
     model = load(path, dims, for_training=True)
     trained = make_step(model, loss, options)
-    write_model(model.graph, model.header, model.folder, output)
+    write_model(export_model(model.graph, model.header), model.folder, output)
     return model, trained
