@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
 from onnxpar.layout import Layout
-from onnxpar.mesh import Mesh
+from onnxpar.mesh import Mesh, parts_over
 from onnxpar.plan import part_bytes
 from onnxpar.schedule import schedule
+from onnxpar.search.cost import step_seconds
 from onnxpar.subgraphs import captured
+
+Kind = tuple[object, ...]
 
 
 @dataclass
@@ -30,22 +35,78 @@ class _Bucket:
         return independent and self.size + size <= limit
 
 
-def fuse_all_reduces(graph: gs.Graph, mesh: Mesh, bucket_bytes: int, sizes: dict[str, int]) -> bool:
+def _is_all_reduce(node: gs.Node) -> bool:
+    return node.domain == DOMAIN and node.op == "AllReduce"
+
+
+def _kind(node: gs.Node) -> Kind:
+    """What all-reduces of one bucket have in common."""
+    return node.attrs["axes"], node.attrs["before"].reduce, str(node.inputs[0].dtype)
+
+
+def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
+    before: Layout = node.attrs["before"]
+    return sizes.setdefault(node.name, part_bytes(node.inputs[0], before, mesh))
+
+
+def first_of_buckets(
+    graph: gs.Graph,
+    mesh: Mesh,
+    seconds: Mapping[str, float],
+    tail: float,
+    sizes: dict[str, int],
+) -> set[str]:
+    """Where buckets begin, so that computing hides them: the names of their first all-reduces.
+
+    The last bucket of a kind takes at most `tail` seconds; each earlier one at most the time that
+    is computed between its last tensor and the last of the next. `seconds` is how long nodes take,
+    by name. The idea is MindSpore's fusion by cost model (parallel/allreduce_fusion).
+    """
+    clock = 0.0
+    ready: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
+    for node in graph.nodes:
+        clock += seconds.get(node.name, 0.0)
+        if _is_all_reduce(node):
+            ready[_kind(node)].append((node, clock))
+    first: set[str] = set()
+    for members in ready.values():
+        end = len(members)
+        allowed = tail
+        while end:
+            start, total = end - 1, _size(members[end - 1][0], mesh, sizes)
+            ranks = parts_over(members[start][0].attrs["axes"])
+            while start:
+                total += _size(members[start - 1][0], mesh, sizes)
+                if step_seconds("AllReduce", ranks, total) > allowed:
+                    break
+                start -= 1
+            first.add(members[start][0].name)
+            if start:
+                allowed = max(members[end - 1][1] - members[start - 1][1], 0.0)
+            end = start
+    return first
+
+
+def fuse_all_reduces(
+    graph: gs.Graph,
+    mesh: Mesh,
+    bucket_bytes: int,
+    sizes: dict[str, int],
+    first: Collection[str] = (),
+) -> bool:
     """Joins all-reduces of one kind, up to `bucket_bytes` per rank, in graph order.
 
     Requires a topologically sorted graph of reshard nodes, and ensures the same. A fused node has
     `members`, the (before, after) layouts of its operands. `sizes` are bytes by node, kept from an
-    earlier call for the same nodes.
+    earlier call for the same nodes; a bucket begins at each of `first`.
     """
-    open_buckets: dict[tuple[object, ...], _Bucket] = {}
+    open_buckets: dict[Kind, _Bucket] = {}
     full: list[_Bucket] = []
     for node in graph.nodes:
-        if node.domain == DOMAIN and node.op == "AllReduce":
-            before: Layout = node.attrs["before"]
-            size = sizes.setdefault(node.name, part_bytes(node.inputs[0], before, mesh))
-            kind = (node.attrs["axes"], before.reduce, str(node.inputs[0].dtype))
+        if _is_all_reduce(node):
+            size, kind = _size(node, mesh, sizes), _kind(node)
             bucket = open_buckets.setdefault(kind, _Bucket())
-            if not bucket.takes(node, size, bucket_bytes):
+            if node.name in first or not bucket.takes(node, size, bucket_bytes):
                 full.append(bucket)
                 bucket = open_buckets[kind] = _Bucket()
             bucket.nodes.append(node)

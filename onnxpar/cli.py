@@ -13,6 +13,7 @@ from onnxpar import commands, training_commands
 from onnxpar.errors import OnnxparError
 from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
+from onnxpar.passes.fuse_all_reduces import FUSIONS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 from onnxpar.search.presets import PRESETS
 from onnxpar.training.losses import IGNORED, LOSSES
@@ -94,6 +95,16 @@ def parser() -> argparse.ArgumentParser:
         "--inputs", metavar="NPZ", help="arrays by input name; made up where missing"
     )
     check.add_argument("--seed", type=int, default=0, help="for inputs that are made up")
+    check.add_argument(
+        "--train",
+        action="store_true",
+        help="of a training step: take many steps, and compare the losses and what they leave; "
+        "--inputs has any number of samples then",
+    )
+    check.add_argument(
+        "--steps", type=int, default=50, metavar="N", help="with --train; default 50"
+    )
+    check.add_argument("--lr", type=float, default=0.01, metavar="X", help="with --train")
     _add_runtime(check)
 
     inspect = _add(commands_of, "inspect", "show the plan of a sharded model", commands.inspect)
@@ -178,6 +189,13 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         metavar="IN=OUT",
         help="an output that is fed back as an input (caches that grow are found)",
     )
+    to.add_argument(
+        "--fusion",
+        choices=FUSIONS,
+        help="of all-reduces that do not wait for each other: up to a size (default for training "
+        "steps), as many as computing hides, or none",
+    )
+    to.add_argument("--bucket-mb", type=float, metavar="X", help="that size; default: 64")
     to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
 
 
@@ -204,7 +222,9 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         (None, ("nesterov",)),
     ):
         for name in names:
-            how: dict[str, Any] = {"type": kind, "metavar": "X"} if kind else {"action": "store_true"}
+            how: dict[str, Any] = (
+                {"type": kind, "metavar": "X"} if kind else {"action": "store_true"}
+            )
             to.add_argument(f"--{name}", default=None, **how)
     to.add_argument("--clip-norm", type=float, metavar="X", help="most that all gradients' norm is")
     for name, what in (
@@ -220,7 +240,9 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
 def _add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument("par", metavar="step.par", help="a sharded training step")
     to.add_argument("--data", required=True, metavar="NPZ", help="arrays of samples, by input name")
-    to.add_argument("--batch", type=int, metavar="N", help="samples of a step: what it was made for")
+    to.add_argument(
+        "--batch", type=int, metavar="N", help="samples of a step: what it was made for"
+    )
     to.add_argument("--epochs", type=int, default=1, metavar="N")
     to.add_argument("--lr", type=float, required=True, metavar="X", help="learning rate")
     to.add_argument("--schedule", choices=SCHEDULES, default="constant", help="of the rate, behind")
@@ -229,7 +251,9 @@ def _add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument("--no-shuffle", action="store_true", help="samples in the order of the file")
     to.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; one at the end")
     to.add_argument("--every", type=int, default=0, metavar="N", help="and one after N steps each")
-    to.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if any")
+    to.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if any"
+    )
     to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
     _add_runtime(to)
     to.set_defaults(log_dir="log")

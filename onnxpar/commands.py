@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
+from onnxpar.training.compare import compare_training
+from onnxpar.training.data import Data
+from onnxpar.training.trainer import Trainer
 
 
 def shard(args: argparse.Namespace) -> int:
@@ -113,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Shards, runs and compares; 1 on a mismatch."""
+    if args.train:
+        return _check_training(args)
     options = replace(_options(args), replicas=True)
     with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
         par = Path(folder) / "model.par"
@@ -129,6 +135,34 @@ def check(args: argparse.Namespace) -> int:
     nothing = "no output is held by several ranks, so there is nothing to compare"
     print(report.text() if report.rows else nothing)
     return 0 if report.ok else 1
+
+
+def _check_training(args: argparse.Namespace) -> int:
+    """The same over many steps of a training step, each of which starts from the last."""
+    if args.steps < 1:
+        raise InputError(f"--steps {args.steps}: at least 1")
+    with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
+        par = Path(folder) / "step.par"
+        made = pipeline.shard(args.model, par, _options(args))
+        with Trainer(par, timeout=args.timeout, log_dir=args.log_dir) as trainer:
+            batches = islice(_batches(args, made, trainer), args.steps)
+            report = compare_training(args.model, trainer, batches, args.lr)
+    _print_plan(made, full=False)
+    print(f"{args.steps} steps over {made.mesh.size} ranks against one:")
+    print(report.text())
+    return 0 if report.ok else 1
+
+
+def _batches(args: argparse.Namespace, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """What is given, again and again, or random batches."""
+    data = Data.read(args.inputs, trainer.data) if args.inputs else None
+    specs = [s for s in _input_specs(trainer.bundle.path) if s[0] in trainer.spec.data]
+    ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
+    for number in count():
+        if data is not None:
+            yield from data.epoch(number, args.seed)
+        else:
+            yield make_feeds(specs, ranges, args.seed + number)
 
 
 def opt(args: argparse.Namespace) -> int:
@@ -179,6 +213,8 @@ def _options(args: argparse.Namespace) -> Options:
         strict=args.strict,
         verify=True,
         configuration=args.configuration,
+        fusion=args.fusion,
+        bucket_bytes=None if args.bucket_mb is None else int(args.bucket_mb * (1 << 20)),
     )
 
 

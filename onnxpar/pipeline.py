@@ -20,6 +20,7 @@ from onnxpar.mesh import Mesh
 from onnxpar.model import Model, load
 from onnxpar.open_ports import open_ports
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.fuse_all_reduces import BUCKET_BYTES, FUSIONS, FuseAllReduces
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.localize_ops import LocalizeOps
@@ -40,6 +41,7 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
     PropagateLayouts,
     InsertCollectives,
+    FuseAllReduces,
     LocalizeOps,
     OrderCollectives,
 )
@@ -64,6 +66,8 @@ class Options:
     verify: bool = False
     configuration: str | None = None
     replicas: bool = False
+    fusion: str | None = None
+    bucket_bytes: int | None = None
 
 
 def make_context(model: Model, options: Options) -> PassContext:
@@ -142,11 +146,22 @@ def load_model(path: str | Path, options: Options, for_training: bool = False) -
     return model
 
 
-def passes_of(options: Options) -> list[Pass]:
+def passes_of(options: Options, model: Model) -> list[Pass]:
     """The passes between load and split-ranks."""
     if options.preset == MANUAL:
         return [KeepCollectives(compare_replicas=options.replicas), OrderCollectives()]
-    return [p() for p in DEFAULT_PASSES]
+    return [_fusion(options, model) if p is FuseAllReduces else p() for p in DEFAULT_PASSES]
+
+
+def _fusion(options: Options, model: Model) -> FuseAllReduces:
+    """Gradients are fused unless something else is asked for; activations wait for each other.
+    Errors: StrategyError."""
+    by = options.fusion or ("none" if model.step is None else "size")
+    if by not in FUSIONS:
+        raise StrategyError(f"fusion {by!r}: there are {', '.join(FUSIONS)}")
+    if options.bucket_bytes is not None and options.bucket_bytes < 1:
+        raise StrategyError(f"buckets of {options.bucket_bytes} bytes: at least 1")
+    return FuseAllReduces(by, options.bucket_bytes or BUCKET_BYTES)
 
 
 def run_passes(
@@ -194,7 +209,7 @@ def plan(
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
     model = load_model(path, options)
     ctx = make_context(model, options)
-    steps = passes_of(options)
+    steps = passes_of(options, model)
     made = run_passes(model, ctx, steps, watch, options.verify)
     assert made is not None
     replay(
@@ -224,13 +239,14 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     model = load_model(path, options)
     ctx = make_context(model, options)
     names = operand_names(ctx.sharding)
-    steps = DEFAULT_PASSES[: DEFAULT_PASSES.index(InsertCollectives) + 1]
-    made = run_passes(model, ctx, [p() for p in steps], check=options.verify)
+    steps = passes_of(options, model)
+    first = DEFAULT_PASSES.index(InsertCollectives) + 1
+    made = run_passes(model, ctx, steps[:first], check=options.verify)
     assert made is not None
     proto = original(Path(path))
     write_annotations(proto, ctx, names)
     save(proto, Path(path), Path(output))
-    run_passes(model, ctx, [p() for p in DEFAULT_PASSES[len(steps) :]], check=options.verify)
+    run_passes(model, ctx, steps[first:], check=options.verify)
     made.collectives = list(ctx.collectives)
     return made
 

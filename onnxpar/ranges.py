@@ -50,9 +50,12 @@ def _range(tensor: gs.Tensor, seen: set[str]) -> tuple[int, int] | None:
 
 
 def _limit(node: gs.Node, position: int) -> int | None:
-    """Rows of the table that a node looks the operand up in."""
+    """Rows of the table that a node looks the operand up in, or classes that a loss knows."""
     if node.op in ("Gather", "GatherElements") and position == 1:
         data = node.inputs[0].shape
         size = data[node.attrs.get("axis", 0)] if data else None
+        return int(size) if isinstance(size, int) else None
+    if node.op in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss") and position == 1:
+        size = node.inputs[0].shape[1] if node.inputs[0].shape else None
         return int(size) if isinstance(size, int) else None
     return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.factors import OpFactors, with_axes
+from onnxpar.factors import OpFactors
+from onnxpar.flops import flops
 from onnxpar.interchange import declared_shape, default_of, type_text
 from onnxpar.layout import local_size
 from onnxpar.packing import stored_bits
@@ -24,7 +25,6 @@ from onnxpar.plan import (
     part_bytes,
 )
 from onnxpar.ranges import integer_ranges
-from onnxpar.rules.rule import Rule, Size, expr_vars
 from onnxpar.search.tensor_parallel import is_contraction
 from onnxpar.subgraphs import captured, constants, subgraphs
 
@@ -130,28 +130,9 @@ def _flops(ctx: PassContext) -> dict[str, int]:
     """Multiplications and additions of the contractions: in all, and on rank 0."""
     ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
     return {
-        "model": sum(2 * _products(op.rule, op.rule.sizes) for op in ops),
-        "per_rank": sum(2 * _products(op.rule, _sizes_on_rank_0(op, ctx)) for op in ops),
+        "model": sum(flops(op) for op in ops),
+        "per_rank": sum(flops(op, ctx.sharding) for op in ops),
     }
-
-
-def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
-    """Multiplications of a contraction. Windows relate every position of the larger image to few
-    of the smaller, so that only the positions of the smaller count."""
-    operands = [{v for expr in spec or () for v in expr_vars(expr)} for spec in rule.inputs[:2]]
-    result = {v for expr in rule.outputs[0] or () for v in expr_vars(expr)}
-    ways = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())
-    return min(math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in way) for way in ways)
-
-
-def _sizes_on_rank_0(op: OpFactors, ctx: PassContext) -> dict[str, Size]:
-    """How many values of each factor rank 0 computes."""
-    sizes = dict(op.rule.sizes)
-    axes = ctx.sharding.op_axes(op)
-    for name in sizes.keys() - op.whole.keys():
-        over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
-        sizes[name] = local_size(with_axes(op.trees[name], iter(over)), ctx.sharding.mesh, 0)
-    return sizes
 
 
 def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:

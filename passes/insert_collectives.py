@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.buckets import fuse_all_reduces
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
 from onnxpar.factors import BodyFactors, OpFactors
@@ -31,19 +30,12 @@ class InsertCollectives(Pass):
     Requires axes on every leaf that is to be split. Ensures that `ctx.layouts` holds the layout
     of each tensor and that each node's operands have the layout its rule needs. Shapes stay
     global: a reshard node is an identity in the global program.
-
-    bucket_bytes  all-reduces that do not wait for each other are fused up to this size; 0: never
     """
 
     name: ClassVar[str] = "insert-collectives"
-    bucket_bytes: int = 0
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        changed = _Insertion(graph, ctx).run()
-        if self.bucket_bytes:
-            sizes = ctx.choices.bytes
-            changed |= fuse_all_reduces(graph, ctx.sharding.mesh, self.bucket_bytes, sizes)
-        return changed
+        return _Insertion(graph, ctx).run()
 
 
 @dataclass

@@ -86,7 +86,7 @@ def test_check_says_so_of_a_mismatch(
 
 
 def test_opt_prints_and_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    passes = "propagate-layouts,insert-collectives{bucket-bytes=1000}"
+    passes = "propagate-layouts,insert-collectives,fuse-all-reduces{bucket-bytes=1000}"
     options = ["--devices", "2", "--preset", "tensor-parallel", "--passes", passes]
     after = ["--print-after", "propagate-layouts"]
     assert main(["opt", DLRM, *options, *after, "--dump", str(tmp_path / "dump")]) == 0

@@ -192,9 +192,9 @@ def test_what_a_branch_captures_is_not_fused_with_what_comes_of_it(
         {"w": values(6, 6)},
     )
     model = save(tmp_path / "m.onnx", main)
-    names = "annotate-strategy,propagate-layouts,insert-collectives{bucket-bytes=1000}"
+    names = "annotate-strategy,propagate-layouts,insert-collectives,fuse-all-reduces{bucket-bytes=1000}"
     passes = parse_passes(f"{names},localize-ops,order-collectives")
-    monkeypatch.setattr(pipeline, "passes_of", lambda how: passes)
+    monkeypatch.setattr(pipeline, "passes_of", lambda how, model: passes)
     feeds = [{"x": values(4, 6), "c": np.array(c)} for c in (True, False)]
     strategy = {"shard": {"first": ROWS, "second": ROWS}, "tensors": {"y": [None, None]}}
     assert kinds(agree(model, feeds, "tp=2", strategy)) == ["AllReduce", "AllReduce"]
@@ -205,7 +205,7 @@ def placed(model: Path, strategy: Any, last: int) -> tuple[gs.Graph, PassContext
     how = options("tp=2", strategy=strategy)
     loaded = pipeline.load_model(model, how)
     ctx = pipeline.make_context(loaded, how)
-    pipeline.run_passes(loaded, ctx, pipeline.passes_of(how)[:last], check=True)
+    pipeline.run_passes(loaded, ctx, pipeline.passes_of(how, loaded)[:last], check=True)
     return loaded.graph, ctx
 
 

@@ -228,4 +228,6 @@ def _line(row: Comparison, width: int) -> str:
     shape = shape if len(shape) <= 18 else shape[:14] + "...]"
     mark = "" if row.ok else f"  {row.fault or 'too large'}"
     allowed = f"{row.tolerance:8.0e}" if row.tolerance else "   equal"
+    if math.isinf(row.tolerance):
+        allowed = "       -"
     return f"{name:{width}}  {row.dtype:8}  {shape:18}  {row.error:8.1e}  {allowed}{mark}"

@@ -12,6 +12,9 @@ BANDWIDTH = 2e9
 MEMORY_BANDWIDTH = 1e10
 """Bytes per second that a rank copies."""
 
+FLOPS = 2e10
+"""Multiplications and additions per second of a rank."""
+
 _TRAFFIC = {
     "AllReduce": 2.0,
     "ReduceScatter": 1.0,

@@ -9,13 +9,14 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.interchange import is_weight
 from onnxpar.mesh import Axes, Mesh, parts_over
+from onnxpar.search.expert_parallel import EXPERT, expert_seeds
 from onnxpar.search.tensor_parallel import tensor_parallel_rounds
-from onnxpar.search.training_presets import ZERO_STAGES, zero_rounds
+from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES, sequence_seeds, zero_rounds
 from onnxpar.sharding import Sharding
 from onnxpar.step import Step
 from onnxpar.strategy import Seed, TensorSeed
 
-PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, "manual")
+PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, SEQUENCE, EXPERT, "manual")
 
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
@@ -29,7 +30,12 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
         if devices % 2:
             raise StrategyError(f"hybrid over {devices} devices: give --mesh dp=..,tp=..")
         return Mesh((("dp", 2), ("tp", devices // 2)))
-    names = {"data-parallel": "dp", "manual": "ranks", **dict.fromkeys(ZERO_STAGES, "dp")}
+    names = {
+        "data-parallel": "dp",
+        "manual": "ranks",
+        EXPERT: "ep",
+        **dict.fromkeys(ZERO_STAGES, "dp"),
+    }
     return Mesh(((names.get(preset or "", "tp"), devices),))
 
 
@@ -66,6 +72,9 @@ def preset_rounds(
         raise StrategyError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
     if preset == "data-parallel":
         return [list(batch_seeds(graph, sharding, _all_axes(mesh), step))]
+    if preset == EXPERT:
+        experts: list[Seed] = list(expert_seeds(graph, sharding, _all_axes(mesh)))
+        return [experts, list(batch_seeds(graph, sharding, _all_axes(mesh), step))]
     axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
         raise StrategyError(f"hybrid needs an axis dp and another, the mesh is {mesh}")
@@ -73,6 +82,8 @@ def preset_rounds(
     if "dp" in mesh.sizes:
         batch = list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))
     wide = tensor_parallel_rounds(graph, sharding, axes)
+    if preset == SEQUENCE:
+        return [batch, *wide[:-1], sequence_seeds(graph, axes, sharding, step), *wide[-1:]]
     if preset not in ZERO_STAGES:
         return [batch, *wide]
     if "dp" not in mesh.sizes:

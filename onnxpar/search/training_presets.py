@@ -10,13 +10,57 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, parts_over
-from onnxpar.sharding import Sharding
+from onnxpar.sharding import Sharding, overlaps
 from onnxpar.step import Step
 from onnxpar.strategy import Seed
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 """Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
 optimizer state, gradients and parameters are split over the ranks of a batch."""
+
+
+SEQUENCE = "sequence-parallel"
+"""Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): between
+the products of a tensor-parallel layer, activations are split along the sequence."""
+
+
+def sequence_seeds(
+    graph: gs.Graph, axes: Axes, sharding: Sharding, step: Step | None
+) -> list[Seed]:
+    """Splits the second dimension of the first input wherever tensor parallelism adds up parts of
+    an activation, and from there on. Errors: StrategyError where there is no such dimension."""
+    data = [t for t in graph.inputs if step is None or t.name in step.data]
+    first = next((t for t in data if len(t.shape or ()) > 1), None)
+    factors = sharding.factors.tensors.get(first.name) if first is not None else None
+    at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
+    if factors is None or len(at) != 1 or factors.leaves[at[0]].size < parts_over(axes):
+        raise StrategyError(
+            f"{SEQUENCE} over {parts_over(axes)}: the first input has no sequence of at least that "
+            "length as its second dimension"
+        )
+    return [SplitSums(factors.leaves[at[0]].atom, axes)]
+
+
+@dataclass(frozen=True)
+class SplitSums:
+    """Splits results that are pending over axes along an atom, so that they are reduced to parts."""
+
+    atom: int
+    axes: Axes
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Decides the leaves of that atom that are still open."""
+        changed = False
+        for op in sharding.factors.ops:
+            pending, _ = sharding.pending(op)
+            if not overlaps(pending, self.axes):
+                continue
+            for tensor in op.node.outputs:
+                factors = sharding.factors.tensors.get(tensor.name)
+                for i, leaf in enumerate(factors.leaves if factors else ()):
+                    if leaf.atom == self.atom:
+                        changed |= sharding.assign_tensor(tensor.name, i, self.axes)
+        return changed
 
 
 def zero_rounds(

@@ -79,7 +79,9 @@ class _Update:
         for parameter in self.parameters:
             p = Builder(self.graph, f"update/{parameter.name}").value(parameter)
             g = p.builder.value(self.gradients[parameter.name].tensor)
-            state = {s: self._input(f"{parameter.name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
+            state = {
+                s: self._input(f"{parameter.name}.{s}", p.dtype, p.shape) for s in optimizer.slots
+            }
             following, changed = optimizer.update(p, g, state, rate.cast(p.dtype), count)
             self._slot(p, following, "parameter", parameter.name)
             for name, value in changed.items():

@@ -1,0 +1,162 @@
+"""Gradients of attention and of rotary embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from onnxpar.grad.indexing import scatter_add
+from onnxpar.grad.value import Value
+from onnxpar.grad.vjp import Grads, Vjp, vjp
+
+_MASK, _LENGTHS = 3, 6
+
+
+@vjp("Attention")
+def attention(v: Vjp) -> Grads:
+    """Probabilities are computed anew; query heads that share a key are rows of one product."""
+    query, keys, values = _heads(v, v.x, "q"), _Sequence(v, 1), _Sequence(v, 2)
+    batch, heads, rows, width = query.shape
+    _, shared, seen, _ = keys.whole.shape
+    grouped = [batch, shared, heads // shared * rows]
+    by_head, by_group = [batch, heads, rows, seen], [*grouped, seen]
+    scale = v.attr("scale") or 1 / math.sqrt(width)
+
+    scaled = query.reshape([*grouped, width]) * scale
+    scores = (scaled @ keys.whole.swap()).reshape(by_head)
+    cap = v.attr("softcap")
+    bent = (scores / cap).op("Tanh") if cap else None
+    weights, visible = _probabilities(v, bent * cap if bent is not None else scores)
+
+    dy = _heads(v, v.dy, "q").reshape([*grouped, values.whole.shape[3]])
+    of_weights = _with_scores(v, 3, (dy @ values.whole.swap()).reshape(by_head))
+    weighted = weights * of_weights
+    of_masked = weighted - weights * weighted.sum([3], keepdims=True)
+    of_masked = _with_scores(v, 2, of_masked, visible)
+    of_scores = _with_scores(v, 1, of_masked)
+    if bent is not None:
+        of_scores = of_scores * (1.0 - bent * bent)
+    of_scores = _with_scores(v, 0, of_scores).reshape(by_group)
+    of_query = ((of_scores @ keys.whole) * scale).reshape(query.shape)
+    of_key, of_past_key = keys.gradients(of_scores.swap() @ scaled)
+    of_value, of_past_value = values.gradients(weights.reshape(by_group).swap() @ dy)
+    of_mask = None if visible is None else of_masked
+    return _joined(v, of_query), of_key, of_value, of_mask, of_past_key, of_past_value
+
+
+def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = None) -> Value:
+    """A gradient, and that of the node's last result, where that is of the same tensor."""
+    dy = v.dys[3] if len(v.dys) > 3 else None
+    if dy is None or v.attr("qk_matmul_output_mode") != mode:
+        return gradient
+    return gradient + (dy if visible is None else visible.where(dy, 0.0))
+
+
+class _Sequence:
+    """Keys or values by head, with those cached before them; `operand` is 1 or 2."""
+
+    def __init__(self, v: Vjp, operand: int) -> None:
+        self.v = v
+        self.operand = operand
+        own = v.operands[operand]
+        past = v.operand(operand + 3)
+        self.whole = _heads(v, own, "kv")
+        self.past = 0
+        if past is not None:
+            self.past = past.shape[2]
+            self.whole = past.op("Concat", self.whole, axis=2)
+
+    def gradients(self, whole: Value) -> tuple[Value, Value | None]:
+        """The gradients of the operand and of what was cached, by that of both."""
+        dys = self.v.dys
+        present = dys[self.operand] if len(dys) > self.operand else None
+        if present is not None:
+            whole = whole + present
+        own = _joined(self.v, whole.slice(self.past, whole.shape[2], 2))
+        return own, whole.slice(0, self.past, 2) if self.past else None
+
+
+def _heads(v: Vjp, x: Value, role: str) -> Value:
+    """By batch, head, row and element; a tensor of three dimensions has heads side by side."""
+    if x.rank == 4:
+        return x
+    batch, rows, width = x.shape
+    heads = v.attr(f"{role}_num_heads")
+    return x.reshape([batch, rows, heads, width // heads]).transpose([0, 2, 1, 3])
+
+
+def _joined(v: Vjp, x: Value) -> Value:
+    """Heads side by side again, where the node has them so."""
+    if v.x.rank == 4:
+        return x
+    batch, heads, rows, width = x.shape
+    return x.transpose([0, 2, 1, 3]).reshape([batch, rows, heads * width])
+
+
+def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
+    """The softmax of masked scores, and which of them are seen; rows that see nothing are zero."""
+    dtype = scores.dtype
+    precision = v.node.attrs.get("softmax_precision")
+    scores = scores.cast(tensor_dtype_to_np_dtype(precision) if precision else dtype)
+    least = float(np.finfo(scores.dtype).min)
+    visible = _positions(v, scores)
+    mask = v.operand(_MASK)
+    if mask is not None and mask.dtype != np.bool_:
+        bias = mask.cast(scores.dtype)
+        scores, mask = scores + bias, bias > least
+    seen = [m for m in (visible, mask) if m is not None]
+    if not seen:
+        return scores.op("Softmax", axis=-1).cast(dtype), None
+    both = seen[0] if len(seen) == 1 else seen[0].op("And", seen[1])
+    weights = both.where(scores, least).op("Softmax", axis=-1)
+    return both.where(weights, 0.0).cast(dtype), both
+
+
+def _positions(v: Vjp, scores: Value) -> Value | None:
+    """Which keys each query sees by where they stand; None for all."""
+    rows, seen = scores.shape[2:]
+    lengths, past = v.operand(_LENGTHS), v.operand(4)
+    columns = np.arange(seen)
+    if lengths is None:
+        ahead = past.shape[2] if past is not None else 0
+        earlier = columns <= np.arange(rows)[:, None] + ahead
+        return v.builder.constant(earlier) if v.attr("is_causal") else None
+    lengths = lengths.reshape([-1, 1, 1, 1])
+    within = v.builder.constant(columns) < lengths
+    if not v.attr("is_causal"):
+        return within
+    last = lengths + np.arange(rows)[:, None] - rows
+    return within.op("And", v.builder.constant(columns) <= last)
+
+
+@vjp("RotaryEmbedding")
+def rotary_embedding(v: Vjp) -> Grads:
+    """Rotated the other way; that of the tables is of a product of complex numbers."""
+    cosine, sine, positions = v.operands[1], v.operands[2], v.operand(3)
+    turned = v.dy.op("RotaryEmbedding", cosine, -sine, positions, **v.node.attrs)
+    (x, y), (dx, dy) = _pairs(v, v.x), _pairs(v, v.dy)
+    head = 1 if v.x.rank == 4 else 2
+    tables = [(dx * x + dy * y).sum([head]), (dy * x - dx * y).sum([head])]
+    if positions is not None:
+        at = positions.reshape([-1])
+        rows = [table.reshape([-1, table.shape[-1]]) for table in tables]
+        tables = [scatter_add(row, at, 0, cosine.shape) for row in rows]
+    return [turned, *tables]
+
+
+def _pairs(v: Vjp, x: Value) -> tuple[Value, Value]:
+    """What is rotated, as two coordinates; heads are a dimension of their own."""
+    width = x.shape[-1]
+    if x.rank == 3:
+        heads = v.attr("num_heads")
+        width //= heads
+        x = x.reshape([*x.shape[:2], heads, width])
+    half = (v.attr("rotary_embedding_dim") or width) // 2
+    x = x.slice(0, 2 * half, 3)
+    if v.attr("interleaved"):
+        x = x.reshape([*x.shape[:3], half, 2])
+        shape = x.shape[:4]
+        return x.slice(0, 1, 4).reshape(shape), x.slice(1, 2, 4).reshape(shape)
+    return x.slice(0, half, 3), x.slice(half, 2 * half, 3)

@@ -1,0 +1,167 @@
+"""One direction of a recurrent network, and how gradients go back through its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from onnxpar.grad.gates import Activation
+from onnxpar.grad.value import Value
+from onnxpar.grad.vjp import Vjp
+
+
+class Way:
+    """One direction of a node; its tensors are without a dimension for it, and steps come first.
+
+    acts     its activations, f g h in the standard's letters
+    lengths  how many steps each sequence has, [1, batch, 1]; None where they have all
+    dy dh dc the gradients of its results
+    """
+
+    def __init__(self, v: Vjp, acts: Sequence[Activation], index: int) -> None:
+        self.v, self.acts, self.index = v, acts, index
+        self.backwards = index == 1 or v.attr("direction") == "reverse"
+        self.x = v.x.swap(0, 1) if v.attr("layout") else v.x
+        self.w, self.r = self._own(v.operands[1]), self._own(v.operands[2])
+        self.bias, self.peepholes = self._weight(3), self._weight(7)
+        lengths = v.operand(4)
+        shape = [1, self.x.shape[1], 1]
+        self.lengths = None if lengths is None else lengths.cast(np.int32).reshape(shape)
+        self.h0, self.c0 = self._state(v.operand(5)), self._state(v.operand(6))
+        self.y = self._sequence(v.y)
+        self.dy = self.masked(self._sequence(v.gradient(0)))
+        self.dh, self.dc = self._end(1), self._end(2)
+
+    def _own(self, tensor: Value, axis: int = 0) -> Value:
+        """This direction's part of a tensor."""
+        shape = [s for a, s in enumerate(tensor.shape) if a != axis]
+        return tensor.slice(self.index, self.index + 1, axis).reshape(shape)
+
+    def _weight(self, operand: int) -> Value | None:
+        found = self.v.operand(operand)
+        return None if found is None else self._own(found)
+
+    def _state(self, tensor: Value | None) -> Value:
+        """A state; zeros where it is left out."""
+        if tensor is None:
+            return self.v.builder.zeros([self.x.shape[1], self.r.shape[1]], self.x.dtype)
+        return self._own(tensor, 1 if self.v.attr("layout") else 0)
+
+    def _sequence(self, y: Value) -> Value:
+        """The hidden states of all steps."""
+        own = self._own(y, 2 if self.v.attr("layout") else 1)
+        return own.swap(0, 1) if self.v.attr("layout") else own
+
+    def _end(self, output: int) -> Value:
+        """The gradient of a last state. Sequences without a step end in zeros, whatever they begin
+        with."""
+        given = self._state(self.v.dys[output] if output < len(self.v.dys) else None)
+        if self.lengths is None:
+            return given
+        return (self.lengths.reshape([-1, 1]) > 0).where(given, 0.0)
+
+    @cached_property
+    def steps(self) -> Value:
+        """The numbers of the steps."""
+        return self.v.builder.constant(np.arange(self.x.shape[0]).reshape(-1, 1, 1), np.int32)
+
+    @cached_property
+    def valid(self) -> Value | None:
+        """Which sequences have which steps; None where all have all."""
+        return None if self.lengths is None else self.steps < self.lengths
+
+    def masked(self, x: Value, otherwise: float = 0.0) -> Value:
+        """A number instead of what is computed where there is no step."""
+        return x if self.valid is None else self.valid.where(x, otherwise)
+
+    @property
+    def masks(self) -> list[Value]:
+        """What is true where there is a step, if that is in question."""
+        return [] if self.valid is None else [self.valid]
+
+    @cached_property
+    def before(self) -> Value:
+        """The hidden state that each step has read; without meaning where there is no step."""
+        first = self.h0.unsqueeze([0])
+        count = self.y.shape[0]
+        if not self.backwards:
+            return join(0, first, self.y.slice(0, count - 1, 0))
+        shifted = join(0, self.y.slice(1, count, 0), first)
+        if self.lengths is None:
+            return shifted
+        return (self.steps + 1).equal(self.lengths).where(first, shifted)
+
+    @cached_property
+    def biases(self) -> tuple[Value | None, Value | None]:
+        """Those beside W, and those beside R."""
+        if self.bias is None:
+            return None, None
+        ends = (0, self.w.shape[0], 2 * self.w.shape[0])
+        return self.bias.slice(*ends[:2], 0), self.bias.slice(*ends[1:], 0)
+
+    def gates(self, x: Value) -> list[Value]:
+        """What belongs to each gate, where all are one behind the other."""
+        count = x.shape[-1] // self.r.shape[1]
+        if count == 1:
+            return [x]
+        return x.builder.add_each("Split", [x], count, axis=-1, num_outputs=count)
+
+    def back(
+        self, step: Callable[..., tuple[list[Value], Value]], states: list[Value], *given: Value
+    ) -> tuple[Value, list[Value]]:
+        """Goes back through the steps. `step` makes, of the gradients of the states and of what is
+        given for a step, those of the states before and of the gates' operands."""
+
+        def each(ends: list[Value], elements: list[Value]) -> tuple[list[Value], list[Value]]:
+            before, gates = step(*ends, *elements)
+            return before, [gates]
+
+        ends, made = self.v.builder.scan(each, states, given, not self.backwards)
+        return made[0], ends
+
+
+@dataclass
+class Passed:
+    """What has come back through one direction.
+
+    gates     the gradient of what X gave to the gates
+    recurrent the gradient of what the state gave to them
+    of_r      the gradient of R
+    """
+
+    gates: Value
+    recurrent: Value
+    of_r: Value
+    of_h0: Value
+    of_c0: Value | None = None
+    of_peepholes: Value | None = None
+
+
+def linear(x: Value, weight: Value, bias: Value | None) -> Value:
+    """What a weight makes of all steps."""
+    made = x @ weight.swap()
+    return made if bias is None else made + bias
+
+
+def plus(x: Value, y: Value, factor: Value | None) -> Value:
+    """x + y * factor, without a factor x."""
+    return x if factor is None else x + y * factor
+
+
+def product(a: Value, b: Value) -> Value:
+    """The product of two sequences over all steps and the batch."""
+    rows = a.reshape([-1, a.shape[-1]])
+    return rows.swap() @ b.reshape([-1, b.shape[-1]])
+
+
+def join(axis: int, *values: Value) -> Value:
+    """Tensors one behind the other."""
+    return values[0].builder.add("Concat", *values, axis=axis)
+
+
+def frozen(dh: Value, before: Value, valid: Sequence[Value]) -> Value:
+    """The gradient of the state before a step; that of the state behind it where there is none."""
+    return valid[0].where(before, dh) if valid else before

@@ -1,0 +1,120 @@
+"""Gradients of ops that pick elements by index, or by their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from onnxpar.grad.value import Value
+from onnxpar.grad.vjp import Grads, Vjp, vjp
+
+
+def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
+    """Zeros of a shape, to which the rows of `dy` along an axis are added where the vector
+    `indices` says.
+
+    By elements: onnxruntime adds rows that repeat (ScatterND) wrongly.
+    """
+    axis %= dy.rank
+    at = indices.reshape([-1 if a == axis else 1 for a in range(dy.rank)])
+    return scatter_each(dy, at, axis, shape)
+
+
+def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
+    """The same by an index for each element, or for several that it broadcasts to."""
+    wide = dy.wide()  # onnxruntime adds no 16-bit floats
+    zeros = dy.builder.zeros(shape, wide.dtype)
+    at = indices.expand(dy.shape)
+    return zeros.op("ScatterElements", at, wide, axis=axis, reduction="add").cast(dy.dtype)
+
+
+@vjp("Gather", trained=(0,))
+def gather(v: Vjp) -> Grads:
+    x, indices = v.operands
+    axis, count = v.attr("axis") % x.rank, indices.size
+    rows = v.dy.reshape([*x.shape[:axis], count, *x.shape[axis + 1 :]])
+    places, size = v.constant(1), x.shape[axis]
+    if places is not None and count:
+        at = places.reshape(-1) % size
+        if (np.diff(at) == 1).all():  # a run
+            before, after = [0] * x.rank, [0] * x.rank
+            before[axis], after[axis] = int(at[0]), int(size - 1 - at[-1])
+            return [rows.pad(before, after)]
+        if count == size and len({*at.tolist()}) == size:  # a permutation
+            return [rows.op("Gather", np.argsort(at), axis=axis)]
+    return [scatter_add(rows, indices.reshape([count]), axis, x.shape)]
+
+
+@vjp("GatherElements")
+def gather_elements(v: Vjp) -> Grads:
+    return [scatter_each(v.dy, v.operands[1], v.attr("axis"), v.x.shape)]
+
+
+@vjp("GatherND")
+def gather_nd(v: Vjp) -> Grads:
+    x, indices = v.operands
+    batch = v.attr("batch_dims")
+    depth = batch + indices.shape[-1]
+    at = linear(indices, x.shape[batch:depth])
+    rows = [*x.shape[:batch], at.size // math.prod(x.shape[:batch] or [1]) if at.size else 0]
+    picked = v.dy.reshape([*rows, *x.shape[depth:]])
+    merged = [*x.shape[:batch], math.prod(x.shape[batch:depth]), *x.shape[depth:]]
+    at = at.reshape([*rows, *[1] * (x.rank - depth)])
+    return [scatter_each(picked, at, batch, merged).reshape(x.shape)]
+
+
+def linear(indices: Value, sizes: Sequence[int]) -> Value:
+    """Tuples of indices, along the last dimension, as positions among all elements of these
+    sizes."""
+    if len(sizes) == 1:
+        return indices.reshape(indices.shape[:-1])
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    counted = (indices < 0).where(indices + np.array(sizes, np.int64), indices)
+    return (counted * np.array(strides, np.int64)).sum([-1])
+
+
+@vjp("TopK")
+def top_k(v: Vjp) -> Grads:
+    """Where elements are equal, those that the op has picked."""
+    at = v.output(1, np.int64, v.y.shape)
+    return [scatter_each(v.dy, at, v.attr("axis"), v.x.shape)]
+
+
+@vjp("Compress")
+def compress(v: Vjp) -> Grads:
+    """What was picked goes back to its place: the first to that of the first that holds."""
+    x, condition, axis = v.x, v.operands[1], v.attr("axis")
+    if v.y.size == 0:
+        return [x.builder.zeros(x.shape, x.dtype)]
+    whole = x.shape if axis is not None else (x.size,)
+    axis = 0 if axis is None else axis % x.rank
+    condition = condition.cast(np.int64).pad([0], [whole[axis] - condition.size])
+    order = condition.op("CumSum", np.array(0, np.int64))
+    last = condition.builder.constant(v.y.shape[axis] - 1, np.int64)
+    rows = v.dy.op("Gather", (order - 1).op("Min", last).op("Max", 0), axis=axis)
+    holds = condition.cast(np.bool_).reshape([-1 if a == axis else 1 for a in range(len(whole))])
+    return [holds.where(rows, 0.0).reshape(x.shape)]
+
+
+@vjp("MaxUnpool")
+def max_unpool(v: Vjp) -> Grads:
+    return [v.dy.reshape([v.y.size]).op("Gather", v.operands[1], axis=0)]
+
+
+@vjp("Trilu")
+def trilu(v: Vjp) -> Grads:
+    return [v.dy.op("Trilu", v.operand(1), upper=v.attr("upper"))]
+
+
+@vjp("ReverseSequence")
+def reverse_sequence(v: Vjp) -> Grads:
+    axes = {name: v.attr(name) for name in ("batch_axis", "time_axis")}
+    return [v.dy.op("ReverseSequence", v.operands[1], **axes)]
+
+
+@vjp("CumSum")
+def cumulative_sum(v: Vjp) -> Grads:
+    exclusive, backwards = v.attr("exclusive"), v.attr("reverse")
+    return [v.dy.op("CumSum", v.operands[1], exclusive=exclusive, reverse=1 - backwards)]

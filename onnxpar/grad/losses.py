@@ -1,0 +1,90 @@
+"""Gradients of the losses that ONNX has as ops."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from onnxpar.grad.value import Value
+from onnxpar.grad.vjp import Grads, Vjp, vjp
+
+
+@vjp("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy(v: Vjp) -> Grads:
+    """Probabilities less the one-hot labels, weighed."""
+    loss = _ClassLoss(v)
+    log_prob = v.output(1, v.x.dtype, v.x.shape)
+    target = loss.is_label.cast(v.x.dtype)
+    through = (log_prob.exp() - target) * loss.by_label
+    of_log_prob = v.dys[1] if len(v.dys) > 1 else None
+    if of_log_prob is not None:
+        through = through + of_log_prob - log_prob.exp() * of_log_prob.sum([1], keepdims=True)
+    return through, None, loss.by_class(log_prob)
+
+
+@vjp("NegativeLogLikelihoodLoss")
+def negative_log_likelihood(v: Vjp) -> Grads:
+    loss = _ClassLoss(v)
+    return loss.is_label.where(-loss.by_label, 0.0), None, loss.by_class(v.x)
+
+
+class _ClassLoss:
+    """A loss that is the negative score of each label, times the weight of its class."""
+
+    def __init__(self, v: Vjp) -> None:
+        self.v = v
+        self.labels = v.operands[1]
+        ignored = v.attr("ignore_index")
+        self.ignored = None if ignored is None else self.labels.equal(ignored)
+
+    @cached_property
+    def is_label(self) -> Value:
+        """For every score whether it is its label's."""
+        classes = np.arange(self.v.x.shape[1], dtype=self.labels.dtype)
+        shape = [-1 if a == 1 else 1 for a in range(self.v.x.rank)]
+        return self.labels.unsqueeze([1]).equal(classes.reshape(shape))
+
+    @cached_property
+    def weights(self) -> Value | None:
+        """The weight of each label's class; None where they have none."""
+        of_class = self.v.operand(2)
+        known = self.labels if self.ignored is None else self.ignored.where(0, self.labels)
+        return None if of_class is None else of_class.op("Gather", known)
+
+    @cached_property
+    def shares(self) -> Value:
+        """The gradient of each label's loss but for its weight; zeros where labels are ignored."""
+        shares = self.v.dy
+        if self.v.attr("reduction") == "mean":
+            shares = self._averaged(shares)
+        return self._counted(shares.expand(self.labels.shape))
+
+    def _averaged(self, dy: Value) -> Value:
+        """Divided by the weights of all labels that count; zero where none does."""
+        if self.ignored is None and self.weights is None:
+            return dy * (1 / max(self.labels.size, 1))
+        wide = np.promote_types(dy.dtype, np.float32)  # half precision counts to 65504
+        one = self.v.builder.constant(1, wide)
+        each = one if self.weights is None else self.weights.cast(wide)
+        total = self._counted(each.expand(self.labels.shape)).sum()
+        return total.equal(0.0).where(0.0, dy.cast(wide) / total).cast(dy.dtype)
+
+    def _counted(self, values: Value) -> Value:
+        return values if self.ignored is None else self.ignored.where(0.0, values)
+
+    @property
+    def by_label(self) -> Value:
+        """The gradient of each label's negative score, for all classes."""
+        shares = self.shares if self.weights is None else self.shares * self.weights
+        return shares.unsqueeze([1])
+
+    def by_class(self, scores: Value) -> Value | None:
+        """The gradient of the weights of the classes."""
+        if self.weights is None:
+            return None
+        loss = -self.is_label.where(scores, 0.0).sum([1])
+        if self.v.attr("reduction") == "mean":
+            loss = loss - self.v.y
+        shares = self.is_label.where((self.shares * loss).unsqueeze([1]), 0.0)
+        return shares.sum([a for a in range(scores.rank) if a != 1])

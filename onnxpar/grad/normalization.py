@@ -1,0 +1,146 @@
+"""Gradients of normalizations. 16-bit floats are normalised in float32.
+
+Statistics are means over a tensor, two-pass, and not what an op keeps of them: where the batch is
+split they are those of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from onnxpar.grad.value import Value
+from onnxpar.grad.vjp import Grads, Vjp, vjp
+
+
+def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
+    """A tensor less its mean over axes, by its deviation, and one over the deviation."""
+    centred = x - x.mean(axes, keepdims=True)
+    variance = (centred * centred).mean(axes, keepdims=True)
+    inverse = (variance + epsilon).sqrt().op("Reciprocal")
+    return centred * inverse, inverse
+
+
+def _through(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
+    """The gradient of what was standardized, from that of the standardized tensor."""
+    return _through_scaling(d - d.mean(axes, keepdims=True), normal, inverse, axes)
+
+
+def _through_scaling(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
+    """The same where no mean was taken away."""
+    return (d - normal * (d * normal).mean(axes, keepdims=True)) * inverse
+
+
+def _typed(v: Vjp, *gradients: Value) -> Grads:
+    """Gradients by operand, each rounded to its operand's type."""
+    return [g.cast(x.dtype) for g, x in zip(gradients, v.operands, strict=False)]
+
+
+@vjp("LayerNormalization", trained=(1, 2))
+def layer_normalization(v: Vjp) -> Grads:
+    """By the mean and deviation that the node itself makes, which it does in float32."""
+    x, dy = v.x.wide(), v.dy.wide()
+    axes = list(range(v.attr("axis") % x.rank, x.rank))
+    if v.attr("stash_type") == 1 and x.dtype == np.float32:
+        moments = [*x.shape[: axes[0]], *[1] * len(axes)]
+        mean, inverse = (v.output(i, np.float32, moments) for i in (1, 2))
+        normal = (x - mean) * inverse
+    else:
+        normal, inverse = _standardized(x, axes, v.attr("epsilon"))
+    scaled = dy * v.operands[1].wide()
+    return _fitted(v, _through(scaled, normal, inverse, axes), dy * normal, dy)
+
+
+@vjp("RMSNormalization", trained=(1,))
+def rms_normalization(v: Vjp) -> Grads:
+    x, dy = v.x.wide(), v.dy.wide()
+    axes = list(range(v.attr("axis") % x.rank, x.rank))
+    square = (x * x).mean(axes, keepdims=True)
+    inverse = (square + v.attr("epsilon")).sqrt().op("Reciprocal")
+    normal = x * inverse
+    scaled = dy * v.operands[1].wide()
+    return _fitted(v, _through_scaling(scaled, normal, inverse, axes), dy * normal)
+
+
+def _fitted(v: Vjp, *gradients: Value) -> Grads:
+    """Gradients summed to the shapes of their operands before they are rounded."""
+    return _typed(v, *(g.sum_to(x.shape) for g, x in zip(gradients, v.operands, strict=False)))
+
+
+@vjp("BatchNormalization", trained=(1, 2))
+def batch_normalization(v: Vjp) -> Grads:
+    """In training through the statistics of the batch; the running ones have no gradient then."""
+    axes = [0, *range(2, v.x.rank)]
+    if v.attr("training_mode"):
+        return _by_channel(v, axes)
+    x, dy = v.x.wide(), v.dy.wide()
+    scale, _, mean, variance = (_channels(v, i, x.dtype) for i in range(1, 5))
+    inverse = (variance + v.attr("epsilon")).sqrt().op("Reciprocal")
+    through = dy * (scale * inverse)
+    normal = (x - mean) * inverse
+    of_bias, of_scale = dy.sum(axes), (dy * normal).sum(axes)
+    factor = (scale * inverse).reshape(of_bias.shape)
+    of_variance = of_scale * factor * inverse.reshape(of_bias.shape) * -0.5
+    return _typed(v, through, of_scale, of_bias, -of_bias * factor, of_variance)
+
+
+@vjp("InstanceNormalization", trained=(1, 2))
+def instance_normalization(v: Vjp) -> Grads:
+    return _by_channel(v, range(2, v.x.rank))
+
+
+def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
+    """Of a normalization over axes that is scaled by channel: the sums that scale and bias get are
+    the means that x needs."""
+    x, dy = v.x.wide(), v.dy.wide()
+    scale = _channels(v, 1, x.dtype)
+    normal, inverse = _standardized(x, axes, v.attr("epsilon"))
+    of_bias = dy.sum(axes, keepdims=True)
+    of_scale = (dy * normal).sum(axes, keepdims=True)
+    share = 1 / max(prod(x.shape[a] for a in axes), 1)
+    through = (dy - (of_bias + normal * of_scale) * share) * (scale * inverse)
+    rest = [a for a in range(x.rank) if a != 1]
+    return _typed(v, through, of_scale.sum(rest), of_bias.sum(rest))
+
+
+def _channels(v: Vjp, index: int, dtype: np.dtype[np.floating]) -> Value:
+    """An operand with an element per channel, to be broadcast over x."""
+    operand = v.operands[index].cast(dtype)
+    return operand.reshape([operand.size, *[1] * (v.x.rank - 2)])
+
+
+@vjp("GroupNormalization", trained=(1, 2))
+def group_normalization(v: Vjp) -> Grads:
+    """Scale and bias are by group before opset 21, by channel since."""
+    groups, (batch, channels) = v.attr("num_groups"), v.x.shape[:2]
+    grouped = [batch, groups, channels // groups, prod(v.x.shape[2:])]
+    x, dy = (t.wide().reshape(grouped) for t in (v.x, v.dy))
+    scale = v.operands[1]
+    per_group = [groups, scale.size // groups, 1]
+    normal, inverse = _standardized(x, [2, 3], v.attr("epsilon"))
+    scaled = dy * scale.cast(x.dtype).reshape(per_group)
+    through = _through(scaled, normal, inverse, [2, 3]).reshape(v.x.shape)
+    sums = ((dy * normal).sum_to(per_group), dy.sum_to(per_group))
+    return _typed(v, through, *(s.reshape(scale.shape) for s in sums))
+
+
+@vjp("MeanVarianceNormalization")
+def mean_variance_normalization(v: Vjp) -> Grads:
+    axes = [a % v.x.rank for a in v.attr("axes")]
+    x, dy = v.x.wide(), v.dy.wide()
+    return _typed(v, _through(dy, *_standardized(x, axes, 0.0), axes))
+
+
+@vjp("LpNormalization")
+def lp_normalization(v: Vjp) -> Grads:
+    """Zero where the norm is."""
+    x, axis = v.x, [v.attr("axis")]
+    is_sum = v.attr("p") == 1
+    size = x.op("Abs") if is_sum else x * x
+    norm = size.sum(axis, keepdims=True)
+    norm = norm if is_sum else norm.sqrt()
+    direction = x.op("Sign") if is_sum else v.y
+    through = v.dy - direction * (v.dy * v.y).sum(axis, keepdims=True)
+    return [norm.equal(0.0).where(0.0, through / norm)]

@@ -1,0 +1,192 @@
+"""Convolutions, pools and the like in the type of their operands, for proofs: ONNX's reference
+implementation lacks them, or has them wrong or in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx.reference.op_run import OpRun
+
+Array = npt.NDArray[Any]
+Slices = tuple[Any, ...]
+
+
+class Taps:
+    """Windows over space: window i has its element k at `i * stride + k * dilation - before`."""
+
+    def __init__(self, kernel: Sequence[int], attrs: Mapping[str, Any]) -> None:
+        rank = len(kernel)
+        self.kernel = kernel
+        self.strides: list[int] = attrs.get("strides") or [1] * rank
+        self.dilations: list[int] = attrs.get("dilations") or [1] * rank
+        pads = attrs.get("pads") or [0] * (2 * rank)
+        auto = attrs.get("auto_pad") or "NOTSET"
+        self.auto = "" if auto == "NOTSET" else auto
+        self.before = [0] * rank if self.auto else list(pads[:rank])
+        self.after = [0] * rank if self.auto else list(pads[rank:])
+
+    @property
+    def spans(self) -> list[int]:
+        """From the first element of a window to behind its last."""
+        return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
+
+    def divide(self, totals: Sequence[int]) -> None:
+        """Pads by so much, the smaller half first where it is SAME_UPPER."""
+        self.before = [t // 2 if self.auto == "SAME_UPPER" else -(-t // 2) for t in totals]
+        self.after = [t - b for t, b in zip(totals, self.before, strict=True)]
+
+    def over(self, sizes: Sequence[int], reaches: Sequence[int], by_ceil: Any = 0) -> list[int]:
+        """The number of windows over these sizes; `reaches` are what automatic padding counts as
+        the windows' extents."""
+        if self.auto.startswith("SAME"):
+            every = zip(sizes, self.strides, reaches, strict=True)
+            self.divide([max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in every])
+        found = []
+        for n, s, span, low, high in zip(
+            sizes, self.strides, self.spans, self.before, self.after, strict=True
+        ):
+            room = n + low + high - span
+            out = (-(-room // s) if by_ceil else room // s) + 1
+            found.append(out - 1 if by_ceil and (out - 1) * s >= n + low else out)
+        return found
+
+    def reach(self, out: Sequence[int]) -> list[int]:
+        """From the first element of the first of so many windows to behind the last's last."""
+        return [(n - 1) * s + w for n, s, w in zip(out, self.strides, self.spans, strict=True)]
+
+    def each(self, out: Sequence[int]) -> Iterator[tuple[Slices, Slices]]:
+        """Each element of a kernel, and where so many windows have it."""
+        for tap in np.ndindex(*self.kernel):
+            element: Slices = (..., *tap)
+            starts = [k * d for k, d in zip(tap, self.dilations, strict=True)]
+            every = zip(starts, out, self.strides, strict=True)
+            yield element, (..., *(slice(a, a + (n - 1) * s + 1, s) for a, n, s in every))
+
+    def padded(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
+        """What so many windows read, padding included: `fill`, and zeros behind that."""
+        lead = [(0, 0)] * (x.ndim - len(out))
+        pads = [*lead, *zip(self.before, self.after, strict=True)]
+        x = np.pad(x, pads, constant_values=fill)
+        behind = [max(r - n, 0) for r, n in zip(self.reach(out), x.shape[-len(out) :], strict=True)]
+        return np.pad(x, [*lead, *((0, b) for b in behind)])
+
+    def total(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
+        """The sum of each window."""
+        wide = self.padded(x, out, fill)
+        return sum((wide[at] for _, at in self.each(out)), np.zeros((), x.dtype))
+
+
+def _grouped(x: Array, group: int, axis: int) -> Array:
+    return x.reshape(*x.shape[:axis], group, x.shape[axis] // group, *x.shape[axis + 1 :])
+
+
+def _joined(y: Array, bias: Array | None) -> Array:
+    y = y.reshape(y.shape[0], y.shape[1] * y.shape[2], *y.shape[3:])
+    return y if bias is None else y + bias.reshape(-1, *[1] * (y.ndim - 2))
+
+
+class Conv(OpRun):
+    """A convolution."""
+
+    def _run(self, x: Array, w: Array, bias: Array | None = None, **attrs: Any) -> tuple[Array]:
+        taps = Taps(w.shape[2:], attrs)
+        out = taps.over(x.shape[2:], taps.spans)
+        wide = taps.padded(_grouped(x, attrs["group"], 1), out)
+        weight = _grouped(w, attrs["group"], 0)
+        y = np.zeros((x.shape[0], *weight.shape[:2], *out), x.dtype)
+        for tap, at in taps.each(out):
+            y += np.einsum("ngc...,goc->ngo...", wide[at], weight[tap])
+        return (_joined(y, bias),)
+
+
+class ConvTranspose(OpRun):
+    """The transpose of a convolution."""
+
+    def _run(self, x: Array, w: Array, bias: Array | None = None, **attrs: Any) -> tuple[Array]:
+        taps = Taps(w.shape[2:], attrs)
+        out = x.shape[2:]
+        grown = attrs.get("output_padding") or [0] * len(out)
+        made = [r + g for r, g in zip(taps.reach(out), grown, strict=True)]
+        asked = attrs.get("output_shape")
+        if not asked and taps.auto.startswith("SAME"):
+            asked = [n * s for n, s in zip(out, taps.strides, strict=True)]
+        if asked:
+            taps.divide([max(m - a, 0) for m, a in zip(made, asked, strict=True)])
+        else:
+            pads = zip(made, taps.before, taps.after, strict=True)
+            asked = [m - low - high for m, low, high in pads]
+        narrow, weight = _grouped(x, attrs["group"], 1), _grouped(w, attrs["group"], 0)
+        size = [b + max(m, a) for b, m, a in zip(taps.before, made, asked, strict=True)]
+        y = np.zeros((x.shape[0], attrs["group"], w.shape[1], *size), x.dtype)
+        for tap, at in taps.each(out):
+            y[at] += np.einsum("ngc...,gco->ngo...", narrow, weight[tap])
+        ends = zip(taps.before, asked, strict=True)
+        kept: Slices = (..., *(slice(b, b + a) for b, a in ends))
+        return (_joined(y[kept], bias),)
+
+
+class AveragePool(OpRun):
+    """The mean of each window; padding counts where it is asked to."""
+
+    def _run(self, x: Array, **attrs: Any) -> tuple[Array]:
+        taps = Taps(attrs["kernel_shape"], attrs)
+        out = taps.over(x.shape[2:], taps.kernel, attrs["ceil_mode"])
+        counted = taps.total(np.ones_like(x), out, attrs["count_include_pad"])
+        return (taps.total(x, out) / counted,)
+
+
+class LpPool(OpRun):
+    """The norm of each window."""
+
+    def _run(self, x: Array, **attrs: Any) -> tuple[Array]:
+        taps = Taps(attrs["kernel_shape"], attrs)
+        out = taps.over(x.shape[2:], taps.kernel, attrs["ceil_mode"])
+        return (taps.total(np.abs(x) ** attrs["p"], out) ** (1 / attrs["p"]),)
+
+
+class GlobalLpPool(OpRun):
+    """The norm over space."""
+
+    def _run(self, x: Array, p: int) -> tuple[Array]:
+        total = (np.abs(x) ** p).sum(tuple(range(2, x.ndim)), keepdims=True)
+        return (total ** (1 / p),)
+
+
+class GlobalMaxPool(OpRun):
+    """The maximum over space."""
+
+    def _run(self, x: Array) -> tuple[Array]:
+        return (x.max(tuple(range(2, x.ndim)), keepdims=True),)
+
+
+class LRN(OpRun):
+    """Each channel by a power of the squares of those around it."""
+
+    def _run(self, x: Array, alpha: float, beta: float, bias: float, size: int) -> tuple[Array]:
+        before = (size - 1) // 2
+        wide = np.pad(x * x, [(0, 0), (before, size - 1 - before), *[(0, 0)] * (x.ndim - 2)])
+        around = sum(wide[:, k : k + x.shape[1]] for k in range(size))
+        return (x / (bias + alpha / size * around) ** beta,)
+
+
+class MeanVarianceNormalization(OpRun):
+    """Less the mean over axes, by the deviation."""
+
+    def _run(self, x: Array, axes: Sequence[int]) -> tuple[Array]:
+        over = tuple(axes)
+        return ((x - x.mean(over, keepdims=True)) / x.std(over, keepdims=True),)
+
+
+REFERENCE_OPS: list[type[OpRun]] = [
+    Conv,
+    ConvTranspose,
+    AveragePool,
+    LpPool,
+    GlobalLpPool,
+    GlobalMaxPool,
+    LRN,
+    MeanVarianceNormalization,
+]

@@ -1,0 +1,55 @@
+"""Gradients of ops that resize, crop or pad space around its centre."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnxpar.errors import ModelError
+from onnxpar.grad.movement import along
+from onnxpar.grad.vjp import Grads, Vjp, vjp
+from onnxpar.rules.interpolation import Taps, taps
+from onnxpar.rules.resizing import scalings
+
+
+@vjp("Resize")
+def resize(v: Vjp) -> Grads:
+    """A sum of elements in shares, one dimension after the other, and so is its transpose."""
+    if v.y.size == 0 or v.x.size == 0:
+        return [v.x.builder.zeros(v.x.shape, v.x.dtype)]
+    resized = scalings(v.node)
+    if resized is None:
+        raise ModelError(
+            f"Resize '{v.node.name}' has scales or a region that only a run can tell, and no "
+            f"gradient there"
+        )
+    gradient = v.dy
+    for axis, scaling in resized.items():
+        found = taps(scaling)
+        times, rest = divmod(scaling.out, scaling.size)
+        shares = _shares(found, scaling.size)
+        if not rest and np.array_equal(shares, np.eye(scaling.size).repeat(times, 0)):
+            shape = [*gradient.shape[:axis], scaling.size, times, *gradient.shape[axis + 1 :]]
+            gradient = gradient.reshape(shape).sum([axis + 1])
+        else:
+            gradient = along(gradient, axis, shares)
+    return [gradient]
+
+
+def _shares(found: Taps, size: int) -> np.ndarray:
+    """The share that each result, a row, has of each element."""
+    shares = np.zeros((len(found.index), size))
+    np.add.at(shares, (np.arange(len(shares))[:, None], found.index), found.weight)
+    shares[found.outside] = 0
+    return shares
+
+
+@vjp("CenterCropPad")
+def center_crop_pad(v: Vjp) -> Grads:
+    """The odd one stands behind, in cropping and in padding."""
+    before, after = [], []
+    for size, out in zip(v.x.shape, v.y.shape, strict=True):
+        missing = size - out
+        first = missing // 2 if missing > 0 else -(-missing // 2)
+        before.append(first)
+        after.append(missing - first)
+    return [v.dy.pad(before, after)]

@@ -1,0 +1,209 @@
+"""Gradients of ops that sample images at points or in regions, and put them together from
+blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from onnxpar.errors import ModelError
+from onnxpar.grad.indexing import scatter_each
+from onnxpar.grad.value import Array, Value
+from onnxpar.grad.vjp import Grads, Vjp, vjp
+
+_SHARP = -0.75
+"""The coefficient of the cubic kernel, as in onnxruntime and PyTorch."""
+_KERNELS = {
+    "nearest": np.array([[1.0]]),
+    "linear": np.array([[1.0, 0.0], [-1.0, 1.0]]),
+    "cubic": np.array(
+        [
+            [0, 1, 0, 0],
+            [_SHARP, 0, -_SHARP, 0],
+            [-2 * _SHARP, -_SHARP - 3, 2 * _SHARP + 3, _SHARP],
+            [_SHARP, _SHARP + 2, -_SHARP - 2, -_SHARP],
+        ]
+    ),
+}
+"""The weight of each tap: coefficients by power of the distance to the element before it."""
+_MODES = {"bilinear": "linear", "bicubic": "cubic"}
+
+
+@vjp("GridSample")
+def grid_sample(v: Vjp) -> Grads:
+    """Points share the elements around them: what comes back is added to these, and the slope of
+    the shares is the gradient of the point."""
+    x, grid = v.operands
+    count, channels, *space = x.shape
+    points = math.prod(grid.shape[1:-1])
+    taps = [_AxisTaps(v, axis) for axis in range(len(space))]
+    at = _joined([t.index for t in taps], space)
+    size = at.shape[-1]
+    at = at.reshape([count, 1, points * size]).expand([count, channels, points * size])
+    dy = v.dy.reshape([count, channels, points, 1])
+    shares = _outer([t.weight for t in taps]).unsqueeze([1])
+    flat = [count, channels, math.prod(space)]
+    of_x = scatter_each((dy * shares).reshape(at.shape), at, 2, flat).reshape(x.shape)
+    if taps[0].slope is None:
+        return [of_x]
+    picked = x.reshape(flat).op("GatherElements", at, axis=2)
+    inner = (dy * picked.reshape([count, channels, points, size])).sum([1])
+    of_points = []
+    for axis in reversed(range(len(taps))):
+        slopes = [t.slope if a == axis else t.weight for a, t in enumerate(taps)]
+        of_points.append((inner * _outer(slopes)).sum([2], keepdims=True))
+    return of_x, of_points[0].op("Concat", *of_points[1:], axis=2).reshape(grid.shape)
+
+
+class _AxisTaps:
+    """The elements of one dimension that make each point.
+
+    index   which ones, `n p t`; padding copies elements, so that coordinates stay as they are
+    weight  their shares
+    slope   of the shares by the point; None where it is zero
+    """
+
+    def __init__(self, v: Vjp, axis: int) -> None:
+        mode, grid, size = v.attr("mode"), v.operands[1], v.x.shape[axis + 2]
+        is_aligned, last = bool(v.attr("align_corners")), float(size - 1)
+        kernel = _KERNELS[_MODES.get(mode, mode)]
+        scale = (size - is_aligned) / 2
+        place = grid.shape[-1] - 1 - axis
+        at = grid.slice(place, place + 1, -1).reshape([grid.shape[0], -1, 1])
+        at = at * scale + last / 2
+        base = at.op("Round" if mode == "nearest" else "Floor")
+        taps = base + np.arange(len(kernel), dtype=base.dtype) - float(len(kernel) > 2)
+        self.weight = _polynomial(kernel, at - base)
+        self.slope = None
+        if len(kernel) > 1:
+            powers = np.arange(len(kernel))[1:, None]
+            self.slope = _polynomial(kernel[1:] * powers, at - base) * scale
+        if v.attr("padding_mode") == "zeros":
+            holds = (taps >= 0.0).op("And", taps <= last)
+            self.weight = holds.where(self.weight, 0.0)
+            self.slope = self.slope and holds.where(self.slope, 0.0)
+        if v.attr("padding_mode") == "reflection" and size > 1:
+            taps = _reflected(taps, size, is_aligned)
+        self.index = taps.op("Clip", 0.0, last).cast(np.int64)
+
+
+def _reflected(at: Value, size: int, is_aligned: bool) -> Value:
+    """Elements outside of a dimension reflected into it: at its last elements, or their edges."""
+    low, span = (0.0, size - 1) if is_aligned else (-0.5, size)
+    away = (at - low).op("Abs")
+    away = away - (away / (2.0 * span)).op("Floor") * (2.0 * span)
+    inside: Value = (low + span) - (span - away).op("Abs")
+    return inside
+
+
+def _polynomial(coefficients: Array, at: Value) -> Value:
+    """One value per column of the coefficients, which stand in rising order."""
+    rows = coefficients.astype(at.dtype)
+    found: Value = at * 0.0 + rows[-1]
+    for row in rows[-2::-1]:
+        found = found * at + row
+    return found
+
+
+def _outer(shares: Sequence[Value | None]) -> Value:
+    """Products of the shares of several dimensions, `n p t`."""
+    found, *rest = (s for s in shares if s is not None)
+    for share in rest:
+        found = (found.unsqueeze([3]) * share.unsqueeze([2])).reshape([*found.shape[:2], -1])
+    return found
+
+
+def _joined(indices: Sequence[Value], space: Sequence[int]) -> Value:
+    """Indices into several dimensions as positions among all elements, `n p t`."""
+    found, *rest = indices
+    for index, size in zip(rest, space[1:], strict=True):
+        moved = (found * size).unsqueeze([3])
+        found = (moved + index.unsqueeze([2])).reshape([*found.shape[:2], -1])
+    return found
+
+
+@vjp("AffineGrid")
+def affine_grid(v: Vjp) -> Grads:
+    """A grid is the product of the transformation with the points of an image."""
+    count, *space, dims = v.y.shape
+    identity = v.builder.constant(np.eye(dims, dims + 1)[None], v.x.dtype)
+    sizes = np.array([1, 1, *space], np.int64)
+    points = identity.op("AffineGrid", sizes, align_corners=v.attr("align_corners"))
+    points = points.reshape([math.prod(space), dims])
+    ones = v.builder.constant(np.ones([math.prod(space), 1]), v.x.dtype)
+    dy = v.dy.reshape([count, math.prod(space), dims])
+    return [dy.swap() @ points.op("Concat", ones, axis=1)]
+
+
+@vjp("RoiAlign")
+def roi_align(v: Vjp) -> Grads:
+    """By the image: a region is a product of it with two matrices, of rows and of columns, and what
+    comes back is a product with these. Regions have none, as in torchvision."""
+    if v.attr("mode") != "avg":
+        raise ModelError(
+            f"RoiAlign '{v.node.name}' takes the largest of its samples (mode 'max') and has no "
+            f"gradient; use mode 'avg'"
+        )
+    images, channels, height, width = v.x.shape
+    regions, _, cells, _ = v.dy.shape
+    rows, columns = _region_shares(v, 1, height), _region_shares(v, 0, width)
+    wide = (v.dy @ columns.unsqueeze([1])).transpose([0, 2, 1, 3])
+    numbers = np.arange(images).reshape(1, 1, images, 1)
+    owner = v.operands[2].cast(np.int64).reshape([regions, 1, 1, 1]).equal(numbers)
+    owned = rows.unsqueeze([2]) * owner.cast(rows.dtype)
+    owned = owned.reshape([regions * cells, images * height])
+    found = owned.swap() @ wide.reshape([regions * cells, channels * width])
+    return [found.reshape([images, height, channels, width]).transpose([0, 2, 1, 3])]
+
+
+def _region_shares(v: Vjp, axis: int, size: int) -> Value:
+    """How the cells of a region are made of the elements of a dimension, `r cell element`."""
+    rois, dtype = v.operands[1], v.x.dtype
+    cells, scale = v.y.shape[3 - axis], v.attr("spatial_scale")
+    halves = v.attr("coordinate_transformation_mode") == "half_pixel"
+    start, stop = (rois.slice(a, a + 1, 1) * scale for a in (axis, axis + 2))
+    extent = stop - start if halves else (stop - start).op("Max", np.array(1, dtype))
+    count, most = _samples(v, extent / float(cells))
+    start, extent, count = (t.reshape([-1, 1, 1]) for t in (start, extent, count))
+    cell = np.arange(cells, dtype=dtype)[:, None]
+    sample = np.arange(most, dtype=dtype)
+    place = (count * 0.0 + sample + 0.5) / count + cell
+    at = start - (0.5 if halves else 0.0) + place * (extent / float(cells))
+    holds = (at >= -1.0).op("And", at <= float(size)).op("And", count > sample)
+    at = at.op("Clip", 0.0, float(size - 1)).unsqueeze([3])
+    shares = 1.0 - (at - np.arange(size, dtype=dtype)).op("Abs")
+    shares = shares.op("Relu") * holds.cast(dtype).unsqueeze([3])
+    return (shares / count.unsqueeze([3])).sum([2])
+
+
+def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
+    """The number of samples in a cell of a region along a dimension, and the largest of them."""
+    ratio = v.attr("sampling_ratio")
+    if ratio:
+        return cell * 0.0 + float(ratio), int(ratio)
+    rois = v.constant(1)
+    if rois is None:
+        raise ModelError(
+            f"RoiAlign '{v.node.name}' takes a number of samples that only a run can tell, and has "
+            f"no gradient there; set its sampling_ratio"
+        )
+    largest = float(np.abs(rois[:, 2:] - rois[:, :2]).max(initial=0)) * v.attr("spatial_scale")
+    count = cell.op("Ceil").op("Max", np.array(1, cell.dtype))
+    return count, max(math.ceil(max(largest, 1) / min(v.y.shape[2:])), 1)
+
+
+@vjp("Col2Im")
+def col2im(v: Vjp) -> Grads:
+    """Cut into blocks again: a convolution with a kernel for each place in a block."""
+    block = v.constant(2)
+    if block is None:
+        raise ModelError(
+            f"Col2Im '{v.node.name}' has a block that only a run can tell, and no gradient there"
+        )
+    channels, places = v.y.shape[1], math.prod(block)
+    kernel = np.eye(places, dtype=v.dy.dtype).reshape(places, 1, *block)
+    kernel = np.tile(kernel, [channels] + [1] * (kernel.ndim - 1))
+    given = {k: v.attr(k) for k in ("dilations", "pads", "strides") if v.attr(k)}
+    return [v.dy.op("Conv", kernel, group=channels, **given).reshape(v.x.shape)]

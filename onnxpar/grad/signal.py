@@ -1,0 +1,92 @@
+"""Gradients of Fourier transforms, which are Fourier transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from onnxpar.errors import ModelError
+from onnxpar.grad.indexing import scatter_add
+from onnxpar.grad.value import Array, Value
+from onnxpar.grad.vjp import Grads, Vjp, vjp
+
+
+@vjp("DFT")
+def dft(v: Vjp) -> Grads:
+    """The other direction, without its division."""
+    x, dy, axis = v.x, v.dy, _axis(v)
+    inverse, onesided = v.attr("inverse"), v.attr("onesided")
+    if inverse and onesided:
+        size = dy.shape[axis]
+        if x.shape[axis] != size // 2 + 1:
+            raise ModelError(
+                f"DFT '{v.node.name}' makes {size} elements of {x.shape[axis]} frequencies, not of "
+                f"{size // 2 + 1}: runtimes do not agree on what that is, and it has no gradient"
+            )
+        twice = np.full(size // 2 + 1, 2.0)  # those that stand for their mirror image, too
+        twice[[0, size // 2] if size % 2 == 0 else [0]] = 1
+        shape = [-1 if a == axis else 1 for a in range(dy.rank)]
+        shares = (twice / size).reshape(shape).astype(dy.dtype)
+        return [_transformed(dy, axis, onesided=1) * shares]
+    length = _known(v, 1)
+    size = x.shape[axis] if length is None else int(length.reshape(()))
+    gradient = _transformed(_fit(dy, axis, size), axis, inverse=1 - inverse)
+    gradient = gradient * (1 / size if inverse else size)
+    return [_fit(gradient, axis, x.shape[axis]).slice(0, x.shape[-1], x.rank - 1)]
+
+
+@vjp("STFT")
+def stft(v: Vjp) -> Grads:
+    """Frames overlap in the signal, and add up there."""
+    step, length = _known(v, 1), _known(v, 3)
+    window = v.operand(2)
+    count, total, *rest = v.x.shape
+    parts = rest[0] if rest else 1
+    size = total if window is None else window.shape[0]
+    size = size if length is None else int(length.reshape(()))
+    assert step is not None, "not optional"
+    framed = _transformed(_fit(v.dy, 2, size), 2, inverse=1) * size
+    framed = framed.slice(0, parts, 3)
+    frames = v.dy.shape[1]
+    places = np.arange(frames)[:, None] * int(step.reshape(())) + np.arange(size)
+    weighted = framed if window is None else framed * window.reshape([size, 1])
+    rows = weighted.reshape([count, frames * size, parts])
+    at = v.builder.constant(places.reshape(-1), np.int64)
+    signal = scatter_add(rows, at, 1, [count, total, parts]).reshape(v.x.shape)
+    if window is None:
+        return [signal]
+    read = v.x.reshape([count, total, parts]).op("Gather", places, axis=1)
+    return signal, None, (framed * read).sum([0, 1, 3])
+
+
+def _axis(v: Vjp) -> int:
+    """The dimension that is transformed."""
+    if v.builder.graph.opset < 20:
+        return int(v.attr("axis")) % v.x.rank
+    given = _known(v, 2)
+    return (-2 if given is None else int(given.reshape(()))) % v.x.rank
+
+
+def _known(v: Vjp, index: int) -> Array | None:
+    """A constant operand, None where it is left out."""
+    found = v.constant(index)
+    if found is None and v.operand(index) is not None:
+        raise ModelError(
+            f"{v.node.op} '{v.node.name}' has an operand {index} that only a run can tell, and no "
+            f"gradient there"
+        )
+    return found
+
+
+def _transformed(x: Value, axis: int, **attrs: Any) -> Value:
+    """The transform of a dimension."""
+    if x.builder.graph.opset < 20:
+        return x.op("DFT", axis=axis, **attrs)
+    return x.op("DFT", None, np.array(axis, np.int64), **attrs)
+
+
+def _fit(x: Value, axis: int, size: int) -> Value:
+    """Zeros behind the elements of a dimension, or the first of them alone."""
+    missing = [size - x.shape[a] if a == axis else 0 for a in range(x.rank)]
+    return x.pad([0] * x.rank, missing)

@@ -1,0 +1,202 @@
+"""Which weights of a model are trained: those whose place in the graph is that of a parameter.
+
+An initializer is trained where it is read, straight or through ops that only move elements, as an
+operand in the role of weight, bias, scale or table (`vjp(trained=...)`), together with something
+that depends on what is fed or trained. What is added to or multiplied with that is a bias, a scale
+or a table of positions; numbers, masks and tables of sines and cosines are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+from onnx import numpy_helper
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.vjp import entry_of, is_trainable_type
+from onnxpar.model import Model
+from onnxpar.stored import stored_proto
+from onnxpar.subgraphs import all_nodes, bodies
+from onnxpar.weights import read_blocks
+
+Array = npt.NDArray[Any]
+
+_MOVES = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity", "Expand")
+_TABLES = ("Gather", "GatherND", "GatherElements")
+_HIDES = -1e4
+"""What a mask adds where it hides something, at most."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A weight that is trained, and the node and operand that make it one."""
+
+    tensor: gs.Constant
+    node: gs.Node
+    operand: int
+
+    @property
+    def name(self) -> str:
+        """The weight's name in the model."""
+        return str(self.tensor.name)
+
+
+def find_trained(
+    model: Model, params: Sequence[str] = (), frozen: Sequence[str] = ()
+) -> list[Trained]:
+    """The weights of a model that are trained, in the order in which they are first read.
+
+    params  globs of names: these instead of those that are found
+    frozen  globs of names that are left out
+    Errors: StrategyError for a glob that matches nothing, or where nothing is left.
+    """
+    readers = _readers(model.graph)
+    in_role = _in_role(model.graph, model.folder)
+    found = {t.name: t for t in in_role if t.name in model.stored}
+    if params:
+        names = [n for glob in params for n in _matching(glob, readers, "--params")]
+        found = {n: found.get(n, Trained(*readers[n])) for n in readers if n in names}
+    for glob in frozen:
+        for name in _matching(glob, readers, "--frozen"):
+            found.pop(name, None)
+    if not found:
+        raise StrategyError("no weight is left to train; name some with --params")
+    return list(found.values())
+
+
+def _matching(glob: str, names: Sequence[str] | dict[str, Any], option: str) -> list[str]:
+    matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
+    if not matching:
+        some = ", ".join(list(names)[:5])
+        raise StrategyError(f"{option} {glob}: matches no weight; there are {some} ...")
+    return matching
+
+
+def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
+    """Every stored tensor of floating-point numbers, and where it is read first."""
+    found: dict[str, tuple[gs.Constant, gs.Node, int]] = {}
+    for node in all_nodes(graph):
+        for i, tensor in enumerate(node.inputs):
+            if isinstance(tensor, gs.Constant) and is_trainable_type(tensor):
+                found.setdefault(tensor.name, (tensor, node, i))
+    return found
+
+
+def _in_role(graph: gs.Graph, folder: Path) -> Iterator[Trained]:
+    """The weights that stand where parameters do."""
+    live = {t.name for t in graph.inputs if is_trainable_type(t)}
+    seen: set[str] = set()
+    for node in all_nodes(graph):
+        for body in bodies(node):
+            live |= {t.name for t in body.inputs if is_trainable_type(t)}
+        is_live = [t.name in live for t in node.inputs]
+        for i in range(len(node.inputs)):
+            constant = _origin(node.inputs[i])
+            if constant is None or constant.name in seen:
+                continue
+            if _is_role(node, i, is_live, constant, folder):
+                seen.add(constant.name)
+                is_live[i] = True
+                yield Trained(constant, node, i)
+        is_live = [a or _is_known(t, seen) for a, t in zip(is_live, node.inputs, strict=True)]
+        if any(is_live) and node.op not in ("Shape", "Size"):
+            live |= {t.name for t in node.outputs if is_trainable_type(t)}
+
+
+def _is_known(tensor: gs.Tensor, seen: set[str]) -> bool:
+    origin = _origin(tensor)
+    return origin is not None and origin.name in seen
+
+
+def _origin(tensor: gs.Tensor) -> gs.Constant | None:
+    """The stored tensor of floating-point numbers that this one is, but for the order and the shape
+    of its elements."""
+    while not isinstance(tensor, gs.Constant):
+        node = tensor.inputs[0] if tensor.inputs else None
+        if node is None or node.op not in _MOVES:
+            return None
+        tensor = node.inputs[0]
+    return tensor if is_trainable_type(tensor) else None
+
+
+def _is_role(
+    node: gs.Node, index: int, is_live: Sequence[bool], constant: gs.Constant, folder: Path
+) -> bool:
+    beside = any(live for i, live in enumerate(is_live) if i != index)
+    shape = list(node.inputs[index].shape or ())
+    if node.op in ("Add", "Mul", "Concat", "Where"):
+        return beside and _joins(node, index, shape, constant, folder)
+    entry = entry_of(node)
+    if entry is None or index not in entry.trained:
+        return False
+    if node.op in _TABLES:
+        return not _is_sinusoid(_rows(constant, folder))
+    return beside
+
+
+def _joins(
+    node: gs.Node, index: int, shape: list[int], constant: gs.Constant, folder: Path
+) -> bool:
+    """Whether a weight that joins with what is computed is a bias, a scale, or a table."""
+    wide = [s for s in shape if s != 1]
+    result = list(node.outputs[0].shape or ())
+    if not wide:  # a bias of one class, but not a number
+        return node.op == "Add" and shape[-1:] == [1] == result[-1:]
+    if node.op in ("Add", "Mul") and len(wide) == 1:
+        return not _is_mask(_values(constant, folder))
+    is_batch = node.op in ("Concat", "Where") and shape[:1] != [1] and len(shape) == len(result)
+    if node.op == "Mul" or is_batch:
+        return False
+    values = _values(constant, folder)
+    rows = None if values is None else values.reshape(-1, values.shape[-1])
+    return not (_is_mask(values) or _is_sinusoid(rows) or (values is not None and not values.any()))
+
+
+def _is_mask(values: Array | None) -> bool:
+    """Whether they hide something: large negative numbers, or some zeros and some ones."""
+    if values is None or not values.size:
+        return False
+    return bool(values.min() <= _HIDES or {*np.unique(values[:1000])} == {0, 1})
+
+
+def _is_sinusoid(rows: Array | None) -> bool:
+    """Whether the rows are sines and cosines of their number times frequencies: the second follows
+    from the first."""
+    if rows is None or len(rows) < 3:
+        return False
+    if not np.isin(rows[0], (0, 1)).all() or not rows[1].any():
+        return False
+    a, b = rows[1].astype(np.float64), rows[2].astype(np.float64)
+    is_cosine = np.abs(b - (2 * a * a - 1)) < 1e-3
+    is_sine = np.abs(b * b - 4 * a * a * (1 - a * a)) < 1e-3
+    return bool((np.abs(a) <= 1.0001).all() and np.where(rows[0] == 1, is_cosine, is_sine).all())
+
+
+_MOST = 1 << 24
+"""Bytes of a weight that are looked at."""
+
+
+def _values(constant: gs.Constant, folder: Path) -> Array | None:
+    """A weight's values, None where it is too large to be looked at."""
+    if constant.dtype is None or np.prod(constant.shape, dtype=np.int64) * 4 > _MOST:
+        return None
+    proto = stored_proto(constant)
+    return constant.values if proto is None else numpy_helper.to_array(proto, str(folder))
+
+
+def _rows(constant: gs.Constant, folder: Path) -> Array | None:
+    """The first rows of a table; None where it has other dimensions."""
+    if len(constant.shape) != 2 or constant.shape[0] < 3:
+        return None
+    proto = stored_proto(constant)
+    if proto is None:
+        return np.asarray(constant.values[:3])
+    _, _, block = next(read_blocks(proto, folder))
+    return block[:3]

@@ -1,0 +1,118 @@
+"""Windows over space as gradient rules see them, and the three products that they take part in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from onnxpar.grad.value import Value
+from onnxpar.grad.vjp import Vjp
+from onnxpar.rules.windows import windows
+
+_FEW_TAPS, _MANY_CHANNELS = 9, 16
+"""Up to so many elements of a window, and from so many channels on, one matrix product for each
+element is quicker than a convolution by the whole of an image."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a narrow image, with an element per window, meets a wide one: element i and tap k of the
+    kernel at `i * stride + k * dilation - before`. `after` is how far the last window reaches
+    behind the wide image. Both are less than none where windows leave out its ends: the first ones
+    of pools alone."""
+
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    before: list[int]
+    after: list[int]
+
+    @property
+    def padding(self) -> list[int]:
+        """What windows read around the wide image, as the attribute `pads`."""
+        return [max(p, 0) for p in self.before + self.after]
+
+    def attributes(self, group: int) -> dict[str, object]:
+        """Those of a convolution, `pads` left out."""
+        return {"strides": self.strides, "dilations": self.dilations, "group": group}
+
+
+def windows_of(v: Vjp, kernel: Sequence[int]) -> Windows:
+    """Those of a convolution or pool; the wide image is the result of a ConvTranspose."""
+    rank = len(kernel)
+    wide, narrow = (v.y, v.x) if v.node.op == "ConvTranspose" else (v.x, v.y)
+    strides, dilations = (
+        list(v.node.attrs.get(name) or [1] * rank) for name in ("strides", "dilations")
+    )
+    before = [pads[0] for pads in windows(v.node, list(kernel)).pads]
+    after = [
+        (n - 1) * s + (k - 1) * d + 1 - low - w
+        for n, w, k, s, d, low in zip(
+            narrow.shape[2:], wide.shape[2:], kernel, strides, dilations, before, strict=True
+        )
+    ]
+    return Windows(list(kernel), strides, dilations, before, after)
+
+
+def gather(wide: Value, weight: Value, by: Windows, group: int = 1) -> Value:
+    """Each window times the weight `(g o) c k`: a convolution."""
+    return wide.op("Conv", weight, pads=by.padding, **by.attributes(group))
+
+
+def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
+    """Each element times the weight `(g c) o k`, added to what its window reads of the wide image:
+    the transpose of `gather`."""
+    unread, grown = ([max(-p, 0) for p in pads] for pads in (by.before, by.after))
+    attrs = by.attributes(group)
+    wide = narrow.op("ConvTranspose", weight, pads=by.padding, output_padding=grown, **attrs)
+    return wide.pad([0, 0, *unread], [0] * wide.rank)
+
+
+def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
+    """What each element of a weight `(g o) c k` meets: `n (g c) w, n (g o) y -> (g o) c k`.
+
+    The batch is summed inside of products, so that where it is split a sum stays pending.
+    """
+    channels, results = wide.shape[1] // group, narrow.shape[1]
+    if 0 in (wide.size, narrow.size):  # onnxruntime's Conv of no channels is not always zero
+        return wide.builder.zeros([results, channels, *by.kernel], wide.dtype)
+    if group == 1 and prod(by.kernel) <= _FEW_TAPS and channels >= _MANY_CHANNELS:
+        return _by_taps(wide, narrow, by)
+    batch, space = wide.shape[0], range(3, 1 + wide.rank)
+    image = wide.swap(0, 1)
+    if group > 1:
+        image = wide.reshape([batch, group, channels, *wide.shape[2:]])
+        image = image.transpose([2, 1, 0, *space])
+        image = image.reshape([channels, group * batch, *wide.shape[2:]])
+    found = image.op(
+        "Conv",
+        narrow.swap(0, 1),
+        strides=by.dilations,
+        dilations=by.strides,
+        pads=by.padding,
+        group=group,
+    )
+    for axis, size in enumerate(by.kernel, 2):
+        found = found.slice(0, size, axis)
+    return found.swap(0, 1)
+
+
+def _by_taps(wide: Value, narrow: Value, by: Windows) -> Value:
+    """A product of matrices for each element of the window, over batch and space at once."""
+    rank = len(by.kernel)
+    rows = narrow.swap(0, 1).reshape([narrow.shape[1], -1])
+    image = wide.transpose([0, *range(2, 2 + rank), 1])
+    image = image.pad([0, *by.padding[:rank], 0], [0, *by.padding[rank:], 0])
+    axes = np.arange(1, 1 + rank)
+    products = []
+    for tap in product(*map(range, by.kernel)):
+        first = np.array(tap) * by.dilations
+        last = first + (np.array(narrow.shape[2:]) - 1) * by.strides
+        read = image.op("Slice", first, last + 1, axes, np.array(by.strides))
+        products.append((rows @ read.reshape([-1, wide.shape[1]])).unsqueeze([2]))
+    found = products[0].op("Concat", *products[1:], axis=2) if len(products) > 1 else products[0]
+    return found.reshape([*found.shape[:2], *by.kernel])

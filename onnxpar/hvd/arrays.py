@@ -1,0 +1,178 @@
+"""The collectives of arrays. All ranks make the same calls in the same order.
+
+Results are new arrays. Errors, everywhere: InputError for what this rank alone can see to be wrong;
+RankError, on every rank, where the ranks' names, dtypes or shapes differ or a rank dies or does not
+come; from then on every call fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, overload
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.hvd.communicator import current
+from onnxpar.hvd.compression import Compression, Compressor
+from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
+from onnxpar.hvd.reductions import Average, ReduceOp, check_reduction
+from onnxpar.runtime import collectives
+from onnxpar.runtime.groups import World
+from onnxpar.runtime.parts import Array
+
+
+def allreduce(
+    array: Any,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+) -> Array:
+    """The elementwise reduction over the ranks, of the dtype and shape of `array`."""
+    here, what = current(), _what("allreduce", name)
+    checked = _reducible(array, op, what)
+    return here.ordered(lambda: _allreduce(here.world, checked, op, name or "", compression))
+
+
+def allreduce_async(
+    array: Any,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+) -> Future[Array]:
+    """Begins an allreduce: `synchronize` waits for it, `poll` asks whether it is done.
+
+    `array` must not change before. What has begun runs in the order of the calls.
+    """
+    here, what = current(), _what("allreduce_async", name)
+    checked = _reducible(array, op, what)
+    return here.begin(lambda: _allreduce(here.world, checked, op, name or "", compression))
+
+
+def synchronize(handle: Future[Array]) -> Array:
+    """The result of what has begun."""
+    return handle.result()
+
+
+def poll(handle: Future[Array]) -> bool:
+    """Whether `synchronize` would return, or raise, at once."""
+    return handle.done()
+
+
+def grouped_allreduce(
+    arrays: Sequence[Any],
+    op: ReduceOp = Average,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    fusion_threshold: int = FUSION_THRESHOLD,
+) -> list[Array]:
+    """The reductions of many arrays, which travel in buffers of up to `fusion_threshold` bytes.
+
+    Bit by bit what `allreduce` gives for each.
+    """
+    here, what = current(), _what("grouped_allreduce", name)
+    checked = [_reducible(array, op, f"{what}[{i}]") for i, array in enumerate(arrays)]
+    layout = layout_of([str(index) for index in range(len(checked))], checked)
+    fusion = Fusion(layout, compression, fusion_threshold)
+    return here.ordered(lambda: fusion.reduce(here, checked, op, name or "group"))
+
+
+def allgather(array: Any, name: str | None = None) -> Array:
+    """The ranks' arrays, joined along the first dimension, in which they may differ."""
+    here, what = current(), _what("allgather", name)
+    checked = _with_rows(array, what)
+    return here.ordered(lambda: collectives.all_gather(here.world, checked, name or "")[0])
+
+
+def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
+    """The root's array; the others give one of its dtype and shape."""
+    here, what = current(), _what("broadcast", name)
+    checked = collectives.as_exchangeable(array, what)
+    check_root(root_rank, here.size, what)
+    return here.ordered(lambda: collectives.broadcast(here.world, checked, root_rank, name or ""))
+
+
+@overload
+def alltoall(array: Any, splits: None = None, name: str | None = None) -> Array: ...
+@overload
+def alltoall(
+    array: Any, splits: Sequence[int] | Array, name: str | None = None
+) -> tuple[Array, Array]: ...
+def alltoall(
+    array: Any, splits: Sequence[int] | Array | None = None, name: str | None = None
+) -> Array | tuple[Array, Array]:
+    """The rows that the ranks send to this one, joined.
+
+    Without `splits`, all ranks get as many of this one's; with them, rank i gets the next
+    `splits[i]`, and how many rows each rank has sent (int64) is a second result.
+    """
+    here, what = current(), _what("alltoall", name)
+    checked = _with_rows(array, what)
+    rows = _splits(checked, splits, here.size, what)
+    result, counts = here.ordered(
+        lambda: collectives.all_to_all(here.world, checked, rows, name or "")
+    )
+    return result if splits is None else (result, np.array(counts, np.int64))
+
+
+def reducescatter(array: Any, op: ReduceOp = Average, name: str | None = None) -> Array:
+    """This rank's rows of the reduction: as equal parts as can be, the larger ones first."""
+    here, what = current(), _what("reducescatter", name)
+    checked = _with_rows(array, what)
+    check_reduction(op, checked, what)
+    return here.ordered(
+        lambda: collectives.reduce_scatter(here.world, checked, op.value, name or "")
+    )
+
+
+def barrier(name: str | None = None) -> None:
+    """Returns when all ranks have called it."""
+    here = current()
+    here.ordered(lambda: collectives.barrier(here.world, name or ""))
+
+
+def check_root(root_rank: int, size: int, what: str) -> None:
+    """Errors: InputError where it is no rank."""
+    if not 0 <= root_rank < size:
+        raise InputError(f"{what}: root_rank={root_rank} is none of the ranks 0 to {size - 1}")
+
+
+def _allreduce(
+    world: World, array: Array, op: ReduceOp, name: str, compression: Compressor
+) -> Array:
+    wire, dtype = compression.compress(array)
+    return compression.decompress(collectives.all_reduce(world, wire, op.value, name), dtype)
+
+
+def _what(function: str, name: str | None) -> str:
+    return function if name is None else f"{function} {name!r}"
+
+
+def _reducible(array: Any, op: ReduceOp, what: str) -> Array:
+    checked = collectives.as_exchangeable(array, what)
+    check_reduction(op, checked, what)
+    return checked
+
+
+def _with_rows(array: Any, what: str) -> Array:
+    checked = collectives.as_exchangeable(array, what)
+    if checked.ndim == 0:
+        raise InputError(f"{what}: a scalar has no rows; reshape it to [1]")
+    return checked
+
+
+def _splits(array: Array, splits: Sequence[int] | Array | None, size: int, what: str) -> list[int]:
+    """How many rows go to each rank."""
+    rows = len(array)
+    if splits is None:
+        if rows % size:
+            raise InputError(f"{what}: {rows} rows do not divide by {size} ranks; give splits")
+        return [rows // size] * size
+    found = [int(split) for split in splits]
+    if len(found) != size or min(found) < 0 or sum(found) != rows:
+        raise InputError(
+            f"{what}: splits={found} must be {size} numbers, one for each rank, "
+            f"that add up to the {rows} rows"
+        )
+    return found

@@ -1,0 +1,49 @@
+"""What travels in place of an array that is reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from onnxpar.hvd.reductions import is_float
+from onnxpar.runtime.parts import Array
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Sends wider floats as `wire`; everything as it is where there is none."""
+
+    wire: str | None
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The dtype in which an array of `dtype` travels."""
+        if self.wire is None or not is_float(dtype) or dtype.itemsize <= 2:
+            return dtype
+        return _named(self.wire)
+
+    def compress(self, array: Array) -> tuple[Array, np.dtype[Any]]:
+        """What travels, and what `decompress` needs to know."""
+        return array.astype(self.wire_dtype(array.dtype), copy=False), array.dtype
+
+    def decompress(self, array: Array, dtype: np.dtype[Any]) -> Array:
+        """What has travelled, in its own dtype again."""
+        return array.astype(dtype, copy=False)
+
+
+class Compression:
+    """float32 and float64 may travel in 16 bits: float16 is finer, bfloat16 cannot overflow.
+
+    The ranks' values are added in float32, and the result is rounded once more.
+    """
+
+    none: ClassVar[Compressor] = Compressor(None)
+    fp16: ClassVar[Compressor] = Compressor("float16")
+    bf16: ClassVar[Compressor] = Compressor("bfloat16")
+
+
+def _named(name: str) -> np.dtype[Any]:
+    import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16)
+
+    return np.dtype(name)

@@ -1,0 +1,124 @@
+"""Data-parallel training: the optimizer that sees the gradients of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.hvd.communicator import current, size
+from onnxpar.hvd.compression import Compression, Compressor
+from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
+from onnxpar.hvd.objects import Stateful
+from onnxpar.hvd.optimizers import check_gradient
+from onnxpar.hvd.reductions import Average, ReduceOp, check_reduction
+from onnxpar.runtime import collectives
+from onnxpar.runtime.parts import Array
+
+
+class SteppingOptimizer(Stateful, Protocol):
+    """One of `hvd.SGD`, `hvd.Adam`, `hvd.AdamW`, or whatever has their methods."""
+
+    lr: float
+
+    def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> Any: ...
+
+
+def scale_learning_rate(lr: float) -> float:
+    """`lr` times the number of ranks: for a global batch that grows with it."""
+    return lr * size()
+
+
+class DistributedOptimizer:
+    """An optimizer whose steps use the gradients of all ranks, reduced by `op`.
+
+    They travel fused, in buffers of up to `fusion_threshold` bytes (0: each alone). With
+    `backward_passes_per_step`, that many calls of `step` add up their gradients on this rank before
+    one of them is a step.
+    """
+
+    def __init__(
+        self,
+        optimizer: SteppingOptimizer,
+        compression: Compressor = Compression.none,
+        op: ReduceOp = Average,
+        fusion_threshold: int = FUSION_THRESHOLD,
+        backward_passes_per_step: int = 1,
+    ) -> None:
+        if backward_passes_per_step < 1 or fusion_threshold < 0:
+            raise InputError(
+                f"backward_passes_per_step={backward_passes_per_step} must be at least 1, "
+                f"fusion_threshold={fusion_threshold} at least 0"
+            )
+        self.optimizer = optimizer
+        self._compression = compression
+        self._op = op
+        self._threshold = fusion_threshold
+        self._passes = backward_passes_per_step
+        self._passed = 0
+        self._sums: dict[str, Array] = {}
+        self._fusion: Fusion | None = None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the optimizer within."""
+        return self.optimizer.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.optimizer.lr = value
+
+    def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> bool:
+        """Reduces the gradients and changes the parameters in place; False where it only adds the
+        gradients up.
+
+        Errors: InputError where gradients and parameters do not go together, or, on every rank,
+        where the ranks have other gradients; RankError as for `allreduce`.
+        """
+        for name, grad in grads.items():
+            check_gradient(name, params, grad)
+        if self._passes > 1:
+            self._accumulate(grads)
+            if self._passed < self._passes:
+                return False
+            grads, self._sums, self._passed = self._sums, {}, 0
+        self.optimizer.step(params, self.synchronize(grads))
+        return True
+
+    def synchronize(self, grads: Mapping[str, Array]) -> dict[str, Array]:
+        """The gradients, reduced, for a step of one's own (`optimizer.optimizer.step`), after
+        clipping for one. The next call overwrites them."""
+        here, names = current(), sorted(grads)
+        arrays = [collectives.as_exchangeable(grads[n], f"the gradient of {n!r}") for n in names]
+        for name, array in zip(names, arrays, strict=True):
+            check_reduction(self._op, array, f"the gradient of {name!r}")
+        layout = layout_of(names, arrays)
+        if self._fusion is None or self._fusion.layout != layout:
+            self._fusion = Fusion(layout, self._compression, self._threshold)
+        fusion = self._fusion
+        reduced = here.ordered(lambda: fusion.reduce(here, arrays, self._op, "gradients"))
+        return dict(zip(names, reduced, strict=True))
+
+    def state_dict(self) -> Any:
+        """That of the optimizer within. Errors: InputError between the passes of a step."""
+        if self._passed:
+            raise InputError(
+                f"the state between passes {self._passed} and {self._passed + 1} of "
+                f"{self._passes} would lack their gradients; ask for it after a step"
+            )
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Goes on where `state_dict` was called, also that of the optimizer within."""
+        self._sums, self._passed = {}, 0
+        self.optimizer.load_state_dict(state)
+
+    def _accumulate(self, grads: Mapping[str, Array]) -> None:
+        for name, grad in grads.items():
+            if name in self._sums:
+                self._sums[name] += grad
+            else:
+                self._sums[name] = np.array(grad)
+        self._passed += 1

@@ -1,0 +1,156 @@
+"""Tensor fusion: many arrays travel in few flat buffers, with the same result bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.hvd.communicator import Communicator
+from onnxpar.hvd.compression import Compressor
+from onnxpar.hvd.reductions import ReduceOp
+from onnxpar.runtime import collectives
+from onnxpar.runtime.parts import Array
+
+FUSION_THRESHOLD = 64 << 20
+"""Bytes of a buffer, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What is known of an array before its values."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.dtype}{list(self.shape)}"
+
+
+Layout = tuple[Tensor, ...]
+
+
+def layout_of(names: Sequence[str], arrays: Sequence[Array]) -> Layout:
+    """The layout of these arrays, in this order."""
+    return tuple(Tensor(n, a.dtype, a.shape) for n, a in zip(names, arrays, strict=True))
+
+
+class Fusion:
+    """Buffers for arrays of one layout: each takes arrays of one dtype, up to `threshold` bytes
+    of what travels, or one larger array."""
+
+    def __init__(self, layout: Layout, compression: Compressor, threshold: int) -> None:
+        self.layout = layout
+        wires = [compression.wire_dtype(tensor.dtype) for tensor in layout]
+        self.buckets = [
+            Bucket(layout, indices, wire) for wire, indices in _deal(layout, wires, threshold)
+        ]
+        self._text = "\n".join([f"a fusion threshold of {threshold}", *map(str, layout)])
+
+    def reduce(
+        self, communicator: Communicator, arrays: Sequence[Array], op: ReduceOp, name: str
+    ) -> list[Array]:
+        """The arrays, reduced over the ranks, in these buffers or new.
+
+        Errors: InputError, on every rank, where the ranks have other layouts.
+        """
+        digest = _agree(communicator, self._text, name)
+        results: dict[int, Array] = {}
+        for number, bucket in enumerate(self.buckets):
+            bucket.reduce(
+                communicator,
+                arrays,
+                op,
+                f"{name}, bucket {number + 1} of {len(self.buckets)}",
+                f"layout={digest}",
+            )
+            results.update(bucket.unpack())
+        return [results[index] for index in range(len(arrays))]
+
+
+class Bucket:
+    """One buffer, and the arrays of a layout that travel in it."""
+
+    def __init__(self, layout: Layout, indices: Sequence[int], wire: np.dtype[Any]) -> None:
+        self.indices = indices
+        self._tensors = [layout[index] for index in indices]
+        self._buffer: Array = np.empty(sum(t.elements for t in self._tensors), wire)
+        ends = np.cumsum([tensor.elements for tensor in self._tensors])
+        self._parts = [
+            self._buffer[end - tensor.elements : end].reshape(tensor.shape)
+            for tensor, end in zip(self._tensors, ends, strict=True)
+        ]
+
+    def reduce(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        op: ReduceOp,
+        name: str,
+        details: str,
+    ) -> None:
+        """Reduces them into the buffer."""
+        for part, index in zip(self._parts, self.indices, strict=True):
+            np.copyto(part, arrays[index], casting="unsafe")
+        collectives.all_reduce(
+            communicator.world, self._buffer, op.value, name, details, self._buffer
+        )
+
+    def unpack(self) -> dict[int, Array]:
+        """The reduced arrays by their index: parts of the buffer, copies where they have
+        travelled in another dtype."""
+        return {
+            index: part.astype(tensor.dtype, copy=False)
+            for index, tensor, part in zip(self.indices, self._tensors, self._parts, strict=True)
+        }
+
+
+def _deal(
+    layout: Layout, wires: Sequence[np.dtype[Any]], threshold: int
+) -> list[tuple[np.dtype[Any], list[int]]]:
+    """Which tensors travel together, and as what."""
+    filled: list[tuple[np.dtype[Any], list[int]]] = []
+    open_: dict[np.dtype[Any], tuple[list[int], int]] = {}
+    for index, (tensor, wire) in enumerate(zip(layout, wires, strict=True)):
+        bytes_ = tensor.elements * wire.itemsize
+        indices, used = open_.get(wire, ([], threshold))
+        if used + bytes_ > threshold or not indices:
+            indices, used = [], 0
+            filled.append((wire, indices))
+        indices.append(index)
+        open_[wire] = indices, used + bytes_
+    return filled
+
+
+def _agree(communicator: Communicator, text: str, name: str) -> str:
+    """A digest of the layout, once all ranks have found theirs to be the same.
+
+    A buffer does not show whose elements it holds, so unequal layouts could pass unnoticed.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if digest not in communicator.agreed:
+        texts = collectives.gather_bytes(communicator.world, text.encode(), f"{name}, layout")
+        first = texts[0].decode().splitlines()
+        for rank, other in enumerate(texts):
+            if texts[0] != other:
+                raise InputError(f"{name}: {_difference(first, rank, other.decode())}")
+        communicator.agreed.add(digest)
+    return digest
+
+
+def _difference(first: Sequence[str], rank: int, text: str) -> str:
+    lines = text.splitlines()
+    for mine, other in zip(first, lines, strict=False):
+        if mine != other:
+            return f"rank 0 has {mine} where rank {rank} has {other}"
+    return f"rank 0 has {len(first) - 1} tensors, rank {rank} has {len(lines) - 1}"

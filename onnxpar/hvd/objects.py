@@ -1,0 +1,64 @@
+"""Objects, parameters and optimizer state that all ranks are to have."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.hvd.arrays import broadcast, check_root
+from onnxpar.hvd.communicator import current
+from onnxpar.runtime import collectives
+from onnxpar.runtime.parts import Array
+
+
+class Stateful(Protocol):
+    """What keeps state between steps: the optimizers here, and whatever has these two methods."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """The root's object, which must pickle; what the others give is not looked at."""
+    here, called = current(), name or "object"
+    check_root(root_rank, here.size, f"broadcast_object {called!r}")
+    is_root = here.rank == root_rank
+    payload = np.frombuffer(pickle.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
+    length = int(broadcast(np.array(len(payload)), root_rank, f"{called}, length"))
+    received = payload if is_root else np.empty(length, np.uint8)
+    data = broadcast(received, root_rank, called)
+    return obj if is_root else pickle.loads(data.tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The objects of all ranks, which must pickle."""
+    here, payload = current(), pickle.dumps(obj)
+    rows = here.ordered(lambda: collectives.gather_bytes(here.world, payload, name or "objects"))
+    return [pickle.loads(row) for row in rows]
+
+
+def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> None:
+    """Overwrites the arrays, on every rank, with the root's.
+
+    Errors: InputError where a value is no array that can be written.
+    """
+    for name, array in params.items():
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            raise InputError(
+                f"broadcast_parameters: {name!r} is no writable array; make it one (np.array(...))"
+            )
+    for name in sorted(params):
+        params[name][...] = broadcast(params[name], root_rank, name)
+
+
+def broadcast_optimizer_state(optimizer: Stateful, root_rank: int = 0) -> None:
+    """Gives the optimizer of every rank the state and the options of the root's."""
+    here = current()
+    state = optimizer.state_dict() if here.rank == root_rank else None
+    state = broadcast_object(state, root_rank, "optimizer state")
+    if here.rank != root_rank:
+        optimizer.load_state_dict(state)

@@ -1,0 +1,135 @@
+"""Small optimizers for parameters that are NumPy arrays; the arithmetic is torch.optim's.
+
+`step` changes the parameters in place. Every field may be changed between steps, `lr` by a
+schedule. State is kept per parameter, by name and in its dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.runtime.parts import Array
+
+State = dict[str, Any]
+
+
+@dataclass
+class Optimizer(ABC):
+    """What all have: the learning rate, steps over named parameters, and state."""
+
+    lr: float
+    state: dict[str, State] = field(default_factory=dict, init=False, repr=False)
+
+    def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> None:
+        """Changes each parameter that has a gradient.
+
+        Errors: InputError where a gradient has no parameter, or one of another shape.
+        """
+        for name, grad in grads.items():
+            check_gradient(name, params, grad)
+        for name, grad in grads.items():
+            self._update(params[name], grad, self.state.setdefault(name, {}))
+
+    @abstractmethod
+    def _update(self, param: Array, grad: Array, state: State) -> None:
+        """One step of one parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the options and the state."""
+        return copy.deepcopy({each.name: getattr(self, each.name) for each in fields(self)})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was called. Errors: InputError for that of another kind."""
+        known = {each.name for each in fields(self)}
+        if set(state) != known:
+            raise InputError(
+                f"this is the state of no {type(self).__name__}: it has {sorted(state)}, "
+                f"not {sorted(known)}"
+            )
+        for name, value in copy.deepcopy(dict(state)).items():
+            setattr(self, name, value)
+
+
+@dataclass
+class SGD(Optimizer):
+    """Gradient descent, with momentum and with weight decay as a part of the gradient."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def _update(self, param: Array, grad: Array, state: State) -> None:
+        if self.weight_decay:
+            grad = grad + self.weight_decay * param
+        if self.momentum:
+            buffer = state.get("momentum_buffer")
+            if buffer is None:
+                buffer = state["momentum_buffer"] = np.array(grad, param.dtype)
+            else:
+                buffer *= self.momentum
+                buffer += (1 - self.dampening) * grad
+            grad = grad + self.momentum * buffer if self.nesterov else buffer
+        param -= self.lr * grad
+
+
+@dataclass
+class Adam(Optimizer):
+    """Adam, with weight decay as a part of the gradient (Kingma and Ba, arXiv:1412.6980)."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def _update(self, param: Array, grad: Array, state: State) -> None:
+        grad = self._decay(param, grad)
+        if not state:
+            state.update(step=0, exp_avg=np.zeros_like(param), exp_avg_sq=np.zeros_like(param))
+        state["step"] += 1
+        (beta1, beta2), step = self.betas, state["step"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean *= beta1
+        mean += (1 - beta1) * grad
+        square *= beta2
+        square += (1 - beta2) * grad * grad
+        scale = np.sqrt(square)
+        scale /= math.sqrt(1 - beta2**step)
+        scale += self.eps
+        param -= self.lr / (1 - beta1**step) * mean / scale
+
+    def _decay(self, param: Array, grad: Array) -> Array:
+        return grad + self.weight_decay * param if self.weight_decay else grad
+
+
+@dataclass
+class AdamW(Adam):
+    """Adam, with weight decay apart from the gradient (Loshchilov and Hutter, arXiv:1711.05101)."""
+
+    weight_decay: float = 0.01
+
+    def _decay(self, param: Array, grad: Array) -> Array:
+        param *= 1 - self.lr * self.weight_decay
+        return grad
+
+
+def check_gradient(name: str, params: Mapping[str, Array], grad: Array) -> None:
+    """Errors: InputError where a gradient has no parameter, or one of another shape."""
+    if name not in params:
+        raise InputError(f"there is a gradient, but no parameter {name!r}; {_some(params)}")
+    if params[name].shape != grad.shape:
+        raise InputError(
+            f"parameter {name!r} has shape {list(params[name].shape)}, "
+            f"its gradient {list(grad.shape)}"
+        )
+
+
+def _some(params: Mapping[str, Array]) -> str:
+    return f"the parameters are {', '.join(sorted(params)[:8])}{' ...' if len(params) > 8 else ''}"

@@ -1,0 +1,63 @@
+"""How a dataset is dealt to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.hvd.communicator import rank as own_rank
+from onnxpar.hvd.communicator import size
+from onnxpar.runtime.parts import Array
+
+
+class DistributedSampler:
+    """The indices of this rank's samples: every `num_replicas`-th of all, from `rank` on.
+
+    All ranks get as many: the first samples are dealt again at the end, or with `drop_last` the
+    last ones not at all, as in torch.utils.data.DistributedSampler. With `shuffle`, the order
+    follows from `seed` and the epoch, alike on all ranks and for any number of them.
+    """
+
+    def __init__(
+        self,
+        dataset: int | Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.dataset_size = dataset if isinstance(dataset, int) else len(dataset)
+        self.num_replicas = size() if num_replicas is None else num_replicas
+        self.rank = own_rank() if rank is None else rank
+        if self.num_replicas < 1 or not 0 <= self.rank < self.num_replicas:
+            raise InputError(
+                f"rank={self.rank} is none of the {self.num_replicas} ranks, which count from 0"
+            )
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        whole, rest = divmod(self.dataset_size, self.num_replicas)
+        self.num_samples = whole + (rest > 0 and not drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Has the next pass shuffle anew; call it before each epoch, on all ranks."""
+        self.epoch = epoch
+
+    def indices(self) -> Array:
+        """This rank's samples of the epoch (int64), to be cut into batches."""
+        order = np.arange(self.dataset_size)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+        return np.resize(order, self.num_samples * self.num_replicas)[
+            self.rank :: self.num_replicas
+        ]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices().tolist())
+
+    def __len__(self) -> int:
+        return self.num_samples

@@ -1,0 +1,189 @@
+"""The collectives of a world on NumPy arrays, without a session.
+
+All ranks make the same calls in the same order, with the same `name`, `details` and dtype, and with
+shapes that agree where they must. Where they do not, or where a rank dies or does not come, each
+raises RankError, and so does every later call. Inputs are not changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxpar.errors import InputError
+from onnxpar.runtime.groups import World, check, library
+from onnxpar.runtime.parts import Array
+
+_TYPES = {
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "uint16": 4,
+    "int16": 5,
+    "int32": 6,
+    "int64": 7,
+    "bool": 9,
+    "float16": 10,
+    "float64": 11,
+    "uint32": 12,
+    "uint64": 13,
+    "bfloat16": 16,
+}
+"""Of TensorProto.DataType, what the ranks can exchange."""
+
+
+class _Array(ctypes.Structure):
+    """The library's `onnxpar_array`."""
+
+    _fields_ = (
+        ("world", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        ("details", ctypes.c_char_p),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("data", ctypes.c_void_p),
+        ("dimensions", ctypes.c_int),
+        ("type", ctypes.c_int),
+    )
+
+
+_Rows = ctypes.POINTER(ctypes.c_int64)
+_Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, _Rows)
+
+
+def as_exchangeable(x: Any, what: str) -> Array:
+    """`x` in C-order and in this machine's byte order, itself if it is so already.
+
+    Errors: InputError where its dtype is none that ranks can exchange.
+    """
+    array = np.asarray(x)
+    if array.dtype.name not in _TYPES:
+        raise InputError(
+            f"{what}: dtype {array.dtype} cannot be exchanged; use one of {', '.join(_TYPES)}"
+        )
+    return np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def all_reduce(
+    world: World,
+    x: Array,
+    op: str = "sum",
+    name: str = "",
+    details: str = "",
+    out: Array | None = None,
+) -> Array:
+    """The elementwise sum, max, min, prod or, of floats, mean over the ranks, in `out`.
+
+    `x` and `out` are as `as_exchangeable` gives them; they may be the same array. The ranks are
+    folded in order, 16-bit floats in float32 with one rounding, so all get the same bits.
+    """
+    result = np.empty_like(x) if out is None else out
+    call = _call(world, x, name, details)
+    check(_library().onnxpar_all_reduce(call, op.encode(), result.ctypes.data))
+    return result
+
+
+def reduce_scatter(world: World, x: Array, op: str = "sum", name: str = "") -> Array:
+    """This rank's rows of the reduction: parts as equal as can be, the larger ones first."""
+    each, more = divmod(len(x), world.size)
+    rows = each + (world.rank < more)
+    result = np.empty((rows, *x.shape[1:]), x.dtype)
+    check(_library().onnxpar_reduce_scatter(_call(world, x, name), op.encode(), result.ctypes.data))
+    return result
+
+
+def all_gather(world: World, x: Array, name: str = "") -> tuple[Array, list[int]]:
+    """The rows of all ranks, joined, and how many are whose."""
+    call = _call(world, x, name)
+    return _joined(world, x, lambda allocate: _library().onnxpar_all_gather(call, allocate))
+
+
+def all_to_all(
+    world: World, x: Array, splits: Sequence[int], name: str = ""
+) -> tuple[Array, list[int]]:
+    """The rows that the ranks send to this one, joined, and how many are whose.
+
+    Rank i gets `splits[i]` rows of `x`, in that order.
+    """
+    call = _call(world, x, name)
+    counts = (ctypes.c_int64 * world.size)(*splits)
+    return _joined(world, x, lambda allocate: _library().onnxpar_all_to_all(call, counts, allocate))
+
+
+def broadcast(world: World, x: Array, root: int, name: str = "", out: Array | None = None) -> Array:
+    """The root's `x`, in `out`, which may be `x`."""
+    result = np.empty_like(x) if out is None else out
+    check(_library().onnxpar_broadcast(_call(world, x, name), root, result.ctypes.data))
+    return result
+
+
+def barrier(world: World, name: str = "") -> None:
+    """Returns when all ranks have called it."""
+    check(_library().onnxpar_barrier(world.id.encode(), name.encode()))
+
+
+def gather_bytes(world: World, payload: bytes, name: str = "") -> list[bytes]:
+    """The payload of each rank."""
+    rows, counts = all_gather(world, np.frombuffer(payload, np.uint8), name)
+    ends = np.cumsum(counts)
+    return [rows[end - count : end].tobytes() for end, count in zip(ends, counts, strict=True)]
+
+
+def _joined(world: World, x: Array, run: Callable[[Any], int]) -> tuple[Array, list[int]]:
+    """What `run` writes to an array of as many rows as it says the ranks give."""
+    made: list[tuple[Array, list[int]]] = []
+
+    def allocate(rows: Any) -> int | None:
+        counts = [int(rows[rank]) for rank in range(world.size)]
+        try:
+            # One byte more, as an empty array may have no address.
+            memory = np.empty(sum(counts) * _row_bytes(x) + 1, np.uint8)
+        except MemoryError:
+            return None
+        made.append((memory[:-1].view(x.dtype).reshape(sum(counts), *x.shape[1:]), counts))
+        return memory.ctypes.data
+
+    check(run(_Allocate(allocate)))
+    return made[0]
+
+
+def _row_bytes(x: Array) -> int:
+    return int(np.prod(x.shape[1:], dtype=np.int64)) * x.itemsize
+
+
+def _call(world: World, x: Array, name: str, details: str = "") -> Any:
+    """What the library is told of `x`, which must outlive the call."""
+    assert x.flags.c_contiguous and x.dtype.isnative, "see as_exchangeable"
+    shape = (ctypes.c_int64 * x.ndim)(*x.shape)
+    return ctypes.byref(
+        _Array(
+            world.id.encode(),
+            name.encode(),
+            details.encode(),
+            shape,
+            x.ctypes.data,
+            x.ndim,
+            _TYPES[x.dtype.name],
+        )
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    loaded, call = library(), ctypes.POINTER(_Array)
+    text, number, memory = ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p
+    signatures: dict[str, list[Any]] = {
+        "onnxpar_all_reduce": [call, text, memory],
+        "onnxpar_reduce_scatter": [call, text, memory],
+        "onnxpar_all_gather": [call, _Allocate],
+        "onnxpar_all_to_all": [call, _Rows, _Allocate],
+        "onnxpar_broadcast": [call, number, memory],
+        "onnxpar_barrier": [text, text],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, number
+    return loaded

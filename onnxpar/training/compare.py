@@ -1,0 +1,106 @@
+"""Holds a sharded training step against the unsplit one over many steps."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from onnxpar.errors import ModelError
+from onnxpar.runtime.compare import Comparison, Report
+from onnxpar.runtime.tensors import dtype_of
+from onnxpar.step import Step
+from onnxpar.training.trainer import Trainer
+
+Array = npt.NDArray[Any]
+
+EARLY = 10
+"""Steps in which losses of less precision than float64 must agree closely."""
+CLOSE: Mapping[str, tuple[float, float]] = {
+    "float64": (1e-9, 1e-9),
+    "float32": (1e-5, 1e-3),
+    "float16": (5e-3, 5e-2),
+}
+"""By dtype, the largest relative difference of losses allowed in early steps, and later ones."""
+
+
+def compare_training(
+    model: str | os.PathLike[str],
+    trainer: Trainer,
+    batches: Iterable[Mapping[str, Array]],
+    rate: float,
+) -> Report:
+    """Takes the same steps with both, from the same first values; compares the loss of each step,
+    and what they leave. Only of float64 are parameters held to a tolerance: less precise ones go
+    their own ways where gradients are nearly zero.
+
+    Errors: ModelError where the unsplit step does not load; RankError.
+    """
+    whole = UnsplitStep(model, trainer.spec)
+    losses: list[tuple[float, float]] = []
+    for batch in batches:
+        losses.append((trainer.step(batch, rate)[trainer.spec.loss], whole.step(batch, rate)))
+    dtype = trainer.bundle.outputs[trainer.spec.loss].dtype.name
+    early, late = CLOSE.get(dtype, CLOSE["float32"])
+    rows = [_losses("loss, first steps", losses[:EARLY], dtype, early)]
+    if losses[EARLY:]:
+        rows.append(_losses("loss, later steps", losses[EARLY:], dtype, late))
+    for slot in trainer.spec.slots:
+        given = trainer.session.states.read(slot.input)
+        rows.append(_state(slot.input, given, whole.states[slot.input]))
+    return Report(tuple(rows))
+
+
+class UnsplitStep:
+    """The training step as a stock onnxruntime runs it; `states` are handed from step to step."""
+
+    def __init__(self, model: str | os.PathLike[str], spec: Step) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(
+                os.fspath(model), options, ["CPUExecutionProvider"]
+            )
+        except Exception as error:  # whatever onnxruntime raises for a model
+            raise ModelError(f"onnxruntime does not load the unsplit step: {error}") from error
+        self._spec = spec
+        ports = {p.name: p for p in self._session.get_inputs()}
+        self._types = {name: dtype_of(port.type) for name, port in ports.items()}
+        self.states: dict[str, Array] = {
+            slot.input: np.zeros(ports[slot.input].shape, self._types[slot.input])
+            for slot in spec.slots
+            if not slot.default
+        }
+
+    def step(self, batch: Mapping[str, Array], rate: float) -> float:
+        """Takes one step; returns the loss."""
+        spec = self._spec
+        names = [spec.loss, *(slot.output for slot in spec.slots)]
+        rate_ = np.asarray(rate, self._types[spec.rate])
+        results = self._session.run(names, {**batch, **self.states, spec.rate: rate_})
+        self.states = dict(zip([slot.input for slot in spec.slots], results[1:], strict=True))
+        return float(results[0])
+
+
+def _losses(
+    name: str, losses: list[tuple[float, float]], dtype: str, tolerance: float
+) -> Comparison:
+    worst = max(abs(a - b) / max(abs(b), 1e-300) for a, b in losses)
+    fault = "" if math.isfinite(worst) else "a loss is no number"
+    return Comparison(name, dtype, (len(losses),), worst, tolerance, fault)
+
+
+def _state(name: str, given: Array, expected: Array) -> Comparison:
+    dtype = expected.dtype.name
+    scale = float(np.abs(expected).max(initial=0)) if expected.size else 0.0
+    error = float(np.abs(given - expected).max(initial=0)) / (scale or 1.0)
+    tolerance = CLOSE[dtype][1] if dtype == "float64" else math.inf
+    if np.issubdtype(expected.dtype, np.integer):
+        tolerance = 0.0
+    fault = "" if math.isfinite(error) else "it is no number"
+    return Comparison(name, dtype, expected.shape, error, tolerance, fault)

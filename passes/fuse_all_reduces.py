@@ -1,0 +1,46 @@
+"""fuse-all-reduces: several all-reduces become one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.buckets import first_of_buckets, fuse_all_reduces
+from onnxpar.flops import flops
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.search.cost import FLOPS
+from onnxpar.search.tensor_parallel import is_contraction
+
+FUSIONS = ("size", "cost", "none")
+BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class FuseAllReduces(Pass):
+    """Join all-reduces over the same ranks that do not wait for each other.
+
+    Requires reshard nodes (insert-collectives); ensures the same, with fewer all-reduces.
+
+    by            size: up to bucket_bytes together; cost: as many as computing hides; none
+    bucket_bytes  bytes per rank of a bucket; with cost, no limit
+    tail_us       microseconds that the last bucket may take, with cost
+    """
+
+    name: ClassVar[str] = "fuse-all-reduces"
+    by: str = "size"
+    bucket_bytes: int = BUCKET_BYTES
+    tail_us: int = 1000
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        if self.by == "none":
+            return False
+        mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
+        if self.by == "size":
+            return fuse_all_reduces(graph, mesh, self.bucket_bytes, sizes)
+        ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
+        seconds = {op.node.name: flops(op, ctx.sharding) / FLOPS for op in ops}
+        first = first_of_buckets(graph, mesh, seconds, self.tail_us * 1e-6, sizes)
+        return fuse_all_reduces(graph, mesh, sys.maxsize, sizes, first)

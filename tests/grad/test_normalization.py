@@ -1,0 +1,71 @@
+"""Gradients of normalizations."""
+
+import numpy as np
+import pytest
+from numpy import array
+
+from onnxpar.grad.proof import Gradient
+from onnxpar.rules.case import Case
+
+X = (3, 4, 2, 3)
+VARIANCE = np.linspace(0.5, 2, 4)
+FROZEN = [X, (4,), (4,), (4,), VARIANCE]
+
+CASES = [
+    *(
+        Case("LayerNormalization", [X, shape, shape], {"axis": axis})
+        for axis, shape in ((-1, (3,)), (2, (2, 3)), (-3, (4, 2, 3)))
+    ),
+    Case("LayerNormalization", [X, (3,)], {"epsilon": 0.5}),
+    Case("LayerNormalization", [X, (3,), (3,)], outputs=3),
+    Case("LayerNormalization", [(0, 3), (3,), (3,)]),
+    *(
+        Case("RMSNormalization", [X, shape], {"axis": axis, "epsilon": 0.1}, opset=23)
+        for axis, shape in ((-1, (3,)), (1, (4, 2, 3)), (2, (3,)))
+    ),
+    Case("BatchNormalization", FROZEN, {"epsilon": 0.1}, fed=[4]),
+    Case("BatchNormalization", [(3, 4), *FROZEN[1:]], fed=[4]),
+    Case("BatchNormalization", [(0, 4, 2), *FROZEN[1:]], fed=[4]),
+    *(
+        Case("InstanceNormalization", [x, (4,), (4,)], {"epsilon": 0.1})
+        for x in (X, (2, 4, 3), (1, 4, 2, 2, 2))
+    ),
+    Case("GroupNormalization", [X, (4,), (4,)], {"num_groups": 2, "stash_type": 11}, opset=21),
+    Case(
+        "GroupNormalization",
+        [(2, 6, 3), (6,), (6,)],
+        {"num_groups": 3, "epsilon": 0.2, "stash_type": 11},
+        opset=21,
+    ),
+    Case("GroupNormalization", [X, (2,), (2,)], {"num_groups": 2}, opset=18),
+    Case("GroupNormalization", [X, (1,), (1,)], {"num_groups": 1}, opset=18),
+    *(
+        Case("LpNormalization", [X], {"p": p, "axis": axis})
+        for p, axis in ((1, -1), (1, 1), (2, -1), (2, 0))
+    ),
+    Case("MeanVarianceNormalization", [X]),
+    Case("MeanVarianceNormalization", [(3, 2, 4)], {"axes": [-1, 0]}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.op)
+def test_gradient(prove, case):
+    prove(case)
+
+
+@pytest.mark.parametrize("shape", [X, (5, 4), (2, 4, 3)])
+def test_batch_statistics(prove, shape):
+    """In training; what the running statistics are moved by has no gradient."""
+    operands = [shape, (4,), (4,), (4,), VARIANCE]
+    case = Case(
+        "BatchNormalization", operands, {"training_mode": 1, "epsilon": 0.1}, fed=[4], outputs=3
+    )
+    prove(case, wrt=[0, 1, 2])
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_norm_of_zeros_has_no_gradient(power):
+    case = Case("LpNormalization", [array([[0.0, 0.0], [0.0, 2.0]])], {"p": power}, fed=[0])
+    found = Gradient(case, np.float32, None, 1).run()["d0"]
+    np.testing.assert_array_equal(found[0], [0, 0])
+    assert found[1, 0] != 0
