@@ -166,7 +166,7 @@ def header_of(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _source(holder: gs.Graph | gs.Node | gs.Tensor) -> Any:
     """The message that a graph, node or port was imported from; None for those that passes made."""
-    return getattr(holder, "onnx_source", None)
+    return vars(holder).get("onnx_source")  # graphs log an attribute that they do not have
 
 
 def _copy(port: ValueInfoProto) -> ValueInfoProto:

@@ -37,9 +37,7 @@ def grad(args: argparse.Namespace) -> int:
     """Writes a training step."""
     loss = LossOptions(args.loss, args.loss_of, args.class_axis, args.params, args.frozen)
     options = StepOptions(make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm)
-    model, trained = write_step(
-        args.model, Path(args.output), loss, options, dims_of(args.dim)
-    )
+    model, trained = write_step(args.model, Path(args.output), loss, options, dims_of(args.dim))
     assert model.step is not None
     print("\n".join(_trained_lines(trained, model.step)))
     print(f"written to {args.output}")

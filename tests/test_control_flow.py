@@ -211,7 +211,7 @@ def placed(model: Path, strategy: Any, last: int) -> tuple[gs.Graph, PassContext
 
 def test_a_body_that_loses_the_token_is_noticed(tmp_path: Path) -> None:
     strategy = {"shard": {"recur": ROWS, "feed": [[None, None], [None, "tp"]]}}
-    graph, ctx = placed(recurrent(tmp_path / "m.onnx"), strategy, 5)
+    graph, ctx = placed(recurrent(tmp_path / "m.onnx"), strategy, 6)
     body = next(n for n in graph.nodes if n.op == "Loop").attrs["body"]
     verify(graph, ctx)
     body.outputs[2] = body.inputs[3]

@@ -4,6 +4,7 @@ but for what is drawn at random, which the forward pass hands out."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -11,6 +12,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import ModelError
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.value import Builder, Value
+from onnxpar.grad.vjp import Grads, Vjp, operands_of
 from onnxpar.rules.rule import constant
 from onnxpar.subgraphs import detach, draws, scopes
 
@@ -111,6 +113,42 @@ def is_true(tensor: gs.Tensor) -> bool:
     """Whether a tensor is known to be true."""
     value = constant(tensor)
     return value is not None and bool(value.all())
+
+
+def read_around(v: Vjp) -> dict[int, gs.Tensor]:
+    """What bodies read of the graphs around them and is wanted, by position among the operands."""
+    reads = operands_of(v.node)
+    return {i: reads[i] for i in range(len(v.node.inputs), len(reads)) if v.wanted[i]}
+
+
+def at_positions(v: Vjp, found: Mapping[int, Value]) -> Grads:
+    """Gradients by position, as a rule returns them."""
+    return [found.get(i) for i in range(len(v.wanted))]
+
+
+def zeros_like(builder: Builder, tensor: gs.Tensor) -> Value:
+    """Zeros of the type and shape of a tensor."""
+    known = builder.value(tensor)
+    return builder.zeros(known.shape, known.dtype)
+
+
+def new_like(builder: Builder, tensor: gs.Tensor) -> gs.Tensor:
+    """A new tensor of a type and shape."""
+    return gs.Variable(builder.fresh("of"), tensor.dtype, tensor.shape)
+
+
+def add_with_bodies(
+    builder: Builder,
+    op: str,
+    operands: Sequence[gs.Tensor],
+    like: Sequence[gs.Tensor],
+    attrs: Mapping[str, Any],
+) -> list[Value]:
+    """Adds a node with bodies, whose results have the types and shapes of tensors."""
+    results = [new_like(builder, tensor) for tensor in like]
+    node = gs.Node(op, builder.fresh(op), dict(attrs), list(operands), results)
+    builder.graph.nodes.append(node)
+    return [builder.value(t) for t in results]
 
 
 def _within(node: gs.Node) -> list[gs.Node]:

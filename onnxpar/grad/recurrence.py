@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
+from typing import Any
 
 from onnxpar.grad.directions import Passed, Way, frozen, join, linear, plus, product
 from onnxpar.grad.gates import Gate, activations_of
@@ -54,9 +55,7 @@ def _gru_way(way: Way) -> Passed:
     units = way.r.shape[1]
     beside_w, beside_r = way.biases
     xz, xr, xn = way.gates(linear(way.x, way.w, beside_w))
-    r_gates, r_new = way.r.slice(0, 2 * units, 0), way.r.slice(2 * units, 3 * units, 0)
-    b_gates = None if beside_r is None else beside_r.slice(0, 2 * units, 0)
-    b_new = None if beside_r is None else beside_r.slice(2 * units, 3 * units, 0)
+    (r_gates, r_new), (b_gates, b_new) = _cut(way.r, 2 * units), _cut(beside_r, 2 * units)
     hz, hr = way.gates(linear(way.before, r_gates, b_gates))
     z, r = f(xz + hz), f(xr + hr)
     is_behind = way.v.attr("linear_before_reset") != 0
@@ -86,6 +85,13 @@ def _gru_way(way: Way) -> Passed:
     return Passed(gates, recurrent, of_r_weights, ends[0])
 
 
+def _cut(weight: Value | None, at: int) -> tuple[Any, Any]:
+    """The rows of a weight before one and from it on."""
+    if weight is None:
+        return None, None
+    return weight.slice(0, at, 0), weight.slice(at, weight.shape[0], 0)
+
+
 def _lstm_way(way: Way) -> Passed:
     """C = f c + i n, H = o h(C); with peepholes, i and f see the c before and o that behind."""
     cell = _Cell(way)
@@ -93,13 +99,7 @@ def _lstm_way(way: Way) -> Passed:
     pre = linear(way.x, way.w, beside_w) + linear(way.before, way.r, beside_r)
     zi, zo, zf, zn = way.gates(pre)
 
-    def forward(states: list[Value], z: list[Value]) -> tuple[list[Value], list[Value]]:
-        after = cell(states[0], *z[:3]).after
-        return [z[3].where(after, states[0]) if z[3:] else after], states
-
-    start, given = [way.c0], [zi, zf, zn, *way.masks]
-    c = way.v.builder.scan(forward, start, given, way.backwards)[1][0]
-    made = cell(c, zi, zf, zn)
+    made = cell(cell.before(way, zi, zf, zn), zi, zf, zn)
     peep_i, peep_o, peep_f = cell.peepholes
     out, shown = cell.f(plus(zo, made.after, peep_o)), cell.h(made.after)
     of_i, of_f, of_n = made.back()
@@ -119,7 +119,7 @@ def _lstm_way(way: Way) -> Passed:
     steps = (way.dy, factors, into, carry, *way.masks)
     dz, (of_h0, of_c0) = way.back(step, [way.dh, way.dc], *steps)
     di, do, df, _ = way.gates(dz)
-    of_peepholes = join(-1, di * c, do * made.after, df * c).sum([0, 1])
+    of_peepholes = join(-1, di * made.c, do * made.after, df * made.c).sum([0, 1])
     return Passed(dz, dz, product(dz, way.before), of_h0, of_c0, of_peepholes)
 
 
@@ -138,6 +138,16 @@ class _Cell:
         i = self.f(plus(zi, c, peep_i))
         f = None if self.is_coupled else self.f(plus(zf, c, peep_f))
         return _CellStep(c, i, f, self.g(zn))
+
+    def before(self, way: Way, *gates: Value) -> Value:
+        """The cells before all steps."""
+
+        def step(states: list[Value], z: list[Value]) -> tuple[list[Value], list[Value]]:
+            after = self(states[0], *z[:3]).after
+            return [z[3].where(after, states[0]) if z[3:] else after], states
+
+        scanned = way.v.builder.scan(step, [way.c0], [*gates, *way.masks], way.backwards)
+        return scanned[1][0]
 
 
 @dataclass

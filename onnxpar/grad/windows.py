@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
-
-import numpy as np
 
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Vjp
 from onnxpar.rules.windows import windows
-
-_FEW_TAPS, _MANY_CHANNELS = 9, 16
-"""Up to so many elements of a window, and from so many channels on, one matrix product for each
-element is quicker than a convolution by the whole of an image."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +73,8 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
     channels, results = wide.shape[1] // group, narrow.shape[1]
     if 0 in (wide.size, narrow.size):  # onnxruntime's Conv of no channels is not always zero
         return wide.builder.zeros([results, channels, *by.kernel], wide.dtype)
-    if group == 1 and prod(by.kernel) <= _FEW_TAPS and channels >= _MANY_CHANNELS:
-        return _by_taps(wide, narrow, by)
+    if group == 1 and prod(by.kernel) == 1 and wide.shape[2:] == narrow.shape[2:]:
+        return _pointwise(wide, narrow)
     batch, space = wide.shape[0], range(3, 1 + wide.rank)
     image = wide.swap(0, 1)
     if group > 1:
@@ -101,18 +94,10 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
     return found.swap(0, 1)
 
 
-def _by_taps(wide: Value, narrow: Value, by: Windows) -> Value:
-    """A product of matrices for each element of the window, over batch and space at once."""
-    rank = len(by.kernel)
+def _pointwise(wide: Value, narrow: Value) -> Value:
+    """The same of windows of one element, one beside the other, as a product of matrices."""
+    rank = wide.rank
     rows = narrow.swap(0, 1).reshape([narrow.shape[1], -1])
-    image = wide.transpose([0, *range(2, 2 + rank), 1])
-    image = image.pad([0, *by.padding[:rank], 0], [0, *by.padding[rank:], 0])
-    axes = np.arange(1, 1 + rank)
-    products = []
-    for tap in product(*map(range, by.kernel)):
-        first = np.array(tap) * by.dilations
-        last = first + (np.array(narrow.shape[2:]) - 1) * by.strides
-        read = image.op("Slice", first, last + 1, axes, np.array(by.strides))
-        products.append((rows @ read.reshape([-1, wide.shape[1]])).unsqueeze([2]))
-    found = products[0].op("Concat", *products[1:], axis=2) if len(products) > 1 else products[0]
-    return found.reshape([*found.shape[:2], *by.kernel])
+    columns = wide.transpose([0, *range(2, rank), 1]).reshape([-1, wide.shape[1]])
+    found = rows @ columns
+    return found.reshape([*found.shape, *[1] * (rank - 2)])

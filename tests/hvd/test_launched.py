@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +93,16 @@ def test_mpirun_with_a_host_file(tmp_path: Path) -> None:
     check(tmp_path, 4)
 
 
+def server_before_a_free_port() -> socket.socket:
+    """Below the ports that connections get, of which other tests have many."""
+    for port in range(20_000 + os.getpid() % 5_000, 32_000, 2):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("no port is free")
+
+
 def test_torchrun(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # as by a store of torch's own
+    with server_before_a_free_port() as taken:  # as by a store of torch's own
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(taken.getsockname()[1])}
         common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         ranks = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(2)]
