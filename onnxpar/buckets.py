@@ -36,7 +36,7 @@ class _Bucket:
 
 
 def _is_all_reduce(node: gs.Node) -> bool:
-    return node.domain == DOMAIN and node.op == "AllReduce"
+    return bool(node.domain == DOMAIN and node.op == "AllReduce")
 
 
 def _kind(node: gs.Node) -> Kind:

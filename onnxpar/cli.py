@@ -16,8 +16,9 @@ from onnxpar.pass_list import passes_help
 from onnxpar.passes.fuse_all_reduces import FUSIONS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 from onnxpar.search.presets import PRESETS
+from onnxpar.training.batch_norm import STATISTICS
 from onnxpar.training.losses import IGNORED, LOSSES
-from onnxpar.training.optimizers import OPTIMIZERS
+from onnxpar.training.optimizers import NONE, OPTIMIZERS
 from onnxpar.training.rates import SCHEDULES
 
 EXAMPLES = """examples:
@@ -206,8 +207,8 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         "--loss",
         required=True,
         metavar="LOSS",
-        help=f"{', '.join(LOSSES)}, or the name of an output that is the loss itself. Labels are "
-        f"class numbers, {IGNORED} does not count; bce is of scores, or of what a final Sigmoid gets",
+        help=f"{', '.join(LOSSES)}, or an output that is the loss itself. Labels are class "
+        f"numbers, {IGNORED} does not count; bce is of scores, or of what a final Sigmoid gets",
     )
     to.add_argument("--loss-of", metavar="OUTPUT", help="which output, where there are several")
     to.add_argument(
@@ -216,7 +217,12 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         metavar="N",
         help="dimension of classes; default: the last, of four dimensions or more the second",
     )
-    to.add_argument("--optimizer", required=True, choices=list(OPTIMIZERS))
+    to.add_argument(
+        "--optimizer",
+        required=True,
+        choices=[*OPTIMIZERS, NONE],
+        help=f"{NONE}: the gradients are outputs, NAME.grad, and nothing is updated",
+    )
     for kind, names in (
         (float, ("weight-decay", "momentum", "beta1", "beta2", "epsilon")),
         (None, ("nesterov",)),
@@ -226,6 +232,15 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
                 {"type": kind, "metavar": "X"} if kind else {"action": "store_true"}
             )
             to.add_argument(f"--{name}", default=None, **how)
+    to.add_argument(
+        "--batch-norm",
+        choices=STATISTICS,
+        help="over which samples a BatchNormalization computes its statistics: those of the whole "
+        "batch, of a host or of a rank (give --groups); default: as the model says, whole",
+    )
+    to.add_argument(
+        "--groups", type=int, metavar="N", help="parts of the batch: number of hosts, or of ranks"
+    )
     to.add_argument("--clip-norm", type=float, metavar="X", help="most that all gradients' norm is")
     for name, what in (
         ("params", "train the weights of these names, not those that are found"),

@@ -247,7 +247,9 @@ def _check_feeds(args: argparse.Namespace, made: Plan, bundle: Bundle) -> dict[s
         for name, kind, _ in specs
         if name not in {g[0] for g in given}
     ]
-    return make_feeds(rest, made.ranges, args.seed) | feeds
+    unknown = {name for name, _, _ in rest}
+    ranges = {name: r for name, r in made.ranges.items() if name in unknown}
+    return make_feeds(rest, ranges, args.seed) | feeds
 
 
 def _npz_names(path: str) -> set[str]:

@@ -56,8 +56,8 @@ class Model:
     """A loaded model. `graph` is complete: static shapes, unique node names, lazy weights.
 
     `header` has its metadata; `stored` are the initializers of the file, `fixed` those that could
-    be fed until their values decided shapes; `step` says which ports are what where it is a training
-    step.
+    be fed until their values decided shapes; `step` says which ports are what where it is a
+    training step.
     """
 
     path: Path
@@ -91,7 +91,7 @@ def load(
             themselves
     least   a size that open dimensions should be imagined to have at least
     infer_types  declares types in place, where the nodes of the model are no global program
-    for_training  every weight stays as it is stored, and the opset is one of TRAINING_OPSET or later
+    for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
     """

@@ -11,9 +11,8 @@ from onnxpar.passes.differentiate import Differentiate
 from onnxpar.passes.pass_ import Pass
 from onnxpar.pipeline import DEFAULT_PASSES, MANUAL_PASSES
 
-BY_NAME: dict[str, type[Pass]] = {
-    p.name: p for p in (Differentiate, *DEFAULT_PASSES, *MANUAL_PASSES)
-}
+_BEFORE: tuple[type[Pass], ...] = (Differentiate,)
+BY_NAME: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
 
 
 def passes_help() -> str:

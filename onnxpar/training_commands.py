@@ -35,7 +35,15 @@ from onnxpar.training.trainer import Trainer
 
 def grad(args: argparse.Namespace) -> int:
     """Writes a training step."""
-    loss = LossOptions(args.loss, args.loss_of, args.class_axis, args.params, args.frozen)
+    loss = LossOptions(
+        args.loss,
+        args.loss_of,
+        args.class_axis,
+        args.params,
+        args.frozen,
+        args.batch_norm,
+        args.groups,
+    )
     options = StepOptions(make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm)
     model, trained = write_step(args.model, Path(args.output), loss, options, dims_of(args.dim))
     assert model.step is not None
@@ -75,8 +83,8 @@ def train(args: argparse.Namespace) -> int:
 def _check_batch(args: argparse.Namespace, data: Data) -> None:
     if args.batch not in (None, data.batch):
         raise InputError(
-            f"--batch {args.batch}: the step takes {data.batch} samples at once; write it anew with "
-            f"`onnxpar grad --dim ...` for that batch"
+            f"--batch {args.batch}: the step takes {data.batch} samples at once; write another with "
+            "`onnxpar grad --dim`"
         )
 
 

@@ -101,5 +101,5 @@ def _move(
         tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
-    for key, value in (("location", location), ("offset", offset), ("length", length)):
-        tensor.external_data.add(key=key, value=str(value))
+    for key, entry in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(entry))

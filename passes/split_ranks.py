@@ -25,7 +25,8 @@ class SplitRanks(Pass):
     """Instantiate the coordinates of every rank and write its files to `output`.
 
     Requires a localized and ordered graph. Ensures `rank_0000.onnx` ... and their weights, and
-    `rank_0000.states.onnx` ... with the first values of states; the folder must exist. `progress` is told bytes of weights as they are read.
+    `rank_0000.states.onnx` ... with the first values of states; the folder must exist. `progress`
+    is told bytes of weights as they are read.
     """
 
     name: ClassVar[str] = "split-ranks"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.bodies import (
@@ -11,12 +12,15 @@ from onnxpar.grad.bodies import (
     add_with_bodies,
     at_positions,
     hand_out,
+    is_true,
+    new_like,
     read_around,
     zeros_like,
 )
-from onnxpar.grad.steps import LoopSteps, ScanSteps
+from onnxpar.grad.steps import Carried, Steps
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
+from onnxpar.rules.rule import constant, tensor_shape
 
 
 @vjp("If")
@@ -57,13 +61,157 @@ def _branch(
     return replay, replay.differentiate(seeds, wanted)
 
 
+class _Scan(Steps):
+    """A Scan, of which the gradient is handed stacks from the other end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.node.inputs[self.count :]
+        self.axes: list[int] = self.node.attrs.get("scan_input_axes") or [0] * len(given)
+        self.turned: list[int] = self.node.attrs.get("scan_input_directions") or [0] * len(given)
+        self.rows: list[tuple[gs.Tensor, gs.Tensor, int, int]] = []
+
+    def length(self) -> int | None:
+        shape = tensor_shape(self.node.inputs[self.count])
+        return None if shape is None else shape[self.axes[0]]
+
+    def given(self) -> dict[str, gs.Tensor]:
+        parts = self.body.inputs[self.count :]
+        given = self.node.inputs[self.count :]
+        return {
+            part.name: self._read(stack, part, axis, 1 - turned)
+            for part, stack, axis, turned in zip(parts, given, self.axes, self.turned, strict=True)
+        }
+
+    def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
+        axis, turned = self._stacking()[result] if result is not None else (0, 0)
+        return self._read(stack, like, axis, 1 - turned)
+
+    def _read(self, stack: gs.Tensor, like: gs.Tensor, axis: int, turned: int) -> gs.Tensor:
+        inner = new_like(self.replay.builder, like)
+        self.rows.append((stack, inner, axis, turned))
+        return inner
+
+    def _stacking(self) -> list[tuple[int, int]]:
+        """Axis and direction by stacked result."""
+        none = [0] * len(self.stacked)
+        axes = self.node.attrs.get("scan_output_axes") or none
+        return list(zip(axes, self.node.attrs.get("scan_output_directions") or none, strict=True))
+
+    def elements(self) -> dict[int, gs.Tensor]:
+        ports = self.body.inputs
+        return {i: ports[i] for i in range(self.count, len(ports)) if self.v.wanted[i]}
+
+    def handed(self) -> list[gs.Tensor]:
+        return [inner for _, inner, _, _ in self.rows]
+
+    def stack_of(self, row: gs.Tensor) -> gs.Tensor | None:
+        found = [r for r in self.rows if r[1] is row and r[2:] == (0, 1)]
+        return found[0][0] if found else None
+
+    def append(
+        self, carried: Sequence[Carried], elements: Mapping[int, Value], rows: Sequence[Value]
+    ) -> list[Value]:
+        self.replay.close([*(c.result for c in carried), *elements.values(), *rows])
+        read = [row for row in self.rows if row[1].outputs] or self.rows[:1]
+        self.replay.graph.inputs = [
+            *(c.inner for c in carried),
+            *(inner for _, inner, _, _ in read),
+        ]
+        at = [i - self.count for i in elements]
+        attrs = {
+            "body": self.replay.graph,
+            "num_scan_inputs": len(read),
+            "scan_input_axes": [axis for _, _, axis, _ in read],
+            "scan_input_directions": [turned for _, _, _, turned in read],
+        }
+        if at or rows:
+            attrs["scan_output_axes"] = [*(self.axes[i] for i in at), *(0 for _ in rows)]
+            directions = [*(1 - self.turned[i] for i in at), *(1 for _ in rows)]
+            attrs["scan_output_directions"] = directions
+        operands = [*(c.start.tensor for c in carried), *(stack for stack, _, _, _ in read)]
+        like = [*(c.inner for c in carried), *(self.node.inputs[i] for i in elements)]
+        like += [self._stack(row.tensor) for row in rows]
+        return add_with_bodies(self.v.builder, "Scan", operands, like, attrs)
+
+    def stack(self, tensor: gs.Tensor, rows: gs.Tensor) -> None:
+        for key in ("scan_output_axes", "scan_output_directions"):
+            if key in self.node.attrs:
+                self.node.attrs[key] = [*self.node.attrs[key], 0]
+        super().stack(tensor, rows)
+
+
+class _Loop(Steps):
+    """A Loop, of which each turn of the gradient gathers its rows."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        add = self.replay.builder
+        self.turns = self._turns()
+        self.counter = gs.Variable(add.fresh("turn"), np.int64, [])
+        self.turn = add.value(self.turns.tensor) - 1 - add.value(self.counter)
+
+    def length(self) -> int | None:
+        known = [shape for t in self.node.outputs[self.count :] if (shape := tensor_shape(t))]
+        if known and known[0][0] is not None:
+            return known[0][0]
+        count, start = (constant(t) if t.name else None for t in self.node.inputs[:2])
+        starts = not self.node.inputs[1].name or (start is not None and bool(start.all()))
+        if count is None or not starts or not self._goes_on():
+            return None
+        return max(0, int(count.reshape(-1)[0]))
+
+    def _goes_on(self) -> bool:
+        """Whether no turn says that it is the last."""
+        tensor = self.body.outputs[0]
+        while tensor.inputs and tensor.inputs[0].op == "Identity":
+            tensor = tensor.inputs[0].inputs[0]
+        return tensor.name == self.body.inputs[1].name or is_true(tensor)
+
+    def _turns(self) -> Value:
+        """How many turns the forward pass took."""
+        add, length = self.v.builder, self.length()
+        if length is not None:
+            return add.constant(length, np.int64)
+        stacks = [t for t in self.node.outputs[self.count :] if t.name and t.shape is not None]
+        if not stacks:
+            number = self.body.inputs[0]
+            shape = [None, *(tensor_shape(number) or ())]
+            stacks = [gs.Variable(add.fresh("turns"), np.int64, shape)]
+            self.stack(number, stacks[0])
+        return add.value(stacks[0]).op("Shape", start=0, end=1).reshape([])
+
+    def given(self) -> dict[str, gs.Tensor]:
+        number, goes_on = self.body.inputs[:2]
+        add = self.replay.builder
+        always = add.constant(np.ones(tensor_shape(goes_on) or (), np.bool_))
+        turn = self.turn.reshape([1] * len(tensor_shape(number) or ()))
+        return {number.name: turn.tensor, goes_on.name: always.tensor}
+
+    def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
+        return self.replay.builder.value(stack).op("Gather", self.turn, axis=0).tensor
+
+    def append(
+        self, carried: Sequence[Carried], elements: Mapping[int, Value], rows: Sequence[Value]
+    ) -> list[Value]:
+        add = self.replay.builder
+        goes_on = gs.Variable(add.fresh("goes_on"), np.bool_, [])
+        always = add.value(goes_on).op("Identity")
+        self.replay.close([always, *(c.result for c in carried), *rows])
+        self.replay.graph.inputs = [self.counter, goes_on, *(c.inner for c in carried)]
+        operands = [self.turns.tensor, gs.Variable.empty(), *(c.start.tensor for c in carried)]
+        attrs = {"body": self.replay.graph}
+        like = [*(c.inner for c in carried), *(self._stack(row.tensor) for row in rows)]
+        return add_with_bodies(self.v.builder, "Loop", operands, like, attrs)
+
+
 @vjp("Scan")
 def scan(v: Vjp) -> Grads:
     """A Scan over the same elements from the other end."""
-    return ScanSteps(v, len(v.node.inputs) - v.node.attrs["num_scan_inputs"], 0, 0).gradients()
+    return _Scan(v, len(v.node.inputs) - v.node.attrs["num_scan_inputs"], 0, 0).gradients()
 
 
 @vjp("Loop")
 def loop(v: Vjp) -> Grads:
     """A Loop of as many turns as there were, backwards."""
-    return LoopSteps(v, len(v.node.attrs["body"].inputs) - 2, 2, 1).gradients()
+    return _Loop(v, len(v.node.attrs["body"].inputs) - 2, 2, 1).gradients()

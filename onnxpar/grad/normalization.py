@@ -23,6 +23,13 @@ def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value,
     return centred * inverse, inverse
 
 
+def _scaled_to_one(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
+    """A tensor by the root of its mean square over axes, and one over the root."""
+    square = (x * x).mean(axes, keepdims=True)
+    inverse = (square + epsilon).sqrt().op("Reciprocal")
+    return x * inverse, inverse
+
+
 def _through(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
     """The gradient of what was standardized, from that of the standardized tensor."""
     return _through_scaling(d - d.mean(axes, keepdims=True), normal, inverse, axes)
@@ -33,40 +40,75 @@ def _through_scaling(d: Value, normal: Value, inverse: Value, axes: Sequence[int
     return (d - normal * (d * normal).mean(axes, keepdims=True)) * inverse
 
 
-def _typed(v: Vjp, *gradients: Value) -> Grads:
-    """Gradients by operand, each rounded to its operand's type."""
-    return [g.cast(x.dtype) for g, x in zip(gradients, v.operands, strict=False)]
+def _fitted(v: Vjp, *gradients: Value) -> Grads:
+    """Gradients by operand, summed to the operand's shape before they are rounded to its type."""
+    operands = (v.operand(i) for i in range(len(gradients)))
+    return [
+        None if x is None else g.sum_to(x.shape).cast(x.dtype)
+        for x, g in zip(operands, gradients, strict=True)
+    ]
 
 
 @vjp("LayerNormalization", trained=(1, 2))
 def layer_normalization(v: Vjp) -> Grads:
     """By the mean and deviation that the node itself makes, which it does in float32."""
     x, dy = v.x.wide(), v.dy.wide()
-    axes = list(range(v.attr("axis") % x.rank, x.rank))
+    axes = _last(v)
     if v.attr("stash_type") == 1 and x.dtype == np.float32:
         moments = [*x.shape[: axes[0]], *[1] * len(axes)]
         mean, inverse = (v.output(i, np.float32, moments) for i in (1, 2))
         normal = (x - mean) * inverse
     else:
         normal, inverse = _standardized(x, axes, v.attr("epsilon"))
-    scaled = dy * v.operands[1].wide()
-    return _fitted(v, _through(scaled, normal, inverse, axes), dy * normal, dy)
+    through = _through(dy * v.operands[1].wide(), normal, inverse, axes)
+    count = prod(x.shape[a] for a in axes)
+    for i, slope in ((1, 1.0), (2, -normal * inverse * inverse)):  # the moments, as results
+        if i < len(v.dys) and (given := v.dys[i]) is not None:
+            through = through + given.cast(x.dtype) * slope * (1 / count)
+    return _fitted(v, through, dy * normal, dy)
 
 
 @vjp("RMSNormalization", trained=(1,))
 def rms_normalization(v: Vjp) -> Grads:
-    x, dy = v.x.wide(), v.dy.wide()
-    axes = list(range(v.attr("axis") % x.rank, x.rank))
-    square = (x * x).mean(axes, keepdims=True)
-    inverse = (square + v.attr("epsilon")).sqrt().op("Reciprocal")
-    normal = x * inverse
+    x, dy, axes = v.x.wide(), v.dy.wide(), _last(v)
+    normal, inverse = _scaled_to_one(x, axes, v.attr("epsilon"))
     scaled = dy * v.operands[1].wide()
     return _fitted(v, _through_scaling(scaled, normal, inverse, axes), dy * normal)
 
 
-def _fitted(v: Vjp, *gradients: Value) -> Grads:
-    """Gradients summed to the shapes of their operands before they are rounded."""
-    return _typed(v, *(g.sum_to(x.shape) for g, x in zip(gradients, v.operands, strict=False)))
+def _last(v: Vjp) -> list[int]:
+    """The axes from the attribute `axis` on."""
+    return list(range(v.attr("axis") % v.x.rank, v.x.rank))
+
+
+@vjp("SkipLayerNormalization", domain="com.microsoft", trained=(2, 3, 4))
+def skip_layer_normalization(v: Vjp) -> Grads:
+    total, dy = _skipped(v, 4), v.dy.wide()
+    normal, inverse = _standardized(total, [-1], v.node.attrs.get("epsilon", 1e-12))
+    through = _with_sum(v, _through(dy * v.operands[2].wide(), normal, inverse, [-1]))
+    return _fitted(v, through, through, dy * normal, dy, through)
+
+
+@vjp("SkipSimplifiedLayerNormalization", domain="com.microsoft", trained=(2, 3))
+def skip_rms_normalization(v: Vjp) -> Grads:
+    total, dy = _skipped(v, 3), v.dy.wide()
+    normal, inverse = _scaled_to_one(total, [-1], v.node.attrs.get("epsilon", 1e-12))
+    scaled = dy * v.operands[2].wide()
+    through = _with_sum(v, _through_scaling(scaled, normal, inverse, [-1]))
+    return _fitted(v, through, through, dy * normal, through)
+
+
+def _skipped(v: Vjp, bias: int) -> Value:
+    """The sum that is normalised: of x, what went around, and a bias."""
+    x, around = (x.wide() for x in v.operands[:2])
+    total, given = x + around, v.operand(bias)
+    return total if given is None else total + given.wide()
+
+
+def _with_sum(v: Vjp, through: Value) -> Value:
+    """The gradient of the sum, which is a result, too."""
+    beside = v.dys[3] if len(v.dys) > 3 else None
+    return through if beside is None else through + beside.wide()
 
 
 @vjp("BatchNormalization", trained=(1, 2))
@@ -83,7 +125,7 @@ def batch_normalization(v: Vjp) -> Grads:
     of_bias, of_scale = dy.sum(axes), (dy * normal).sum(axes)
     factor = (scale * inverse).reshape(of_bias.shape)
     of_variance = of_scale * factor * inverse.reshape(of_bias.shape) * -0.5
-    return _typed(v, through, of_scale, of_bias, -of_bias * factor, of_variance)
+    return _fitted(v, through, of_scale, of_bias, -of_bias * factor, of_variance)
 
 
 @vjp("InstanceNormalization", trained=(1, 2))
@@ -102,7 +144,7 @@ def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
     share = 1 / max(prod(x.shape[a] for a in axes), 1)
     through = (dy - (of_bias + normal * of_scale) * share) * (scale * inverse)
     rest = [a for a in range(x.rank) if a != 1]
-    return _typed(v, through, of_scale.sum(rest), of_bias.sum(rest))
+    return _fitted(v, through, of_scale.sum(rest), of_bias.sum(rest))
 
 
 def _channels(v: Vjp, index: int, dtype: np.dtype[np.floating]) -> Value:
@@ -123,14 +165,14 @@ def group_normalization(v: Vjp) -> Grads:
     scaled = dy * scale.cast(x.dtype).reshape(per_group)
     through = _through(scaled, normal, inverse, [2, 3]).reshape(v.x.shape)
     sums = ((dy * normal).sum_to(per_group), dy.sum_to(per_group))
-    return _typed(v, through, *(s.reshape(scale.shape) for s in sums))
+    return _fitted(v, through, *(s.reshape(scale.shape) for s in sums))
 
 
 @vjp("MeanVarianceNormalization")
 def mean_variance_normalization(v: Vjp) -> Grads:
     axes = [a % v.x.rank for a in v.attr("axes")]
     x, dy = v.x.wide(), v.dy.wide()
-    return _typed(v, _through(dy, *_standardized(x, axes, 0.0), axes))
+    return _fitted(v, _through(dy, *_standardized(x, axes, 0.0), axes))
 
 
 @vjp("LpNormalization")

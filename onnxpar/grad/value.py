@@ -18,7 +18,6 @@ from onnxpar.rules.rule import dtype_of
 from onnxpar.shapes import infer_results
 
 Array = npt.NDArray[Any]
-Operand = "Value | Array | float | None"
 Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequence["Value"]]]
 
 
@@ -193,16 +192,16 @@ class Value:
             return self * self
         return self.op("Pow", other)
 
-    def __lt__(self, other: Value | Array | float) -> Value:
+    def __lt__(self, other: Value | float) -> Value:
         return self.op("Less", other)
 
-    def __le__(self, other: Value | Array | float) -> Value:
+    def __le__(self, other: Value | float) -> Value:
         return self.op("LessOrEqual", other)
 
-    def __gt__(self, other: Value | Array | float) -> Value:
+    def __gt__(self, other: Value | float) -> Value:
         return self.op("Greater", other)
 
-    def __ge__(self, other: Value | Array | float) -> Value:
+    def __ge__(self, other: Value | float) -> Value:
         return self.op("GreaterOrEqual", other)
 
     def equal(self, other: Value | Array | float) -> Value:

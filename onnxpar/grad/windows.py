@@ -29,6 +29,11 @@ class Windows:
         """What windows read around the wide image, as the attribute `pads`."""
         return [max(p, 0) for p in self.before + self.after]
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether window i is element i alone, where both images have the same size."""
+        return prod(self.kernel) == 1 and not any(self.before + self.after)
+
     def attributes(self, group: int) -> dict[str, object]:
         """Those of a convolution, `pads` left out."""
         return {"strides": self.strides, "dilations": self.dilations, "group": group}
@@ -73,7 +78,7 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
     channels, results = wide.shape[1] // group, narrow.shape[1]
     if 0 in (wide.size, narrow.size):  # onnxruntime's Conv of no channels is not always zero
         return wide.builder.zeros([results, channels, *by.kernel], wide.dtype)
-    if group == 1 and prod(by.kernel) == 1 and wide.shape[2:] == narrow.shape[2:]:
+    if group == 1 and by.is_identity and wide.shape[2:] == narrow.shape[2:]:
         return _pointwise(wide, narrow)
     batch, space = wide.shape[0], range(3, 1 + wide.rank)
     image = wide.swap(0, 1)

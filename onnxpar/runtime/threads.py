@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnxpar.errors import RankError
@@ -96,6 +97,10 @@ class ThreadRanks:
         self._all(
             lambda r: self._executors[r].write_state(name, parts.take(array, r)), "writing a state"
         )
+
+    def save_states(self, folder: str, sizes: Sizes) -> None:
+        """Lets every rank write its parts of all states to a folder."""
+        self._all(lambda r: self._executors[r].save_states(Path(folder), sizes), "saving states")
 
     def reset_states(self) -> None:
         """Forgets all states."""

@@ -1,7 +1,7 @@
 """expert-parallel: tokens and experts on the same axes.
 
-Lepikhin et al., "GShard" (2020): tokens are split like a batch, and between dispatch and combination
-each rank works for its experts, so that an all-to-all leads there and another back.
+Lepikhin et al., "GShard" (2020): tokens are split like a batch, and between dispatch and
+combination each rank works for its experts, so that an all-to-all leads there and another back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ EXPERT = "expert-parallel"
 
 
 def expert_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[SplitExperts]:
-    """Splits what works on experts' own weights by expert. Errors: StrategyError where the model has
-    no experts, or fewer than parts."""
+    """Splits what works on experts' own weights by expert. Errors: StrategyError where the model
+    has no experts, or fewer than parts."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     atoms: dict[int, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:
@@ -73,8 +73,8 @@ class SplitExperts:
             for tensor, _ in op.operands():
                 touched[tensor.name].add(op.node.name in inside)
         for op in inside.values():
-            for i, leaf in enumerate(op.leaves):
-                if leaf.atom == self.atom:
+            for i, own in enumerate(op.leaves):
+                if own.atom == self.atom:
                     sharding.assign_op(op, i, self.axes)
         for name, sides in touched.items():
             factors = sharding.factors.tensors.get(name)

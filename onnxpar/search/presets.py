@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
+from onnxpar.factors import TensorFactors
 from onnxpar.interchange import is_weight
 from onnxpar.mesh import Axes, Mesh, parts_over
 from onnxpar.search.expert_parallel import EXPERT, expert_seeds
@@ -14,7 +16,7 @@ from onnxpar.search.tensor_parallel import tensor_parallel_rounds
 from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES, sequence_seeds, zero_rounds
 from onnxpar.sharding import Sharding
 from onnxpar.step import Step
-from onnxpar.strategy import Seed, TensorSeed
+from onnxpar.strategy import Seed, TensorSeed, nest
 
 PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, SEQUENCE, EXPERT, "manual")
 
@@ -113,8 +115,21 @@ def batch_seeds(
         is_data = not is_weight(tensor) and tensor.name not in states
         factors = sharding.factors.tensors.get(tensor.name) if is_data else None
         if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
-            leaves: list[Axes | None] = [axes] + [None] * (len(factors.leaves) - 1)
-            yield TensorSeed(tensor.name, leaves)
+            yield TensorSeed(tensor.name, _batch_axes(factors, axes))
+
+
+def _batch_axes(factors: TensorFactors, axes: Axes) -> list[Axes | None]:
+    """The axes for the leaves of the first dimension: the first takes them, and where it is too
+    short the next shares them: of two groups of samples, each over two ranks."""
+    out: list[Axes | None] = [None] * len(factors.leaves)
+    left = axes
+    for i, leaf in enumerate(factors.leaves):
+        parts = parts_over(left)
+        if factors.dim_of_leaf[i] or parts == 1:
+            break
+        own = parts if leaf.size >= parts else gcd(leaf.size, parts)
+        out[i], left = nest([own, parts // own], left) or (left, ())
+    return out
 
 
 def _batch_size(graph: gs.Graph) -> int | None:

@@ -15,13 +15,13 @@ from onnxpar.step import Step
 from onnxpar.strategy import Seed
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-"""Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
-optimizer state, gradients and parameters are split over the ranks of a batch."""
+"""Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020): optimizer state, gradients and parameters are split over the ranks of a batch."""
 
 
 SEQUENCE = "sequence-parallel"
-"""Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): between
-the products of a tensor-parallel layer, activations are split along the sequence."""
+"""Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022):
+between the products of a tensor-parallel layer, activations are split along the sequence."""
 
 
 def sequence_seeds(
@@ -43,7 +43,7 @@ def sequence_seeds(
 
 @dataclass(frozen=True)
 class SplitSums:
-    """Splits results that are pending over axes along an atom, so that they are reduced to parts."""
+    """Splits results that are pending over axes along an atom: they are reduced to parts."""
 
     atom: int
     axes: Axes

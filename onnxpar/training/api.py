@@ -23,11 +23,13 @@ def grad(
     output: str | os.PathLike[str],
     *,
     loss: str,
-    optimizer: str | Optimizer,
+    optimizer: str | Optimizer | None,
     loss_of: str | None = None,
     class_axis: int | None = None,
     params: Sequence[str] = (),
     frozen: Sequence[str] = (),
+    batch_norm: str | None = None,
+    groups: int | None = None,
     clip_norm: float | None = None,
     dims: Mapping[str, int] | None = None,
     **hyperparameters: Any,
@@ -36,18 +38,21 @@ def grad(
 
     loss        softmax-cross-entropy, nll, mse or bce, or an output that is the loss itself
     optimizer   sgd, momentum, adam, adamw, lamb or adagrad, its hyperparameters by name
-                (weight_decay, momentum, beta1 ...), or an Optimizer
+                (weight_decay, momentum, beta1 ...), or an Optimizer; "none" for gradients alone
     loss_of     the output that the loss is of, where the model has several
     class_axis  which dimension counts classes; the last by default, of four or more the second
     params      globs of weights: these are trained instead of those that are found
     frozen      globs of weights that are not trained
+    batch_norm  of which samples BatchNormalizations take statistics: global, node or local; by
+                default as the model says
+    groups      parts of a batch with statistics of their own: number of hosts, or of ranks
     clip_norm   scales gradients so that the norm of all together is at most this
     dims        sizes of symbolic dimensions, by symbol
     Returns what the step's ports are. Errors: OnnxparError; nothing is left half-written.
     """
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, **hyperparameters)
-    wanted = LossOptions(loss, loss_of, class_axis, params, frozen)
+    wanted = LossOptions(loss, loss_of, class_axis, params, frozen, batch_norm, groups)
     made, _ = write_step(Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm), dims)
     assert made.step is not None
     return made.step

@@ -15,6 +15,7 @@ from onnxpar.grad.trained import Trained, find_trained
 from onnxpar.grad.value import Value
 from onnxpar.model import Model
 from onnxpar.stored import stored_proto
+from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.losses import add_loss
 
 
@@ -27,6 +28,8 @@ class LossOptions:
     class_axis  which dimension counts classes; the last by default, of four or more the second
     params      globs of weights: these are trained instead of those that are found
     frozen      globs of weights that are not trained
+    statistics  of which samples BatchNormalizations take statistics, one of STATISTICS
+    groups      parts of a batch that have statistics of their own
     """
 
     loss: str
@@ -34,16 +37,20 @@ class LossOptions:
     class_axis: int | None = None
     params: Sequence[str] = ()
     frozen: Sequence[str] = ()
+    statistics: str | None = None
+    groups: int | None = None
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A loss and its gradients, by parameter; parameters are inputs with default values."""
+    """A loss and its gradients, by parameter; parameters are inputs with default values. `running`
+    are statistics, such inputs too, and what they become."""
 
     loss: Value
     trained: list[Trained]
     parameters: list[gs.Variable]
     gradients: dict[str, Value]
+    running: list[tuple[gs.Variable, gs.Variable]]
 
 
 def add_backward(model: Model, options: LossOptions) -> Backward:
@@ -53,6 +60,7 @@ def add_backward(model: Model, options: LossOptions) -> Backward:
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
+    running = settle_batch_norms(model, options.statistics, options.groups)
     trained = find_trained(model, options.params, options.frozen)
     loss = add_loss(graph, options.loss, options.output, options.class_axis)
     parameters = [_as_input(graph, t.tensor) for t in trained]
@@ -65,11 +73,14 @@ def add_backward(model: Model, options: LossOptions) -> Backward:
         more = f", nor on {len(lost) - 1} others" if lost[1:] else ""
         raise StrategyError(f"the loss does not depend on {lost[0]!r}{more}; use --frozen")
     values = {name: g for name, g in found.items() if g is not None}
-    return Backward(loss, trained, parameters, values)
+    kept = [(_as_input(graph, before), after) for before, after in running]
+    return Backward(loss, trained, parameters, values, kept)
 
 
 def _as_input(graph: gs.Graph, tensor: gs.Constant) -> gs.Variable:
     """Makes a weight an input whose default is its value."""
+    if isinstance(tensor, gs.Variable):  # several nodes share it
+        return tensor
     variable = gs.Variable(tensor.name, tensor.dtype, list(tensor.shape))
     variable.onnx_default = stored_proto(tensor) or numpy_helper.from_array(
         tensor.values, tensor.name
@@ -86,17 +97,19 @@ def _read_again(graph: gs.Graph, forward: int, parameters: list[gs.Variable]) ->
     """Lets the backward pass, the nodes behind so many, read parameters through an Identity: what
     ranks hold in parts may be gathered anew there, rather than kept since the forward pass."""
     again: dict[str, gs.Variable] = {}
-    names = {p.name: p for p in parameters}
+    names = {str(p.name): p for p in parameters}
     nodes = list(graph.nodes[:forward])
     for node in graph.nodes[forward:]:
         for i, tensor in enumerate(node.inputs):
-            if names.get(tensor.name) is not tensor:
+            parameter = names.get(tensor.name)
+            if parameter is None or parameter is not tensor:
                 continue
-            if tensor.name not in again:
-                copy = gs.Variable(f"{tensor.name}.again", tensor.dtype, list(tensor.shape))
-                again[tensor.name] = copy
-                nodes.append(gs.Node("Identity", copy.name, {}, [tensor], [copy]))
-            node.inputs[i] = again[tensor.name]
+            if parameter.name not in again:
+                name = f"{parameter.name}.again"
+                copy = gs.Variable(name, parameter.dtype, list(parameter.shape))
+                again[parameter.name] = copy
+                nodes.append(gs.Node("Identity", name, {}, [parameter], [copy]))
+            node.inputs[i] = again[parameter.name]
         nodes.append(node)
     graph.nodes = nodes
 

@@ -134,6 +134,8 @@ class Adagrad(Optimizer):
         return p - g / (total.sqrt() + self.epsilon) * rate, {"sum": total}
 
 
+NONE = "none"
+"""No optimizer: a step only tells gradients."""
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     "sgd": Sgd,
     "momentum": Momentum,
@@ -144,14 +146,15 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
 }
 
 
-def make_optimizer(name: str, **options: Any) -> Optimizer:
-    """An optimizer by name, with hyperparameters by the names of its fields. Errors:
+def make_optimizer(name: str, **options: Any) -> Optimizer | None:
+    """An optimizer by name, with hyperparameters by the names of its fields; None for NONE. Errors:
     StrategyError."""
-    if name not in OPTIMIZERS:
-        raise StrategyError(f"optimizer {name!r}: there are {', '.join(OPTIMIZERS)}")
-    kind = OPTIMIZERS[name]
-    known = [f.name for f in fields(kind)]
+    if name not in (*OPTIMIZERS, NONE):
+        raise StrategyError(f"optimizer {name!r}: there are {', '.join((*OPTIMIZERS, NONE))}")
+    kind = OPTIMIZERS.get(name)
+    known = [f.name for f in fields(kind)] if kind else []
     for option in options:
         if option not in known:
-            raise StrategyError(f"{name} has no {option!r}; it has {', '.join(known)}")
-    return kind(**options)
+            have = ", ".join(known) or "no hyperparameters"
+            raise StrategyError(f"{name} has no {option!r}; it has {have}")
+    return kind(**options) if kind else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -25,9 +26,9 @@ from onnxpar.training.optimizers import Optimizer
 @dataclass(frozen=True)
 class StepOptions:
     """What a training step does beside the gradients: `clip_norm` bounds the norm of all
-    gradients."""
+    gradients; without an optimizer they are outputs themselves."""
 
-    optimizer: Optimizer
+    optimizer: Optimizer | None
     clip_norm: float | None = None
 
 
@@ -36,7 +37,7 @@ def make_step(model: Model, loss: LossOptions, options: StepOptions) -> list[Tra
     model's `step` says what is what. Errors: StrategyError, ModelError."""
     graph = model.graph
     back = add_backward(model, loss)
-    names = {t.name for t in back.parameters}
+    names = {t.name for t in (*back.parameters, *(before for before, _ in back.running))}
     step = Step(data=[t.name for t in graph.inputs if t.name not in names])
     graph.outputs = []
     add_output(graph, back.loss, step.loss)
@@ -62,20 +63,29 @@ class _Update:
         self.options = options
         self.parameters = back.parameters
         self.gradients = back.gradients
+        self.running = back.running
         self.builder = Builder(graph, "update")
         self.number = np.result_type(np.float32, *(g.dtype for g in back.gradients.values()))
 
     def run(self) -> None:
         """Adds the next value of every parameter and of all state."""
         optimizer = self.options.optimizer
+        for before, after in {
+            before.name: (before, after) for before, after in self.running
+        }.values():
+            self._slot(self.builder.value(before), self.builder.value(after), "statistic", "")
+        if self.options.clip_norm is not None:
+            self._clip(self.options.clip_norm)
+        if optimizer is None:
+            for name, gradient in self.gradients.items():
+                add_output(self.graph, gradient, f"{name}.grad")
+            return
         rate = self._input(self.step.rate, self.number, [])
         count = None
         if optimizer.counts:
             before = self._input("step", np.int64, [])
             count = (before + 1).cast(np.float64)
             self._slot(before, before + 1, "step", "")
-        if self.options.clip_norm is not None:
-            self._clip(self.options.clip_norm)
         for parameter in self.parameters:
             p = Builder(self.graph, f"update/{parameter.name}").value(parameter)
             g = p.builder.value(self.gradients[parameter.name].tensor)
@@ -99,7 +109,7 @@ class _Update:
         add_output(self.graph, norm, "gradient_norm")
         self.step.metrics.append("gradient_norm")
 
-    def _input(self, name: str, dtype: object, shape: Sequence[int]) -> Value:
+    def _input(self, name: str, dtype: Any, shape: Sequence[int]) -> Value:
         if name in {t.name for t in self.graph.inputs}:
             raise ModelError(f"the model has a tensor {name!r}, which the step needs; rename it")
         tensor = gs.Variable(name, np.dtype(dtype), list(shape))

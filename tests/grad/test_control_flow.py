@@ -154,6 +154,58 @@ def test_a_linear_scan_hands_out_nothing(tmp_path: Path) -> None:
     assert len(program.model.graph.node[0].output) == 2
 
 
+BATCHED = """
+g (double[2,3] h0, double[2,4,3] xs, double[3,3] w, double[3,3] u, double[3] b, double[3,3] k)
+    => (double[2,3] h) {
+    h = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [TURNED],
+        body = step (double[2,3] s, double[2,3] x) => (double[2,3] n) {
+            p = MatMul (s, w)
+            q = Gemm <transA = 1, transB = 1> (u, x)
+            r = Transpose <perm = [1, 0]> (q)
+            t = Add (p, r)
+            o = Add (t, b)
+            a = MatMul (o, w)
+            y = Gemm <transB = 1> (a, k)
+            n = Tanh (y)
+        }> (h0, xs)
+}"""
+FED = {"w": random(3, 3), "u": random(3, 3, seed=1), "k": random(3, 3, seed=2), "b": random(3)}
+
+
+@pytest.mark.parametrize("turned", "01")
+def test_gradients_of_weights_are_products_behind_the_steps(tmp_path: Path, turned: str) -> None:
+    """One of them is read twice. What a step reads is not handed out again."""
+    program = Program(tmp_path, BATCHED.replace("TURNED", turned))
+    program.check(h0=random(2, 3), xs=random(2, 4, 3), **FED)
+    gradient = [n for n in program.model.graph.node if n.op_type == "Scan"][1]
+    attributes = {a.name: a for a in gradient.attribute}
+    states = len(gradient.input) - attributes["num_scan_inputs"].i
+    assert states == 1, "no weight's gradient is carried from step to step"
+
+
+def test_products_behind_a_loop(tmp_path: Path) -> None:
+    """Of matrices that the turns differ in; what is alike in all of them is none."""
+    text = """
+    g (double[2,3] h0, double[3,3] w, double[2,3] x, double[3] b, double[3] d) => (double[2,3] h) {
+        n = Constant <value = int64 {4}> ()
+        go = Constant <value = bool {1}> ()
+        h = Loop (n, go, h0) <body = turn (int64 i, bool c, double[2,3] s)
+            => (bool more, double[2,3] r) {
+                more = Identity (c)
+                p = MatMul (s, w)
+                q = MatMul (x, w)
+                e = Transpose (w)
+                f = MatMul (p, e)
+                o = Add (f, q)
+                t = Add (o, b)
+                u = Mul (t, d)
+                r = Sin (u)
+            }>
+    }"""
+    feeds = {"h0": random(2, 3), "x": random(2, 3, seed=4), "d": random(3, seed=5) / 4}
+    Program(tmp_path, text).check(w=FED["w"], b=FED["b"], **feeds)
+
+
 LOOP = """
 g (int64 n, bool go, double[3] h0, double[3,3] w, double limit) => (double[3] h, int64 count) {
     zero = Constant <value = int64 {0}> ()

@@ -28,6 +28,8 @@ CASES = [
     Case("Conv", [X, (3, 4, 1, 1)], {"strides": [2, 1]}),
     Case("Conv", [(2, 4, 5), (3, 4, 1)], {"pads": [1, 2]}),
     Case("Conv", [(2, 4, 1), (3, 4, 1)], {"strides": [2]}),
+    Case("Conv", [(2, 4, 2), (3, 4, 1)], {"strides": [2], "pads": [1, 1]}),
+    Case("Conv", [(2, 4, 3), (3, 4, 1)], {"strides": [2], "pads": [0, 2]}),
     Case("Conv", [(2, 4, 5), (6, 2, 1)], {"group": 2}),
     Case("ConvTranspose", [(2, 4, 5), (4, 3, 1), (3,)]),
     # nothing to convolve, or nothing to sum

@@ -69,3 +69,37 @@ def test_a_norm_of_zeros_has_no_gradient(power):
     found = Gradient(case, np.float32, None, 1).run()["d0"]
     np.testing.assert_array_equal(found[0], [0, 0])
     assert found[1, 0] != 0
+
+
+@pytest.mark.parametrize("around", [(2, 3, 4), (3, 4)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_of_a_sum(around, biased):
+    """onnxruntime's ops that normalise x + skip + bias, and give the sum, too."""
+    x, skip, scale, shift, bias = (
+        np.random.default_rng(i).standard_normal(shape)
+        for i, shape in enumerate([(2, 3, 4), around, (4,), (4,), (4,)])
+    )
+    total = x + skip + (bias if biased else 0)
+    for op, operands, plain in (
+        ("SkipLayerNormalization", [x, skip, scale, shift, bias], "LayerNormalization"),
+        ("SkipSimplifiedLayerNormalization", [x, skip, scale, bias], "RMSNormalization"),
+    ):
+        given = operands if biased else operands[:-1]
+        parts = [total, *operands[2:-1]]
+        fed = range(len(given))
+        attrs = {"epsilon": 0.1}
+        fused = Gradient(
+            Case(op, given, attrs, fed, outputs=4, domain="com.microsoft"), np.float32, None, 4
+        )
+        alone = Gradient(
+            Case(plain, parts, attrs, range(len(parts)), opset=23), np.float32, None, 1
+        )
+        found, expected = fused.run(), alone.run()
+        through = expected["d0"] + fused.seeds()["dy3"]
+        close = {"d0": through, "d1": through if skip.ndim == 3 else through.sum(0)}
+        close |= {f"d{i + 1}": expected[f"d{i}"] for i in range(1, len(parts))}
+        if biased:
+            close[f"d{len(given) - 1}"] = through.sum((0, 1))
+        assert close.keys() == found.keys()
+        for name, value in close.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
