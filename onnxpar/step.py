@@ -12,6 +12,9 @@ import onnx
 METADATA = "onnxpar.training"
 """The key of a step's description in a model's metadata."""
 
+SEED = "seed"
+"""The input that all random numbers of a step follow from."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -31,10 +34,11 @@ class Slot:
 
 @dataclass
 class Step:
-    """What the ports of a training step are."""
+    """What the ports of a training step are; `seed` is there where it draws random numbers."""
 
     loss: str = "loss"
     rate: str = "learning_rate"
+    seed: str | None = None
     data: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)

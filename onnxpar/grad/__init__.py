@@ -2,8 +2,8 @@
 
 from onnxpar.grad import activations as activations
 from onnxpar.grad import attention as attention
-from onnxpar.grad import construction as construction
 from onnxpar.grad import collectives as collectives
+from onnxpar.grad import construction as construction
 from onnxpar.grad import contraction as contraction
 from onnxpar.grad import control_flow as control_flow
 from onnxpar.grad import convolution as convolution

@@ -1,7 +1,6 @@
 """Gradients of normalizations. 16-bit floats are normalised in float32.
 
-Statistics are means over a tensor, two-pass, and not what an op keeps of them: where the batch is
-split they are those of the whole batch.
+Statistics of a batch are means over the tensor, in two passes; where it is split, over all of it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def layer_normalization(v: Vjp) -> Grads:
     else:
         normal, inverse = _standardized(x, axes, v.attr("epsilon"))
     through = _through(dy * v.operands[1].wide(), normal, inverse, axes)
-    count = prod(x.shape[a] for a in axes)
+    count = max(prod(x.shape[a] for a in axes), 1)
     for i, slope in ((1, 1.0), (2, -normal * inverse * inverse)):  # the moments, as results
         if i < len(v.dys) and (given := v.dys[i]) is not None:
             through = through + given.cast(x.dtype) * slope * (1 / count)

@@ -14,8 +14,10 @@ from onnxpar.grad.reverse import gradients
 from onnxpar.grad.trained import Trained, find_trained
 from onnxpar.grad.value import Value
 from onnxpar.model import Model
+from onnxpar.step import SEED
 from onnxpar.stored import stored_proto
 from onnxpar.training.batch_norm import settle_batch_norms
+from onnxpar.training.draws import seed_draws
 from onnxpar.training.losses import add_loss
 
 
@@ -60,6 +62,7 @@ def add_backward(model: Model, options: LossOptions) -> Backward:
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
+    seed_draws(graph, SEED)
     running = settle_batch_norms(model, options.statistics, options.groups)
     trained = find_trained(model, options.params, options.frozen)
     loss = add_loss(graph, options.loss, options.output, options.class_axis)

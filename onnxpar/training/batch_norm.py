@@ -10,7 +10,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.model import Model
-from onnxpar.subgraphs import all_nodes, scopes
+from onnxpar.subgraphs import all_nodes
+from onnxpar.training.rewrite import replace_node
 
 STATISTICS = ("global", "node", "local")
 """Over all samples of a batch, over those of a host, or over those of a rank."""
@@ -77,32 +78,24 @@ def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
 
 def _regroup(graph: gs.Graph, node: gs.Node, groups: int) -> None:
     """Puts a normalization over each of so many groups in the place of a node."""
-    scope = next(g for g in scopes(graph) if any(n is node for n in g.nodes))
-    at = next(i for i, n in enumerate(scope.nodes) if n is node)
-    builder = Builder(scope, f"{node.name}/grouped")
-    count = len(scope.nodes)
-    x, scale, bias, mean, variance = (builder.value(t) for t in node.inputs)
-    batch, channels, *space = x.shape
-    shape = [groups, batch // groups, channels, *space]
-    grouped = x.reshape(shape)
-    axes = [1, *range(3, len(shape))]
-    per_group = grouped.mean(axes, keepdims=True)
-    distance = grouped - per_group
-    spread = (distance * distance).mean(axes, keepdims=True)
-    normal = distance / (spread + node.attrs.get("epsilon", 1e-5)).sqrt()
-    by_channel = [-1, *[1] * len(space)]
-    y = normal.reshape(x.shape) * scale.reshape(by_channel) + bias.reshape(by_channel)
-    momentum = node.attrs.get("momentum", 0.9)
-    others = [a for a in range(len(shape)) if a != 2]
-    results: list[Value] = [y]
-    for before, now in ((mean, per_group), (variance, spread)):
-        results.append(before * momentum + now.mean(others) * (1 - momentum))
-    outputs = list(node.outputs)
-    node.inputs.clear()
-    node.outputs.clear()
-    for value, output in zip(results, outputs, strict=True):
-        scope.nodes.append(
-            gs.Node("Identity", f"{output.name}/whole", {}, [value.tensor], [output])
-        )
-    made = scope.nodes[count:]
-    scope.nodes = [*scope.nodes[:at], *made, *scope.nodes[at + 1 : count]]
+    epsilon, momentum = node.attrs.get("epsilon", 1e-5), node.attrs.get("momentum", 0.9)
+
+    def make(builder: Builder, inputs: Sequence[gs.Tensor]) -> Sequence[Value]:
+        x, scale, bias, mean, variance = map(builder.value, inputs)
+        batch, channels, *space = x.shape
+        grouped = x.reshape([groups, batch // groups, channels, *space])
+        axes = [1, *range(3, grouped.rank)]
+        now = grouped.mean(axes, keepdims=True)
+        distance = grouped - now
+        spread = (distance * distance).mean(axes, keepdims=True)
+        normal = (distance / (spread + epsilon).sqrt()).reshape(x.shape)
+        by_channel = [-1, *[1] * len(space)]
+        y = normal * scale.reshape(by_channel) + bias.reshape(by_channel)
+        others = [a for a in range(grouped.rank) if a != 2]
+        running = [
+            old * momentum + new.mean(others) * (1 - momentum)
+            for old, new in ((mean, now), (variance, spread))
+        ]
+        return [y, *running]
+
+    replace_node(graph, node, make)

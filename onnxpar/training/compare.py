@@ -43,8 +43,9 @@ def compare_training(
     """
     whole = UnsplitStep(model, trainer.spec)
     losses: list[tuple[float, float]] = []
-    for batch in batches:
-        losses.append((trainer.step(batch, rate)[trainer.spec.loss], whole.step(batch, rate)))
+    for seed, batch in enumerate(batches):
+        given = trainer.step(batch, rate, seed)[trainer.spec.loss]
+        losses.append((given, whole.step(batch, rate, seed)))
     dtype = trainer.bundle.outputs[trainer.spec.loss].dtype.name
     early, late = CLOSE.get(dtype, CLOSE["float32"])
     rows = [_losses("loss, first steps", losses[:EARLY], dtype, early)]
@@ -77,12 +78,15 @@ class UnsplitStep:
             if not slot.default
         }
 
-    def step(self, batch: Mapping[str, Array], rate: float) -> float:
+    def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> float:
         """Takes one step; returns the loss."""
         spec = self._spec
         names = [spec.loss, *(slot.output for slot in spec.slots)]
         rate_ = np.asarray(rate, self._types[spec.rate])
-        results = self._session.run(names, {**batch, **self.states, spec.rate: rate_})
+        feeds = {**batch, **self.states, spec.rate: rate_}
+        if spec.seed is not None:
+            feeds[spec.seed] = np.asarray(seed, np.int64)
+        results = self._session.run(names, feeds)
         self.states = dict(zip([slot.input for slot in spec.slots], results[1:], strict=True))
         return float(results[0])
 

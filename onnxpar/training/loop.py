@@ -14,6 +14,10 @@ from onnxpar.training.rates import Rate
 from onnxpar.training.trainer import Trainer
 
 
+_STRIDE = 1 << 32
+"""Seeds of steps of two runs of different seeds have nothing in common."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run is to do.
@@ -58,7 +62,7 @@ def records(trainer: Trainer, data: Data, run: Run) -> Iterator[Record]:
         seed = run.seed if run.shuffle else None
         for i, batch in enumerate(data.epoch(epoch, seed, first), first):
             start = time.perf_counter()
-            values = trainer.step(batch, rate.at(total))
+            values = trainer.step(batch, rate.at(total), run.seed * _STRIDE + total)
             seconds = time.perf_counter() - start
             total += 1
             is_last = epoch == run.epochs - 1 and i == data.batches - 1

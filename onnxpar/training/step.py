@@ -18,7 +18,7 @@ from onnxpar.errors import ModelError
 from onnxpar.grad.trained import Trained
 from onnxpar.grad.value import Builder, Value
 from onnxpar.model import Model
-from onnxpar.step import METADATA, Slot, Step
+from onnxpar.step import METADATA, SEED, Slot, Step
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
 from onnxpar.training.optimizers import Optimizer
 
@@ -38,7 +38,8 @@ def make_step(model: Model, loss: LossOptions, options: StepOptions) -> list[Tra
     graph = model.graph
     back = add_backward(model, loss)
     names = {t.name for t in (*back.parameters, *(before for before, _ in back.running))}
-    step = Step(data=[t.name for t in graph.inputs if t.name not in names])
+    fed = [t.name for t in graph.inputs if t.name not in names]
+    step = Step(data=[name for name in fed if name != SEED], seed=SEED if SEED in fed else None)
     graph.outputs = []
     add_output(graph, back.loss, step.loss)
     _Update(graph, step, options, back).run()

@@ -45,12 +45,14 @@ class Trainer:
         by_name = {port.name: port for port in self.session.get_inputs()}
         return [by_name[name] for name in self.spec.data]
 
-    def step(self, batch: Mapping[str, Array], rate: float) -> dict[str, float]:
-        """Takes one step on a global batch; returns the loss before it, and the metrics. Errors:
-        InputError, RankError."""
+    def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> dict[str, float]:
+        """Takes one step on a global batch; returns the loss before it, and the metrics. What is
+        random follows from the seed. Errors: InputError, RankError."""
         names = [self.spec.loss, *self.spec.metrics]
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**batch, self.spec.rate: np.asarray(rate, port.dtype)}
+        if self.spec.seed is not None:
+            feeds[self.spec.seed] = np.asarray(seed, np.int64)
         values = self.session.run(names, feeds, keep_states=True)
         return {name: float(value) for name, value in zip(names, values, strict=True)}
 

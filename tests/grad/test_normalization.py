@@ -71,6 +71,30 @@ def test_a_norm_of_zeros_has_no_gradient(power):
     assert found[1, 0] != 0
 
 
+@pytest.mark.parametrize(
+    ("op", "attrs", "opset"),
+    [
+        ("LayerNormalization", {}, 20),
+        ("RMSNormalization", {}, 23),
+        ("BatchNormalization", {"training_mode": 1}, 20),
+        ("InstanceNormalization", {}, 20),
+        ("GroupNormalization", {"num_groups": 2}, 21),
+    ],
+)
+def test_half_precision(op, attrs, opset):
+    """Of numbers whose squares it cannot hold."""
+    x = np.random.default_rng(0).normal(0, 1000, (4, 4, 4)).round()
+    count = {"BatchNormalization": 4, "RMSNormalization": 1}.get(op, 2)
+    operands = [x, *[(4,)] * min(count, 3)]
+    if count == 4:
+        operands += [VARIANCE]
+    case = Case(op, operands, attrs, fed=[0, 4], outputs=3 if count == 4 else 1, opset=opset)
+    half, single = (Gradient(case, t, [0, 1], 1).run() for t in (np.float16, np.float32))
+    for name, value in single.items():
+        assert half[name].dtype == np.float16
+        np.testing.assert_allclose(half[name], value, rtol=0, atol=5e-3 * np.abs(value).max())
+
+
 @pytest.mark.parametrize("around", [(2, 3, 4), (3, 4)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_of_a_sum(around, biased):

@@ -65,6 +65,12 @@ def test_the_first_of_equal_ones_gets_it():
     np.testing.assert_allclose(found, [[[[0, seed.item(), 0], [0, 0, 0]]]])
 
 
+def test_half_precision():
+    case = Case("MaxPool", [X], OVERLAPPING)
+    half, single = (Gradient(case, t, None, 1).run()["d0"] for t in (np.float16, np.float32))
+    np.testing.assert_allclose(half, single, rtol=0, atol=1e-2)
+
+
 @pytest.mark.parametrize("power", [1, 2, 3])
 def test_a_norm_of_zeros_has_no_gradient(power):
     zeros = np.zeros((1, 2, 3, 4))

@@ -1,0 +1,194 @@
+"""Random numbers that a seed decides: what a node draws for an element follows from the seed, the
+node and the element's place.
+
+onnxruntime draws from a generator of its own, which no two ranks share and no run repeats. Here a
+hash of integers takes its place, in ops that are split like any other: the parts that ranks draw
+are those of what one would draw, and a run that goes on from a checkpoint draws what it would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import ModelError
+from onnxpar.grad.value import Builder, Value
+from onnxpar.subgraphs import all_nodes, bodies
+from onnxpar.training.rewrite import replace_node
+
+_BITS = 32
+_MASK = (1 << _BITS) - 1
+_FACTOR = 0x45D9F3B
+"""Of the 32-bit integer hash of Mueller, stackoverflow.com/a/12996028; a product with it fits into
+63 bits."""
+_STEP = 0x9E3779B9
+
+
+def seed_draws(graph: gs.Graph, seed: str) -> bool:
+    """Lets all that a graph draws follow from an input of that name, a number, and adds it where
+    anything does; returns whether it did.
+
+    Dropout that is not in training becomes an Identity. Errors: ModelError for draws in the body of
+    a loop, which would be the same in each turn.
+    """
+    nodes = [n for n in all_nodes(graph) if n.op in _MAKERS]
+    looped = {
+        id(inner)
+        for node in all_nodes(graph)
+        if node.op in ("Loop", "Scan")
+        for body in bodies(node)
+        for inner in all_nodes(body)
+    }
+    tensor = gs.Variable(seed, np.dtype(np.int64), [])
+    draws = 0
+    for number, node in enumerate(nodes):
+        if id(node) in looped and not _is_off(node):
+            raise ModelError(
+                f"{node.op} '{node.name}' draws in the body of a loop: it would draw the same in "
+                "each turn; move it out of the loop, or export the model without it"
+            )
+        draws += not _is_off(node)
+        attrs, op = dict(node.attrs), node.op
+        results = list(node.outputs)
+
+        def make(
+            builder: Builder,
+            inputs: Sequence[gs.Tensor],
+            number: int = number,
+            attrs: Mapping[str, Any] = attrs,
+            op: str = op,
+            results: list[gs.Tensor] = results,
+        ) -> Sequence[Value | None]:
+            source = _Source(builder, builder.value(tensor), number, results[0].shape)
+            made = _MAKERS[op](source, [builder.value(t) for t in inputs], attrs)
+            return made[: len(results)]
+
+        replace_node(graph, node, make)
+    if draws:
+        graph.inputs.append(tensor)
+    return draws > 0
+
+
+def _is_off(node: gs.Node) -> bool:
+    """Whether a Dropout hands on what it gets."""
+    if node.op != "Dropout":
+        return False
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    if training is None or not training.name:
+        return True
+    if not isinstance(training, gs.Constant):
+        return False
+    return not bool(training.values)
+
+
+class _Source:
+    """Numbers for the elements of one tensor."""
+
+    def __init__(self, builder: Builder, seed: Value, node: int, shape: Sequence[int]) -> None:
+        self.builder = builder
+        self.shape = list(shape)
+        self._start = _mixed(_mixed(_low(seed)) + node * _STEP % _MASK)
+        self._drawn = 0
+
+    def integers(self) -> Value:
+        """Whole numbers from 0 to before 2**32, others at each call."""
+        self._drawn += 1
+        total = _mixed(self._start + self._drawn)
+        for axis, size in enumerate(self.shape):
+            if size > 1:
+                places = _hashed(np.arange(size) * len(self.shape) + axis + 1)
+                shape = [-1 if a == axis else 1 for a in range(len(self.shape))]
+                total = total + places.reshape(shape)
+        return _round(_low(total)).expand(self.shape)
+
+    def uniform(self, dtype: np.dtype[Any]) -> Value:
+        """Numbers between 0 and 1, neither included."""
+        return ((self.integers().cast(np.float64) + 0.5) / 2.0**_BITS).cast(dtype)
+
+    def normal(self, dtype: np.dtype[Any]) -> Value:
+        """Standard normal numbers, by Box and Muller's transform."""
+        radius = (-2.0 * self.uniform(np.dtype(np.float64)).log()).sqrt()
+        angle = self.uniform(np.dtype(np.float64)) * (2 * math.pi)
+        return (radius * angle.op("Cos")).cast(dtype)
+
+
+def _low(x: Value) -> Value:
+    return x.op("BitwiseAnd", np.array(_MASK))
+
+
+def _round(x: Value) -> Value:
+    """A round of the hash of numbers of 32 bits; its high bits depend on all of them."""
+    return _low(x.op("BitwiseXor", x / (1 << 16)) * _FACTOR)
+
+
+def _mixed(x: Value) -> Value:
+    """The hash of numbers."""
+    x = _round(_round(_low(x)))
+    return x.op("BitwiseXor", x / (1 << 16))
+
+
+def _hashed(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The hash of numbers that are known."""
+    x = numbers & _MASK
+    for _ in range(2):
+        x = (x ^ x >> 16) * _FACTOR & _MASK
+    return x ^ x >> 16
+
+
+Operands = Sequence[Value]
+Attrs = Mapping[str, Any]
+
+
+def _dropout(source: _Source, operands: Operands, attrs: Attrs) -> Sequence[Value | None]:
+    x = operands[0]
+    ratio = operands[1] if len(operands) > 1 and operands[1].tensor.name else None
+    training = operands[2] if len(operands) > 2 and operands[2].tensor.name else None
+    share = source.builder.constant(0.5, np.float64) if ratio is None else ratio.cast(np.float64)
+    if training is None or (
+        isinstance(training.tensor, gs.Constant) and not training.tensor.values
+    ):
+        return [x, source.builder.constant(np.ones(1, np.bool_)).expand(x.shape)]
+    limit = (share * 2.0**_BITS).cast(np.int64)
+    if not isinstance(training.tensor, gs.Constant):
+        limit = training.where(limit, 0)
+        share = training.where(share, 0.0)
+    mask = source.integers() >= limit
+    return [mask.where(x * (1.0 / (1.0 - share)).cast(x.dtype), 0.0), mask]
+
+
+def _uniform(source: _Source, operands: Operands, attrs: Attrs) -> Sequence[Value | None]:
+    low, high = float(attrs.get("low", 0.0)), float(attrs.get("high", 1.0))
+    return [source.uniform(_dtype(operands, attrs)) * (high - low) + low]
+
+
+def _normal(source: _Source, operands: Operands, attrs: Attrs) -> Sequence[Value | None]:
+    mean, scale = float(attrs.get("mean", 0.0)), float(attrs.get("scale", 1.0))
+    return [source.normal(_dtype(operands, attrs)) * scale + mean]
+
+
+def _bernoulli(source: _Source, operands: Operands, attrs: Attrs) -> Sequence[Value | None]:
+    p = operands[0]
+    drawn = source.uniform(np.dtype(np.float64)) < p.cast(np.float64)
+    return [drawn.cast(_dtype(operands, attrs))]
+
+
+def _dtype(operands: Operands, attrs: Attrs) -> np.dtype[Any]:
+    if "dtype" in attrs:
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(attrs["dtype"])))
+    return operands[0].dtype if operands else np.dtype(np.float32)
+
+
+_MAKERS: Mapping[str, Callable[[_Source, Operands, Attrs], Sequence[Value | None]]] = {
+    "Dropout": _dropout,
+    "RandomUniform": _uniform,
+    "RandomUniformLike": _uniform,
+    "RandomNormal": _normal,
+    "RandomNormalLike": _normal,
+    "Bernoulli": _bernoulli,
+}

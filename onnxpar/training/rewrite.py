@@ -1,0 +1,32 @@
+"""Puts other nodes in the place of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.grad.value import Builder, Value
+from onnxpar.subgraphs import scopes
+
+
+def replace_node(
+    graph: gs.Graph,
+    node: gs.Node,
+    make: Callable[[Builder, Sequence[gs.Tensor]], Sequence[Value | None]],
+) -> None:
+    """Replaces a node, wherever it stands in a graph or its bodies. `make` is given its operands
+    and returns a value for each of its results, None for those that nobody reads."""
+    scope = next(g for g in scopes(graph) if any(n is node for n in g.nodes))
+    at = next(i for i, n in enumerate(scope.nodes) if n is node)
+    count = len(scope.nodes)
+    inputs, outputs = list(node.inputs), list(node.outputs)
+    node.inputs.clear()
+    node.outputs.clear()
+    values = make(Builder(scope, f"{node.name}/instead"), inputs)
+    for value, output in zip(values, outputs, strict=True):
+        if value is not None and output.name:
+            name = f"{node.name}/instead/{output.name}"
+            scope.nodes.append(gs.Node("Identity", name, {}, [value.tensor], [output]))
+    made = scope.nodes[count:]
+    scope.nodes = [*scope.nodes[:at], *made, *scope.nodes[at + 1 : count]]
