@@ -17,13 +17,16 @@ from cases import (
     mask,
     tokens,
 )
-from networks import DecodeStep, Recommender, UNet
+from networks import DecodeStep, MixtureOfExperts, Recommender, Recurrent, UNet
 
 NO_LEGACY_DIFF: dict[Variant, str] = {
     ("legacy", "static"): "aten::diff, which transformers uses where no padding mask is given"
 }
 # The ids of these classes' special tokens lie beyond a small vocabulary.
 NO_TEXT_ENDS: Config = {"bos_token_id": None, "eos_token_id": None}
+
+# For training, as gradients are as large again.
+SMALL_VOCABULARY: Config = {"vocab_size": 128}
 
 ARCHITECTURES: dict[str, Architecture] = {}
 
@@ -49,7 +52,7 @@ def text(network: hf.PreTrainedModel, *, padded: bool) -> dict[str, Input]:
 GPT2 = {"n_layer": 2, "n_head": 8, "n_embd": 48, "vocab_size": 512, "n_positions": 16}
 
 
-@architecture("gpt2", small=GPT2, full={})
+@architecture("gpt2", small=GPT2, full={}, training=SMALL_VOCABULARY)
 def gpt2(*, padded: bool = True, **config: Any) -> Case:
     """Fused QKV, learned positions, embedding and head tied, causal and padding mask."""
     network = hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False, **NO_TEXT_ENDS, **config))
@@ -86,7 +89,7 @@ TINY_LLAMA = {
 }
 
 
-@architecture("llama", small=LLAMA, full=TINY_LLAMA)
+@architecture("llama", small=LLAMA, full=TINY_LLAMA, training=SMALL_VOCABULARY)
 def llama(*, padded: bool = True, **config: Any) -> Case:
     """Grouped-query attention, rotary positions, RMSNorm, gated MLP, head apart from embedding."""
     network = hf.LlamaForCausalLM(hf.LlamaConfig(use_cache=False, **config))
@@ -134,6 +137,7 @@ def llama_decode(**config: Any) -> Case:
     "mixtral",
     small=LLAMA | {"intermediate_size": 64, "num_local_experts": 4},
     full={"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8},
+    training=SMALL_VOCABULARY,
 )
 def mixtral(**config: Any) -> Case:
     """A router that picks 2 of 4 experts per token, whose weights are gathered by token."""
@@ -146,6 +150,7 @@ def mixtral(**config: Any) -> Case:
     "falcon",
     small={"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 48, "vocab_size": 512},
     full={"num_hidden_layers": 4},  # of the 32 that Falcon-7B has
+    training=SMALL_VOCABULARY,
 )
 def falcon(**config: Any) -> Case:
     """Attention and MLP in parallel on one norm; one key/value head in a fused QKV weight."""
@@ -170,11 +175,12 @@ def falcon(**config: Any) -> Case:
     },
     variants=STATIC,
     fails=NO_LEGACY_DIFF,
+    training=SMALL_VOCABULARY | {"padded": True},
 )
-def gpt_neox(**config: Any) -> Case:
+def gpt_neox(*, padded: bool = False, **config: Any) -> Case:
     """Attention and MLP in parallel on two norms; QKV fused per head; partly rotary positions."""
     network = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(use_cache=False, **config))
-    return Case(network, text(network, padded=False))
+    return Case(network, text(network, padded=padded))
 
 
 BERT = {
@@ -188,7 +194,7 @@ BERT = {
 }
 
 
-@architecture("bert", small=BERT, full={})
+@architecture("bert", small=BERT, full={}, training=SMALL_VOCABULARY)
 def bert(**config: Any) -> Case:
     """An encoder with a padding mask, token types, a pooler and a classifier of odd width."""
     network = hf.BertForSequenceClassification(hf.BertConfig(**config))
@@ -216,6 +222,7 @@ def bert_encoder(**config: Any) -> Case:
         "vocab_size": 512,
     },
     full={"attn_implementation": "eager"},
+    training=SMALL_VOCABULARY,
 )
 def t5(**config: Any) -> Case:
     """Encoder and decoder with cross-attention and learned relative positions, two outputs."""
@@ -241,6 +248,7 @@ def images(channels: int, size: int) -> dict[str, Input]:
         "num_labels": 10,
     },
     full={},
+    training={},
 )
 def vit(**config: Any) -> Case:
     """Patches by convolution, a class token joined to them: 17 positions."""
@@ -258,7 +266,7 @@ RESNET = {
 
 
 @architecture("resnet_fp16", small=RESNET, full={}, variants=DYNAMO_STATIC, dtype=torch.float16)
-@architecture("resnet", small=RESNET, full={})
+@architecture("resnet", small=RESNET, full={}, training={"hidden_sizes": [16, 32, 48, 64]})
 def resnet(image_size: int = 224, **config: Any) -> Case:
     """The bottleneck blocks of ResNet-50: strided convolutions, batch-norm, global pooling."""
     network = hf.ResNetForImageClassification(hf.ResNetConfig(**config))
@@ -270,6 +278,7 @@ def resnet(image_size: int = 224, **config: Any) -> Case:
     small={"depth_multiplier": 0.125, "num_labels": 10, "image_size": 64},
     full={},
     variants=STATIC,
+    training={},
 )
 def mobilenet(**config: Any) -> Case:
     """Depthwise convolutions (one group per channel) between pointwise ones, uneven padding."""
@@ -277,7 +286,13 @@ def mobilenet(**config: Any) -> Case:
     return Case(network, images(3, config.get("image_size", 224)))
 
 
-@architecture("unet", small={"widths": (16, 24, 32)}, full={"widths": (64, 128, 256, 512, 1024)})
+@architecture(
+    "unet",
+    small={"widths": (16, 24, 32)},
+    full={"widths": (64, 128, 256, 512, 1024)},
+    training={},
+    loss="mse",
+)
 def unet(widths: tuple[int, ...]) -> Case:
     """GroupNorm, skip connections by Concat, upsampling, a time embedding added per channel."""
     inputs = {"sample": floats("batch", 3, 32, 32), "timestep": floats("batch")}
@@ -288,6 +303,8 @@ def unet(widths: tuple[int, ...]) -> Case:
     "dlrm",
     small={"rows": (1009, 503, 257, 129, 61), "width": 16},
     full={"rows": (1_000_003, 500_009, 100_003, 10_007, 1_009), "width": 64},
+    training={},
+    loss="bce",
 )
 def dlrm(rows: tuple[int, ...], width: int) -> Case:
     """Embedding tables of odd sizes, eight rows summed per lookup, pairwise dot products."""
@@ -298,3 +315,29 @@ def dlrm(rows: tuple[int, ...], width: int) -> Case:
         return {"dense": flat["dense"], "indices": [flat[f"indices_{i}"] for i in range(len(rows))]}
 
     return Case(Recommender(13, rows, width), inputs, arrange)
+
+
+@architecture(
+    "moe",
+    small={"rows": 128, "width": 32, "experts": 12, "hidden": 48, "capacity": 4},
+    full={"rows": 32000, "width": 1024, "experts": 64, "hidden": 4096, "capacity": 4},
+    variants=(),
+    training={},
+)
+def moe(**config: Any) -> Case:
+    """Experts as in GShard: tokens are dispatched and combined by products with one-hot tensors."""
+    network = MixtureOfExperts(seq=16, classes=10, **config)
+    return Case(network, {"input_ids": tokens(config["rows"], "batch", 16)})
+
+
+@architecture(
+    "lstm",
+    small={"rows": 128, "width": 24},
+    full={"rows": 32000, "width": 1024},
+    variants=(),
+    training={},
+)
+def lstm(**config: Any) -> Case:
+    """Recurrent layers: an LSTM both ways, one forwards, a GRU whose last state counts."""
+    network = Recurrent(classes=10, **config)
+    return Case(network, {"input_ids": tokens(config["rows"], "batch", "seq")})

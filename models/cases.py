@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 Config = dict[str, Any]
 Exporter = Literal["dynamo", "legacy"]
-Shapes = Literal["static", "dynamic"]
+Shapes = Literal["static", "dynamic", "training"]
+Loss = Literal["softmax-cross-entropy", "mse", "bce"]
 Variant = tuple[Exporter, Shapes]
 
 EVERY_VARIANT: tuple[Variant, ...] = (
@@ -19,6 +20,7 @@ EVERY_VARIANT: tuple[Variant, ...] = (
     ("legacy", "static"),
     ("legacy", "dynamic"),
 )
+TRAINING: Variant = ("legacy", "training")
 DYNAMO_STATIC: tuple[Variant, ...] = (("dynamo", "static"),)
 STATIC: tuple[Variant, ...] = (("dynamo", "static"), ("legacy", "static"))
 
@@ -69,7 +71,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build a model, small (committed) or full-size, and in which variants."""
+    """How to build a model, small (committed) or full-size, and in which variants.
+
+    `training` is how the small one is changed to be exported for training, and None where it is
+    not; `loss` is what its first output is compared by.
+    """
 
     name: str
     build: Callable[..., Case]
@@ -78,6 +84,8 @@ class Architecture:
     variants: tuple[Variant, ...] = EVERY_VARIANT
     dtype: torch.dtype = torch.float32
     fails: Mapping[Variant, str] = field(default_factory=dict)
+    training: Config | None = None
+    loss: Loss = "softmax-cross-entropy"
 
 
 def tokens(bound: int, *dims: int | str) -> Input:

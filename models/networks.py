@@ -107,3 +107,83 @@ class Recommender(nn.Module):
         dots = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         clicks = self.top(torch.cat([dense, dots], dim=1)).squeeze(1)
         return {"probability": torch.sigmoid(clicks)}
+
+
+class Experts(nn.Module):
+    """GShard's layer of experts: tokens (groups, tokens, width), each worked on by two of them.
+
+    Lepikhin et al., "GShard" (2020), algorithm 1 without random dispatch: within its group an
+    expert has room for `capacity` tokens, and what comes later is left out.
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.wi = nn.Parameter(torch.empty(experts, width, hidden))
+        self.wo = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        combine = self.combine(nn.functional.softmax(self.gate(x), dim=-1))
+        dispatch = (combine > 0).to(x.dtype)
+        inside = torch.einsum("gsec,gsm->egcm", dispatch, x)
+        hidden = nn.functional.gelu(torch.einsum("egcm,emh->egch", inside, self.wi))
+        made = torch.einsum("egch,ehm->egcm", hidden, self.wo)
+        return torch.einsum("gsec,egcm->gsm", combine, made)
+
+    def combine(self, gates: Tensor) -> Tensor:
+        """Turn gates (groups, tokens, experts) into the weight that each token gives what it gets
+        from each place of each expert."""
+        experts = gates.shape[-1]
+        first = nn.functional.one_hot(gates.argmax(-1), experts)
+        second = nn.functional.one_hot((gates * (1 - first)).argmax(-1), experts)
+        places1 = first.cumsum(1) - first
+        places2 = second.cumsum(1) - second + first.sum(1, keepdim=True)
+        first, second = first * (places1 < self.capacity), second * (places2 < self.capacity)
+        weight1, weight2 = (gates * first).sum(-1), (gates * second).sum(-1)
+        total = (weight1 + weight2).clamp(min=1e-9)
+        return self.placed(weight1 / total, first, places1) + self.placed(
+            weight2 / total, second, places2
+        )
+
+    def placed(self, weight: Tensor, chosen: Tensor, places: Tensor) -> Tensor:
+        """Put each token's weight where its expert has its place."""
+        place = nn.functional.one_hot((places * chosen).sum(-1), self.capacity)
+        return weight[..., None, None] * chosen[..., None] * place[:, :, None, :]
+
+
+class MixtureOfExperts(nn.Module):
+    """A classifier of sequences (batch, seq): tokens mixed by a matrix, then a layer of experts."""
+
+    def __init__(self, rows: int, seq: int, classes: int, width: int, **experts: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(rows, width)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
+        self.mix = nn.Linear(seq, seq)
+        self.experts = Experts(width=width, **experts)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(input_ids)
+        x = x + self.mix(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        x = x + self.experts(self.norm2(x))
+        return {"logits": self.head(self.norm3(x).mean(1))}
+
+
+class Recurrent(nn.Module):
+    """A classifier of sequences (batch, seq): an LSTM both ways, one forwards, and a GRU."""
+
+    def __init__(self, rows: int, classes: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(rows, width)
+        self.both = nn.LSTM(width, width, batch_first=True, bidirectional=True)
+        self.forwards = nn.LSTM(2 * width, width, batch_first=True)
+        self.last = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(input_ids)
+        x, _ = self.both(x)
+        x, _ = self.forwards(x)
+        _, state = self.last(x)
+        return {"logits": self.head(state[0])}

@@ -17,6 +17,8 @@ from onnxpar.search.cost import step_seconds
 from onnxpar.subgraphs import captured
 
 Kind = tuple[object, ...]
+Wanted = Mapping[str, object]
+"""What all-reduces are for, by name; only those for the same are fused."""
 
 
 @dataclass
@@ -39,9 +41,10 @@ def _is_all_reduce(node: gs.Node) -> bool:
     return bool(node.domain == DOMAIN and node.op == "AllReduce")
 
 
-def _kind(node: gs.Node) -> Kind:
+def _kind(node: gs.Node, wanted: Wanted) -> Kind:
     """What all-reduces of one bucket have in common."""
-    return node.attrs["axes"], node.attrs["before"].reduce, str(node.inputs[0].dtype)
+    reduce, dtype = node.attrs["before"].reduce, str(node.inputs[0].dtype)
+    return node.attrs["axes"], reduce, dtype, wanted.get(node.name)
 
 
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
@@ -55,6 +58,7 @@ def first_of_buckets(
     seconds: Mapping[str, float],
     tail: float,
     sizes: dict[str, int],
+    wanted: Wanted,
 ) -> set[str]:
     """Where buckets begin, so that computing hides them: the names of their first all-reduces.
 
@@ -67,7 +71,7 @@ def first_of_buckets(
     for node in graph.nodes:
         clock += seconds.get(node.name, 0.0)
         if _is_all_reduce(node):
-            ready[_kind(node)].append((node, clock))
+            ready[_kind(node, wanted)].append((node, clock))
     first: set[str] = set()
     for members in ready.values():
         end = len(members)
@@ -92,6 +96,7 @@ def fuse_all_reduces(
     mesh: Mesh,
     bucket_bytes: int,
     sizes: dict[str, int],
+    wanted: Wanted,
     first: Collection[str] = (),
 ) -> bool:
     """Joins all-reduces of one kind, up to `bucket_bytes` per rank, in graph order.
@@ -104,7 +109,7 @@ def fuse_all_reduces(
     full: list[_Bucket] = []
     for node in graph.nodes:
         if _is_all_reduce(node):
-            size, kind = _size(node, mesh, sizes), _kind(node)
+            size, kind = _size(node, mesh, sizes), _kind(node, wanted)
             bucket = open_buckets.setdefault(kind, _Bucket())
             if node.name in first or not bucket.takes(node, size, bucket_bytes):
                 full.append(bucket)

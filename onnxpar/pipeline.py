@@ -27,6 +27,7 @@ from onnxpar.passes.localize_ops import LocalizeOps
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.plan import Plan
 from onnxpar.replay import replay
@@ -43,6 +44,7 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     InsertCollectives,
     FuseAllReduces,
     LocalizeOps,
+    SplitPrograms,
     OrderCollectives,
 )
 """Everything between load and split-ranks."""

@@ -12,6 +12,8 @@ import onnx
 METADATA = "onnxpar.training"
 """The key of a step's description in a model's metadata."""
 
+EVALUATION = "evaluation"
+"""How outputs begin that evaluate, and the program that computes these alone."""
 SEED = "seed"
 """The input that all random numbers of a step follow from."""
 
@@ -34,13 +36,18 @@ class Slot:
 
 @dataclass
 class Step:
-    """What the ports of a training step are; `seed` is there where it draws random numbers."""
+    """What the ports of a training step are; `seed` is there where it draws random numbers.
+
+    `evaluation` are outputs that tell how good the model is when it is used, which no update needs:
+    they can be computed alone.
+    """
 
     loss: str = "loss"
     rate: str = "learning_rate"
     seed: str | None = None
     data: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
+    evaluation: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
 
     def text(self) -> str:

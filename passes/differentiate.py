@@ -40,6 +40,6 @@ class Differentiate(Pass):
         add_output(graph, back.loss, "loss")
         for name, gradient in back.gradients.items():
             add_output(graph, gradient, f"{name}.grad")
-        graph.cleanup(remove_unused_graph_inputs=False).toposort()
+        graph.cleanup(remove_unused_graph_inputs=False)
         ctx.sharding = Sharding.open(ctx.sharding.mesh, analyse(graph))
         return True

@@ -9,6 +9,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.buckets import first_of_buckets, fuse_all_reduces
+from onnxpar.clone import needed
 from onnxpar.flops import flops
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.search.cost import FLOPS
@@ -38,9 +39,22 @@ class FuseAllReduces(Pass):
         if self.by == "none":
             return False
         mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
+        wanted = _wanted(graph, ctx)
         if self.by == "size":
-            return fuse_all_reduces(graph, mesh, self.bucket_bytes, sizes)
+            return fuse_all_reduces(graph, mesh, self.bucket_bytes, sizes, wanted)
         ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
         seconds = {op.node.name: flops(op, ctx.sharding) / FLOPS for op in ops}
-        first = first_of_buckets(graph, mesh, seconds, self.tail_us * 1e-6, sizes)
-        return fuse_all_reduces(graph, mesh, sys.maxsize, sizes, first)
+        first = first_of_buckets(graph, mesh, seconds, self.tail_us * 1e-6, sizes, wanted)
+        return fuse_all_reduces(graph, mesh, sys.maxsize, sizes, wanted, first)
+
+
+def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:
+    """Of each node, whether the step needs it, and whether its evaluation does, which is computed
+    apart."""
+    apart = set(ctx.model.step.evaluation) if ctx.model.step else set()
+    if not apart:
+        return {}
+    names = [t.name for t in graph.outputs]
+    groups = ([n for n in names if n not in apart], [n for n in names if n in apart])
+    update, evaluation = ({n.name for n in needed(graph, group)} for group in groups)
+    return {n.name: (n.name in update, n.name in evaluation) for n in graph.nodes}

@@ -27,7 +27,8 @@ class OrderCollectives(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         token: gs.Tensor = gs.Constant("onnxpar.token", np.zeros(0, np.bool_))
         ctx.ordered = True
-        return _thread(graph, token) is not token
+        last = [_thread(each, token) for each in (graph, *ctx.programs.values())]
+        return any(end is not token for end in last)
 
 
 def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:

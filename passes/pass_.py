@@ -50,6 +50,7 @@ class PassContext:
     copies       weights that are stored in a second layout, and the weight each is a copy of
     choices      what was decided by sizes
     replays      the graph and context at the other bindings of open sizes, from localize-ops on
+    programs     graphs of what is computed apart, by name, from split-programs on
     """
 
     model: Model
@@ -65,6 +66,7 @@ class PassContext:
     copies: dict[str, str] = field(default_factory=dict)
     choices: Choices = field(default_factory=Choices)
     replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
+    programs: dict[str, gs.Graph] = field(default_factory=dict)
     localized: bool = False
     ordered: bool = False
 

@@ -39,7 +39,8 @@ class SplitRanks(Pass):
         varying = set(opened.varying if opened else ())
         store = WeightStore(self.output, ctx.model.folder, mesh, self.progress)
         weights: dict[str, list[TensorProto]] = {}
-        for tensor in constants(graph):
+        stored = [t for each in (graph, *ctx.programs.values()) for t in constants(each)]
+        for tensor in {t.name: t for t in stored}.values():
             if tensor.name in ctx.layouts and tensor.name not in {
                 *ctx.per_rank.constants,
                 *varying,
@@ -51,18 +52,31 @@ class SplitRanks(Pass):
         weights |= _cut_defaults(graph, template, ctx, store)
         first = _cut_states(graph, ctx, store)
         _store_the_rest(template.graph, weights, store)
+        templates = {"onnx": template}
+        for name, program in ctx.programs.items():
+            templates[f"{name}.onnx"] = _export(program, ctx.model.header)
+            _drop_unread(templates[f"{name}.onnx"].graph)
         for rank in range(mesh.size):
-            model = onnx.ModelProto()
-            model.CopyFrom(template)
-            _instantiate(model, ctx, weights, rank)
-            if opened:
-                _open(model.graph, ctx, opened, rank)
-            (self.output / f"rank_{rank:04d}.onnx").write_bytes(model.SerializeToString())
+            for suffix, each in templates.items():
+                model = onnx.ModelProto()
+                model.CopyFrom(each)
+                _instantiate(model, ctx, weights, rank)
+                if opened:
+                    _open(model.graph, ctx, opened, rank)
+                (self.output / f"rank_{rank:04d}.{suffix}").write_bytes(model.SerializeToString())
             if first:
                 values = onnx.GraphProto(initializer=[parts[rank] for parts in first])
                 data = onnx.ModelProto(graph=values).SerializeToString()
                 (self.output / f"rank_{rank:04d}.states.onnx").write_bytes(data)
         return False
+
+
+def _drop_unread(graph: onnx.GraphProto) -> None:
+    """Leaves out inputs that a program does not read."""
+    read = {name for node in nodes_of(graph) for name in node.input}
+    kept = [port for port in graph.input if port.name in read]
+    del graph.input[:]
+    graph.input.extend(kept)
 
 
 def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:

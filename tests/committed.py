@@ -8,6 +8,7 @@ MODELS = Path(__file__).parent.parent / "models"
 
 STATIC = sorted(path.name for path in MODELS.glob("*.static.onnx"))
 DYNAMIC = sorted(path.name for path in MODELS.glob("*.dynamic.onnx"))
+TRAINING = sorted(path.name for path in MODELS.glob("*.training.onnx"))
 
 SYMBOLS = {
     "dlrm": ("batch",),

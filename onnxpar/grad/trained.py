@@ -1,9 +1,10 @@
 """Which weights of a model are trained: those whose place in the graph is that of a parameter.
 
-An initializer is trained where it is read, straight or through ops that only move elements, as an
-operand in the role of weight, bias, scale or table (`vjp(trained=...)`), together with something
-that depends on what is fed or trained. What is added to or multiplied with that is a bias, a scale
-or a table of positions; numbers, masks and tables of sines and cosines are not.
+An initializer is trained where it is read, straight or through ops that only move elements or join
+it with others, as an operand in the role of weight, bias, scale or table (`vjp(trained=...)`),
+together with something that depends on what is fed or trained. What is added to or multiplied with
+that is a bias, a scale or a table of positions; numbers, masks, frequencies and tables of sines and
+cosines are not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from onnxpar.errors import StrategyError
-from onnxpar.grad.vjp import entry_of, is_trainable_type
+from onnxpar.grad.vjp import carries, entry_of, is_trainable_type
 from onnxpar.model import Model
 from onnxpar.stored import stored_proto
 from onnxpar.subgraphs import all_nodes, bodies
@@ -28,7 +29,10 @@ from onnxpar.weights import read_blocks
 
 Array = npt.NDArray[Any]
 
-_MOVES = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity", "Expand")
+_MOVES = (
+    *("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity", "Expand"),
+    *("Slice", "Split"),
+)
 _TABLES = ("Gather", "GatherND", "GatherElements")
 _HIDES = -1e4
 """What a mask adds where it hides something, at most."""
@@ -98,39 +102,64 @@ def _in_role(graph: gs.Graph, folder: Path) -> Iterator[Trained]:
             live |= {t.name for t in body.inputs if is_trainable_type(t)}
         is_live = [t.name in live for t in node.inputs]
         for i in range(len(node.inputs)):
-            constant = _origin(node.inputs[i])
-            if constant is None or constant.name in seen:
-                continue
-            if _is_role(node, i, is_live, constant, folder):
+            for constant in _origins(node.inputs[i]):
+                if constant.name in seen or not _is_role(node, i, is_live, constant, folder):
+                    continue
                 seen.add(constant.name)
                 is_live[i] = True
                 yield Trained(constant, node, i)
         is_live = [a or _is_known(t, seen) for a, t in zip(is_live, node.inputs, strict=True)]
         if any(is_live) and node.op not in ("Shape", "Size"):
-            live |= {t.name for t in node.outputs if is_trainable_type(t)}
+            live |= {t.name for t in node.outputs if carries(node) or is_trainable_type(t)}
 
 
 def _is_known(tensor: gs.Tensor, seen: set[str]) -> bool:
-    origin = _origin(tensor)
-    return origin is not None and origin.name in seen
+    return any(origin.name in seen for origin in _origins(tensor))
 
 
-def _origin(tensor: gs.Tensor) -> gs.Constant | None:
-    """The stored tensor of floating-point numbers that this one is, but for the order and the shape
-    of its elements."""
-    while not isinstance(tensor, gs.Constant):
-        node = tensor.inputs[0] if tensor.inputs else None
-        if node is None or node.op not in _MOVES:
-            return None
-        tensor = node.inputs[0]
-    return tensor if is_trainable_type(tensor) else None
+def _origins(tensor: gs.Tensor) -> list[gs.Constant]:
+    """The stored tensors of floating-point numbers that this one consists of, but for the order and
+    the shape of their elements; none where it has others too."""
+    if isinstance(tensor, gs.Constant):
+        return [tensor] if is_trainable_type(tensor) else []
+    node = tensor.inputs[0] if tensor.inputs else None
+    if node is None or node.op not in (*_MOVES, "Concat"):
+        return []
+    found: dict[str, gs.Constant] = {}
+    for part in node.inputs if node.op == "Concat" else node.inputs[:1]:
+        origins = _origins(part)
+        if not origins:
+            return []
+        found |= {t.name: t for t in origins}
+    return list(found.values())
+
+
+def _shape(tensor: gs.Tensor) -> list[int]:
+    """The shape of a tensor, with 1 for what it repeats."""
+    shape = list(tensor.shape or ())
+    node = tensor.inputs[0] if tensor.inputs else None
+    if node is None or node.op != "Expand":
+        return shape
+    before = _shape(node.inputs[0])
+    return [1] * (len(shape) - len(before)) + before
+
+
+def _becomes_angle(node: gs.Node) -> bool:
+    """Whether what a node computes is only read for its sine and cosine."""
+    readers = [r for t in node.outputs for r in t.outputs]
+    moves = (*_MOVES, "Concat")
+    return bool(readers) and all(
+        r.op in ("Sin", "Cos") or (r.op in moves and _becomes_angle(r)) for r in readers
+    )
 
 
 def _is_role(
     node: gs.Node, index: int, is_live: Sequence[bool], constant: gs.Constant, folder: Path
 ) -> bool:
     beside = any(live for i, live in enumerate(is_live) if i != index)
-    shape = list(node.inputs[index].shape or ())
+    shape = _shape(node.inputs[index])
+    if _becomes_angle(node):
+        return False
     if node.op in ("Add", "Mul", "Concat", "Where"):
         return beside and _joins(node, index, shape, constant, folder)
     entry = entry_of(node)

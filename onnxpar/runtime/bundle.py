@@ -175,9 +175,15 @@ class Bundle:
         for rank in range(self.mesh.size):
             self.rank_file(rank)
 
-    def rank_file(self, rank: int) -> Path:
-        """The graph of a rank. Errors: ModelError where the folder lacks it."""
-        return self._file(f"rank_{rank:04d}.onnx")
+    @property
+    def apart(self) -> frozenset[str]:
+        """Outputs that a program of their own computes."""
+        return frozenset(self.step.evaluation if self.step else ())
+
+    def rank_file(self, rank: int, program: str = "") -> Path:
+        """The graph of a rank, or of one of its other programs. Errors: ModelError where the folder
+        lacks it."""
+        return self._file(f"rank_{rank:04d}.{program}{'.' if program else ''}onnx")
 
     def states_file(self, rank: int) -> Path:
         """The first values of a rank's states. Errors: ModelError where the folder lacks it."""

@@ -204,7 +204,12 @@ def _run_bound(session: ort.InferenceSession, feeds: Mapping[str, Array]) -> dic
 
 def _run(session: Session, feeds: Mapping[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in session.get_outputs()]
-    return dict(zip(names, session.run(names, feeds), strict=True))
+    apart = session.apart
+    found = {}
+    for group in ([n for n in names if n not in apart], [n for n in names if n in apart]):
+        if group:
+            found.update(zip(group, session.run(group, feeds), strict=True))
+    return found
 
 
 def _float_error(given: Array, reference: Array) -> tuple[float, str]:

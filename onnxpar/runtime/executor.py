@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from onnxpar.runtime.tensors import (
     memory_of,
     view_of,
 )
+from onnxpar.step import EVALUATION
 
 SIZES = "onnxpar.sizes"
 """The hidden input of a rank's graph: what the open sizes are."""
@@ -75,15 +77,20 @@ class Executor:
         *,
         everywhere: bool = False,
     ) -> None:
-        options = groups.session_options(world)
-        spec.apply(options, world.rank, threads, spin)
-        self.session = ort.InferenceSession(
-            str(bundle.rank_file(world.rank)),
-            options,
-            providers=spec.providers,
-            provider_options=spec.provider_options,
-            enable_fallback=0,
-        )
+        def open_session(program: str = "") -> ort.InferenceSession:
+            options = groups.session_options(world)
+            spec.apply(options, world.rank, threads, spin)
+            return ort.InferenceSession(
+                str(bundle.rank_file(world.rank, program)),
+                options,
+                providers=spec.providers,
+                provider_options=spec.provider_options,
+                enable_fallback=0,
+            )
+
+        self.session = open_session()
+        self._evaluation = lru_cache(maxsize=None)(partial(open_session, EVALUATION))
+        self._apart = bundle.apart
         self._rank = world.rank
         self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
         self._all_parts = PortParts(bundle)
@@ -114,6 +121,8 @@ class Executor:
         next run's inputs.
         """
         self._parts = self._all_parts.at(tuple(request.sizes))
+        if not self._apart.isdisjoint(request.fetch):
+            return self._evaluate(request, feeds, room)
         if self._has_values:
             return self._run_values(request, feeds, room)
         self._bind_inputs(feeds, request.sizes)
@@ -153,6 +162,18 @@ class Executor:
     def reset_states(self) -> None:
         """Forgets all kept states."""
         self._kept.clear()
+
+    def _evaluate(
+        self, request: Request, feeds: Mapping[str, Array], room: Room
+    ) -> dict[str, Slot]:
+        """Runs the program that tells how good the model is, on the states as they are."""
+        session = self._evaluation()
+        names = [port.name for port in session.get_inputs()]
+        given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
+        options = run_options(request.options)
+        values = session.run_with_ort_values(list(request.fetch), given, options)
+        found = dict(zip(request.fetch, values, strict=True))
+        return {n: self._ship(n, found[n], room) for n in request.fetch if self._gives(n)}
 
     def _state(self, name: str) -> Any:
         """The kept value of a state, or its first one."""

@@ -47,6 +47,11 @@ class Session:
         """The outputs, with the shapes of the unsplit model."""
         return [port.arg for port in self._bundle.outputs.values()]
 
+    @property
+    def apart(self) -> frozenset[str]:
+        """Outputs that evaluate a training step: they are not computed together with others."""
+        return self._bundle.apart
+
     def get_providers(self) -> list[str]:
         """The execution providers of rank 0, the first that can run a node first."""
         return list(self._ranks.providers)
@@ -67,14 +72,21 @@ class Session:
         """Runs all ranks and returns the named outputs, or all, as global arrays.
 
         With `keep_states`, outputs of state pairs stay on their ranks and are the inputs of later
-        runs wherever those inputs are not fed; they are returned only if they are named.
+        runs wherever those inputs are not fed; they are returned only if they are named. Of a
+        training step, outputs that evaluate are a run of their own, which changes no state.
         Fields and config entries of `run_options` reach every rank; setting `terminate` does not.
         Runs of several threads take their turns. Errors: InputError before anything runs;
         RankError, naming the rank, after which the session is closed.
         """
-        state_outputs = self._bundle.states.values() if keep_states else ()
-        default = [name for name in self._bundle.outputs if name not in state_outputs]
-        names = check_names(self._bundle, output_names, default)
+        bundle = self._bundle
+        state_outputs = bundle.states.values() if keep_states else ()
+        left_out = {*state_outputs, *bundle.apart}
+        default = [name for name in bundle.outputs if name not in left_out]
+        names = check_names(bundle, output_names, default)
+        apart = [name for name in names if name in bundle.apart]
+        if apart and len(apart) < len(names):
+            raise InputError(f"{apart[0]!r} is of an evaluation, which is a run of its own")
+        keep_states = keep_states and not apart
         with self._lock:
             self._ranks.check_usable()
             feeds = check_feeds(self._bundle, input_feed, self._kept)

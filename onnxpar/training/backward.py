@@ -12,13 +12,14 @@ from onnx import numpy_helper
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.trained import Trained, find_trained
-from onnxpar.grad.value import Value
+from onnxpar.grad.value import Builder, Value
 from onnxpar.model import Model
 from onnxpar.step import SEED
 from onnxpar.stored import stored_proto
 from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
-from onnxpar.training.losses import add_loss
+from onnxpar.training.evaluation import copy_for_use
+from onnxpar.training.losses import Targets, add_loss
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ class LossOptions:
 @dataclass(frozen=True)
 class Backward:
     """A loss and its gradients, by parameter; parameters are inputs with default values. `running`
-    are statistics, such inputs too, and what they become."""
+    are statistics, such inputs too, and what they become; `evaluated` what tells how good the model
+    is when it is used: the loss and other metrics without what only training does."""
 
     loss: Value
+    evaluated: dict[str, Value]
     trained: list[Trained]
     parameters: list[gs.Variable]
     gradients: dict[str, Value]
@@ -62,10 +65,18 @@ def add_backward(model: Model, options: LossOptions) -> Backward:
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
+    trained = find_trained(model, options.params, options.frozen)
+    used = copy_for_use(graph, bool(options.statistics))
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, options.statistics, options.groups)
-    trained = find_trained(model, options.params, options.frozen)
-    loss = add_loss(graph, options.loss, options.output, options.class_axis)
+    targets = Targets(graph)
+    outputs = {t.name: t for t in graph.outputs}
+    which = options.loss, options.output, options.class_axis
+    told = add_loss(Builder(graph, "loss"), outputs, *which, targets)
+    loss = told.loss
+    if used is not None:
+        told = add_loss(Builder(graph, "evaluation"), used, *which, targets)
+    evaluated = {"loss": told.loss, **told.metrics}
     parameters = [_as_input(graph, t.tensor) for t in trained]
     one = loss.builder.constant(np.ones((), loss.dtype))
     forward = len(graph.nodes)
@@ -77,7 +88,7 @@ def add_backward(model: Model, options: LossOptions) -> Backward:
         raise StrategyError(f"the loss does not depend on {lost[0]!r}{more}; use --frozen")
     values = {name: g for name, g in found.items() if g is not None}
     kept = [(_as_input(graph, before), after) for before, after in running]
-    return Backward(loss, trained, parameters, values, kept)
+    return Backward(loss, evaluated, trained, parameters, values, kept)
 
 
 def _as_input(graph: gs.Graph, tensor: gs.Constant) -> gs.Variable:

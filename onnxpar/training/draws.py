@@ -48,12 +48,12 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
     tensor = gs.Variable(seed, np.dtype(np.int64), [])
     draws = 0
     for number, node in enumerate(nodes):
-        if id(node) in looped and not _is_off(node):
+        if id(node) in looped and not is_off(node):
             raise ModelError(
                 f"{node.op} '{node.name}' draws in the body of a loop: it would draw the same in "
                 "each turn; move it out of the loop, or export the model without it"
             )
-        draws += not _is_off(node)
+        draws += not is_off(node)
         attrs, op = dict(node.attrs), node.op
         results = list(node.outputs)
 
@@ -75,7 +75,7 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
     return draws > 0
 
 
-def _is_off(node: gs.Node) -> bool:
+def is_off(node: gs.Node) -> bool:
     """Whether a Dropout hands on what it gets."""
     if node.op != "Dropout":
         return False

@@ -2,92 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
+from onnxpar.rules.rule import is_float
 
+BY_CLASS = ("softmax-cross-entropy", "nll")
 IGNORED = -100
 """A label that does not count, as in PyTorch."""
 
 
-def add_loss(graph: gs.Graph, kind: str, output: str | None, class_axis: int | None) -> Value:
-    """Appends a loss to a graph, and inputs for what it is told from; returns the mean.
+@dataclass
+class Targets:
+    """Inputs that losses compare with; each is added to the graph once."""
 
+    graph: gs.Graph
+    made: dict[str, gs.Variable] = field(default_factory=dict)
+
+    def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
+        """The input of that name, or of one like it that is not taken."""
+        if name not in self.made:
+            free, taken = name, self.graph.tensors().keys()
+            while free in taken:
+                free += "_"
+            self.made[name] = gs.Variable(free, np.dtype(dtype), list(shape))
+            self.graph.inputs.append(self.made[name])
+        return self.made[name]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A mean loss, and what else tells how good an output is, by name."""
+
+    loss: Value
+    metrics: Mapping[str, Value]
+
+
+def add_loss(
+    builder: Builder,
+    outputs: Mapping[str, gs.Tensor],
+    kind: str,
+    output: str | None,
+    class_axis: int | None,
+    targets: Targets,
+) -> Told:
+    """Appends a loss to a graph, and inputs for what it is told from.
+
+    outputs     those of the model, by name
     kind        one of LOSSES, or the name of an output that is the loss itself
     output      the output that it is of; may be left out where there is one only
     class_axis  which dimension counts classes: by default the last, of four or more the second
     Errors: StrategyError.
     """
-    outputs = {t.name: t for t in graph.outputs}
-    builder = Builder(graph, "loss")
+    names = ", ".join(outputs)
     if kind not in LOSSES:
         if kind not in outputs:
             raise StrategyError(
                 f"loss {kind!r}: is neither one of {', '.join(LOSSES)} nor an output of the "
-                f"model, which has {', '.join(outputs)}"
+                f"model, which has {names}"
             )
         value = builder.value(outputs[kind])
         if value.size != 1:
             raise StrategyError(f"loss {kind!r}: has shape {list(value.shape)}; one number is due")
-        return value.reshape([])
+        return Told(value.reshape([]), {})
     if output is None and len(outputs) > 1:
-        raise StrategyError(
-            f"loss {kind}: of which output? give --loss-of, one of {', '.join(outputs)}"
-        )
+        raise StrategyError(f"loss {kind}: of which output? give --loss-of, one of {names}")
     if output is not None and output not in outputs:
-        raise StrategyError(f"output {output!r}: the model has {', '.join(outputs)}")
-    made = builder.value(outputs[output] if output else graph.outputs[0])
-    return LOSSES[kind](made, class_axis)
+        raise StrategyError(f"output {output!r}: the model has {names}")
+    made = builder.value(outputs[output] if output else next(iter(outputs.values())))
+    if not is_float(made.tensor):
+        raise StrategyError(
+            f"loss {kind}: output {made.tensor.name!r} holds {made.dtype}, which has no gradient"
+        )
+    if class_axis is not None and kind not in BY_CLASS:
+        raise StrategyError(f"loss {kind} has no class axis; {' and '.join(BY_CLASS)} have")
+    return LOSSES[kind](made, class_axis, targets)
 
 
-def _target(graph: gs.Graph, name: str, dtype: type, shape: tuple[int, ...]) -> gs.Variable:
-    taken = graph.tensors().keys()
-    while name in taken:
-        name += "_"
-    tensor = gs.Variable(name, np.dtype(dtype), list(shape))
-    graph.inputs.append(tensor)
-    return tensor
+LossFunction = Callable[[Value, "int | None", Targets], Told]
 
 
-def _by_class(op: str) -> Callable[[Value, int | None], Value]:
-    def loss(y: Value, class_axis: int | None) -> Value:
+def _by_class(op: str) -> LossFunction:
+    def loss(y: Value, class_axis: int | None, targets: Targets) -> Told:
         if y.rank < 2:
             raise StrategyError(f"output {y.tensor.name!r} has no dimension of classes")
-        axis = (y.rank - 1 if y.rank < 4 else 1) if class_axis is None else class_axis % y.rank
-        rest = tuple(s for a, s in enumerate(y.shape) if a != axis)
-        labels = _target(y.builder.graph, "labels", np.int64, rest)
-        given = y.builder.value(labels)
+        axis = (y.rank - 1 if y.rank < 4 else 1) if class_axis is None else class_axis
+        if not -y.rank <= axis < y.rank:
+            raise StrategyError(
+                f"class axis {axis}: output {y.tensor.name!r} has {y.rank} dimensions"
+            )
+        axis %= y.rank
+        rest = [a for a in range(y.rank) if a != axis]
+        shape = [y.shape[a] for a in rest]
+        labels = y.builder.value(targets.tensor("labels", np.int64, shape))
+        accuracy = _accuracy(y, labels, axis)
         if axis == y.rank - 1:
-            y, given = y.reshape([-1, y.shape[-1]]), given.reshape([-1])
+            y, labels = y.reshape([-1, y.shape[-1]]), labels.reshape([-1])
         elif axis != 1:
-            y = y.transpose([0, axis, *(a for a in range(1, y.rank) if a != axis)])
-        return y.op(op, given, ignore_index=IGNORED, reduction="mean")
+            y = y.transpose([rest[0], axis, *rest[1:]])
+        value = y.op(op, labels, ignore_index=IGNORED, reduction="mean")
+        return Told(value, {"accuracy": accuracy})
 
     return loss
 
 
-def _mean_square(y: Value, class_axis: int | None) -> Value:
-    target = _target(y.builder.graph, "target", y.dtype.type, y.shape)
-    difference = y - y.builder.value(target)
-    return (difference * difference).mean()
+def _accuracy(y: Value, labels: Value, axis: int) -> Value:
+    """The share of labels that count which have the highest score."""
+    right = y.op("ArgMax", axis=axis, keepdims=0).equal(labels).cast(np.float32)
+    counts = labels.equal(IGNORED).where(0.0, y.builder.constant(1, np.float32))
+    return right.sum() / counts.sum().op("Max", 1.0)
 
 
-def _binary(y: Value, class_axis: int | None) -> Value:
+def _mean_square(y: Value, class_axis: int | None, targets: Targets) -> Told:
+    difference = y - y.builder.value(targets.tensor("target", y.dtype, y.shape))
+    return Told((difference * difference).mean(), {})
+
+
+def _binary(y: Value, class_axis: int | None, targets: Targets) -> Told:
     """Of what stands before a Sigmoid where the model ends in one, else of scores."""
     made = y.tensor.inputs[0] if y.tensor.inputs else None
     scores = y.builder.value(made.inputs[0]) if made is not None and made.op == "Sigmoid" else y
-    target = _target(y.builder.graph, "target", y.dtype.type, y.shape)
+    target = y.builder.value(targets.tensor("target", y.dtype, y.shape))
     # log(1 + exp(x)) - t x, with no exponential of a positive number
-    zero = scores.op("Relu")
-    value = zero - scores * y.builder.value(target) + (1.0 + (-scores.op("Abs")).exp()).log()
-    return value.mean()
+    value = scores.op("Relu") - scores * target + (1.0 + (-scores.op("Abs")).exp()).log()
+    right = (scores > 0.0).op("Equal", target > 0.5).cast(np.float32)
+    return Told(value.mean(), {"accuracy": right.mean()})
 
 
-LOSSES: Mapping[str, Callable[[Value, int | None], Value]] = {
+LOSSES: Mapping[str, LossFunction] = {
     "softmax-cross-entropy": _by_class("SoftmaxCrossEntropyLoss"),
     "nll": _by_class("NegativeLogLikelihoodLoss"),
     "mse": _mean_square,

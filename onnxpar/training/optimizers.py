@@ -6,6 +6,7 @@ for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -14,6 +15,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Value
 
 State = Mapping[str, Value]
+DECAYS = ("beta1", "beta2")
+"""Hyperparameters that are what is left of a mean after a step."""
 Update = tuple[Value, dict[str, Value]]
 
 
@@ -29,6 +32,15 @@ class Optimizer:
 
     slots: ClassVar[tuple[str, ...]] = ()
     counts: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Errors: StrategyError for a hyperparameter out of its range."""
+        for field in fields(self):
+            value, most = getattr(self, field.name), 1 if field.name in DECAYS else math.inf
+            if not 0 <= value < most:
+                known = "from 0 to below 1" if most == 1 else "0 or more"
+                name = type(self).__name__.lower()
+                raise StrategyError(f"{name}: {field.name} is {value}, but must be {known}")
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         """The next parameter and its next state; `step` is 1 at the first update, a float64."""
@@ -55,6 +67,11 @@ class Momentum(Optimizer):
     nesterov: bool = False
 
     slots: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise StrategyError("momentum: nesterov needs a momentum above 0")
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         g = self._decayed(p, g)

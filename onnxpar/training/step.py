@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.trained import Trained
 from onnxpar.grad.value import Builder, Value
 from onnxpar.model import Model
-from onnxpar.step import METADATA, SEED, Slot, Step
+from onnxpar.step import EVALUATION, METADATA, SEED, Slot, Step
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
 from onnxpar.training.optimizers import Optimizer
 
@@ -30,6 +30,10 @@ class StepOptions:
 
     optimizer: Optimizer | None
     clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise StrategyError(f"clip_norm {self.clip_norm}: must be above 0")
 
 
 def make_step(model: Model, loss: LossOptions, options: StepOptions) -> list[Trained]:
@@ -43,7 +47,10 @@ def make_step(model: Model, loss: LossOptions, options: StepOptions) -> list[Tra
     graph.outputs = []
     add_output(graph, back.loss, step.loss)
     _Update(graph, step, options, back).run()
-    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    for name, value in back.evaluated.items():
+        step.evaluation.append(f"{EVALUATION}.{name}")
+        add_output(graph, value, step.evaluation[-1])
+    graph.cleanup(remove_unused_graph_inputs=False)
     model.step = step
     model.header.metadata_props.add(key=METADATA, value=step.text())
     return back.trained

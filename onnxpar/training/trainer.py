@@ -15,7 +15,7 @@ from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.bundle import Bundle, NodeArg
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import InferenceSession
-from onnxpar.step import Step
+from onnxpar.step import EVALUATION, Step
 from onnxpar.training.checkpoint import Checkpoint, Progress, begin, finish
 
 Array = npt.NDArray[Any]
@@ -55,6 +55,14 @@ class Trainer:
             feeds[self.spec.seed] = np.asarray(seed, np.int64)
         values = self.session.run(names, feeds, keep_states=True)
         return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+    def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
+        """How good the model is on a batch, as it is used; nothing changes. Errors: InputError,
+        RankError."""
+        names = self.spec.evaluation
+        values = self.session.run(names, batch)
+        start = len(EVALUATION) + 1
+        return {name[start:]: float(v) for name, v in zip(names, values, strict=True)}
 
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
         """Writes a checkpoint into a folder of them: each rank its own parts, all or nothing."""

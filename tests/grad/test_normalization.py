@@ -82,7 +82,7 @@ def test_a_norm_of_zeros_has_no_gradient(power):
     ],
 )
 def test_half_precision(op, attrs, opset):
-    """Of numbers whose squares it cannot hold."""
+    """As good as its type can hold, also of numbers whose squares it cannot."""
     x = np.random.default_rng(0).normal(0, 1000, (4, 4, 4)).round()
     count = {"BatchNormalization": 4, "RMSNormalization": 1}.get(op, 2)
     operands = [x, *[(4,)] * min(count, 3)]

@@ -128,9 +128,7 @@ def weight(folder: Path) -> Array:
 def test_five_steps(case: str, tmp_path: Path) -> None:
     """With a learning rate of its own for each."""
     name, options, advance = CASES[case]
-    told, step = run_unsplit(
-        write_step(TEXT, tmp_path, "mse", name, **options), feeds(), RATES
-    )
+    told, step = run_unsplit(write_step(TEXT, tmp_path, "mse", name, **options), feeds(), RATES)
     assert [s.kind for s in step.parameters] == ["parameter"]
     w, state = weight(tmp_path), {}
     for t, (batch, rate, got) in enumerate(zip(feeds(), RATES, told, strict=True), 1):
@@ -140,9 +138,44 @@ def test_five_steps(case: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(got["w.next"], w, rtol=1e-10, err_msg=f"step {t}")
 
 
-TORCH = {
-    # torch.optim, of w = [[1, -2], [3, 0.5], [-1, 2]] and three gradients of mse; lr 0.1
+TORCH: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "sgd": (
+        {"weight_decay": 0.1},
+        [0.816983785, -1.39530307, 2.4156759, -0.319276618, -1.0449424, 0.910667941],
+    ),
+    "momentum": (
+        {"weight_decay": 0.1, "momentum": 0.5, "nesterov": True},
+        [0.709325353, -0.982571098, 2.08710596, -0.657323137, -0.984164188, 0.55712188],
+    ),
+    "adam": (
+        {"weight_decay": 0.1},
+        [0.710500739, -1.70059951, 2.70190547, 0.201091996, -1.18787811, 1.70105131],
+    ),
+    "adamw": (
+        {"weight_decay": 0.3},
+        [0.635967008, -1.53527438, 2.45066124, 0.166848695, -1.11481861, 1.5360614],
+    ),
+    "adagrad": (
+        {"weight_decay": 0.1},
+        [0.800703536, -1.77569657, 2.78085972, 0.278259243, -1.09500809, 1.77805528],
+    ),
 }
+"""What torch.optim's classes make of w in three steps of mse at a learning rate of 0.1."""
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_three_steps_of_torch(name: str, tmp_path: Path) -> None:
+    options, expected = TORCH[name]
+    text = """linear (double[4,3] x) => (double[4,2] y)
+    <double[3,2] v = {1, -2, 3, 0.5, -1, 2}> { y = MatMul(x, v) }"""
+    batch = {
+        "x": np.array([[1, 2, 3], [-1, 0.5, 2], [0, 1, -1], [2, -1, 1]]),
+        "target": np.array([[1.0, 0], [0, 1], [2, -1], [-1, 1]]),
+    }
+    told, _ = run_unsplit(
+        write_step(text, tmp_path, "mse", name, **options), [batch] * 3, [0.1] * 3
+    )
+    np.testing.assert_allclose(told[-1]["v.next"].reshape(-1), expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("most", [0.5, 1e3])

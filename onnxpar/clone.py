@@ -1,0 +1,71 @@
+"""Parts of a graph: the nodes that some outputs need, and copies of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.subgraphs import captured
+
+
+def clone_nodes(
+    nodes: Iterable[gs.Node], rename: Callable[[str], str] = lambda name: name
+) -> tuple[list[gs.Node], dict[int, gs.Tensor]]:
+    """Copies of nodes and of the tensors that they make, under other names; returns them, and the
+    copy of each tensor by the identity of the original. What else the nodes read is shared."""
+    copies: dict[int, gs.Tensor] = {}
+    return [_clone(node, rename, copies) for node in nodes], copies
+
+
+def _clone(
+    node: gs.Node, rename: Callable[[str], str], copies: dict[int, gs.Tensor]
+) -> gs.Node:
+    inputs = [copies.get(id(t), t) for t in node.inputs]
+    attrs = {key: _attribute(value, rename, copies) for key, value in node.attrs.items()}
+    outputs = [_tensor(t, rename, copies) for t in node.outputs]
+    copy = gs.Node(node.op, rename(node.name), attrs, inputs, outputs, node.domain)
+    copy.onnx_source = vars(node).get("onnx_source")
+    return copy
+
+
+def _attribute(
+    value: Any, rename: Callable[[str], str], copies: dict[int, gs.Tensor]
+) -> Any:
+    if not isinstance(value, gs.Graph):
+        return value
+    inputs = [_tensor(t, rename, copies) for t in value.inputs]
+    nodes = [_clone(node, rename, copies) for node in value.nodes]
+    outputs = [copies.get(id(t), t) for t in value.outputs]
+    copy = gs.Graph(
+        nodes,
+        inputs,
+        outputs,
+        value.name,
+        opset=value.opset,
+        import_domains=value.import_domains,
+        ir_version=value.ir_version,
+    )
+    return copy
+
+
+def _tensor(
+    tensor: gs.Tensor, rename: Callable[[str], str], copies: dict[int, gs.Tensor]
+) -> gs.Tensor:
+    if not tensor.name:
+        return gs.Variable.empty()
+    copy = gs.Variable(rename(tensor.name), tensor.dtype, tensor.shape)
+    copies[id(tensor)] = copy
+    return copy
+
+
+def needed(graph: gs.Graph, outputs: Collection[str]) -> list[gs.Node]:
+    """The nodes that these outputs are computed by, in order."""
+    wanted = set(outputs)
+    found = []
+    for node in reversed(graph.nodes):
+        if any(t.name in wanted for t in node.outputs if t.name):
+            wanted |= {t.name for t in node.inputs} | {t.name for t, _, _ in captured(node)}
+            found.append(node)
+    return found[::-1]

@@ -1,0 +1,35 @@
+"""A model as it is used, beside the same as it is trained."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.clone import clone_nodes
+from onnxpar.subgraphs import all_nodes
+from onnxpar.training.draws import is_off
+
+
+def copy_for_use(graph: gs.Graph, takes_statistics: bool) -> dict[str, gs.Tensor] | None:
+    """Appends copies of a model's nodes in which Dropout hands on what it gets and batch-norm uses
+    its running statistics; returns the copies' outputs by name, None where the model has nothing
+    that training does otherwise (`takes_statistics`: each BatchNormalization will)."""
+    if not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
+        return None
+    copies, tensors = clone_nodes(list(graph.nodes), lambda name: f"evaluation/{name}")
+    inner = gs.Graph(copies, opset=graph.opset)
+    for node in all_nodes(inner):
+        if node.op == "Dropout":
+            while len(node.inputs) > 2:
+                node.inputs.pop()
+        elif node.op == "BatchNormalization":
+            node.attrs["training_mode"] = 0
+            while len(node.outputs) > 1:
+                node.outputs.pop()
+    graph.nodes.extend(copies)
+    return {t.name: tensors.get(id(t), t) for t in graph.outputs}
+
+
+def _differs(node: gs.Node, takes_statistics: bool) -> bool:
+    if node.op == "BatchNormalization":
+        return takes_statistics or bool(node.attrs.get("training_mode"))
+    return node.op == "Dropout" and not is_off(node)

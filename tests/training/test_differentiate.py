@@ -1,0 +1,101 @@
+"""differentiate, as a pass among others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+from small_models import HEAD
+from training.steps import LINEAR, MLP, write_model
+
+from onnxpar import pipeline
+from onnxpar.cli import main
+from onnxpar.errors import StrategyError
+from onnxpar.mesh import Mesh
+from onnxpar.model import Model
+from onnxpar.pass_list import parse_passes
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.pipeline import Options
+from onnxpar.text import graph_text
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TEXT = """mlp (float[4,3] x) => (float[4,2] y)
+<float[3,2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {1, 2}, float[2,2] v = {1, 2, 3, 4}>
+{ h = Gemm(x, w, b)  r = Relu(h)  y = MatMul(r, v) }"""
+PASSES = (
+    "differentiate{loss=mse},annotate-strategy,propagate-layouts,insert-collectives,fuse-all-reduces,"
+    "localize-ops"
+)
+
+
+def test_golden(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The loss and the gradients of all weights are pending over the batch: one all-reduce."""
+    path = tmp_path / "mlp.onnx"
+    onnx.save(onnx.parser.parse_model(HEAD + TEXT), path)
+    options = Options(mesh=Mesh.parse("dp=2"), preset="data-parallel")
+    model = pipeline.load_model(path, options, for_training=True)
+    ctx = pipeline.make_context(model, options)
+    shown: list[str] = []
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        shown.append(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
+
+    pipeline.run_passes(model, ctx, parse_passes(PASSES), watch, check=True)
+    found = "\n".join(text for text in shown if not text.startswith("// behind annotate"))
+    golden = GOLDEN / "gradients.onnxtxt"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(found)
+    assert found == golden.read_text(), "review with --update-golden and git diff"
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_model(MLP, tmp_path))
+    how = ["--devices", "2", "--preset", "data-parallel"]
+    passes = "differentiate,propagate-layouts,insert-collectives,fuse-all-reduces{by=size}"
+    assert main(["opt", path, *how, "--passes", passes, "--dump", str(tmp_path / "dump")]) == 0
+    assert sorted(p.name for p in (tmp_path / "dump").iterdir()) == [
+        "01-differentiate.onnxtxt",
+        "02-annotate-strategy.onnxtxt",
+        "03-propagate-layouts.onnxtxt",
+        "04-insert-collectives.onnxtxt",
+        "05-fuse-all-reduces.onnxtxt",
+    ]
+    before, after = (
+        (tmp_path / "dump" / f"{name}.onnxtxt").read_text().count("onnxpar.AllReduce")
+        for name in ("04-insert-collectives", "05-fuse-all-reduces")
+    )
+    assert before > after >= 1
+    capsys.readouterr()
+    chosen = "differentiate{params=w3,loss=mse}"
+    assert main(["opt", path, *how, "--passes", chosen]) == 0
+    shown = capsys.readouterr().out
+    assert "w3.grad" in shown and "w1.grad" not in shown and "target" in shown
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ("differentiate{params=v}", "--params v: matches no weight"),
+        ("differentiate{loss=hinge}", "'hinge': is neither"),
+        ("differentiate{output=z}", "output 'z': the model has y"),
+        ("differentiate{rate=1}", "rate"),
+    ],
+)
+def test_options_that_do_not_fit(
+    passes: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_model(LINEAR, tmp_path))
+    assert main(["opt", path, "--devices", "2", "--passes", passes]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_open_sizes_are_refused(tmp_path: Path) -> None:
+    path = write_model(LINEAR.replace("4,", "n,"), tmp_path)
+    options = Options(devices=2, preset="data-parallel")
+    model = pipeline.load_model(path, options, for_training=True)
+    ctx = pipeline.make_context(model, options)
+    with pytest.raises(Exception, match=r"sizes are open \(n\); bind them with --dim") as caught:
+        pipeline.run_passes(model, ctx, parse_passes("differentiate"))
+    assert not isinstance(caught.value, StrategyError)
