@@ -255,6 +255,7 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
 def _add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument("par", metavar="step.par", help="a sharded training step")
     to.add_argument("--data", required=True, metavar="NPZ", help="arrays of samples, by input name")
+    to.add_argument("--eval", metavar="NPZ", help="the same of samples to evaluate each epoch on")
     to.add_argument(
         "--batch", type=int, metavar="N", help="samples of a step: what it was made for"
     )

@@ -19,9 +19,7 @@ def clone_nodes(
     return [_clone(node, rename, copies) for node in nodes], copies
 
 
-def _clone(
-    node: gs.Node, rename: Callable[[str], str], copies: dict[int, gs.Tensor]
-) -> gs.Node:
+def _clone(node: gs.Node, rename: Callable[[str], str], copies: dict[int, gs.Tensor]) -> gs.Node:
     inputs = [copies.get(id(t), t) for t in node.inputs]
     attrs = {key: _attribute(value, rename, copies) for key, value in node.attrs.items()}
     outputs = [_tensor(t, rename, copies) for t in node.outputs]
@@ -30,9 +28,7 @@ def _clone(
     return copy
 
 
-def _attribute(
-    value: Any, rename: Callable[[str], str], copies: dict[int, gs.Tensor]
-) -> Any:
+def _attribute(value: Any, rename: Callable[[str], str], copies: dict[int, gs.Tensor]) -> Any:
     if not isinstance(value, gs.Graph):
         return value
     inputs = [_tensor(t, rename, copies) for t in value.inputs]

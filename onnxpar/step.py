@@ -39,7 +39,8 @@ class Step:
     """What the ports of a training step are; `seed` is there where it draws random numbers.
 
     `evaluation` are outputs that tell how good the model is when it is used, which no update needs:
-    they can be computed alone.
+    they can be computed alone. `gradients` are the tensors of the graph that are the gradients of
+    the loss, by parameter.
     """
 
     loss: str = "loss"
@@ -49,6 +50,7 @@ class Step:
     metrics: list[str] = field(default_factory=list)
     evaluation: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
+    gradients: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """As the metadata has it."""

@@ -71,12 +71,13 @@ def train(args: argparse.Namespace) -> int:
     )
     with Trainer(args.par, timeout=args.timeout, log_dir=None if rank else logs) as trainer:
         data = Data.read(args.data, trainer.data)
+        held_out = Data.read(args.eval, trainer.data) if args.eval else None
         _check_batch(args, data)
         if not trainer.leads:
-            deque(records(trainer, data, run), maxlen=0)
+            deque(records(trainer, data, run, held_out), maxlen=0)
             return 0
         logs.mkdir(parents=True, exist_ok=True)
-        _follow(trainer, data, run, logs)
+        _follow(trainer, data, run, held_out, logs)
     return 0
 
 
@@ -88,7 +89,7 @@ def _check_batch(args: argparse.Namespace, data: Data) -> None:
         )
 
 
-def _follow(trainer: Trainer, data: Data, run: Run, logs: Path) -> None:
+def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs: Path) -> None:
     """Prints each step's loss, and leaves the metrics and a picture in the folder of logs."""
     metrics = logs / "metrics.jsonl"
     total = run.epochs * data.batches
@@ -99,11 +100,15 @@ def _follow(trainer: Trainer, data: Data, run: Run, logs: Path) -> None:
         metrics.open("a" if run.resume else "w", encoding="utf-8") as sink,
         tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar,
     ):
-        for record in records(trainer, data, run):
+        for record in records(trainer, data, run, held_out):
             bar.update(record.total - bar.n)
             loss = record.values[trainer.spec.loss]
             bar.write(f"epoch: {record.epoch} step: {record.step}, loss is {loss:.6g}", sys.stdout)
             row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
+            if record.evaluation is not None:
+                row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
+                told = ", ".join(f"{n} is {v:.6g}" for n, v in record.evaluation.items())
+                bar.write(f"epoch: {record.epoch} evaluation: {told}", sys.stdout)
             json.dump({**row, **record.values, "seconds": round(record.seconds, 6)}, sink)
             sink.write("\n")
             sink.flush()

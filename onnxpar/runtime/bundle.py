@@ -180,6 +180,11 @@ class Bundle:
         """Outputs that a program of their own computes."""
         return frozenset(self.step.evaluation if self.step else ())
 
+    @property
+    def not_evaluated(self) -> frozenset[str]:
+        """Inputs that such a program does not read."""
+        return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())
+
     def rank_file(self, rank: int, program: str = "") -> Path:
         """The graph of a rank, or of one of its other programs. Errors: ModelError where the folder
         lacks it."""

@@ -89,7 +89,8 @@ class Session:
         keep_states = keep_states and not apart
         with self._lock:
             self._ranks.check_usable()
-            feeds = check_feeds(self._bundle, input_feed, self._kept)
+            known = {*self._kept, *(bundle.not_evaluated if apart else ())}
+            feeds = check_feeds(bundle, input_feed, known)
             sizes = self._sizes(feeds)
             fetch = list(dict.fromkeys(names))
             request = Request(fetch, keep_states, run_spec(run_options), sizes)

@@ -40,7 +40,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """One step: numbers of epoch and step, from 1, and what it told."""
+    """One step: numbers of epoch and of the step in it, from 1, the steps in all, and what it
+    told."""
 
     epoch: int
     step: int
@@ -48,10 +49,14 @@ class Record:
     rate: float
     seconds: float
     values: dict[str, float]
+    evaluation: dict[str, float] | None = None
 
 
-def records(trainer: Trainer, data: Data, run: Run) -> Iterator[Record]:
-    """Trains, and tells of each step behind it. Errors: InputError, ModelError, RankError."""
+def records(
+    trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
+) -> Iterator[Record]:
+    """Trains, and tells of each step behind it; behind the last of an epoch also how good the model
+    is on data that is held out. Errors: InputError, ModelError, RankError."""
     if run.epochs < 1:
         raise InputError(f"{run.epochs} epochs: at least 1")
     rate = Rate(run.rate, run.epochs * data.batches, run.schedule, run.warmup)
@@ -70,7 +75,17 @@ def records(trainer: Trainer, data: Data, run: Run) -> Iterator[Record]:
                 done = i + 1 == data.batches
                 at = Progress(total, epoch + done, 0 if done else i + 1, run.seed)
                 trainer.save(run.checkpoint, at)
-            yield Record(epoch + 1, i + 1, total, rate.at(total - 1), seconds, values)
+            evaluation = None
+            if held_out is not None and i + 1 == data.batches:
+                evaluation = evaluate(trainer, held_out)
+            at_rate = rate.at(total - 1)
+            yield Record(epoch + 1, i + 1, total, at_rate, seconds, values, evaluation)
+
+
+def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
+    """How good the model is on whole batches of data: means over them, by metric."""
+    told = [trainer.evaluate(batch) for batch in data.epoch(0, None)]
+    return {name: sum(t[name] for t in told) / len(told) for name in told[0]}
 
 
 def _start(trainer: Trainer, run: Run) -> Progress:

@@ -44,6 +44,7 @@ def make_step(model: Model, loss: LossOptions, options: StepOptions) -> list[Tra
     names = {t.name for t in (*back.parameters, *(before for before, _ in back.running))}
     fed = [t.name for t in graph.inputs if t.name not in names]
     step = Step(data=[name for name in fed if name != SEED], seed=SEED if SEED in fed else None)
+    step.gradients = {name: g.tensor.name for name, g in back.gradients.items()}
     graph.outputs = []
     add_output(graph, back.loss, step.loss)
     _Update(graph, step, options, back).run()
