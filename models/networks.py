@@ -159,7 +159,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(rows, width)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
-        self.mix = nn.Linear(seq, seq)
+        self.mix = nn.Linear(seq, seq, bias=False)
         self.experts = Experts(width=width, **experts)
         self.head = nn.Linear(width, classes)
 

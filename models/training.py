@@ -16,6 +16,8 @@ SAMPLES = 8
 """How many elements of each gradient are kept, besides the largest."""
 JOLT, STEADY = 1e-6, 1e-4
 """Where weights are moved by this much of themselves, gradients move by less than that."""
+ROUNDED = 2e-5
+"""How far gradients in float32 may be from those in float64."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def steady_batch(model: Architecture, case: Case) -> Batch:
     def is_steady(batch: Batch) -> bool:
         _, still = gradients(model, case, batch, torch.float64)
         _, moved = gradients(model, case, batch, torch.float64, JOLT)
-        return distance(moved, still) < STEADY
+        _, rounded = gradients(model, case, batch, torch.float32)
+        return distance(moved, still) < STEADY and distance(rounded, still) < ROUNDED
 
     batches = (draw(model, case, seed) for seed in itertools.count(SEED))
     return next(batch for batch in batches if is_steady(batch))

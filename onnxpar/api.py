@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def shard(
     strict: bool = False,
     verify: bool = False,
     configuration: str | None = None,
+    compression: str | None = None,
 ) -> Plan:
     """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
 
@@ -39,9 +41,12 @@ def shard(
     strict    an op that stays whole is an error
     verify    check the invariants between passes
     configuration  which multi-device annotations of the model to follow, or "none"
+    compression    how gradients of a training step travel: float16, bfloat16 or 2bit:THRESHOLD
     Errors: OnnxparError, naming what is wrong and the remedy; nothing is left half-written.
     """
-    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
+    options = _options(
+        devices, mesh, preset, strategy, dims, states, strict, verify, configuration, compression
+    )
     return pipeline.shard(Path(model), Path(output), options)
 
 
@@ -57,9 +62,12 @@ def make_plan(
     strict: bool = False,
     verify: bool = False,
     configuration: str | None = None,
+    compression: str | None = None,
 ) -> Plan:
     """What `shard` would do with the same options; nothing is written."""
-    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
+    options = _options(
+        devices, mesh, preset, strategy, dims, states, strict, verify, configuration, compression
+    )
     return pipeline.plan(Path(model), options)[0]
 
 
@@ -93,6 +101,7 @@ def _options(
     strict: bool,
     verify: bool,
     configuration: str | None,
+    compression: str | None = None,
 ) -> Options:
     if isinstance(mesh, str):
         mesh = Mesh.parse(mesh)
@@ -100,4 +109,5 @@ def _options(
         strategy = Strategy.of(strategy)
     elif strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.read(os.fspath(strategy))
-    return Options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
+    made = Options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
+    return replace(made, compression=compression)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
@@ -17,6 +17,8 @@ from onnxpar.search.cost import step_seconds
 from onnxpar.subgraphs import captured
 
 Kind = tuple[object, ...]
+BUCKET_BYTES = 64 << 20
+"""Bytes per rank that are reduced together by default."""
 Wanted = Mapping[str, object]
 """What all-reduces are for, by name; only those for the same are fused."""
 
@@ -105,29 +107,52 @@ def fuse_all_reduces(
     `members`, the (before, after) layouts of its operands. `sizes` are bytes by node, kept from an
     earlier call for the same nodes; a bucket begins at each of `first`.
     """
+    fused = [
+        nodes
+        for nodes in independent_groups(
+            graph,
+            lambda node: _kind(node, wanted) if _is_all_reduce(node) else None,
+            lambda node: _size(node, mesh, sizes),
+            bucket_bytes,
+            first,
+        )
+        if len(nodes) > 1
+    ]
+    for nodes in fused:
+        graph.nodes.append(_fuse(nodes))
+    if fused:
+        gone = {id(node) for nodes in fused for node in nodes}
+        graph.nodes = [node for node in graph.nodes if id(node) not in gone]
+        schedule(graph)
+    return bool(fused)
+
+
+def independent_groups(
+    graph: gs.Graph,
+    kind: Callable[[gs.Node], Kind | None],
+    size: Callable[[gs.Node], int],
+    limit: int,
+    first: Collection[str] = (),
+) -> list[list[gs.Node]]:
+    """Groups of nodes of one kind that do not wait for each other, each up to `limit` in size, in
+    graph order; nodes of no kind are in none. A group begins at each of `first`."""
     open_buckets: dict[Kind, _Bucket] = {}
     full: list[_Bucket] = []
     for node in graph.nodes:
-        if _is_all_reduce(node):
-            size, kind = _size(node, mesh, sizes), _kind(node, wanted)
-            bucket = open_buckets.setdefault(kind, _Bucket())
-            if node.name in first or not bucket.takes(node, size, bucket_bytes):
+        of = kind(node)
+        if of is not None:
+            more = size(node)
+            bucket = open_buckets.setdefault(of, _Bucket())
+            if node.name in first or not bucket.takes(node, more, limit):
                 full.append(bucket)
-                bucket = open_buckets[kind] = _Bucket()
+                bucket = open_buckets[of] = _Bucket()
             bucket.nodes.append(node)
-            bucket.size += size
+            bucket.size += more
             bucket.behind |= {t.name for t in node.outputs}
         for bucket in open_buckets.values():
             if any(t.name in bucket.behind for t in _read(node)):
                 bucket.behind |= {t.name for t in node.outputs}
-    fused = [b for b in [*full, *open_buckets.values()] if len(b.nodes) > 1]
-    for bucket in fused:
-        graph.nodes.append(_fuse(bucket.nodes))
-    if fused:
-        gone = {id(node) for bucket in fused for node in bucket.nodes}
-        graph.nodes = [node for node in graph.nodes if id(node) not in gone]
-        schedule(graph)
-    return bool(fused)
+    return [bucket.nodes for bucket in (*full, *open_buckets.values()) if bucket.nodes]
 
 
 def _read(node: gs.Node) -> list[gs.Tensor]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar import commands, training_commands
+from onnxpar.compression import THRESHOLD
 from onnxpar.errors import OnnxparError
+from onnxpar.manual import MANUAL
 from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
 from onnxpar.passes.fuse_all_reduces import FUSIONS
@@ -197,6 +199,13 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         "steps), as many as computing hides, or none",
     )
     to.add_argument("--bucket-mb", type=float, metavar="X", help="that size; default: 64")
+    to.add_argument(
+        "--compression",
+        metavar="KIND",
+        help="how gradients of a training step travel: float16 or bfloat16, added up in float32; "
+        f"2bit:T, of which a rank sends T, 0 or -T and keeps the rest for the next step (T is "
+        f"{THRESHOLD} by default: about what gradients are); none",
+    )
     to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
 
 
@@ -242,6 +251,13 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         "--groups", type=int, metavar="N", help="parts of the batch: number of hosts, or of ranks"
     )
     to.add_argument("--clip-norm", type=float, metavar="X", help="most that all gradients' norm is")
+    to.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="K",
+        help="batches of the model's size that a step takes, one after the other",
+    )
     for name, what in (
         ("params", "train the weights of these names, not those that are found"),
         ("frozen", "leave out the weights of these names"),
@@ -249,6 +265,19 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=what)
     to.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+    )
+    to.add_argument(
+        "--preset",
+        choices=[MANUAL],
+        help="the model is one rank's program, and so is the step: it takes the mean loss of all "
+        "ranks, and sums the gradients of what ranks hold alike",
+    )
+    to.add_argument("--devices", type=int, metavar="N", help="of a manual program: ranks")
+    to.add_argument("--mesh", type=_mesh, metavar="dp=2,tp=4", help="or named axes")
+    to.add_argument(
+        "--strategy",
+        metavar="FILE",
+        help="YAML: mesh, and tensors that are dealt; the rest is whole",
     )
 
 

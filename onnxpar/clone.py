@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -11,11 +11,14 @@ from onnxpar.subgraphs import captured
 
 
 def clone_nodes(
-    nodes: Iterable[gs.Node], rename: Callable[[str], str] = lambda name: name
+    nodes: Iterable[gs.Node],
+    rename: Callable[[str], str] = lambda name: name,
+    instead: Mapping[int, gs.Tensor] | None = None,
 ) -> tuple[list[gs.Node], dict[int, gs.Tensor]]:
     """Copies of nodes and of the tensors that they make, under other names; returns them, and the
-    copy of each tensor by the identity of the original. What else the nodes read is shared."""
-    copies: dict[int, gs.Tensor] = {}
+    copy of each tensor by the identity of the original. What else the nodes read is shared, but for
+    tensors that others are given `instead` of, by identity."""
+    copies: dict[int, gs.Tensor] = dict(instead or {})
     return [_clone(node, rename, copies) for node in nodes], copies
 
 

@@ -39,7 +39,7 @@ from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
-from onnxpar.training.compare import compare_training
+from onnxpar.training.compare import compare_training, judge_compressed
 from onnxpar.training.data import Data
 from onnxpar.training.trainer import Trainer
 
@@ -130,6 +130,8 @@ def check(args: argparse.Namespace) -> int:
                 report = compare_replicas(session, feeds)
             else:
                 report = compare(args.model, session, feeds)
+    if made.step is not None:
+        report = judge_compressed(report, made.step)
     _print_plan(made)
     print()
     nothing = "no output is held by several ranks, so there is nothing to compare"
@@ -215,6 +217,7 @@ def _options(args: argparse.Namespace) -> Options:
         configuration=args.configuration,
         fusion=args.fusion,
         bucket_bytes=None if args.bucket_mb is None else int(args.bucket_mb * (1 << 20)),
+        compression=args.compression,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,9 @@ _LENT = "com.microsoft"
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """What shapes are computed from."""
 
+InferTypes = Callable[[onnx.ModelProto, Collection[str]], None]
+"""Declares the types of a model in place, of which so many inputs have default values."""
+
 
 @dataclass
 class Model:
@@ -81,7 +84,7 @@ def load(
     dims: Mapping[str, int] | None = None,
     states: Iterable[tuple[str, str]] = (),
     least: int = 2,
-    infer_types: Callable[[onnx.ModelProto], None] | None = None,
+    own_types: Callable[[Step | None], InferTypes | None] = lambda step: None,
     for_training: bool = False,
 ) -> Model:
     """Reads a model and makes it ready for passes.
@@ -90,7 +93,7 @@ def load(
     states  (input, output) pairs that are fed back; caches that grow by Concat are found by
             themselves
     least   a size that open dimensions should be imagined to have at least
-    infer_types  declares types in place, where the nodes of the model are no global program
+    own_types  of a training step or None: what declares types, where it is no global program
     for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
@@ -123,8 +126,10 @@ def load(
         return graph
 
     sizes = None
+    step = Step.of(header)
+    infer_types = own_types(step)
     if infer_types is not None:
-        infer_types(proto)
+        infer_types(proto, defaults)
         graph = prepare(proto)
     elif open_dims:
         sizes = infer_open(proto, open_dims, least, prepare)
@@ -132,7 +137,6 @@ def load(
     else:
         infer(proto, keep_weights=for_training)
         graph = prepare(proto)
-    step = Step.of(header)
     handed = [(s.input, s.output) for s in step.slots] if step else []
     pairs = _find_states(graph, [*handed, *states])
     return Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step)

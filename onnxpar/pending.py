@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.factors import OpFactors
+from onnxpar.accumulators import Accumulator, accumulators
+from onnxpar.factors import Links, OpFactors
 from onnxpar.layout import ReduceOp
 from onnxpar.mesh import Axes, parts_over
 from onnxpar.plan import part_bytes
@@ -42,7 +43,8 @@ class _Choice:
 
 @dataclass
 class Pending:
-    """The decision: results that stay pending, and operands that are read pending."""
+    """The decision: results that stay pending, what bodies are handed and hand back so, and operands
+    that are read pending."""
 
     sharding: Sharding
     results: dict[str, tuple[Axes, ReduceOp]] = field(default_factory=dict)
@@ -55,6 +57,12 @@ class Pending:
         own, own_reduce = self.sharding.pending(op)
         if own and index in op.rule.additive:
             axes, reduce = own, own_reduce
+        return Placement(base.leaves, axes, reduce)
+
+    def handed(self, op: OpFactors, tensor: gs.Tensor, links: Links) -> Placement:
+        """How a body is handed a tensor, or hands it back."""
+        base = self.sharding.operand_placement(op, links)
+        axes, reduce = self.results.get(f"{op.node.name}::{tensor.name}", ((), "sum"))
         return Placement(base.leaves, axes, reduce)
 
     def result(self, op: OpFactors, index: int) -> Placement:
@@ -91,7 +99,9 @@ class _Chooser:
         return self.decided
 
     def _consider(self, op: OpFactors) -> None:
-        if len([t for t in op.node.outputs if t.name in self.sharding.tensors]) != 1:
+        for sum_ in accumulators(op.node) if op.bodies else ():
+            self._carry(op, sum_)
+        if op.bodies or len([t for t in op.node.outputs if t.name in self.sharding.tensors]) != 1:
             return
         result = op.node.outputs[0]
         own, reduce = self.sharding.pending(op)
@@ -110,6 +120,32 @@ class _Chooser:
         best.through = reduced_here < reduced_first * 0.999
         best.reduce = min(reduced_here, reduced_first)
         self.choices[result.name] = best
+
+    def _carry(self, op: OpFactors, carried: Accumulator) -> None:
+        """Lets a loop carry a sum whose terms are pending: it is reduced once, behind the loop."""
+        add = self.sharding.factors.op(carried.add.name)
+        term = self._operand(add, carried.term)
+        used = [a for over in self.sharding.op_axes(add) for a in over]
+        placement = self.sharding.operand_placement(op, op.outputs[carried.result])
+        used += [a for over in placement.leaves for a in over]
+        if term is None or term.op != "sum" or overlaps(term.axes, used):
+            return
+        if any(t.name not in self.sharding.tensors for t in carried.tensors(op.node)):
+            return
+        pending = (term.axes, term.op)
+        result = op.node.outputs[carried.result]
+        self._keep(self.sharding.factors.op(carried.add.inputs[carried.term].inputs[0].name), term)
+        for i in (0, 1):
+            self.decided.operands[add.node.name, i] = pending
+        self.decided.operands[op.node.name, carried.operand] = pending
+        self.decided.results[carried.back.name] = pending
+        for tensor in (carried.given, carried.back):
+            self.decided.results[f"{op.node.name}::{tensor.name}"] = pending
+        self.decided.results[result.name] = pending
+        size = part_bytes(result, self.sharding.layout(result, placement), self.sharding.mesh)
+        seconds = step_seconds("AllReduce", parts_over(term.axes), size)
+        choice = _Choice(op.graph, term.axes, term.op, 0.0, seconds, through=False)
+        self.choices[result.name] = choice
 
     def _groups(self, op: OpFactors) -> list[tuple[frozenset[int], bool]]:
         linear = [(group, True) for group in op.rule.linear]

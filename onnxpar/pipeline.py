@@ -8,19 +8,23 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onnxpar.annotated_strategy import annotated_mesh
 from onnxpar.annotations import Configuration, choose_configuration
+from onnxpar.buckets import BUCKET_BYTES
+from onnxpar.compression import NONE
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.mesh import Mesh
-from onnxpar.model import Model, load
+from onnxpar.model import InferTypes, Model, load
 from onnxpar.open_ports import open_ports
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
-from onnxpar.passes.fuse_all_reduces import BUCKET_BYTES, FUSIONS, FuseAllReduces
+from onnxpar.passes.compress_collectives import CompressCollectives
+from onnxpar.passes.fuse_all_reduces import FUSIONS, FuseAllReduces
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.localize_ops import LocalizeOps
@@ -33,6 +37,7 @@ from onnxpar.plan import Plan
 from onnxpar.replay import replay
 from onnxpar.search.presets import choose_preset, preset_mesh
 from onnxpar.sharding import Sharding
+from onnxpar.step import Step
 from onnxpar.strategy import Strategy
 from onnxpar.summary import summarize
 from onnxpar.verify import verify
@@ -42,13 +47,14 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
     PropagateLayouts,
     InsertCollectives,
+    CompressCollectives,
     FuseAllReduces,
     LocalizeOps,
     SplitPrograms,
     OrderCollectives,
 )
 """Everything between load and split-ranks."""
-MANUAL_PASSES: tuple[type[Pass], ...] = (KeepCollectives, OrderCollectives)
+MANUAL_PASSES: tuple[type[Pass], ...] = (KeepCollectives, SplitPrograms, OrderCollectives)
 """The same for a model that is each rank's program already."""
 
 Watch = Callable[[Pass, Model, PassContext], None]
@@ -70,11 +76,12 @@ class Options:
     replicas: bool = False
     fusion: str | None = None
     bucket_bytes: int | None = None
+    compression: str | None = None
 
 
 def make_context(model: Model, options: Options) -> PassContext:
     """Analyses the model and settles the mesh and the preset. Errors: StrategyError."""
-    manual = _manual(options)
+    manual = manual_of(options, model.step)
     if manual is not None:
         nothing = Sharding.open(manual.mesh, GraphFactors({}, []))
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
@@ -118,11 +125,20 @@ def _wanted_mesh(options: Options) -> Mesh | None:
     return mesh
 
 
-def _manual(options: Options) -> Manual | None:
-    """How a manual program's tensors are dealt; None for any other preset."""
+def manual_of(options: Options, step: Step | None = None) -> Manual | None:
+    """How a manual program's tensors are dealt; None for any other preset. Errors: StrategyError
+    where a training step says otherwise."""
+    deal = step.deal if step is not None else None
     if options.preset != MANUAL:
+        if deal is not None:
+            raise StrategyError("the training step is a program per rank: give --preset manual")
         return None
     mesh = _wanted_mesh(options)
+    if deal is not None:
+        own = Mesh.of((name, size) for name, size in deal.mesh)
+        if mesh not in (None, own) or options.devices not in (None, own.size):
+            raise StrategyError(f"the training step was made for the mesh {own}; make another one")
+        return Manual(own, options.strategy or Strategy(), deal)
     if mesh is None and options.devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
     mesh = mesh or preset_mesh(MANUAL, options.devices or 1)
@@ -132,27 +148,37 @@ def _manual(options: Options) -> Manual | None:
 def load_model(path: str | Path, options: Options, for_training: bool = False) -> Model:
     """The model as its preset sees it: a global program, or that of each rank; `for_training` as
     for `load`."""
-    manual = _manual(options)
-    infer_types = manual.infer if manual is not None else None
+
+    def own_types(step: Step | None) -> InferTypes | None:
+        manual = manual_of(options, step)
+        return None if manual is None else partial(manual.infer, for_training=for_training)
+
     least = _devices(options)
     model = load(
         path,
         options.dims,
         options.states,
         least=least,
-        infer_types=infer_types,
+        own_types=own_types,
         for_training=for_training,
     )
-    if manual is not None:
-        model.states = list(options.states)  # what looks like a growing cache may be no pair here
+    if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
+        slots = model.step.slots if model.step is not None else []
+        model.states = [*((slot.input, slot.output) for slot in slots), *options.states]
     return model
 
 
 def passes_of(options: Options, model: Model) -> list[Pass]:
     """The passes between load and split-ranks."""
     if options.preset == MANUAL:
-        return [KeepCollectives(compare_replicas=options.replicas), OrderCollectives()]
-    return [_fusion(options, model) if p is FuseAllReduces else p() for p in DEFAULT_PASSES]
+        if options.compression not in (None, NONE):
+            raise StrategyError("compression: a manual program's collectives stay as they are")
+        return [KeepCollectives(options.replicas), SplitPrograms(), OrderCollectives()]
+    fusion = _fusion(options, model)
+    together = 0 if fusion.by == "none" else fusion.bucket_bytes
+    compression = CompressCollectives(options.compression or NONE, bucket_bytes=together)
+    given: dict[type[Pass], Pass] = {type(p): p for p in (fusion, compression)}
+    return [given.get(p) or p() for p in DEFAULT_PASSES]
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:
@@ -179,10 +205,11 @@ def run_passes(
     """
     plan = None
     for step in passes:
-        step.run(model.graph, ctx)
+        changed = step.run(model.graph, ctx)
         if check:
             verify(model.graph, ctx)
-        if isinstance(step, (InsertCollectives, KeepCollectives)):
+        compressed = changed and isinstance(step, CompressCollectives)
+        if compressed or isinstance(step, (InsertCollectives, KeepCollectives)):
             plan = summarize(model.graph, ctx, model.path.name, ctx.preset)
         if watch:
             watch(step, model, ctx)

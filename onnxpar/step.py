@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import onnx
@@ -14,6 +14,10 @@ METADATA = "onnxpar.training"
 
 EVALUATION = "evaluation"
 """How outputs begin that evaluate, and the program that computes these alone."""
+RESIDUAL = "residual"
+"""The kind of slots that hold what ranks have not sent of a gradient."""
+GRADIENT = ".grad"
+"""Ends the names of outputs that are gradients."""
 SEED = "seed"
 """The input that all random numbers of a step follow from."""
 
@@ -34,23 +38,41 @@ class Slot:
     default: bool = False
 
 
+@dataclass(frozen=True)
+class Deal:
+    """How the tensors of a step that is each rank's own program are dealt over a mesh.
+
+    tensors  an entry for each, as strategies have them
+    like     tensors that are dealt like another one
+    """
+
+    mesh: list[tuple[str, int]]
+    tensors: dict[str, list[Any]]
+    like: dict[str, str]
+
+
 @dataclass
 class Step:
-    """What the ports of a training step are; `seed` is there where it draws random numbers.
+    """What the ports of a training step are; `seed` is there where it draws random numbers. A step
+    takes its batch in so many `turns`, one part after the other.
 
     `evaluation` are outputs that tell how good the model is when it is used, which no update needs:
     they can be computed alone. `gradients` are the tensors of the graph that are the gradients of
-    the loss, by parameter.
+    the loss, by parameter. `deal` is there where the step is each rank's own program,
+    `compression` where gradients travel between ranks otherwise than they are.
     """
 
     loss: str = "loss"
     rate: str = "learning_rate"
     seed: str | None = None
+    turns: int = 1
     data: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     evaluation: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     gradients: dict[str, str] = field(default_factory=dict)
+    deal: Deal | None = None
+    compression: str = ""
 
     def text(self) -> str:
         """As the metadata has it."""
@@ -68,7 +90,13 @@ class Step:
     def from_json(data: Mapping[str, Any]) -> Step:
         """The inverse of `asdict`."""
         slots = [Slot(**slot) for slot in data["slots"]]
-        return Step(**{**data, "slots": slots})
+        deal = Deal(**data["deal"]) if data.get("deal") else None
+        return Step(**{**data, "slots": slots, "deal": deal})
+
+    @property
+    def unsplit(self) -> Step:
+        """The step as it was before ranks had something to keep for themselves."""
+        return replace(self, slots=[s for s in self.slots if s.kind != RESIDUAL])
 
     @property
     def parameters(self) -> list[Slot]:

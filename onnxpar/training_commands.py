@@ -17,10 +17,12 @@ from tqdm import tqdm
 from onnxpar.arguments import dims_of
 from onnxpar.errors import InputError
 from onnxpar.grad.trained import Trained
+from onnxpar.pipeline import Options
 from onnxpar.plan import numpy_dtype
 from onnxpar.report import size_text, table
 from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.step import Step
+from onnxpar.strategy import Strategy
 from onnxpar.training.api import write_step
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.checkpoint import newest
@@ -44,8 +46,12 @@ def grad(args: argparse.Namespace) -> int:
         args.batch_norm,
         args.groups,
     )
-    options = StepOptions(make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm)
-    model, trained = write_step(args.model, Path(args.output), loss, options, dims_of(args.dim))
+    options = StepOptions(
+        make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate
+    )
+    strategy = Strategy.read(args.strategy) if args.strategy else None
+    source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dim))
+    model, trained = write_step(args.model, Path(args.output), loss, options, source)
     assert model.step is not None
     print("\n".join(_trained_lines(trained, model.step)))
     print(f"written to {args.output}")
@@ -84,7 +90,7 @@ def train(args: argparse.Namespace) -> int:
 def _check_batch(args: argparse.Namespace, data: Data) -> None:
     if args.batch not in (None, data.batch):
         raise InputError(
-            f"--batch {args.batch}: the step takes {data.batch} samples at once; write another with "
+            f"--batch {args.batch}: the step takes {data.batch} samples; write another with "
             "`onnxpar grad --dim`"
         )
 

@@ -7,10 +7,11 @@ layouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.accumulators import accumulators
 from onnxpar.collective import DOMAIN
 from onnxpar.factors import OpFactors
 from onnxpar.layout import Concat, Dim, Factor, Layout, leaves
@@ -18,6 +19,9 @@ from onnxpar.mesh import Axis, merge_axes
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import reshards
 from onnxpar.subgraphs import all_nodes, bodies
+
+
+Fail = Callable[[str], None]
 
 
 def verify(graph: gs.Graph, ctx: PassContext) -> None:
@@ -65,9 +69,11 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
     for factor in op.rule.across:
         if not _every_segment(op, factor, held):
             fail(f"only some segments of {factor} are split")
+    carried = _carried(op, layouts, fail)
     for tensor in [t for body in op.bodies for t in (*body.graph.inputs, *body.graph.outputs)]:
-        if tensor.name in layouts and layouts[tensor.name].partial:
+        if tensor.name in layouts and layouts[tensor.name].partial and tensor.name not in carried:
             fail(f"{tensor.name} is pending where it enters or leaves a body")
+    layouts = {name: layout for name, layout in layouts.items() if name not in carried}
     pending = _pending(op, held, layouts, fail)
     for tensor in op.node.outputs:
         layout = layouts.get(tensor.name)
@@ -75,6 +81,19 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
             fail(f"{tensor.name} should be pending over {pending[0]}")
         if layout and pending[0] and layout.reduce != pending[1]:
             fail(f"{tensor.name} should await {pending[1]}")
+
+
+def _carried(op: OpFactors, layouts: dict[str, Layout], fail: Fail) -> set[str]:
+    """Tensors of sums that a loop carries pending, all the way."""
+    found: set[str] = set()
+    for sum_ in accumulators(op.node) if op.bodies else ():
+        names = [t.name for t in sum_.tensors(op.node)]
+        over = {(frozenset(_pieces(x.partial)), x.reduce) for n in names if (x := layouts.get(n))}
+        if any(axes for axes, _ in over):
+            if len(over) > 1 or next(iter(over))[1] != "sum":
+                fail(f"{names[-1]} is carried with different sums pending")
+            found.update(names)
+    return found
 
 
 _Piece = tuple[str, int]
@@ -93,8 +112,8 @@ def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
     return out
 
 
-def _pending(  # type: ignore[no-untyped-def]
-    op: OpFactors, held: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail
+def _pending(
+    op: OpFactors, held: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail: Fail
 ) -> tuple[tuple[Axis, ...], str]:
     """What the rule says the results await, given the operands."""
     own: tuple[Axis, ...] = ()

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.errors import StrategyError
 from onnxpar.factors import analyse
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.sharding import Sharding
@@ -29,6 +30,8 @@ class Differentiate(Pass):
     frozen: str = ""
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        if ctx.manual is not None:
+            raise StrategyError("a program per rank becomes a step by `onnxpar grad` alone")
         options = LossOptions(
             self.loss,
             self.output or None,

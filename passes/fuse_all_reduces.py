@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.buckets import first_of_buckets, fuse_all_reduces
+from onnxpar.buckets import BUCKET_BYTES, first_of_buckets, fuse_all_reduces
 from onnxpar.clone import needed
 from onnxpar.flops import flops
 from onnxpar.passes.pass_ import Pass, PassContext
@@ -16,7 +16,6 @@ from onnxpar.search.cost import FLOPS
 from onnxpar.search.tensor_parallel import is_contraction
 
 FUSIONS = ("size", "cost", "none")
-BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

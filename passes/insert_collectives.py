@@ -79,7 +79,7 @@ class _Insertion:
                     self.made[tensor.name] = pending.result(op, i)
                     self.scopes[tensor.name] = op.graph
             for body in op.bodies:
-                self._note_body(op, body)
+                self._note_body(op, body, pending)
         for tensor in list(self.graph.inputs):
             self._place_input(tensor)
         for tensor in constants(self.graph):
@@ -110,15 +110,15 @@ class _Insertion:
                 "rank: each rank would draw its own; declare the shapes of the model's inputs"
             )
 
-    def _note_body(self, op: OpFactors, body: BodyFactors) -> None:
+    def _note_body(self, op: OpFactors, body: BodyFactors, pending: Pending) -> None:
         """A body is handed tensors, and hands them back, as the node has them outside."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
-                self.made[tensor.name] = self.sharding.operand_placement(op, links)
+                self.made[tensor.name] = pending.handed(op, tensor, links)
                 self.scopes[tensor.name] = body.graph
         for i, (tensor, links) in enumerate(zip(body.graph.outputs, body.outputs, strict=True)):
             if tensor.name in self.sharding.factors.tensors:
-                need = self.sharding.operand_placement(op, links)
+                need = pending.handed(op, tensor, links)
                 self.reads[tensor.name].append(_Read(body.graph, i, need))
 
     def _read_captured(self, node: gs.Node) -> None:

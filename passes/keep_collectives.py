@@ -79,11 +79,13 @@ def _deal(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
 def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
     """Gives each output a companion `NAME@replicas`: the copies over mesh axes that do not split
     it, in a dimension before the others."""
+    step = ctx.model.step
+    left_out = {*(t.name for t in graph.inputs), *(step.evaluation if step else ())}
     for output in list(graph.outputs):
         layout = ctx.layouts.get(output.name)
         used = {a.name for a in layout.axes} if layout is not None else set()
         axes = [name for name, size in manual.mesh.shape if name not in used and size > 1]
-        if layout is None or not axes or output.name in {t.name for t in graph.inputs}:
+        if layout is None or not axes or output.name in left_out:
             continue
         copies = math.prod(manual.mesh.sizes[name] for name in axes)
         own = layout.local_shape(manual.mesh, 0)

@@ -52,7 +52,7 @@ def gather_elements(v: Vjp) -> Grads:
     return [scatter_each(v.dy, v.operands[1], v.attr("axis"), v.x.shape)]
 
 
-@vjp("GatherND")
+@vjp("GatherND", trained=(0,))
 def gather_nd(v: Vjp) -> Grads:
     x, indices = v.operands
     batch = v.attr("batch_dims")

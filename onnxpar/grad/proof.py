@@ -1,5 +1,5 @@
-"""Proves gradient rules: those of one node in float64 against central differences, and in float32 on
-onnxruntime against those in float64.
+"""Proves gradient rules: those of one node in float64 against central differences, and in float32
+on onnxruntime against those in float64.
 
 In float64 a graph runs on onnxruntime where it has the kernels, else on ONNX's reference
 implementation.
@@ -34,14 +34,14 @@ _EXPANDED = ("Attention",)
 """Ops that onnxruntime takes apart in float64 by a definition that has been corrected since."""
 
 
-class Erf(OpRun):  # type: ignore[misc]
+class Erf(OpRun):
     """The error function in the type of its operand; that of the reference is of float32."""
 
     def _run(self, x: Array) -> tuple[Array]:
         return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
 
 
-class Gelu(OpRun):  # type: ignore[misc]
+class Gelu(OpRun):
     """The activation in the type of its operand; the reference takes it for float32, too."""
 
     op_domain = ""

@@ -3,7 +3,7 @@ say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import onnx_graphsurgeon as gs
 
@@ -66,7 +66,7 @@ def gradients(
     last = Builder(graph, prefix)
     results = {name: _total(last, found[name]) if name in found else None for name in names}
     kept = {v.tensor.name for v in results.values() if v is not None}
-    _drop_unread(graph, len(forward), kept)
+    drop_unread(graph, len(forward), kept)
     return results
 
 
@@ -121,9 +121,9 @@ def _total(builder: Builder, terms: list[Value]) -> Value:
     return total
 
 
-def _drop_unread(graph: gs.Graph, first: int, kept: set[str]) -> None:
+def drop_unread(graph: gs.Graph, first: int = 0, kept: Collection[str] = ()) -> None:
     """Removes nodes behind the first ones whose results nothing reads."""
-    kept = kept | {t.name for t in graph.outputs}
+    kept = {*kept, *(t.name for t in graph.outputs)}
     for i in reversed(range(first, len(graph.nodes))):
         node = graph.nodes[i]
         if not any(t.outputs or t.name in kept for t in node.outputs) and not is_message(node):

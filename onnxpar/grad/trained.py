@@ -165,9 +165,20 @@ def _is_role(
     entry = entry_of(node)
     if entry is None or index not in entry.trained:
         return False
+    if node.op == "InstanceNormalization" and _is_of_groups(node, index, _values(constant, folder)):
+        return False
     if node.op in _TABLES:
         return not _is_sinusoid(_rows(constant, folder))
     return beside
+
+
+def _is_of_groups(node: gs.Node, index: int, values: Array | None) -> bool:
+    """Whether an InstanceNormalization is what exporters make of one over groups of channels: its
+    scale is 1, and what is scaled by channel stands behind it."""
+    made = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
+    if made is None or made.op != "Reshape" or values is None:
+        return False
+    return bool((values == (index == 1)).all())
 
 
 def _joins(

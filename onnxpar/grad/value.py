@@ -98,6 +98,11 @@ class Builder:
         values = [Value(self, t) for t in results]
         return values[: len(ends)], values[len(ends) :]
 
+    def over_parts(self, number: Value) -> Value:
+        """A sum over a tensor, by that over what the graph has of it: all, unless it is one of many
+        programs."""
+        return number
+
     def fresh(self, what: str) -> str:
         """A name that nothing has yet."""
         self._names += 1

@@ -205,7 +205,7 @@ def _run_bound(session: ort.InferenceSession, feeds: Mapping[str, Array]) -> dic
 def _run(session: Session, feeds: Mapping[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in session.get_outputs()]
     apart = session.apart
-    found = {}
+    found: dict[str, Any] = {}
     for group in ([n for n in names if n not in apart], [n for n in names if n in apart]):
         if group:
             found.update(zip(group, session.run(group, feeds), strict=True))

@@ -103,6 +103,10 @@ class SplitExperts:
         return found
 
     def _is_of_experts(self, op: OpFactors, sharding: Sharding) -> bool:
-        tensors = [sharding.factors.tensors.get(t.name) for t, _ in op.operands()]
+        tensors = [
+            sharding.factors.tensors.get(tensor.name)
+            for tensor, links in op.operands()
+            if any(link is not None for link in links) or not isinstance(tensor, gs.Constant)
+        ]  # without axes, shapes and the like
         large = [t for t in tensors if t is not None and t.leaves]
         return bool(large) and all(self.atom in {leaf.atom for leaf in t.leaves} for t in large)

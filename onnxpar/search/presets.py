@@ -115,16 +115,20 @@ def batch_seeds(
         is_data = not is_weight(tensor) and tensor.name not in states
         factors = sharding.factors.tensors.get(tensor.name) if is_data else None
         if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
-            yield TensorSeed(tensor.name, _batch_axes(factors, axes))
+            yield TensorSeed(tensor.name, _batch_axes(factors, axes, step.turns if step else 1))
 
 
-def _batch_axes(factors: TensorFactors, axes: Axes) -> list[Axes | None]:
+def _batch_axes(factors: TensorFactors, axes: Axes, turns: int) -> list[Axes | None]:
     """The axes for the leaves of the first dimension: the first takes them, and where it is too
-    short the next shares them: of two groups of samples, each over two ranks."""
+    short the next shares them: of two groups of samples, each over two ranks. What is done in
+    `turns` is not split."""
     out: list[Axes | None] = [None] * len(factors.leaves)
     left = axes
     for i, leaf in enumerate(factors.leaves):
         parts = parts_over(left)
+        if turns > 1:
+            turns //= leaf.size
+            continue
         if factors.dim_of_leaf[i] or parts == 1:
             break
         own = parts if leaf.size >= parts else gcd(leaf.size, parts)

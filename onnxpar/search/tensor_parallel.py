@@ -162,20 +162,22 @@ class _Cover:
         return self.parts if size >= self.parts else gcd(size, self.parts)
 
     def choose(self) -> set[int]:
-        """The covering atoms: prune all of them greedily, then try each that went once more."""
+        """The covering atoms: prune all of them greedily, then try each that went once more. Of two
+        orders, the dearest first and the dearest for what it covers first, the cheaper end counts.
+        """
         sizes = {
             leaf.atom: leaf.size
             for w in self.weights
             for leaf in self.sharding.factors.tensors[w.name].leaves
         }
         usable = {a for a, s in sizes.items() if self.capacity(a, s) > 1}
-        state = CoverState(self.events, self.conflicts, self._pieces_to_cover(), usable)
-        order = sorted(state.holders, key=lambda a: (-len(self.events[a]), state.size(a), a))
-        state.prune(order)
-        improved = True
-        while improved:
-            improved = any([state.try_adding(a) for a in order if a not in state.chosen])
-        return state.chosen
+        pieces = self._pieces_to_cover()
+        ends = []
+        for by_cover in (False, True):
+            state = CoverState(self.events, self.conflicts, pieces, usable)
+            state.improve(state.order(by_cover))
+            ends.append(state)
+        return min(ends, key=lambda state: state.cost).chosen
 
     def _pieces_to_cover(self) -> list[tuple[float, frozenset[int]]]:
         """(cost of leaving it uncovered, atoms that cover it) for each segment of each weight."""
@@ -306,6 +308,31 @@ class CoverState:
     def size(self, atom: int) -> float:
         """What the pieces that an atom covers would cost uncovered."""
         return sum(self.price[i] for i in self.holders[atom])
+
+    @property
+    def cost(self) -> float:
+        """What is caused, what meets, and what is left uncovered."""
+        met = sum(
+            n for a in self.chosen for o, n in self.conflicts.get(a, {}).items() if o in self.chosen
+        )
+        uncovered = sum(price for i, price in enumerate(self.price) if not self.covered[i])
+        return sum(n > 0 for n in self.caused.values()) + met / 2 + uncovered
+
+    def order(self, by_cover: bool) -> list[int]:
+        """All atoms, those first that cause the most, for what they cover or at all."""
+
+        def key(atom: int) -> tuple[float, float, int]:
+            count, size = len(self.events.get(atom, ())), self.size(atom)
+            return -count / ((size or 1) if by_cover else 1), size, atom
+
+        return sorted(self.holders, key=key)
+
+    def improve(self, order: Sequence[int]) -> None:
+        """Prunes, and tries what went once more, until nothing gets cheaper."""
+        self.prune(order)
+        improved = True
+        while improved:
+            improved = any([self.try_adding(a) for a in order if a not in self.chosen])
 
     def _add(self, atom: int) -> None:
         self.chosen.add(atom)

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
-from onnxpar.errors import OnnxparError
+from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.grad.trained import Trained
-from onnxpar.model import Model, load
+from onnxpar.mesh import Mesh
+from onnxpar.model import Model
+from onnxpar.pipeline import Options, load_model, manual_of
 from onnxpar.step import Step
+from onnxpar.strategy import Strategy
 from onnxpar.training.backward import LossOptions
+from onnxpar.training.manual import RankProgram
 from onnxpar.training.optimizers import Optimizer, make_optimizer
 from onnxpar.training.step import StepOptions, make_step
 from onnxpar.write_model import export_model, write_model
@@ -31,7 +35,11 @@ def grad(
     batch_norm: str | None = None,
     groups: int | None = None,
     clip_norm: float | None = None,
+    accumulate: int = 1,
     dims: Mapping[str, int] | None = None,
+    mesh: str | Mesh | None = None,
+    preset: str | None = None,
+    strategy: Mapping[str, Any] | Strategy | None = None,
     **hyperparameters: Any,
 ) -> Step:
     """Writes the training step of a model: one ONNX graph of standard ops.
@@ -47,13 +55,23 @@ def grad(
                 default as the model says
     groups      parts of a batch with statistics of their own: number of hosts, or of ranks
     clip_norm   scales gradients so that the norm of all together is at most this
+    accumulate  batches of the model's size that a step takes, one after the other
     dims        sizes of symbolic dimensions, by symbol
+    preset      "manual" where the model is one rank's program: the step is one too, for the mesh
+                given (`"dp=2,tp=4"` or a Mesh), its tensors dealt as the strategy says
     Returns what the step's ports are. Errors: OnnxparError; nothing is left half-written.
     """
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, **hyperparameters)
     wanted = LossOptions(loss, loss_of, class_axis, params, frozen, batch_norm, groups)
-    made, _ = write_step(Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm), dims)
+    if isinstance(mesh, str):
+        mesh = Mesh.parse(mesh)
+    if strategy is not None and not isinstance(strategy, Strategy):
+        strategy = Strategy.of(strategy)
+    source = Options(mesh=mesh, preset=preset, strategy=strategy, dims=dims)
+    made, _ = write_step(
+        Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm, accumulate), source
+    )
     assert made.step is not None
     return made.step
 
@@ -63,14 +81,21 @@ def write_step(
     output: Path,
     loss: LossOptions,
     options: StepOptions,
-    dims: Mapping[str, int] | None,
+    source: Options,
 ) -> tuple[Model, list[Trained]]:
-    """Writes a training step; returns it, and what it trains. Errors: OnnxparError."""
+    """Writes a training step; returns it, and what it trains. `source` says what the model is, and
+    its sizes. Errors: OnnxparError."""
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     if output.exists() and output.samefile(path):
         raise OnnxparError(f"{output}: is the model itself; choose another -o")
-    model = load(path, dims, for_training=True)
-    trained = make_step(model, loss, options)
+    manual = manual_of(source)
+    if manual is None and (source.mesh or source.devices or source.strategy):
+        raise StrategyError(
+            "a mesh and a strategy are for a program per rank (--preset manual); the step of any "
+            "other model is split by `onnxpar shard`"
+        )
+    model = load_model(path, source, for_training=True)
+    trained = make_step(model, loss, options, None if manual is None else RankProgram(manual))
     write_model(export_model(model.graph, model.header), model.folder, output)
     return model, trained

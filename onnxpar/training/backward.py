@@ -13,13 +13,17 @@ from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.trained import Trained, find_trained
 from onnxpar.grad.value import Builder, Value
+from onnxpar.grad.vjp import is_message
 from onnxpar.model import Model
 from onnxpar.step import SEED
 from onnxpar.stored import stored_proto
+from onnxpar.subgraphs import constants
+from onnxpar.subgraphs import all_nodes
 from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.evaluation import copy_for_use
 from onnxpar.training.losses import Targets, add_loss
+from onnxpar.training.program import Program
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,26 @@ class Backward:
     running: list[tuple[gs.Variable, gs.Variable]]
 
 
-def add_backward(model: Model, options: LossOptions) -> Backward:
+def add_backward(model: Model, options: LossOptions, program: Program | None = None) -> Backward:
     """Appends a loss and the gradients of what is trained to the graph of a model that was loaded
     for training; its outputs are left as they are. Errors: StrategyError, ModelError."""
     graph = model.graph
+    program = program or Program()
+    program.check(options)
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
     trained = find_trained(model, options.params, options.frozen)
-    used = copy_for_use(graph, bool(options.statistics))
+    norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
+    parts = {
+        t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
+        for t in constants(graph)
+        if program.is_part(t.name)
+    }
+    talks = any(is_message(node) for node in graph.nodes)  # which no part of a step can do alone
+    used = None if talks else copy_for_use(graph, bool(options.statistics))
     seed_draws(graph, SEED)
-    running = settle_batch_norms(model, options.statistics, options.groups)
+    running = settle_batch_norms(model, norms, options.statistics, options.groups)
     targets = Targets(graph)
     outputs = {t.name: t for t in graph.outputs}
     which = options.loss, options.output, options.class_axis
@@ -76,26 +89,31 @@ def add_backward(model: Model, options: LossOptions) -> Backward:
     loss = told.loss
     if used is not None:
         told = add_loss(Builder(graph, "evaluation"), used, *which, targets)
-    evaluated = {"loss": told.loss, **told.metrics}
-    parameters = [_as_input(graph, t.tensor) for t in trained]
-    one = loss.builder.constant(np.ones((), loss.dtype))
+    evaluated = {} if talks else {"loss": told.loss, **told.metrics}
+    parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in trained]
+    share = loss.builder.constant(np.full((), 1 / program.count, loss.dtype))
     forward = len(graph.nodes)
-    found = gradients(graph, {loss.tensor.name: one}, parameters)
+    found = gradients(graph, {loss.tensor.name: share}, parameters)
     _read_again(graph, forward, parameters)
     lost = [name for name, gradient in found.items() if gradient is None]
     if lost:
         more = f", nor on {len(lost) - 1} others" if lost[1:] else ""
         raise StrategyError(f"the loss does not depend on {lost[0]!r}{more}; use --frozen")
     values = {name: g for name, g in found.items() if g is not None}
-    kept = [(_as_input(graph, before), after) for before, after in running]
+    befores = {before.name: before for before, _ in running}  # several nodes may share one
+    inputs = {name: _as_input(graph, before) for name, before in befores.items()}
+    kept = [(inputs[before.name], after) for before, after in running]
     return Backward(loss, evaluated, trained, parameters, values, kept)
 
 
-def _as_input(graph: gs.Graph, tensor: gs.Constant) -> gs.Variable:
-    """Makes a weight an input whose default is its value."""
+def _as_input(
+    graph: gs.Graph, tensor: gs.Constant, shape: Sequence[int] | None = None
+) -> gs.Variable:
+    """Makes a weight an input whose default is its value; `shape` is that of the part of it that
+    the graph has."""
     if isinstance(tensor, gs.Variable):  # several nodes share it
         return tensor
-    variable = gs.Variable(tensor.name, tensor.dtype, list(tensor.shape))
+    variable = gs.Variable(tensor.name, tensor.dtype, list(shape or tensor.shape))
     variable.onnx_default = stored_proto(tensor) or numpy_helper.from_array(
         tensor.values, tensor.name
     )

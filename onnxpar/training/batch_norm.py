@@ -10,7 +10,6 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.model import Model
-from onnxpar.subgraphs import all_nodes
 from onnxpar.training.rewrite import replace_node
 
 STATISTICS = ("global", "node", "local")
@@ -18,17 +17,16 @@ STATISTICS = ("global", "node", "local")
 
 
 def settle_batch_norms(
-    model: Model, statistics: str | None, groups: int | None
+    model: Model, nodes: Sequence[gs.Node], statistics: str | None, groups: int | None
 ) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """Lets every BatchNormalization of a model take the statistics asked for; returns the running
-    ones, what they are and what they become.
+    """Lets BatchNormalizations of a model take the statistics asked for; returns the running ones,
+    what they are and what they become.
 
-    Those that the model has in training mode take them over the batch; where nothing is asked for,
+    Those that are in training mode take them over the batch; where nothing is asked for,
     others keep using the running ones. With `groups`, the batch `(g b)` has statistics for each g,
     so that a batch that is split over g needs no talk between ranks, and still is one program.
     Errors: StrategyError, ModelError where the model has none.
     """
-    nodes = [n for n in all_nodes(model.graph) if n.op == "BatchNormalization"]
     if statistics is None and groups is not None:
         raise StrategyError("--groups is for --batch-norm node or local")
     if statistics is not None:
@@ -60,6 +58,8 @@ def _check(model: Model, nodes: Sequence[gs.Node], statistics: str, groups: int 
             "batch-norm node and local need --groups N, the number of hosts or of ranks; global "
             "has none"
         )
+    if groups is not None and groups < 1:
+        raise StrategyError(f"--groups {groups}: at least 1")
     for node in nodes:
         batch = node.inputs[0].shape[0]
         if groups is not None and batch % groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ import onnxruntime as ort
 from onnxpar.errors import ModelError
 from onnxpar.runtime.compare import Comparison, Report
 from onnxpar.runtime.tensors import dtype_of
-from onnxpar.step import Step
+from onnxpar.step import RESIDUAL, Step
 from onnxpar.training.trainer import Trainer
 
 Array = npt.NDArray[Any]
 
+FIRST = "loss, first step"
 EARLY = 10
 """Steps in which losses of less precision than float64 must agree closely."""
 CLOSE: Mapping[str, tuple[float, float]] = {
@@ -41,20 +43,36 @@ def compare_training(
 
     Errors: ModelError where the unsplit step does not load; RankError.
     """
-    whole = UnsplitStep(model, trainer.spec)
+    spec = trainer.spec.unsplit
+    whole = UnsplitStep(model, spec)
     losses: list[tuple[float, float]] = []
     for seed, batch in enumerate(batches):
-        given = trainer.step(batch, rate, seed)[trainer.spec.loss]
-        losses.append((given, whole.step(batch, rate, seed)))
+        told = trainer.step(batch, rate, seed)[trainer.spec.loss]
+        losses.append((told, whole.step(batch, rate, seed)))
     dtype = trainer.bundle.outputs[trainer.spec.loss].dtype.name
     early, late = CLOSE.get(dtype, CLOSE["float32"])
     rows = [_losses("loss, first steps", losses[:EARLY], dtype, early)]
     if losses[EARLY:]:
         rows.append(_losses("loss, later steps", losses[EARLY:], dtype, late))
-    for slot in trainer.spec.slots:
+    if spec.compression:
+        rows.insert(0, _losses(FIRST, losses[:1], dtype, early))
+    for slot in spec.slots:
         given = trainer.session.states.read(slot.input)
         rows.append(_state(slot.input, given, whole.states[slot.input]))
-    return Report(tuple(rows))
+    return judge_compressed(Report(tuple(rows)), spec)
+
+
+def judge_compressed(report: Report, step: Step) -> Report:
+    """The same where gradients travel as they are; else only what precedes the first update is
+    held to a tolerance, and what ranks keep for themselves is left out."""
+    if not step.compression:
+        return report
+    judged = (step.loss, FIRST, *step.evaluation)
+    kept = {s.output for s in step.slots if s.kind == RESIDUAL}
+    rows = [row for row in report.rows if row.name not in kept]
+    return Report(
+        tuple(row if row.name in judged else replace(row, tolerance=math.inf) for row in rows)
+    )
 
 
 class UnsplitStep:

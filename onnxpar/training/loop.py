@@ -13,7 +13,6 @@ from onnxpar.training.data import Data
 from onnxpar.training.rates import Rate
 from onnxpar.training.trainer import Trainer
 
-
 _STRIDE = 1 << 32
 """Seeds of steps of two runs of different seeds have nothing in common."""
 

@@ -131,7 +131,7 @@ class Lamb(Adam):
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         direction, following = self._direction(g, state, step)
         along = self._decayed(p, direction)
-        length, other = (p * p).sum().sqrt(), (along * along).sum().sqrt()
+        length, other = (p.builder.over_parts((v * v).sum()).sqrt() for v in (p, along))
         known = (length > 0.0).op("And", other > 0.0)
         trust = known.where(length / known.where(other, 1.0), 1.0)
         return p - along * (trust * rate), following

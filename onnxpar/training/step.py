@@ -15,12 +15,18 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError, StrategyError
+from onnxpar.grad.reverse import drop_unread
 from onnxpar.grad.trained import Trained
 from onnxpar.grad.value import Builder, Value
+from onnxpar.grad.vjp import is_message
+from onnxpar.interchange import default_of
 from onnxpar.model import Model
-from onnxpar.step import EVALUATION, METADATA, SEED, Slot, Step
+from onnxpar.step import EVALUATION, GRADIENT, METADATA, SEED, Slot, Step
+from onnxpar.subgraphs import constants
+from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
 from onnxpar.training.optimizers import Optimizer
+from onnxpar.training.program import Program
 
 
 @dataclass(frozen=True)
@@ -30,28 +36,41 @@ class StepOptions:
 
     optimizer: Optimizer | None
     clip_norm: float | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise StrategyError(f"clip_norm {self.clip_norm}: must be above 0")
 
 
-def make_step(model: Model, loss: LossOptions, options: StepOptions) -> list[Trained]:
+def make_step(
+    model: Model, loss: LossOptions, options: StepOptions, program: Program | None = None
+) -> list[Trained]:
     """Turns the graph of a model that was loaded for training into a training step, in place; the
     model's `step` says what is what. Errors: StrategyError, ModelError."""
     graph = model.graph
-    back = add_backward(model, loss)
-    names = {t.name for t in (*back.parameters, *(before for before, _ in back.running))}
-    fed = [t.name for t in graph.inputs if t.name not in names]
+    program = program or Program()
+    stored = [t for t in constants(graph) if t.name in model.stored]
+    shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
+    back = add_backward(model, loss, program)
+    fed = [t.name for t in graph.inputs if default_of(t) is None]
     step = Step(data=[name for name in fed if name != SEED], seed=SEED if SEED in fed else None)
-    step.gradients = {name: g.tensor.name for name, g in back.gradients.items()}
     graph.outputs = []
+    if options.accumulate != 1:
+        back = accumulate(graph, back, step.data, options.accumulate)
+        step.turns = options.accumulate
+    back = program.over_ranks(graph, back)
+    step.gradients = {name: g.tensor.name for name, g in back.gradients.items()}
     add_output(graph, back.loss, step.loss)
-    _Update(graph, step, options, back).run()
+    _Update(graph, step, options, back, program).run()
     for name, value in back.evaluated.items():
         step.evaluation.append(f"{EVALUATION}.{name}")
         add_output(graph, value, step.evaluation[-1])
-    graph.cleanup(remove_unused_graph_inputs=False)
+    if any(is_message(node) for node in graph.nodes):
+        drop_unread(graph)
+    else:
+        graph.cleanup(remove_unused_graph_inputs=False)
+    program.finish(graph, step, shapes)
     model.step = step
     model.header.metadata_props.add(key=METADATA, value=step.text())
     return back.trained
@@ -66,8 +85,10 @@ class _Update:
         step: Step,
         options: StepOptions,
         back: Backward,
+        program: Program,
     ) -> None:
         self.graph = graph
+        self.program = program
         self.step = step
         self.options = options
         self.parameters = back.parameters
@@ -87,7 +108,7 @@ class _Update:
             self._clip(self.options.clip_norm)
         if optimizer is None:
             for name, gradient in self.gradients.items():
-                add_output(self.graph, gradient, f"{name}.grad")
+                add_output(self.graph, gradient, f"{name}{GRADIENT}")
             return
         rate = self._input(self.step.rate, self.number, [])
         count = None
@@ -96,7 +117,8 @@ class _Update:
             count = (before + 1).cast(np.float64)
             self._slot(before, before + 1, "step", "")
         for parameter in self.parameters:
-            p = Builder(self.graph, f"update/{parameter.name}").value(parameter)
+            name = parameter.name
+            p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
             g = p.builder.value(self.gradients[parameter.name].tensor)
             state = {
                 s: self._input(f"{parameter.name}.{s}", p.dtype, p.shape) for s in optimizer.slots
@@ -108,11 +130,8 @@ class _Update:
 
     def _clip(self, most: float) -> None:
         """Scales all gradients so that their norm is at most this."""
-        squares = [(g * g).sum().cast(self.number) for g in self.gradients.values()]
-        total = squares[0]
-        for square in squares[1:]:
-            total = total + square
-        norm = total.sqrt()
+        squares = {n: (g * g).sum().cast(self.number) for n, g in self.gradients.items()}
+        norm = self.program.total(self.builder, squares).sqrt()
         factor = (most / (norm + 1e-6)).op("Min", 1.0)
         self.gradients = {n: g * factor.cast(g.dtype) for n, g in self.gradients.items()}
         add_output(self.graph, norm, "gradient_norm")

@@ -15,7 +15,7 @@ from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.bundle import Bundle, NodeArg
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import InferenceSession
-from onnxpar.step import EVALUATION, Step
+from onnxpar.step import EVALUATION, RESIDUAL, Step
 from onnxpar.training.checkpoint import Checkpoint, Progress, begin, finish
 
 Array = npt.NDArray[Any]
@@ -75,20 +75,26 @@ class Trainer:
             finish(unfinished, progress, self.bundle, self.spec)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Goes on from a checkpoint, whatever mesh it was written on. Errors: ModelError where it
-        is one of another step."""
+        """Goes on from a checkpoint, whatever mesh it was written on and however gradients
+        travelled there. Errors: ModelError where it is one of another step."""
         known = {slot.input for slot in checkpoint.slots}
+        unsent = {slot.input for slot in self.spec.slots if slot.kind == RESIDUAL}
         for name in self.bundle.states:
-            if name not in known:
+            if name not in known | unsent:
                 raise ModelError(
                     f"{checkpoint.path}: has no {name!r}; it is a checkpoint of another training "
                     "step"
                 )
         for name in self.bundle.states:
             try:
-                self.session.states.write(name, checkpoint.states.read(name))
+                value = checkpoint.states.read(name) if name in known else self._zeros(name)
+                self.session.states.write(name, value)
             except InputError as error:
                 raise ModelError(f"{checkpoint.path}: {error}") from None
+
+    def _zeros(self, name: str) -> Array:
+        port = self.bundle.inputs[name]
+        return np.zeros([s for s in port.shape or () if isinstance(s, int)], port.dtype)
 
     def close(self) -> None:
         """Ends the ranks."""

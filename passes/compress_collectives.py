@@ -1,0 +1,213 @@
+"""compress-collectives: gradients travel in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import TensorProto, helper
+
+from onnxpar.buckets import BUCKET_BYTES, Kind, independent_groups
+from onnxpar.collective import DOMAIN
+from onnxpar.compression import TWO_BIT, Compression, gradient_reductions
+from onnxpar.errors import StrategyError
+from onnxpar.layout import Layout
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.plan import numpy_dtype, part_bytes
+from onnxpar.schedule import schedule
+from onnxpar.step import RESIDUAL, Slot
+from onnxpar.subgraphs import all_nodes, bodies
+from onnxpar.threshold_codes import Sum, ThresholdBuilder, other_axes
+
+_WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProto.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class CompressCollectives(Pass):
+    """Let sums of gradients over ranks travel in fewer bits.
+
+    Requires a training step with reshard nodes (insert-collectives). Ensures the same for float16
+    and bfloat16: casts stand around the reductions, which the plugin adds up in float32 and rounds
+    once, so that only what is too large for the type overflows. With 2bit, reductions become
+    all-gathers of codes, and the model has a state more for each gradient: what its ranks have not
+    sent yet, a sum that stays pending (onnxpar/threshold_codes.py).
+
+    to            none, float16, bfloat16, 2bit or 2bit:THRESHOLD
+    least_bytes   gradients of fewer bytes per rank stay as they are: their latency counts
+    bucket_bytes  bytes per rank of gradients of which 2bit codes travel together
+    """
+
+    name: ClassVar[str] = "compress-collectives"
+    to: str = "none"
+    least_bytes: int = 1024
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        """Errors: StrategyError for a kind that there is not."""
+        Compression.parse(self.to)
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        how = Compression.parse(self.to)
+        if how is None:
+            return False
+        step = ctx.model.step
+        if step is None or ctx.model.sizes is not None:
+            raise StrategyError(
+                f"compression {self.to!r} is for training steps, which `onnxpar grad` writes"
+            )
+        if not step.gradients:
+            raise StrategyError(
+                "the training step does not say what its gradients are; write it "
+                "again with `onnxpar grad`"
+            )
+        of = gradient_reductions(graph, step.gradients)
+        found = {n.name for n in all_nodes(graph) if n.name in of and self._is_worth_it(n, ctx)}
+        if how.kind == TWO_BIT:
+            _check_outside(graph, found, of)
+            _Thresholds(graph, ctx, how.threshold, of).run(found, self.bucket_bytes)
+        else:
+            _cast(graph, ctx, found, how.kind)
+        step.compression = self.to
+        schedule(graph)
+        return bool(found)
+
+    def _is_worth_it(self, node: gs.Node, ctx: PassContext) -> bool:
+        before: Layout = node.attrs["before"]
+        is_wide = numpy_dtype(node.inputs[0]) in (np.float32, np.float64)
+        return is_wide and before.reduce == "sum" and _size(node, ctx) >= self.least_bytes
+
+
+def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> None:
+    """Errors: StrategyError where ranks would have to keep something from turn to turn."""
+    inside = chosen - {node.name for node in graph.nodes}
+    if inside:
+        first = of[min(inside)]
+        raise StrategyError(
+            f"compression {TWO_BIT}: the gradient of {first!r} is split in each turn of a loop, "
+            "as zero presets do it; take another preset, float16, or no --accumulate"
+        )
+
+
+def _cast(graph: gs.Graph, ctx: PassContext, chosen: Collection[str], kind: str) -> None:
+    """Puts reductions between casts, to 16 bits and back, in bodies too."""
+    placed: list[gs.Node] = []
+    behind: list[gs.Node] = []
+    for node in graph.nodes:
+        for body in bodies(node):
+            _cast(body, ctx, chosen, kind)
+        if node.name in chosen:
+            source, result = node.inputs[0], node.outputs[0]
+            narrow, reduced = (_like(ctx, t, source.name, _WIRE[kind]) for t in (source, result))
+            node.inputs[0], node.outputs[0] = narrow, reduced
+            placed.append(_cast_node(source, narrow))
+            behind.append(_cast_node(reduced, result))
+        placed.append(node)
+    graph.nodes = [*placed, *behind]
+
+
+def _cast_node(source: gs.Tensor, result: gs.Variable) -> gs.Node:
+    attrs = {"to": helper.np_dtype_to_tensor_dtype(numpy_dtype(result))}
+    return gs.Node("Cast", f"Cast_{result.name}", attrs, [source], [result])
+
+
+@dataclass(frozen=True)
+class _Thresholds:
+    """Replaces reductions by all-gathers of codes; `of` are their parameters by node."""
+
+    graph: gs.Graph
+    ctx: PassContext
+    threshold: float
+    of: Mapping[str, str]
+
+    def run(self, chosen: Collection[str], bucket_bytes: int) -> None:
+        """Replaces the reductions of these names."""
+        groups = independent_groups(
+            self.graph,
+            lambda node: self._kind(node) if node.name in chosen else None,
+            lambda node: _size(node, self.ctx),
+            bucket_bytes,
+        )
+        instead: dict[int, list[gs.Node]] = {}
+        for number, nodes in enumerate(groups, 1):
+            instead |= {id(node): [] for node in nodes}
+            instead[id(nodes[-1])] = self._built(f"compressed.{number}", nodes)
+        self.graph.nodes = [
+            new for node in self.graph.nodes for new in instead.get(id(node), [node])
+        ]
+
+    def _kind(self, node: gs.Node) -> Kind:
+        """What reductions have in common whose codes travel together."""
+        others = other_axes(node.attrs["before"], _reduced(node))
+        return node.attrs["axes"], others, str(node.inputs[0].dtype)
+
+    def _built(self, name: str, nodes: Sequence[gs.Node]) -> list[gs.Node]:
+        """The nodes instead of several reductions."""
+        sums, cuts = [], []
+        for node in nodes:
+            addend, result = node.inputs[0], node.outputs[0]
+            before, after = node.attrs["before"], node.attrs["after"]
+            rest = _reduced(node)
+            if rest != after:
+                whole = _like(self.ctx, result, addend.name, addend.dtype, rest)
+                attrs = {"axes": node.attrs["axes"], "before": rest, "after": after}
+                cut_name = f"LocalSlice_{result.name}"
+                cuts.append((cut_name, attrs, whole, result))
+                result = whole
+            kept, keeps = self._state(node, before)
+            node.inputs.clear()
+            node.outputs.clear()
+            sums.append(Sum(addend, kept, result, keeps, before, rest))
+        ctx, axes = self.ctx, nodes[0].attrs["axes"]
+        mesh, threshold = ctx.sharding.mesh, self.threshold
+        builder = ThresholdBuilder(name, sums, axes, threshold, mesh, ctx.per_rank, ctx.layouts)
+        built = builder.build()
+        for cut_name, attrs, whole, result in cuts:
+            built.append(gs.Node("LocalSlice", cut_name, attrs, [whole], [result], DOMAIN))
+        return built
+
+    def _state(self, node: gs.Node, layout: Layout) -> tuple[gs.Variable, gs.Variable]:
+        """What ranks keep of a sum, from one step to the next, as a state of the model."""
+        model, addend, parameter = self.ctx.model, node.inputs[0], self.of[node.name]
+        assert model.step is not None
+        name, i = f"{parameter}.{RESIDUAL}", 1
+        while name in self.ctx.layouts:
+            name, i = f"{parameter}.{RESIDUAL}.{i + 1}", i + 1
+        kept, keeps = (
+            gs.Variable(port, addend.dtype, list(addend.shape)) for port in (name, f"{name}.next")
+        )
+        for tensor in (kept, keeps):
+            _note(self.ctx, tensor, addend.name, layout)
+        self.graph.inputs.append(kept)
+        self.graph.outputs.append(keeps)
+        model.states.append((kept.name, keeps.name))
+        model.step.slots.append(Slot(kept.name, keeps.name, RESIDUAL, parameter))
+        return kept, keeps
+
+
+def _reduced(node: gs.Node) -> Layout:
+    """The layout behind a reduction, before it is cut."""
+    before: Layout = node.attrs["before"]
+    after: Layout = node.attrs["after"]
+    return replace(before, partial=after.partial, reduce=after.reduce)
+
+
+def _size(node: gs.Node, ctx: PassContext) -> int:
+    return part_bytes(node.inputs[0], node.attrs["before"], ctx.sharding.mesh)
+
+
+def _like(
+    ctx: PassContext, tensor: gs.Tensor, origin: str, dtype: Any, layout: Layout | None = None
+) -> gs.Variable:
+    """A new tensor of the shape of another."""
+    made = gs.Variable(ctx.fresh(origin), dtype, list(tensor.shape))
+    _note(ctx, made, origin, layout or ctx.layouts[tensor.name])
+    return made
+
+
+def _note(ctx: PassContext, tensor: gs.Variable, origin: str, layout: Layout) -> None:
+    """Tells the layout of a new tensor, which consists of what another does."""
+    ctx.sharding.factors.tensors[tensor.name] = ctx.sharding.factors.tensors[origin]
+    ctx.layouts[tensor.name] = layout
