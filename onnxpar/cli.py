@@ -21,6 +21,7 @@ from onnxpar.search.presets import PRESETS
 from onnxpar.training.batch_norm import STATISTICS
 from onnxpar.training.losses import IGNORED, LOSSES
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
+from onnxpar.training.precision import PRECISIONS
 from onnxpar.training.rates import SCHEDULES
 
 EXAMPLES = """examples:
@@ -251,6 +252,17 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         "--groups", type=int, metavar="N", help="parts of the batch: number of hosts, or of ranks"
     )
     to.add_argument("--clip-norm", type=float, metavar="X", help="most that all gradients' norm is")
+    to.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="what the model computes in; parameters and their state keep their types",
+    )
+    to.add_argument(
+        "--loss-scale",
+        metavar="X",
+        help="what gradients are multiplied by on their way: dynamic (default in float16), a "
+        "number, or none",
+    )
     to.add_argument(
         "--accumulate",
         type=int,

@@ -41,7 +41,10 @@ from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
 from onnxpar.training.compare import compare_training, judge_compressed
 from onnxpar.training.data import Data
+from onnxpar.training.replicas import compare_copies
 from onnxpar.training.trainer import Trainer
+
+NOTHING = "no output is held by several ranks, so there is nothing to compare"
 
 
 def shard(args: argparse.Namespace) -> int:
@@ -134,8 +137,7 @@ def check(args: argparse.Namespace) -> int:
         report = judge_compressed(report, made.step)
     _print_plan(made)
     print()
-    nothing = "no output is held by several ranks, so there is nothing to compare"
-    print(report.text() if report.rows else nothing)
+    print(report.text() if report.rows else NOTHING)
     return 0 if report.ok else 1
 
 
@@ -145,13 +147,18 @@ def _check_training(args: argparse.Namespace) -> int:
         raise InputError(f"--steps {args.steps}: at least 1")
     with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
         par = Path(folder) / "step.par"
-        made = pipeline.shard(args.model, par, _options(args))
+        is_manual = args.preset == MANUAL
+        made = pipeline.shard(args.model, par, replace(_options(args), replicas=is_manual))
         with Trainer(par, timeout=args.timeout, log_dir=args.log_dir) as trainer:
             batches = islice(_batches(args, made, trainer), args.steps)
-            report = compare_training(args.model, trainer, batches, args.lr)
+            if is_manual:
+                report = compare_copies(trainer, batches, args.lr)
+            else:
+                report = compare_training(args.model, trainer, batches, args.lr)
     _print_plan(made, full=False)
-    print(f"{args.steps} steps over {made.mesh.size} ranks against one:")
-    print(report.text())
+    against = "against each other" if is_manual else "against one"
+    print(f"{args.steps} steps over {made.mesh.size} ranks {against}:")
+    print(report.text() if report.rows else NOTHING)
     return 0 if report.ok else 1
 
 

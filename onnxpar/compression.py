@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.accumulators import accumulators
+from onnxpar.clone import needed
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
+from onnxpar.subgraphs import all_nodes, scopes
 
 NONE, TWO_BIT = "none", "2bit"
 HALVES = ("float16", "bfloat16")
@@ -20,7 +22,10 @@ THRESHOLD = 0.001
 REDUCTIONS = ("AllReduce", "ReduceScatter")
 
 _MOVES = frozenset(
-    ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Cast", "Add", "Sum")
+    (
+        *("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Cast"),
+        *("Slice", "Split", "Pad", "Concat", "Add", "Sum"),
+    )
 )
 _SCALES = ("Mul", "Div")
 """With a constant; together, the ops between the sums over ranks of a gradient and itself."""
@@ -53,29 +58,50 @@ class Compression:
 
 
 def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[str, str]:
-    """The parameter behind each sum over ranks, by the name of the reshard node, that makes nothing
-    but a part of a gradient; `gradients` are tensors by parameter.
+    """The parameter behind each sum over ranks that is for a gradient, by the name of the reshard
+    node; `gradients` are tensors by parameter. What the backward pass goes on with is none.
 
     A sum may be taken before the last steps to a gradient (a Reshape, an Add of what several uses
     of a parameter give, what the turns of a loop add up to), which only move, add and scale
     elements; behind them begins the update.
     """
-    tensors = {t.name: t for node in graph.nodes for t in node.outputs}
+    named = {tensor: parameter for parameter, tensor in gradients.items()}
+    backward = {node.name for node in needed(graph, list(named))}
+    parts = _parts(graph, named)
     found: dict[str, str] = {}
-    for parameter, name in gradients.items():
-        todo = [tensors[name]] if name in tensors else []
-        while todo:
-            tensor = todo.pop()
-            for reader in tensor.outputs:
-                if reader.domain == DOMAIN and reader.op in REDUCTIONS:
-                    found.setdefault(reader.name, parameter)
-            for maker in tensor.inputs:
-                sums = [s for s in accumulators(maker) if maker.outputs[s.result] is tensor]
-                todo += [s.add.inputs[s.term] for s in sums]
-                if maker.domain == DOMAIN or maker.op in _MOVES or _scales(maker):
-                    todo += [t for t in maker.inputs if t.inputs and len(t.outputs) == 1]
+    for node in all_nodes(graph):
+        if node.domain == DOMAIN and node.op in REDUCTIONS:
+            parameter = parts.get(node.outputs[0].name)
+            if node.name not in backward:
+                parameter = parameter or named.get(_source(node.inputs[0]))
+            if parameter:
+                found[node.name] = parameter
     return found
 
 
-def _scales(node: gs.Node) -> bool:
-    return node.op in _SCALES and any(isinstance(t, gs.Constant) for t in node.inputs)
+def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
+    """Parameters by tensors that become parts of their gradients, and nothing else."""
+    carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}
+    parts: dict[str, str] = {}
+    for scope in scopes(graph):
+        for node in reversed(scope.nodes):
+            for tensor in node.outputs:
+                becomes = [t for reader in tensor.outputs for t in reader.outputs]
+                becomes += [carried[tensor.name]] if tensor.name in carried else []
+                of = [named.get(t.name) or parts.get(t.name) for t in becomes]
+                known = [parameter for parameter in of if parameter]
+                if known and len(known) == len(of) and all(map(_moves, tensor.outputs)):
+                    parts[tensor.name] = known[0]
+    return parts
+
+
+def _moves(node: gs.Node) -> bool:
+    scales = node.op in _SCALES and any(isinstance(t, gs.Constant) for t in node.inputs)
+    return node.domain == DOMAIN or node.op in _MOVES or scales
+
+
+def _source(tensor: gs.Tensor) -> str:
+    """The name of the tensor that another one is a reshard of."""
+    while tensor.inputs and tensor.inputs[0].domain == DOMAIN:
+        tensor = tensor.inputs[0].inputs[0]
+    return str(tensor.name)

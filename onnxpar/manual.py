@@ -223,8 +223,7 @@ class Manual:
 
 def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
     """Puts constants in the place of the nodes that a walk has folded."""
-    nodes = [node for node in graph.node if not walk.folded.issuperset(filter(None, node.output))]
-    keep_nodes(graph, nodes)
+    keep_nodes(graph, [n for n in graph.node if walk.folded.isdisjoint(n.output)])
     read = {name for node in nodes_of(graph) for name in node.input}
     read |= {output.name for output in graph.output}
     graph.initializer.extend(walk.protos[name] for name in sorted(walk.folded & read))

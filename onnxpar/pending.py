@@ -43,8 +43,8 @@ class _Choice:
 
 @dataclass
 class Pending:
-    """The decision: results that stay pending, what bodies are handed and hand back so, and operands
-    that are read pending."""
+    """The decision: results that stay pending, what bodies are handed and hand back so, and
+    operands that are read pending."""
 
     sharding: Sharding
     results: dict[str, tuple[Axes, ReduceOp]] = field(default_factory=dict)

@@ -54,7 +54,8 @@ class Deal:
 @dataclass
 class Step:
     """What the ports of a training step are; `seed` is there where it draws random numbers. A step
-    takes its batch in so many `turns`, one part after the other.
+    takes its batch in so many `turns`, one part after the other, and computes in a `precision` if
+    that is not the parameters' type.
 
     `evaluation` are outputs that tell how good the model is when it is used, which no update needs:
     they can be computed alone. `gradients` are the tensors of the graph that are the gradients of
@@ -66,6 +67,7 @@ class Step:
     rate: str = "learning_rate"
     seed: str | None = None
     turns: int = 1
+    precision: str | None = None
     data: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     evaluation: list[str] = field(default_factory=list)

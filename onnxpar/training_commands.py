@@ -28,6 +28,7 @@ from onnxpar.training.backward import LossOptions
 from onnxpar.training.checkpoint import newest
 from onnxpar.training.data import Data
 from onnxpar.training.loop import Run, records
+from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.merge import merge as merge_checkpoint
 from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
 from onnxpar.training.picture import draw_losses
@@ -45,6 +46,8 @@ def grad(args: argparse.Namespace) -> int:
         args.frozen,
         args.batch_norm,
         args.groups,
+        args.precision,
+        LossScale.parse(args.loss_scale, args.precision),
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate

@@ -20,7 +20,6 @@ from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import reshards
 from onnxpar.subgraphs import all_nodes, bodies
 
-
 Fail = Callable[[str], None]
 
 

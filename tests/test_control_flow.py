@@ -200,18 +200,20 @@ def test_what_a_branch_captures_is_not_fused_with_what_comes_of_it(
     assert kinds(agree(model, feeds, "tp=2", strategy)) == ["AllReduce", "AllReduce"]
 
 
-def placed(model: Path, strategy: Any, last: int) -> tuple[gs.Graph, PassContext]:
-    """The graph behind the first passes."""
+def placed(model: Path, strategy: Any, behind: str) -> tuple[gs.Graph, PassContext]:
+    """The graph behind a pass of the default ones."""
     how = options("tp=2", strategy=strategy)
     loaded = pipeline.load_model(model, how)
     ctx = pipeline.make_context(loaded, how)
-    pipeline.run_passes(loaded, ctx, pipeline.passes_of(how, loaded)[:last], check=True)
+    passes = pipeline.passes_of(how, loaded)
+    last = next(i for i, p in enumerate(passes) if p.name == behind)
+    pipeline.run_passes(loaded, ctx, passes[: last + 1], check=True)
     return loaded.graph, ctx
 
 
 def test_a_body_that_loses_the_token_is_noticed(tmp_path: Path) -> None:
     strategy = {"shard": {"recur": ROWS, "feed": [[None, None], [None, "tp"]]}}
-    graph, ctx = placed(recurrent(tmp_path / "m.onnx"), strategy, 6)
+    graph, ctx = placed(recurrent(tmp_path / "m.onnx"), strategy, "order-collectives")
     body = next(n for n in graph.nodes if n.op == "Loop").attrs["body"]
     verify(graph, ctx)
     body.outputs[2] = body.inputs[3]
@@ -229,7 +231,7 @@ def test_a_sum_that_is_pending_in_a_loop_is_noticed(tmp_path: Path) -> None:
     given: list[Port] = [("x", FLOAT, [4, 6]), ("n", INT, [])]
     made: list[Port] = [("y", FLOAT, [4, 6])]
     model = save(tmp_path / "m.onnx", graph("g", [loop(body, ["n", "", "x"], ["y"])], given, made))
-    main, ctx = placed(model, {"tensors": {"x": [None, None]}}, 3)
+    main, ctx = placed(model, {"tensors": {"x": [None, None]}}, "insert-collectives")
     verify(main, ctx)
     for name in ("x", "h", "g", "y"):
         ctx.layouts[name] = Layout((Factor(4), Factor(6)), (Axis("tp", 2),))

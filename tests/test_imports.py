@@ -68,6 +68,7 @@ LAYERS = (
         "training.merge",
         "training.picture",
         "training.rates",
+        "training.replicas",
         "training.trainer",
     ),
     ("api", "commands", "training_commands", "hvd"),

@@ -16,6 +16,7 @@ from onnxpar.pipeline import Options, load_model, manual_of
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
 from onnxpar.training.backward import LossOptions
+from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.optimizers import Optimizer, make_optimizer
 from onnxpar.training.step import StepOptions, make_step
@@ -34,6 +35,8 @@ def grad(
     frozen: Sequence[str] = (),
     batch_norm: str | None = None,
     groups: int | None = None,
+    precision: str | None = None,
+    loss_scale: str | None = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
     dims: Mapping[str, int] | None = None,
@@ -54,6 +57,9 @@ def grad(
     batch_norm  of which samples BatchNormalizations take statistics: global, node or local; by
                 default as the model says
     groups      parts of a batch with statistics of their own: number of hosts, or of ranks
+    precision   float16 or bfloat16: what the model computes in; parameters keep their types
+    loss_scale  what gradients are multiplied by on their way: "dynamic", a number, or "none"; by
+                default dynamic in float16
     clip_norm   scales gradients so that the norm of all together is at most this
     accumulate  batches of the model's size that a step takes, one after the other
     dims        sizes of symbolic dimensions, by symbol
@@ -63,7 +69,17 @@ def grad(
     """
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, **hyperparameters)
-    wanted = LossOptions(loss, loss_of, class_axis, params, frozen, batch_norm, groups)
+    wanted = LossOptions(
+        loss,
+        loss_of,
+        class_axis,
+        params,
+        frozen,
+        batch_norm,
+        groups,
+        precision,
+        LossScale.parse(loss_scale, precision),
+    )
     if isinstance(mesh, str):
         mesh = Mesh.parse(mesh)
     if strategy is not None and not isinstance(strategy, Strategy):

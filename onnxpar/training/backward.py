@@ -17,12 +17,13 @@ from onnxpar.grad.vjp import is_message
 from onnxpar.model import Model
 from onnxpar.step import SEED
 from onnxpar.stored import stored_proto
-from onnxpar.subgraphs import constants
-from onnxpar.subgraphs import all_nodes
+from onnxpar.subgraphs import all_nodes, constants
 from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.evaluation import copy_for_use
+from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.losses import Targets, add_loss
+from onnxpar.training.precision import lower_precision
 from onnxpar.training.program import Program
 
 
@@ -37,6 +38,8 @@ class LossOptions:
     frozen      globs of weights that are not trained
     statistics  of which samples BatchNormalizations take statistics, one of STATISTICS
     groups      parts of a batch that have statistics of their own
+    precision   one of PRECISIONS, in which the model computes; its weights keep their types
+    scale       what gradients are multiplied by on their way
     """
 
     loss: str
@@ -46,13 +49,16 @@ class LossOptions:
     frozen: Sequence[str] = ()
     statistics: str | None = None
     groups: int | None = None
+    precision: str | None = None
+    scale: LossScale | None = None
 
 
 @dataclass(frozen=True)
 class Backward:
     """A loss and its gradients, by parameter; parameters are inputs with default values. `running`
     are statistics, such inputs too, and what they become; `evaluated` what tells how good the model
-    is when it is used: the loss and other metrics without what only training does."""
+    is when it is used: the loss and other metrics without what only training does; `scale` is what
+    gradients must be divided by."""
 
     loss: Value
     evaluated: dict[str, Value]
@@ -60,6 +66,7 @@ class Backward:
     parameters: list[gs.Variable]
     gradients: dict[str, Value]
     running: list[tuple[gs.Variable, gs.Variable]]
+    scale: Value | None = None
 
 
 def add_backward(model: Model, options: LossOptions, program: Program | None = None) -> Backward:
@@ -72,6 +79,8 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
     trained = find_trained(model, options.params, options.frozen)
+    if options.precision is not None:
+        lower_precision(graph, options.precision, {t.name for t in trained})
     norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
     parts = {
         t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
@@ -92,6 +101,9 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     evaluated = {} if talks else {"loss": told.loss, **told.metrics}
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in trained]
     share = loss.builder.constant(np.full((), 1 / program.count, loss.dtype))
+    scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
+    if scale is not None:
+        share = scale.cast(loss.dtype) * share
     forward = len(graph.nodes)
     found = gradients(graph, {loss.tensor.name: share}, parameters)
     _read_again(graph, forward, parameters)
@@ -103,7 +115,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     befores = {before.name: before for before, _ in running}  # several nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
-    return Backward(loss, evaluated, trained, parameters, values, kept)
+    return Backward(loss, evaluated, trained, parameters, values, kept, scale)
 
 
 def _as_input(

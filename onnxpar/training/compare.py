@@ -27,6 +27,7 @@ CLOSE: Mapping[str, tuple[float, float]] = {
     "float64": (1e-9, 1e-9),
     "float32": (1e-5, 1e-3),
     "float16": (5e-3, 5e-2),
+    "bfloat16": (2e-2, 1e-1),
 }
 """By dtype, the largest relative difference of losses allowed in early steps, and later ones."""
 
@@ -50,7 +51,7 @@ def compare_training(
         told = trainer.step(batch, rate, seed)[trainer.spec.loss]
         losses.append((told, whole.step(batch, rate, seed)))
     dtype = trainer.bundle.outputs[trainer.spec.loss].dtype.name
-    early, late = CLOSE.get(dtype, CLOSE["float32"])
+    early, late = CLOSE.get(trainer.spec.precision or dtype, CLOSE["float32"])
     rows = [_losses("loss, first steps", losses[:EARLY], dtype, early)]
     if losses[EARLY:]:
         rows.append(_losses("loss, later steps", losses[EARLY:], dtype, late))

@@ -126,13 +126,20 @@ def _mean_square(y: Value, class_axis: int | None, targets: Targets) -> Told:
 
 def _binary(y: Value, class_axis: int | None, targets: Targets) -> Told:
     """Of what stands before a Sigmoid where the model ends in one, else of scores."""
-    made = y.tensor.inputs[0] if y.tensor.inputs else None
-    scores = y.builder.value(made.inputs[0]) if made is not None and made.op == "Sigmoid" else y
+    scores, made = y, _maker(y.tensor)
+    while made is not None and made.op == "Cast":
+        made = _maker(made.inputs[0])
+    if made is not None and made.op == "Sigmoid":
+        scores = y.builder.value(made.inputs[0]).cast(y.dtype)
     target = y.builder.value(targets.tensor("target", y.dtype, y.shape))
     # log(1 + exp(x)) - t x, with no exponential of a positive number
     value = scores.op("Relu") - scores * target + (1.0 + (-scores.op("Abs")).exp()).log()
     right = (scores > 0.0).op("Equal", target > 0.5).cast(np.float32)
     return Told(value.mean(), {"accuracy": right.mean()})
+
+
+def _maker(tensor: gs.Tensor) -> gs.Node | None:
+    return tensor.inputs[0] if tensor.inputs else None
 
 
 LOSSES: Mapping[str, LossFunction] = {

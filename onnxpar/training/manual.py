@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
 import onnx_graphsurgeon as gs
+from onnx import TensorProto
 
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
@@ -90,22 +92,35 @@ class RankProgram(Program):
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
         """Notes in a step how the tensors of its graph are dealt; `shapes` are those of tensors
         that the model had before. Errors: StrategyError for an entry that matches none."""
-        for tensor in graph.inputs:
+        kept = {*step.gradients, *(slot.input for slot in step.slots)}
+        for tensor in list(graph.inputs):
             default = default_of(tensor)
             if default is not None:  # which is stored whole
                 tensor.shape = list(default.dims)
+                if tensor.name not in kept:
+                    _as_constant(graph, tensor, default)
         ports = [t.name for t in (*graph.inputs, *graph.outputs)]
         like = {slot.output: slot.of or slot.input for slot in step.slots}
         like |= {slot.input: slot.of for slot in step.slots if slot.of}
         like |= {name: name.removesuffix(GRADIENT) for name in ports if name.endswith(GRADIENT)}
-        like = {name: of for name, of in like.items() if name != of}
         fed = {t.name: t.shape for t in graph.inputs if t.name in step.data}
         tensors = {
             name: list(self.manual.entry(name) or [None] * len(shape))
             for name, shape in {**shapes, **fed}.items()
         }
+        like = {name: of for name, of in like.items() if name != of and of in tensors}
         step.deal = Deal(list(self.manual.mesh.shape), tensors, like)
         replace(self.manual, deal=step.deal).check_names([])
+
+
+def _as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> None:
+    """Makes an input the weight that it was."""
+    weight = gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value))
+    for node in list(tensor.outputs):
+        for i, operand in enumerate(node.inputs):
+            if operand is tensor:
+                node.inputs[i] = weight
+    graph.inputs.remove(tensor)
 
 
 class _OfParts(Builder):

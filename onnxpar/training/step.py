@@ -25,6 +25,7 @@ from onnxpar.step import EVALUATION, GRADIENT, METADATA, SEED, Slot, Step
 from onnxpar.subgraphs import constants
 from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
+from onnxpar.training.loss_scale import GOOD, SCALE, is_finite
 from onnxpar.training.optimizers import Optimizer
 from onnxpar.training.program import Program
 
@@ -54,7 +55,11 @@ def make_step(
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
     back = add_backward(model, loss, program)
     fed = [t.name for t in graph.inputs if default_of(t) is None]
-    step = Step(data=[name for name in fed if name != SEED], seed=SEED if SEED in fed else None)
+    step = Step(
+        seed=SEED if SEED in fed else None,
+        precision=loss.precision,
+        data=[name for name in fed if name != SEED],
+    )
     graph.outputs = []
     if options.accumulate != 1:
         back = accumulate(graph, back, step.data, options.accumulate)
@@ -62,7 +67,7 @@ def make_step(
     back = program.over_ranks(graph, back)
     step.gradients = {name: g.tensor.name for name, g in back.gradients.items()}
     add_output(graph, back.loss, step.loss)
-    _Update(graph, step, options, back, program).run()
+    _Update(graph, step, loss, options, back, program).run()
     for name, value in back.evaluated.items():
         step.evaluation.append(f"{EVALUATION}.{name}")
         add_output(graph, value, step.evaluation[-1])
@@ -83,6 +88,7 @@ class _Update:
         self,
         graph: gs.Graph,
         step: Step,
+        loss: LossOptions,
         options: StepOptions,
         back: Backward,
         program: Program,
@@ -94,12 +100,17 @@ class _Update:
         self.parameters = back.parameters
         self.gradients = back.gradients
         self.running = back.running
+        self.scale = back.scale
+        self.loss_scale = loss.scale
+        self.finite: Value | None = None
         self.builder = Builder(graph, "update")
         self.number = np.result_type(np.float32, *(g.dtype for g in back.gradients.values()))
 
     def run(self) -> None:
         """Adds the next value of every parameter and of all state."""
         optimizer = self.options.optimizer
+        if self.scale is not None:
+            self._unscale(self.scale)
         for before, after in {
             before.name: (before, after) for before, after in self.running
         }.values():
@@ -128,10 +139,31 @@ class _Update:
             for name, value in changed.items():
                 self._slot(state[name], value, name, parameter.name)
 
+    def _unscale(self, scale: Value) -> None:
+        """Divides all gradients by the factor of the loss, and keeps the factor such that they are
+        finite."""
+        self.gradients = {
+            n: g / self.builder.value(scale.tensor).cast(g.dtype) for n, g in self.gradients.items()
+        }
+        if self.loss_scale is None or not self.loss_scale.dynamic:
+            return
+        self.finite = is_finite(self._squares())
+        good = self._input(GOOD, np.int64, [])
+        factor = self.builder.value(scale.tensor)
+        following, count = self.loss_scale.following(factor, good, self.finite)
+        self._add_slot(factor, following, SCALE, "")
+        self._add_slot(good, count, GOOD, "")
+        add_output(self.graph, self.finite.op("Not").cast(np.float32), "skipped")
+        self.step.metrics.append("skipped")
+
+    def _squares(self) -> Value:
+        """The sum of the squares of all gradients."""
+        squares = {n: (g * g).sum().cast(self.number) for n, g in self.gradients.items()}
+        return self.program.total(self.builder, squares)
+
     def _clip(self, most: float) -> None:
         """Scales all gradients so that their norm is at most this."""
-        squares = {n: (g * g).sum().cast(self.number) for n, g in self.gradients.items()}
-        norm = self.program.total(self.builder, squares).sqrt()
+        norm = self._squares().sqrt()
         factor = (most / (norm + 1e-6)).op("Min", 1.0)
         self.gradients = {n: g * factor.cast(g.dtype) for n, g in self.gradients.items()}
         add_output(self.graph, norm, "gradient_norm")
@@ -145,6 +177,12 @@ class _Update:
         return self.builder.value(tensor)
 
     def _slot(self, before: Value, after: Value, kind: str, of: str) -> None:
+        """Hands a value to the next step, or what it was where gradients are not finite."""
+        if self.finite is not None:
+            after = self.builder.value(self.finite.tensor).where(after, before)
+        self._add_slot(before, after, kind, of)
+
+    def _add_slot(self, before: Value, after: Value, kind: str, of: str) -> None:
         name = before.tensor.name
         add_output(self.graph, after, f"{name}.next")
         default = getattr(before.tensor, "onnx_default", None) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,12 +49,18 @@ class Trainer:
         """Takes one step on a global batch; returns the loss before it, and the metrics. What is
         random follows from the seed. Errors: InputError, RankError."""
         names = [self.spec.loss, *self.spec.metrics]
+        values = self.run(names, batch, rate, seed)
+        return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+    def run(
+        self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int = 0
+    ) -> list[Array]:
+        """Takes one step, and returns these of its outputs."""
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**batch, self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:
             feeds[self.spec.seed] = np.asarray(seed, np.int64)
-        values = self.session.run(names, feeds, keep_states=True)
-        return {name: float(value) for name, value in zip(names, values, strict=True)}
+        return self.session.run(names, feeds, keep_states=True)
 
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
         """How good the model is on a batch, as it is used; nothing changes. Errors: InputError,

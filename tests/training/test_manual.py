@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,18 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from onnx import numpy_helper
+from agreement import run_unsplit as run_unsplit_model
+from onnx import helper, numpy_helper
 from training.steps import Array, ThreadTrainer, run_unsplit
 
 from onnxpar import cli, pipeline
-from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.mesh import Mesh
+from onnxpar.errors import ModelError, StrategyError
+from onnxpar.layout import Factor, Layout
+from onnxpar.mesh import Axis, Mesh
 from onnxpar.pipeline import Options
+from onnxpar.plan import Plan
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.threads import ThreadSession
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
 from onnxpar.training import grad
@@ -25,7 +31,7 @@ from onnxpar.training import grad
 STEPS, RATE = 20, 0.05
 TOLERANCE = {"double": 1e-9, "float": 1e-5}
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "onnxpar" : 1]>\n'
-WEIGHTS = {"w1": (6, 16), "b1": (16,), "w2": (16, 5), "b2": (5,)}
+WEIGHTS = ("w1", "b1", "w2", "b2")
 
 GLOBAL = """mlp (T[16,6] x, T[6,16] w1, T[16] b1, T[16,5] w2, T[5] b2) => (T[16,5] y)
 { h = MatMul(x, w1)  a = Add(h, b1)  t = Tanh(a)  o = MatMul(t, w2)  y = Add(o, b2) }"""
@@ -78,72 +84,268 @@ CASES = {
 }
 
 
-def write(folder: Path, name: str, text: str, dtype: str, **weights: Array) -> Path:
-    """Saves a model; inputs in WEIGHTS have values that depend on their names alone."""
+def write(folder: Path, name: str, text: str, dtype: str) -> Path:
+    """Saves a model; all inputs but x become weights, with values that their names decide."""
     model = onnx.parser.parse_model(HEAD + text.replace("T[", f"{dtype}["))
-    for port in list(model.graph.input):
-        shape = WEIGHTS.get(port.name)
-        if shape is not None:
-            value = np.random.default_rng(len(port.name) + shape[0]).standard_normal(shape) / 2
-            value = weights.get(port.name, value)
-            array = value.astype(np.float64 if dtype == "double" else np.float32)
-            model.graph.initializer.append(numpy_helper.from_array(array, port.name))
-            model.graph.input.remove(port)
+    for port in [port for port in model.graph.input if port.name != "x"]:
+        shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
+        value = np.random.default_rng([*port.name.encode()]).standard_normal(shape) / 2
+        array = np.abs(value) if port.name == "v" else value
+        array = array.astype(np.float64 if dtype == "double" else np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(array, port.name))
+        model.graph.input.remove(port)
     onnx.save(model, folder / f"{name}.onnx")
     return folder / f"{name}.onnx"
 
 
-def batches(dtype: str, count: int = STEPS) -> list[dict[str, Array]]:
+def batches(dtype: str, rows: int = 16) -> list[dict[str, Array]]:
     draw = np.random.default_rng(3)
     element = np.float64 if dtype == "double" else np.float32
+    widths = {"x": 6, "target": 5}
     return [
-        {"x": draw.standard_normal((16, 6)), "target": draw.standard_normal((16, 5))}
-        for _ in range(count)
-    ] and [
-        {name: array.astype(element) for name, array in batch.items()}
-        for batch in (
-            {"x": draw.standard_normal((16, 6)), "target": draw.standard_normal((16, 5))}
-            for _ in range(count)
-        )
+        {
+            name: draw.standard_normal((rows, width)).astype(element)
+            for name, width in widths.items()
+        }
+        for _ in range(STEPS)
     ]
+
+
+def labelled(batch: Mapping[str, Array]) -> dict[str, Array]:
+    """The same, with classes for targets."""
+    return {"x": batch["x"], "labels": batch["target"].argmax(axis=1)}
 
 
 def shard(folder: Path, case: Case, dtype: str = "double", **how: Any) -> Path:
     """Writes and shards the step of a program per rank."""
-    strategy = {"tensors": case.tensors}
     step = folder / "manual.step.onnx"
-    given = {"loss": "mse", "optimizer": "sgd", **how}
-    model = write(folder, "manual", case.text, dtype)
-    grad(model, step, preset="manual", mesh=case.mesh, strategy=strategy, **given)
+    given = {"loss": "mse", "optimizer": "sgd", "strategy": {"tensors": case.tensors}, **how}
+    grad(write(folder, "manual", case.text, dtype), step, preset="manual", mesh=case.mesh, **given)
     pipeline.shard(step, folder / "step.par", Options(preset="manual", verify=True))
     return folder / "step.par"
 
 
-def check(folder: Path, case: Case, dtype: str = "double", **how: Any) -> Step:
-    """An AssertionError where ranks do not train as the global model does."""
-    given = {"loss": "mse", "optimizer": "sgd", **how}
+def check(
+    folder: Path,
+    case: Case,
+    dtype: str = "double",
+    feeds: Sequence[Mapping[str, Array]] = (),
+    whole: str = GLOBAL,
+    options: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> Step:
+    """An AssertionError where ranks do not train as the global model does; `options` are of the
+    latter's gradients alone."""
+    given = {"loss": "mse", "optimizer": "sgd", **how, **(options or {})}
     step = folder / "global.step.onnx"
-    grad(write(folder, "global", GLOBAL, dtype), step, **given)
-    told, spec = run_unsplit(step, batches(dtype), [RATE] * STEPS)
-    tolerance = TOLERANCE[dtype]
+    grad(write(folder, "global", whole, dtype), step, **given)
+    feeds = feeds or batches(dtype)
+    told, spec = run_unsplit(step, [dict(f) for f in feeds], [RATE] * len(feeds))
     with ThreadTrainer(shard(folder, case, dtype, **how)) as trainer:
-        for batch, wanted in zip(batches(dtype), told, strict=True):
+        for name, value in trainer.evaluate(feeds[0]).items() if trainer.spec.evaluation else ():
+            agree(f"evaluation.{name}", value, told[0][f"evaluation.{name}"], dtype)
+        for batch, wanted in zip(feeds, told, strict=True):
             found = trainer.step(batch, RATE)
             for name in (spec.loss, *spec.metrics):
-                np.testing.assert_allclose(found[name], wanted[name], rtol=tolerance, err_msg=name)
+                agree(name, found[name], wanted[name], dtype)
         for slot in spec.slots:
-            state, wanted = trainer.session.states.read(slot.input), told[-1][slot.output]
-            scale = float(np.abs(wanted).max()) or 1.0
-            np.testing.assert_allclose(
-                state, wanted, rtol=0, atol=tolerance * scale, err_msg=slot.input
-            )
-        for name, wanted in told[-1].items():
-            if name.startswith("evaluation"):
-                assert name in {p.name for p in trainer.session.get_outputs()}
+            state = trainer.session.states.read(slot.input)
+            agree(slot.input, state, told[-1][slot.output], dtype)
     return trainer.spec
+
+
+def agree(name: str, found: Any, wanted: Array, dtype: str) -> None:
+    atol = TOLERANCE[dtype] * (float(np.abs(wanted).max()) or 1.0)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps(case: str, dtype: str, tmp_path: Path) -> None:
+    """With gradients that are clipped by the norm of all, each part of which counts once."""
     check(tmp_path, CASES[case], dtype, optimizer="momentum", clip_norm=0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad"])
+def test_optimizers(optimizer: str, tmp_path: Path) -> None:
+    """LAMB's steps are as long as the norms of whole parameters say."""
+    spec = check(tmp_path, CASES["both"], optimizer=optimizer, weight_decay=0.1)
+    bundle = Bundle.load(tmp_path / "step.par")
+    for slot in spec.slots:
+        if slot.of:
+            layout = bundle.inputs[slot.of].layout
+            assert bundle.inputs[slot.input].layout == bundle.outputs[slot.output].layout == layout
+    assert bundle.inputs["w2"].layout == Layout((Factor(16, (Axis("tp", 4),)), Factor(5)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case: str, tmp_path: Path) -> None:
+    step = tmp_path / "global.step.onnx"
+    grad(write(tmp_path, "global", GLOBAL, "double"), step, loss="mse", optimizer="none")
+    (told,), _ = run_unsplit(step, batches("double")[:1], [0.0])
+    with ThreadSession(shard(tmp_path, CASES[case], optimizer="none"), timeout=20) as session:
+        names = [f"{name}.grad" for name in WEIGHTS]
+        for name, value in zip(names, session.run(names, batches("double")[0]), strict=True):
+            agree(name, value, told[name], "double")
+
+
+def test_classes(tmp_path: Path) -> None:
+    tensors = {"x": ["dp", None], "labels": ["dp"]}
+    feeds = [labelled(batch) for batch in batches("double")]
+    loss = "softmax-cross-entropy"
+    spec = check(tmp_path, Case(COPIES, "dp=8", tensors), feeds=feeds, loss=loss)
+    assert spec.evaluation == ["evaluation.loss", "evaluation.accuracy"]
+
+
+def test_what_is_not_trained(tmp_path: Path) -> None:
+    """A part of a weight that stays, behind which others are trained."""
+    spec = check(tmp_path, CASES["both"], frozen=["w2", "b1"])
+    assert [s.input for s in spec.slots] == ["w1", "b2"] and sorted(spec.data) == ["target", "x"]
+
+
+def test_batches_in_parts(tmp_path: Path) -> None:
+    """Each rank has the gradients of its samples a part at a time, and sums once."""
+    check(tmp_path, CASES["copies"], feeds=batches("double", 48), accumulate=3)
+    nodes = onnx.load(tmp_path / "manual.step.onnx").graph.node
+    assert sum(n.op_type == "AllReduce" for n in nodes) == len(WEIGHTS) + 2
+
+
+def test_statistics(tmp_path: Path) -> None:
+    """Each rank normalizes by its own samples, and all keep the mean of the running ones."""
+    normal = "n = BatchNormalization <epsilon = 0.0078125> (a, s, c, m, v)  t = Tanh(n)"
+    head = "T[16] s, T[16] c, T[16] m, T[16] v)"
+    whole, own = (
+        text.replace("t = Tanh(a)", normal).replace("T[5] b2)", f"T[5] b2, {head}")
+        for text in (GLOBAL, COPIES)
+    )
+    case = Case(own, "dp=8", BATCH)
+    spec = check(tmp_path, case, whole=whole, options={"groups": 8}, batch_norm="local", groups=1)
+    assert [s.input for s in spec.slots if s.kind == "statistic"] == ["m", "v"]
+    with pytest.raises(StrategyError, match="--batch-norm global: the program of a rank"):
+        shard(tmp_path, case, batch_norm="global")
+
+
+def test_stages_that_send(tmp_path: Path) -> None:
+    """What a rank computes is used by another, as in a pipeline."""
+    text = """stages (T[16,6] x, T[6,16] w1, T[16] b1, T[16,5] w2, T[5] b2) => (T[16,5] y) {
+      h = MatMul (x, w1)  a = Add (h, b1)  t = Tanh (a)
+      sent = onnxpar.Send <peer = [1, -1]> (t)
+      z = onnxpar.Recv <peer = [-1, 0]> (t)
+      o = MatMul (z, w2)  y = Add (o, b2)
+    }"""
+    assert not check_sent(tmp_path, text).evaluation
+
+
+def check_sent(folder: Path, text: str) -> Step:
+    model = onnx.parser.parse_model(HEAD + text.replace("T[", "double["))
+    assert [n.op_type for n in model.graph.node][3:5] == ["Send", "Recv"]
+    return check(folder, Case(text, "stage=2"))
+
+
+def test_sizes_that_differ_between_ranks(tmp_path: Path) -> None:
+    text = SLICES.replace(
+        "end = Add (begin, shard)", "more = Add (begin, shard)  end = Sub (more, rank)"
+    )
+    with pytest.raises(ModelError, match=r"'columns' has a shape that only a run can tell.*ranks"):
+        shard(tmp_path, Case(text, "ranks=2"))
+
+
+def test_a_strategy_may_repeat_what_the_step_says(tmp_path: Path) -> None:
+    """But not contradict it: gradients are summed as it says."""
+    shard(
+        tmp_path,
+        CASES["dealt"],
+        optimizer="adam",
+        strategy={"tensors": {**COLUMNS, "y": [None] * 2}},
+    )
+    step = tmp_path / "manual.step.onnx"
+
+    def plan(tensors: Mapping[str, Any], **how: Any) -> Plan:
+        given = {"preset": "manual", "strategy": Strategy.of({"tensors": tensors}), **how}
+        return pipeline.plan(step, Options(**given))[0]
+
+    made = plan({**COLUMNS, "y": [None, None], "w1.exp_avg": [None, "tp"]}, devices=8)
+    assert made.mesh == Mesh.parse("tp=8")
+    for tensors, how, message in (
+        (
+            {"w1": [None, None]},
+            {},
+            r"deals tensor 'w1' as \[None, None\].* made for \[None, 'tp'\]",
+        ),
+        ({"b2": ["tp"]}, {}, "deals tensor 'b2'"),
+        ({"w2.exp_avg": [None, "tp"]}, {}, "deals tensor 'w2.exp_avg'"),
+        ({"q": [None]}, {}, "'q' matches no input, weight or output"),
+        ({}, {"mesh": Mesh.parse("tp=4")}, "made for the mesh tp=8"),
+        ({}, {"devices": 4}, "made for the mesh tp=8"),
+        ({}, {"preset": None}, "give --preset manual"),
+    ):
+        with pytest.raises(StrategyError, match=message):
+            plan(tensors, **how)
+
+
+def test_a_strategy_must_match(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="'q' matches no input, weight or output"):
+        shard(tmp_path, CASES["copies"], strategy={"tensors": {"q": ["dp"]}})
+    model = write(tmp_path, "global", GLOBAL, "double")
+    with pytest.raises(StrategyError, match="a mesh and a strategy are for a program per rank"):
+        grad(model, tmp_path / "step.onnx", loss="mse", optimizer="sgd", mesh="dp=2")
+
+
+def test_weights_that_may_be_fed_are_dealt_whole(tmp_path: Path) -> None:
+    """Of an initializer that is an input, the shape is that of what is stored."""
+    path = write(tmp_path, "manual", CASES["dealt"].text, "double")
+    model = onnx.load(path)
+    for weight in model.graph.initializer:
+        port = helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        model.graph.input.append(port)
+    onnx.save(model, path)
+    how = Options(
+        mesh=Mesh.parse("tp=8"), preset="manual", strategy=Strategy.of({"tensors": COLUMNS})
+    )
+    pipeline.shard(path, tmp_path / "model.par", how)
+    x = batches("double")[0]["x"]
+    (wanted,) = run_unsplit_model(write(tmp_path, "global", GLOBAL, "double"), {"x": x})
+    with ThreadSession(tmp_path / "model.par", timeout=20) as session:
+        agree("y", session.run(["y"], {"x": x})[0], wanted, "double")
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On processes; `check --train` holds the ranks' copies against each other."""
+    model = write(tmp_path, "model", DEALT.replace("B", "8"), "float")
+    deal, step, par = (tmp_path / name for name in ("deal.yaml", "step.onnx", "step.par"))
+    deal.write_text(json.dumps({"mesh": {"dp": 2, "tp": 2}, "tensors": {**BATCH, **COLUMNS}}))
+    manual = ["--preset", "manual", "--strategy", str(deal)]
+    how = ["--loss", "mse", "--optimizer", "adam", "-o", str(step)]
+    assert cli.main(["grad", str(model), *manual, *how]) == 0
+    assert cli.main(["shard", str(step), *manual, "-o", str(par)]) == 0
+    np.savez(tmp_path / "data.npz", **batches("float", 32)[0])
+    data = [
+        "--data",
+        str(tmp_path / "data.npz"),
+        "--lr",
+        "0.01",
+        "--log-dir",
+        str(tmp_path / "log"),
+    ]
+    assert cli.main(["train", str(par), *data, "--epochs", "2"]) == 0
+    assert "epoch: 2 step: 2, loss is" in capsys.readouterr().out
+    assert cli.main(["check", str(step), *manual, "--train", "--steps", "3"]) == 0
+    assert "all outputs agree" in capsys.readouterr().out
+    forget_a_sum(step)
+    assert cli.main(["check", str(step), *manual, "--train", "--steps", "3"]) == 1
+    assert "the outputs differ; the worst is w1.next" in capsys.readouterr().out
+
+
+def forget_a_sum(step: Path) -> None:
+    """Leaves each rank with its own gradient of w1."""
+    model = onnx.load(step)
+    sums = {n.output[0]: n for n in model.graph.node if n.op_type == "AllReduce"}
+    shapes = {tuple(v.dims): v.name for v in model.graph.initializer}
+    assert shapes
+    for node in model.graph.node:
+        if node.name.startswith("update/w1/") and node.op_type == "Mul":
+            for name in node.input:
+                if name in sums:
+                    sums[name].op_type, sums[name].domain = "Identity", ""
+                    del sums[name].attribute[:]
+    onnx.save(model, step)

@@ -1,0 +1,68 @@
+"""A factor that keeps gradients of float16 from vanishing: Micikevicius et al., "Mixed Precision
+Training" (2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import numpy_helper
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.value import Builder, Value
+
+SCALE, GOOD = "loss_scale", "loss_scale.good_steps"
+"""Inputs of a step: the factor, and how many steps in a row have had finite gradients with it."""
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the loss is multiplied by before it is differentiated.
+
+    dynamic   halved where a gradient is not finite, which skips the update, and doubled after
+              `interval` steps without
+    """
+
+    initial: float = 65536.0
+    dynamic: bool = True
+    interval: int = 2000
+
+    @staticmethod
+    def parse(text: str | None, precision: str | None) -> LossScale | None:
+        """What `--loss-scale` says: dynamic (the default in float16), a number, or none. Errors:
+        StrategyError."""
+        if text is None:
+            text = "dynamic" if precision == "float16" else "none"
+        if text == "none":
+            return None
+        if text == "dynamic":
+            return LossScale()
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < float("inf"):
+            raise StrategyError(f"loss scale {text!r}: is not dynamic, none or a number above 0")
+        return LossScale(number, dynamic=False)
+
+    def factor(self, builder: Builder) -> Value:
+        """The factor, as an input of the graph where it changes."""
+        if not self.dynamic:
+            return builder.constant(self.initial, np.float32)
+        tensor = gs.Variable(SCALE, np.dtype(np.float32), [])
+        tensor.onnx_default = numpy_helper.from_array(np.array(self.initial, np.float32), SCALE)
+        builder.graph.inputs.append(tensor)
+        return builder.value(tensor)
+
+    def following(self, factor: Value, good: Value, finite: Value) -> tuple[Value, Value]:
+        """The factor and the count of good steps after a step."""
+        enough = (good + 1).op("GreaterOrEqual", self.interval)
+        grown = enough.where(factor * 2.0, factor)
+        count = enough.where(0, good + 1)
+        return finite.where(grown, factor * 0.5), finite.where(count, 0)
+
+
+def is_finite(total: Value) -> Value:
+    """Whether a number, into which every gradient has gone, is one."""
+    return total.op("IsNaN").op("Or", total.op("IsInf")).op("Not")

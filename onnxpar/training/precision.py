@@ -1,0 +1,208 @@
+"""Mixed precision: tensors of 16 bits between the nodes of a model, whose weights stay as they are.
+
+Each node works on what it reads in one of two ways: `plain`, in 16 bits itself, or `widened`: it
+reads 32 bits, and what it makes is rounded. Sums, exponentials and normalizations are widened, as
+in PyTorch's autocast; so is all but movement in bfloat16, for which onnxruntime's CPU has no
+kernels.
+Gradients follow, as a Cast is differentiated like any other op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxpar.errors import StrategyError
+from onnxpar.rules.rule import dtype_of
+from onnxpar.stored import FOLD_LIMIT
+from onnxpar.subgraphs import all_nodes, bodies, scopes
+
+PRECISIONS = ("float16", "bfloat16")
+_NORMALIZATIONS = """
+    LayerNormalization RMSNormalization BatchNormalization InstanceNormalization GroupNormalization
+    LpNormalization MeanVarianceNormalization LRN Softmax LogSoftmax"""
+_SUMS = """
+    ReduceSum ReduceMean ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp
+    CumSum AveragePool GlobalAveragePool LpPool GlobalLpPool Resize LSTM GRU RNN"""
+_CURVES = """
+    Exp Log Pow Sqrt Reciprocal Div Erf Softplus SoftmaxCrossEntropyLoss NegativeLogLikelihoodLoss"""
+_SENSITIVE = frozenset(f"{_NORMALIZATIONS} {_SUMS} {_CURVES}".split())
+"""What loses too much in 16 bits."""
+_CONTRACTIONS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
+"""Whose weights are rounded too."""
+_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat")
+_CREATES = ("ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
+_LARGEST = 65504.0
+"""The largest number of float16: masks are bounded by it."""
+
+
+def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -> None:
+    """Lets a graph compute in 16 bits; its inputs, its outputs and the constants named `weights`
+    keep their types. Errors: StrategyError for an unknown precision."""
+    if precision not in PRECISIONS:
+        raise StrategyError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
+    half = np.dtype(ml_dtypes.bfloat16 if precision == "bfloat16" else np.float16)
+    _Lowering(graph, half, weights).run()
+
+
+def _is_single(tensor: gs.Tensor) -> bool:
+    return bool(tensor.name) and tensor.dtype is not None and dtype_of(tensor) == np.float32
+
+
+Pair = tuple[list[gs.Node], gs.Tensor]
+Convert = Callable[[gs.Node, gs.Tensor, bool], Pair | None]
+
+
+class _Lowering:
+    def __init__(self, graph: gs.Graph, half: np.dtype[Any], weights: Collection[str]) -> None:
+        self.graph = graph
+        self.half = half
+        self.code = onnx.helper.np_dtype_to_tensor_dtype(half)
+        self.weights = weights
+        self.lowered: set[int] = set()
+        self.names = 0
+
+    def run(self) -> None:
+        """Rewrites all scopes, the outermost first."""
+        made = [t for node in all_nodes(self.graph) for t in node.outputs]
+        given = [t for s in scopes(self.graph) if s is not self.graph for t in s.inputs]
+        found = [t for t in (*made, *given) if _is_single(t)]
+        for tensor in found:
+            self.lowered.add(id(tensor))
+        outputs = [(i, t) for i, t in enumerate(self.graph.outputs) if id(t) in self.lowered]
+        for i, tensor in outputs:
+            self._keep_output(i, tensor)
+        inputs = [t for t in self.graph.inputs if _is_single(t)]
+        for scope in list(scopes(self.graph)):
+            self._scope(scope, {id(t) for t in inputs})
+        for tensor in found:
+            tensor.dtype = self.half
+
+    def _keep_output(self, index: int, tensor: gs.Variable) -> None:
+        """Lets an output be made by a Cast of what took its place."""
+        output = gs.Variable(tensor.name, tensor.dtype, tensor.shape)
+        tensor.name = f"{tensor.name}/half"
+        self.graph.nodes.append(self._cast(tensor, output, TensorProto.FLOAT))
+        self.graph.outputs[index] = output
+
+    def _cast(self, source: gs.Tensor, result: gs.Tensor, to: int) -> gs.Node:
+        self.names += 1
+        return gs.Node("Cast", f"precision/{self.names}", {"to": to}, [source], [result])
+
+    def _scope(self, scope: gs.Graph, inputs: set[int]) -> None:
+        nodes: list[gs.Node] = []
+        wide: dict[int, gs.Tensor] = {}
+        narrow: dict[int, gs.Tensor] = {}
+        for node in scope.nodes:
+            if node.name.startswith("precision/"):
+                nodes.append(node)
+            elif bodies(node) or self._is_plain(node):
+                self._retype(node)
+                self._read(node, nodes, narrow, inputs, self._narrowed)
+                nodes.append(node)
+            else:
+                self._read(node, nodes, wide, inputs, self._widened)
+                nodes.append(node)
+                nodes += self._rounded(node)
+        scope.nodes = nodes
+
+    def _is_plain(self, node: gs.Node) -> bool:
+        """Whether a node works in 16 bits itself."""
+        if self.half != np.float16:
+            return node.op in (*_MOVES, *_CREATES, "Cast")
+        if node.op in _SENSITIVE:
+            return False
+        try:
+            schema = onnx.defs.get_schema(node.op, self.graph.opset, node.domain or "")
+        except onnx.defs.SchemaError:
+            return False
+        allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+        for tensors, formals in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
+            for i, tensor in enumerate(tensors):
+                types = allowed.get(formals[min(i, len(formals) - 1)].type_str, ())
+                if _is_single(tensor) and "tensor(float16)" not in types:
+                    return False
+        return True
+
+    def _retype(self, node: gs.Node) -> None:
+        """Lets a node that creates numbers create them in 16 bits."""
+        for key in ("to", "dtype"):
+            if node.attrs.get(key) == TensorProto.FLOAT:
+                node.attrs[key] = self.code
+        value = node.attrs.get("value")
+        if node.op == "ConstantOfShape":
+            number = np.zeros(1, np.float32) if value is None else value.values
+            if number.dtype == np.float32:
+                node.attrs["value"] = gs.Constant("", self._bounded(number))
+
+    def _read(
+        self,
+        node: gs.Node,
+        nodes: list[gs.Node],
+        known: dict[int, gs.Tensor],
+        inputs: set[int],
+        convert: Convert,
+    ) -> None:
+        for i, tensor in enumerate(node.inputs):
+            if not _is_single(tensor):
+                continue
+            if id(tensor) not in known:
+                found = convert(node, tensor, id(tensor) in inputs)
+                if found is None:
+                    continue
+                casts, known[id(tensor)] = found
+                nodes += casts
+            node.inputs[i] = known[id(tensor)]
+
+    def _narrowed(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
+        """What a plain node reads instead of a tensor."""
+        if isinstance(tensor, gs.Constant) and not self._is_weight(tensor):
+            self.names += 1
+            name = f"{tensor.name}/half.{self.names}"
+            return [], gs.Constant(name, self._bounded(np.asarray(tensor.values)))
+        if not isinstance(tensor, gs.Constant) and not is_input:
+            return None  # it is one of 16 bits itself
+        return self._converted(tensor, self.half, self.code)
+
+    def _is_weight(self, constant: gs.Constant) -> bool:
+        """Whether a constant stays as it is stored."""
+        return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
+
+    def _widened(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
+        """What a widened node reads instead of a tensor."""
+        is_weight = isinstance(tensor, gs.Constant)
+        if is_input or (is_weight and node.op not in _CONTRACTIONS):
+            return None
+        if is_weight:
+            first, rounded = self._converted(tensor, self.half, self.code)
+            second, wide = self._converted(rounded, np.dtype(np.float32), TensorProto.FLOAT)
+            return [*first, *second], wide
+        return self._converted(tensor, np.dtype(np.float32), TensorProto.FLOAT)
+
+    def _converted(self, tensor: gs.Tensor, dtype: np.dtype[Any], code: int) -> Pair:
+        self.names += 1
+        result = gs.Variable(f"{tensor.name}/cast.{self.names}", dtype, tensor.shape)
+        return [self._cast(tensor, result, code)], result
+
+    def _rounded(self, node: gs.Node) -> list[gs.Node]:
+        """Lets the results of a widened node be rounded."""
+        casts = []
+        for i, tensor in enumerate(node.outputs):
+            if id(tensor) in self.lowered:
+                self.names += 1
+                wide = gs.Variable(f"{tensor.name}/wide.{self.names}", np.float32, tensor.shape)
+                node.outputs[i] = wide
+                casts.append(self._cast(wide, tensor, self.code))
+        return casts
+
+    def _bounded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.half == np.float16:
+            values = np.where(np.isinf(values), values, np.clip(values, -_LARGEST, _LARGEST))
+        return values.astype(self.half)
