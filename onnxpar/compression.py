@@ -17,7 +17,7 @@ from onnxpar.subgraphs import all_nodes, scopes
 NONE, TWO_BIT = "none", "2bit"
 HALVES = ("float16", "bfloat16")
 KINDS = (NONE, *HALVES, TWO_BIT)
-THRESHOLD = 0.001
+THRESHOLD = 0.1
 """What 2bit sends of an element by default."""
 REDUCTIONS = ("AllReduce", "ReduceScatter")
 

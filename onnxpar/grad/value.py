@@ -133,7 +133,8 @@ class Value:
         if shape is None or not all(isinstance(s, (int, np.integer)) for s in shape):
             raise ModelError(
                 f"tensor {self.tensor.name!r} has a shape that only a run can tell ({shape}), and "
-                f"its gradient depends on it; bind symbolic sizes with --dim"
+                "its gradient depends on it; bind symbolic sizes with --dim, and give ranks with "
+                "programs of their own equal parts"
             )
         return tuple(int(s) for s in shape)
 

@@ -18,7 +18,7 @@ from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, run_options
 from onnxpar.runtime.parts import Array, Parts, PortParts
-from onnxpar.runtime.state_files import write_parts
+from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
     as_fed,
     bind_input,
@@ -158,6 +158,13 @@ class Executor:
         held = [name for name in self._states if self._rank in self._parts[name].sources]
         parts = ((n, view_of(self._state(n), self._ports[n].dtype)) for n in held)
         write_parts(folder, self._rank, parts)
+
+    def load_states(self, folder: Path, names: Sequence[str], sizes: Sizes) -> None:
+        """Keeps this rank's parts of states as ranks of the same mesh have written them."""
+        self._parts = self._all_parts.at(tuple(sizes))
+        files = PartFiles(folder)
+        for name in names:
+            self.write_state(name, files.read(name, self._parts[name].origins[self._rank]))
 
     def reset_states(self) -> None:
         """Forgets all kept states."""

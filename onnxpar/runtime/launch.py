@@ -238,6 +238,11 @@ class LaunchedRank:
             self._executor.save_states(Path(folder), sizes)
             self._gather(np.zeros(1, np.uint8), 1)
 
+    def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
+        """Reads this rank's parts of states from a folder."""
+        with self._failing_together(f"loading states from {folder}"):
+            self._executor.load_states(Path(folder), names, sizes)
+
     def reset_states(self) -> None:
         """Forgets all states."""
         self._executor.reset_states()

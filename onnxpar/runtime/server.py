@@ -57,6 +57,7 @@ class Server:
             "write": self._write,
             "reset": self._reset,
             "save": self._save,
+            "load": self._load,
         }
 
     def answer(self, message: Message) -> Message:
@@ -84,6 +85,11 @@ class Server:
 
     def _save(self, message: Message) -> Message:
         self._executor.save_states(Path(message["folder"]), tuple(message["sizes"]))
+        return {}
+
+    def _load(self, message: Message) -> Message:
+        folder, sizes = Path(message["folder"]), tuple(message["sizes"])
+        self._executor.load_states(folder, message["names"], sizes)
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:

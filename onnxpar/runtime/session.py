@@ -236,6 +236,17 @@ class States:
         with session._lock:
             session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
 
+    def load(self, folder: str | os.PathLike[str], names: Sequence[str]) -> None:
+        """Lets every rank keep what it has written to a folder of these states, or a rank of a
+        session of the same mesh that held the same parts."""
+        session = self._session
+        ports = [state_port(session._bundle, name) for name in names]
+        shapes = {port.name: _shape(port) for port in ports}
+        with session._lock:
+            sizes = session._bundle.sizes(shapes)
+            session._ranks.load_states(os.path.abspath(folder), names, sizes)
+            session._kept.update(shapes)
+
     def reset(self) -> None:
         """Forgets all kept values, so that every state must be fed again."""
         session = self._session

@@ -15,6 +15,7 @@ from onnxpar.errors import ModelError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
+from onnxpar.runtime.bundle import Port
 from onnxpar.runtime.parts import Array, Parts
 from onnxpar.runtime.tensors import is_packed
 
@@ -41,23 +42,16 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> 
     (folder / f"rank_{rank:04d}.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-class StateFiles:
-    """The states that ranks wrote to a folder. `layouts` are those of the mesh they ran on."""
+class PartFiles:
+    """The parts of states that ranks wrote to a folder."""
 
-    def __init__(self, folder: Path, mesh: Mesh, layouts: dict[str, Layout]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._mesh = mesh
-        self._layouts = layouts
         self._index: dict[int, dict[str, Any]] = {}
 
-    def read(self, name: str) -> Array:
-        """A state as a global array. Errors: ModelError where the folder lacks it."""
-        if name not in self._layouts:
-            raise ModelError(f"{self._folder} has no state {name!r}")
-        parts = Parts(self._layouts[name], self._mesh)
-        return parts.assemble({rank: self._part(name, rank) for rank in parts.sources})
-
-    def _part(self, name: str, rank: int) -> Array:
+    def read(self, name: str, rank: int) -> Array:
+        """What a rank has written of a state, unread as yet. Errors: ModelError where the folder
+        lacks it."""
         file = self._folder / f"rank_{rank:04d}.json"
         try:
             if rank not in self._index:
@@ -76,3 +70,31 @@ class StateFiles:
             raise ModelError(f"{file}: does not have state {name!r} ({error})") from None
         part: Array = data[: count * dtype.itemsize].view(dtype).reshape(shape)
         return part
+
+
+class StateFiles:
+    """The states that ranks wrote to a folder. `layouts` are those of the mesh they ran on."""
+
+    def __init__(self, folder: Path, mesh: Mesh, layouts: dict[str, Layout]) -> None:
+        self._folder = folder
+        self._parts = PartFiles(folder)
+        self._mesh = mesh
+        self._layouts = layouts
+
+    def read(self, name: str) -> Array:
+        """A state as a global array. Errors: ModelError where the folder lacks it."""
+        if name not in self._layouts:
+            raise ModelError(f"{self._folder} has no state {name!r}")
+        parts = Parts(self._layouts[name], self._mesh)
+        return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
+
+    def is_dealt(self, name: str, mesh: Mesh, port: Port) -> bool:
+        """Whether the ranks of a mesh hold just these parts of a state. Errors: ModelError where the
+        folder lacks one."""
+        layout = self._layouts.get(name)
+        if layout is None or port.layout is None or mesh != self._mesh:
+            return False
+        if layout.normalized() != port.layout.normalized():
+            return False
+        sources = Parts(layout, mesh).sources
+        return all(self._parts.read(name, rank).dtype == port.dtype for rank in sources)

@@ -102,6 +102,11 @@ class ThreadRanks:
         """Lets every rank write its parts of all states to a folder."""
         self._all(lambda r: self._executors[r].save_states(Path(folder), sizes), "saving states")
 
+    def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
+        """Lets every rank read its parts of states from a folder."""
+        source = Path(folder)
+        self._all(lambda r: self._executors[r].load_states(source, names, sizes), "loading states")
+
     def reset_states(self) -> None:
         """Forgets all states."""
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")

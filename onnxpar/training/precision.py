@@ -39,8 +39,6 @@ _CONTRACTIONS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
 """Whose weights are rounded too."""
 _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat")
 _CREATES = ("ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
-_LARGEST = 65504.0
-"""The largest number of float16: masks are bounded by it."""
 
 
 def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -> None:
@@ -67,6 +65,7 @@ class _Lowering:
         self.code = onnx.helper.np_dtype_to_tensor_dtype(half)
         self.weights = weights
         self.lowered: set[int] = set()
+        self.largest = float(ml_dtypes.finfo(half).max)
         self.names = 0
 
     def run(self) -> None:
@@ -140,7 +139,7 @@ class _Lowering:
         if node.op == "ConstantOfShape":
             number = np.zeros(1, np.float32) if value is None else value.values
             if number.dtype == np.float32:
-                node.attrs["value"] = gs.Constant("", self._bounded(number))
+                node.attrs["value"] = gs.Constant("", self._bounded(number).astype(self.half))
 
     def _read(
         self,
@@ -166,7 +165,7 @@ class _Lowering:
         if isinstance(tensor, gs.Constant) and not self._is_weight(tensor):
             self.names += 1
             name = f"{tensor.name}/half.{self.names}"
-            return [], gs.Constant(name, self._bounded(np.asarray(tensor.values)))
+            return [], gs.Constant(name, self._bounded(np.asarray(tensor.values)).astype(self.half))
         if not isinstance(tensor, gs.Constant) and not is_input:
             return None  # it is one of 16 bits itself
         return self._converted(tensor, self.half, self.code)
@@ -178,6 +177,13 @@ class _Lowering:
     def _widened(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
         """What a widened node reads instead of a tensor."""
         is_weight = isinstance(tensor, gs.Constant)
+        if is_weight and not self._is_weight(tensor):
+            values = np.asarray(tensor.values)
+            bounded = self._bounded(values)
+            if np.array_equal(bounded, values, equal_nan=True):
+                return None
+            self.names += 1
+            return [], gs.Constant(f"{tensor.name}/bounded.{self.names}", bounded)
         if is_input or (is_weight and node.op not in _CONTRACTIONS):
             return None
         if is_weight:
@@ -203,6 +209,6 @@ class _Lowering:
         return casts
 
     def _bounded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if self.half == np.float16:
-            values = np.where(np.isinf(values), values, np.clip(values, -_LARGEST, _LARGEST))
-        return values.astype(self.half)
+        """Finite numbers stay finite, as those of masks must."""
+        bounded = np.clip(values, -self.largest, self.largest)
+        return np.where(np.isinf(values), values, bounded).astype(np.float32)

@@ -91,9 +91,12 @@ class Trainer:
                     f"{checkpoint.path}: has no {name!r}; it is a checkpoint of another training "
                     "step"
                 )
-        for name in self.bundle.states:
+        inputs, states = self.bundle.inputs, checkpoint.states
+        alike = [n for n in self.bundle.states if states.is_dealt(n, self.bundle.mesh, inputs[n])]
+        self.session.states.load(checkpoint.path, alike)
+        for name in [name for name in self.bundle.states if name not in alike]:
             try:
-                value = checkpoint.states.read(name) if name in known else self._zeros(name)
+                value = states.read(name) if name in known else self._zeros(name)
                 self.session.states.write(name, value)
             except InputError as error:
                 raise ModelError(f"{checkpoint.path}: {error}") from None

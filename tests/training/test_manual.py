@@ -212,7 +212,7 @@ def test_batches_in_parts(tmp_path: Path) -> None:
 
 def test_statistics(tmp_path: Path) -> None:
     """Each rank normalizes by its own samples, and all keep the mean of the running ones."""
-    normal = "n = BatchNormalization <epsilon = 0.0078125> (a, s, c, m, v)  t = Tanh(n)"
+    normal = "n = BatchNormalization <epsilon = 0.0078125, momentum = 0.5> (a, s, c, m, v)  t = Tanh(n)"
     head = "T[16] s, T[16] c, T[16] m, T[16] v)"
     whole, own = (
         text.replace("t = Tanh(a)", normal).replace("T[5] b2)", f"T[5] b2, {head}")
@@ -246,7 +246,7 @@ def test_sizes_that_differ_between_ranks(tmp_path: Path) -> None:
     text = SLICES.replace(
         "end = Add (begin, shard)", "more = Add (begin, shard)  end = Sub (more, rank)"
     )
-    with pytest.raises(ModelError, match=r"'columns' has a shape that only a run can tell.*ranks"):
+    with pytest.raises(ModelError, match=r"'rows' has a shape that only a run can tell.*equal parts"):
         shard(tmp_path, Case(text, "ranks=2"))
 
 
