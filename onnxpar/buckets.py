@@ -149,6 +149,9 @@ def independent_groups(
             bucket.nodes.append(node)
             bucket.size += more
             bucket.behind |= {t.name for t in node.outputs}
+            for other in open_buckets.values():  # with the node, its whole bucket waits for others
+                if any(t.name in other.behind for t in node.inputs):
+                    other.behind |= bucket.behind
         for bucket in open_buckets.values():
             if any(t.name in bucket.behind for t in _read(node)):
                 bucket.behind |= {t.name for t in node.outputs}

@@ -204,8 +204,8 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         "--compression",
         metavar="KIND",
         help="how gradients of a training step travel: float16 or bfloat16, added up in float32; "
-        f"2bit:T, of which a rank sends T, 0 or -T and keeps the rest for the next step (T is "
-        f"{THRESHOLD} by default: about what gradients are); none",
+        "2bit:T, where a rank sends T, 0 or -T of each element and keeps the rest for later steps "
+        f"(T should be near the largest elements, and is {THRESHOLD} by default); none",
     )
     to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
 
@@ -262,6 +262,11 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         metavar="X",
         help="what gradients are multiplied by on their way: dynamic (default in float16), a "
         "number, or none",
+    )
+    to.add_argument(
+        "--recompute",
+        action="store_true",
+        help="compute activations within blocks again for the backward pass, rather than keep them",
     )
     to.add_argument(
         "--accumulate",

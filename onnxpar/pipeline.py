@@ -25,6 +25,7 @@ from onnxpar.open_ports import open_ports
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.compress_collectives import CompressCollectives
 from onnxpar.passes.fuse_all_reduces import FUSIONS, FuseAllReduces
+from onnxpar.passes.gate_recomputation import GateRecomputation
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.localize_ops import LocalizeOps
@@ -52,6 +53,7 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     LocalizeOps,
     SplitPrograms,
     OrderCollectives,
+    GateRecomputation,
 )
 """Everything between load and split-ranks."""
 MANUAL_PASSES: tuple[type[Pass], ...] = (KeepCollectives, SplitPrograms, OrderCollectives)

@@ -3,6 +3,8 @@ makes it larger as late."""
 
 from __future__ import annotations
 
+import heapq
+
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
@@ -28,47 +30,57 @@ class _Schedule:
         self.nodes = list(graph.nodes)
         self.makers = {id(t): node for node in self.nodes for t in node.outputs if t.name}
         self.reads = {id(node): _read(node) for node in self.nodes}
-        self.done: set[int] = set()
-        self.early: dict[int, list[gs.Node]] = {}
+        self.readers: dict[int, list[gs.Node]] = {}
         for node in self.nodes:
-            if node.domain == DOMAIN and node.op not in _GROWS:
-                for tensor in self.reads[id(node)]:
-                    self.early.setdefault(id(tensor), []).append(node)
+            for tensor in self.reads[id(node)]:
+                self.readers.setdefault(id(tensor), []).append(node)
+        self.index = {id(node): i for i, node in enumerate(self.nodes) if node.domain != DOMAIN}
+        self.keys: dict[int, tuple[float, int]] = {}
 
     def run(self) -> None:
-        """Puts the nodes of the model in their places, and with them all others."""
+        """Puts the nodes that wait for nothing in their places, the first in order first."""
+        missing = {
+            id(node): {id(m) for t in self.reads[id(node)] if (m := self.makers.get(id(t)))}
+            for node in self.nodes
+        }
+        ready = [
+            (*self._key(node), i, node)
+            for i, node in enumerate(self.nodes)
+            if not missing[id(node)]
+        ]
+        heapq.heapify(ready)
+        numbers = {id(node): i for i, node in enumerate(self.nodes)}
         self.graph.nodes.clear()
-        for node in self.nodes:
-            if node.domain != DOMAIN:
-                self._place(node)
-        for node in self.nodes:
-            self._place(node)
+        while ready:
+            node = heapq.heappop(ready)[-1]
+            self.graph.nodes.append(node)
+            for reader in self._readers(node):
+                waits = missing[id(reader)]
+                if id(node) in waits:
+                    waits.discard(id(node))
+                    if not waits:
+                        entry = (*self._key(reader), numbers[id(reader)], reader)
+                        heapq.heappush(ready, entry)
 
-    def _place(self, node: gs.Node) -> None:
-        """Puts a node behind all that it needs, and behind it what should follow at once."""
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            if id(top) in self.done:
-                stack.pop()
-                continue
-            needed = [m for t in self.reads[id(top)] if (m := self._missing(t)) is not None]
-            if needed:
-                stack += reversed(needed)
-                continue
-            stack.pop()
-            self.done.add(id(top))
-            self.graph.nodes.append(top)
-            following = [n for t in top.outputs for n in self.early.get(id(t), ())]
-            stack += [n for n in reversed(following) if self._is_ready(n)]
+    def _readers(self, node: gs.Node) -> list[gs.Node]:
+        return [n for t in node.outputs for n in self.readers.get(id(t), ())]
 
-    def _missing(self, tensor: gs.Tensor) -> gs.Node | None:
-        """The node of this graph that makes a tensor and has no place yet."""
-        maker = self.makers.get(id(tensor))
-        return None if maker is None or id(maker) in self.done else maker
+    def _key(self, node: gs.Node) -> tuple[float, int]:
+        """Where a node belongs among those of the model: its own place; behind the last that a
+        reshard reads, or before the first that reads it."""
+        if id(node) in self.index:
+            return self.index[id(node)], 1
+        if id(node) not in self.keys:
+            grows = node.op in _GROWS
+            others = self._readers(node) if grows else self._makers(node)
+            places = [self._key(other)[0] for other in others]
+            place = min(places) if grows and places else max(places, default=-1.0)
+            self.keys[id(node)] = place, 0 if grows else 2
+        return self.keys[id(node)]
 
-    def _is_ready(self, node: gs.Node) -> bool:
-        return all(self._missing(t) is None for t in self.reads[id(node)])
+    def _makers(self, node: gs.Node) -> list[gs.Node]:
+        found = [self.makers.get(id(t)) for t in self.reads[id(node)]]
+        return [maker for maker in found if maker is not None]
 
 
 def _read(node: gs.Node) -> list[gs.Tensor]:

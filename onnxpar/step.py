@@ -18,6 +18,8 @@ RESIDUAL = "residual"
 """The kind of slots that hold what ranks have not sent of a gradient."""
 GRADIENT = ".grad"
 """Ends the names of outputs that are gradients."""
+SCALE = "loss_scale"
+"""The input and kind of slot that is the factor of the loss, where it changes."""
 SEED = "seed"
 """The input that all random numbers of a step follow from."""
 

@@ -48,6 +48,7 @@ def grad(args: argparse.Namespace) -> int:
         args.groups,
         args.precision,
         LossScale.parse(args.loss_scale, args.precision),
+        args.recompute,
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate

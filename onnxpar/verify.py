@@ -212,6 +212,8 @@ def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None
 def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
     """Follows the token, which is None before the first collective; returns the last."""
     for node in graph.nodes:
+        if node.domain == DOMAIN and node.op == "Gate":
+            continue
         if node.domain == DOMAIN and node.inputs:
             assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
             token = node.outputs[-1]

@@ -18,7 +18,7 @@ from onnxpar.layout import Layout
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.plan import numpy_dtype, part_bytes
 from onnxpar.schedule import schedule
-from onnxpar.step import RESIDUAL, Slot
+from onnxpar.step import RESIDUAL, SCALE, Slot, Step
 from onnxpar.subgraphs import all_nodes, bodies
 from onnxpar.threshold_codes import Sum, ThresholdBuilder, other_axes
 
@@ -66,6 +66,7 @@ class CompressCollectives(Pass):
         of = gradient_reductions(graph, step.gradients)
         found = {n.name for n in all_nodes(graph) if n.name in of and self._is_worth_it(n, ctx)}
         if how.kind == TWO_BIT:
+            _check_steps(step)
             _check_outside(graph, found, of)
             _Thresholds(graph, ctx, how.threshold, of).run(found, self.bucket_bytes)
         else:
@@ -78,6 +79,15 @@ class CompressCollectives(Pass):
         before: Layout = node.attrs["before"]
         is_wide = numpy_dtype(node.inputs[0]) in (np.float32, np.float64)
         return is_wide and before.reduce == "sum" and _size(node, ctx) >= self.least_bytes
+
+
+def _check_steps(step: Step) -> None:
+    """Errors: StrategyError where what is kept means something else in the next step."""
+    if any(slot.kind == SCALE for slot in step.slots):
+        raise StrategyError(
+            f"compression {TWO_BIT}: the step changes the scale of its gradients; write it with a "
+            "fixed --loss-scale or none, or take float16"
+        )
 
 
 def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> None:

@@ -26,6 +26,7 @@ LAYERS = (
         "lockstep",
         "open_sizes",
         "write_model",
+        "clone",
     ),
     ("factors", "pieces", "rules", "accumulators"),
     (

@@ -31,6 +31,7 @@ const Schema kSchemas[] = {
     {"Send", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Recv", 2, 2, DataType::kAny, InferSameShape, false},
     {"NeighborExchange", 2, 2, DataType::kAny, InferNeighborExchange, false},
+    {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };

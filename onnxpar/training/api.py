@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
+from onnxpar import pipeline
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.grad.trained import Trained
 from onnxpar.mesh import Mesh
 from onnxpar.model import Model
-from onnxpar.pipeline import Options, load_model, manual_of
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
 from onnxpar.training.backward import LossOptions
@@ -37,12 +37,13 @@ def grad(
     groups: int | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
+    recompute: bool = False,
     clip_norm: float | None = None,
     accumulate: int = 1,
     dims: Mapping[str, int] | None = None,
     mesh: str | Mesh | None = None,
     preset: str | None = None,
-    strategy: Mapping[str, Any] | Strategy | None = None,
+    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
     **hyperparameters: Any,
 ) -> Step:
     """Writes the training step of a model: one ONNX graph of standard ops.
@@ -60,6 +61,7 @@ def grad(
     precision   float16 or bfloat16: what the model computes in; parameters keep their types
     loss_scale  what gradients are multiplied by on their way: "dynamic", a number, or "none"; by
                 default dynamic in float16
+    recompute   activations within blocks are computed again for the backward pass, not kept
     clip_norm   scales gradients so that the norm of all together is at most this
     accumulate  batches of the model's size that a step takes, one after the other
     dims        sizes of symbolic dimensions, by symbol
@@ -79,12 +81,15 @@ def grad(
         groups,
         precision,
         LossScale.parse(loss_scale, precision),
+        recompute,
     )
     if isinstance(mesh, str):
         mesh = Mesh.parse(mesh)
-    if strategy is not None and not isinstance(strategy, Strategy):
+    if isinstance(strategy, Mapping):
         strategy = Strategy.of(strategy)
-    source = Options(mesh=mesh, preset=preset, strategy=strategy, dims=dims)
+    elif strategy is not None and not isinstance(strategy, Strategy):
+        strategy = Strategy.read(os.fspath(strategy))
+    source = pipeline.Options(mesh=mesh, preset=preset, strategy=strategy, dims=dims)
     made, _ = write_step(
         Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm, accumulate), source
     )
@@ -97,7 +102,7 @@ def write_step(
     output: Path,
     loss: LossOptions,
     options: StepOptions,
-    source: Options,
+    source: pipeline.Options,
 ) -> tuple[Model, list[Trained]]:
     """Writes a training step; returns it, and what it trains. `source` says what the model is, and
     its sizes. Errors: OnnxparError."""
@@ -105,13 +110,13 @@ def write_step(
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     if output.exists() and output.samefile(path):
         raise OnnxparError(f"{output}: is the model itself; choose another -o")
-    manual = manual_of(source)
+    manual = pipeline.manual_of(source)
     if manual is None and (source.mesh or source.devices or source.strategy):
         raise StrategyError(
             "a mesh and a strategy are for a program per rank (--preset manual); the step of any "
             "other model is split by `onnxpar shard`"
         )
-    model = load_model(path, source, for_training=True)
+    model = pipeline.load_model(path, source, for_training=True)
     trained = make_step(model, loss, options, None if manual is None else RankProgram(manual))
     write_model(export_model(model.graph, model.header), model.folder, output)
     return model, trained

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
+from onnxpar.clone import needed
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.trained import Trained, find_trained
@@ -25,6 +26,7 @@ from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.losses import Targets, add_loss
 from onnxpar.training.precision import lower_precision
 from onnxpar.training.program import Program
+from onnxpar.training.recompute import Block, find_blocks, recompute
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class LossOptions:
     groups      parts of a batch that have statistics of their own
     precision   one of PRECISIONS, in which the model computes; its weights keep their types
     scale       what gradients are multiplied by on their way
+    recompute   whether activations within blocks are computed again rather than kept
     """
 
     loss: str
@@ -51,6 +54,7 @@ class LossOptions:
     groups: int | None = None
     precision: str | None = None
     scale: LossScale | None = None
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,14 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     if scale is not None:
         share = scale.cast(loss.dtype) * share
     forward = len(graph.nodes)
-    found = gradients(graph, {loss.tensor.name: share}, parameters)
+    blocks: list[Block] = []
+    if options.recompute:
+        names = [p.name for p in parameters]
+        blocks = find_blocks(needed(graph, [loss.tensor.name]), names, loss.tensor.name)
+    ends = [block.after for block in blocks]
+    found = gradients(graph, {loss.tensor.name: share}, [*parameters, *ends])
+    followed = {t.name: found.pop(t.name) for t in ends}
+    recompute(graph, forward, blocks, {n: g for n, g in followed.items() if g is not None})
     _read_again(graph, forward, parameters)
     lost = [name for name, gradient in found.items() if gradient is None]
     if lost:

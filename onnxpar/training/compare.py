@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from dataclasses import replace
 from typing import Any
 
 import numpy as np

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from onnxpar.clone import clone_nodes
+from onnxpar.collective import DOMAIN
 from onnxpar.subgraphs import all_nodes
 from onnxpar.training.draws import is_off
 
@@ -21,6 +22,8 @@ def copy_for_use(graph: gs.Graph, takes_statistics: bool) -> dict[str, gs.Tensor
         if node.op == "Dropout":
             while len(node.inputs) > 2:
                 node.inputs.pop()
+        elif node.domain == DOMAIN:
+            node.attrs.pop("tag", None)  # each collective has one of its own
         elif node.op == "BatchNormalization":
             node.attrs["training_mode"] = 0
             while len(node.outputs) > 1:

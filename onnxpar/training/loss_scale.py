@@ -11,9 +11,10 @@ from onnx import numpy_helper
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
+from onnxpar.step import SCALE
 
-SCALE, GOOD = "loss_scale", "loss_scale.good_steps"
-"""Inputs of a step: the factor, and how many steps in a row have had finite gradients with it."""
+GOOD = f"{SCALE}.good_steps"
+"""The input of a step that says how many in a row have had finite gradients with the factor."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from onnxpar.interchange import default_of
 from onnxpar.manual import Manual
 from onnxpar.mesh import Axes, Mesh, parts_over
 from onnxpar.step import GRADIENT, Deal, Step
+from onnxpar.subgraphs import all_nodes, subgraphs
 from onnxpar.training.backward import Backward, LossOptions
 from onnxpar.training.program import Program
 
@@ -92,6 +93,8 @@ class RankProgram(Program):
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
         """Notes in a step how the tensors of its graph are dealt; `shapes` are those of tensors
         that the model had before. Errors: StrategyError for an entry that matches none."""
+        if step.turns > 1:
+            _refuse_inner(graph)
         kept = {*step.gradients, *(slot.input for slot in step.slots)}
         for tensor in list(graph.inputs):
             default = default_of(tensor)
@@ -111,6 +114,18 @@ class RankProgram(Program):
         like = {name: of for name, of in like.items() if name != of and of in tensors}
         step.deal = Deal(list(self.manual.mesh.shape), tensors, like)
         replace(self.manual, deal=step.deal).check_names([])
+
+
+def _refuse_inner(graph: gs.Graph) -> None:
+    """Errors: StrategyError where collectives have come to stand in a loop over parts of a
+    batch."""
+    for node in all_nodes(graph):
+        for inner in (n for body in subgraphs(node) for n in body.nodes):
+            if inner.domain == DOMAIN and inner.inputs:
+                raise StrategyError(
+                    f"{inner.op} '{inner.name}' would run for each part of a batch, which no loop "
+                    "lets it do: leave --accumulate out"
+                )
 
 
 def _as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> None:

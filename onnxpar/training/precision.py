@@ -32,7 +32,8 @@ _SUMS = """
     ReduceSum ReduceMean ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp
     CumSum AveragePool GlobalAveragePool LpPool GlobalLpPool Resize LSTM GRU RNN"""
 _CURVES = """
-    Exp Log Pow Sqrt Reciprocal Div Erf Softplus SoftmaxCrossEntropyLoss NegativeLogLikelihoodLoss"""
+    Exp Log Pow Sqrt Reciprocal Div Erf Softplus SoftmaxCrossEntropyLoss
+    NegativeLogLikelihoodLoss"""
 _SENSITIVE = frozenset(f"{_NORMALIZATIONS} {_SUMS} {_CURVES}".split())
 """What loses too much in 16 bits."""
 _CONTRACTIONS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")

@@ -21,11 +21,11 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.interchange import default_of
 from onnxpar.model import Model
-from onnxpar.step import EVALUATION, GRADIENT, METADATA, SEED, Slot, Step
+from onnxpar.step import EVALUATION, GRADIENT, METADATA, SCALE, SEED, Slot, Step
 from onnxpar.subgraphs import constants
 from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
-from onnxpar.training.loss_scale import GOOD, SCALE, is_finite
+from onnxpar.training.loss_scale import GOOD, is_finite
 from onnxpar.training.optimizers import Optimizer
 from onnxpar.training.program import Program
 

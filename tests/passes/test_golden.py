@@ -20,7 +20,7 @@ from onnxpar.text import graph_text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
-OPTIONAL = ("compress-collectives", "fuse-all-reduces", "split-programs")
+OPTIONAL = ("compress-collectives", "fuse-all-reduces", "split-programs", "gate-recomputation")
 ALL = ",".join(p.name for p in pipeline.DEFAULT_PASSES if p.name not in OPTIONAL)
 
 

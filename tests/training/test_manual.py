@@ -210,9 +210,16 @@ def test_batches_in_parts(tmp_path: Path) -> None:
     assert sum(n.op_type == "AllReduce" for n in nodes) == len(WEIGHTS) + 2
 
 
+def test_collectives_do_not_run_in_parts(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"AllReduce '.*' would run for each part of a batch"):
+        shard(tmp_path, CASES["slices"], accumulate=2)
+
+
 def test_statistics(tmp_path: Path) -> None:
     """Each rank normalizes by its own samples, and all keep the mean of the running ones."""
-    normal = "n = BatchNormalization <epsilon = 0.0078125, momentum = 0.5> (a, s, c, m, v)  t = Tanh(n)"
+    normal = (
+        "n = BatchNormalization <epsilon = 0.0078125, momentum = 0.5> (a, s, c, m, v)  t = Tanh(n)"
+    )
     head = "T[16] s, T[16] c, T[16] m, T[16] v)"
     whole, own = (
         text.replace("t = Tanh(a)", normal).replace("T[5] b2)", f"T[5] b2, {head}")
@@ -242,11 +249,29 @@ def check_sent(folder: Path, text: str) -> Step:
     return check(folder, Case(text, "stage=2"))
 
 
+def test_what_only_training_does(tmp_path: Path) -> None:
+    """The evaluation has the same collectives, under tags of their own; ranks draw the same."""
+    drop = """t = Tanh (a)
+      ratio = Constant <value_float = 0.0> ()  training = Constant <value = bool {1}> ()
+      d, mask = Dropout (t, ratio, training)"""
+    whole, own = (
+        text.replace("Tanh(a)", "Tanh (a)")
+        .replace("t = Tanh (a)", drop)
+        .replace("(t, w2)", "(d, w2)")
+        for text in (GLOBAL, CASES["dealt"].text.replace("AllReduce <", "AllReduce <tag = 4, "))
+    )
+    feeds = [{**batch, "seed": np.array(0)} for batch in batches("double")]
+    spec = check(tmp_path, Case(own, "tp=8", COLUMNS), feeds=feeds, whole=whole)
+    assert spec.seed == "seed"
+
+
 def test_sizes_that_differ_between_ranks(tmp_path: Path) -> None:
     text = SLICES.replace(
         "end = Add (begin, shard)", "more = Add (begin, shard)  end = Sub (more, rank)"
     )
-    with pytest.raises(ModelError, match=r"'rows' has a shape that only a run can tell.*equal parts"):
+    with pytest.raises(
+        ModelError, match=r"'rows' has a shape that only a run can tell.*equal parts"
+    ):
         shard(tmp_path, Case(text, "ranks=2"))
 
 

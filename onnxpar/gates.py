@@ -1,0 +1,29 @@
+"""Identities that frame a recomputation: the gradient that opens a gate, and what waits for it.
+They know it by their metadata, which models keep."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+from onnx import NodeProto
+
+_KEY = "onnxpar.gate"
+
+
+def add_gate(graph: gs.Graph, gate: str, name: str, tensor: gs.Tensor) -> gs.Variable:
+    """Appends an Identity of a gate to a graph; returns its result."""
+    result = gs.Variable(name, tensor.dtype, tensor.shape)
+    node = gs.Node("Identity", name, {}, [tensor], [result])
+    source = NodeProto()
+    source.metadata_props.add(key=_KEY, value=gate)
+    node.onnx_source = source
+    graph.nodes.append(node)
+    return result
+
+
+def gate_of(node: gs.Node) -> str | None:
+    """The gate that a node belongs to, if any."""
+    source = vars(node).get("onnx_source")
+    for entry in source.metadata_props if source is not None and node.op == "Identity" else ():
+        if entry.key == _KEY:
+            return str(entry.value)
+    return None

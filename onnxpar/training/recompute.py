@@ -1,0 +1,146 @@
+"""Activations that are computed again for the backward pass, rather than kept since the forward
+one: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.clone import clone_nodes
+from onnxpar.errors import StrategyError
+from onnxpar.gates import add_gate
+from onnxpar.grad.reverse import reached_from
+from onnxpar.grad.value import Value
+from onnxpar.plan import numpy_dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive nodes of a forward pass, from the one tensor that they go on from, to the one
+    that is gone on from behind them."""
+
+    nodes: list[gs.Node]
+    before: gs.Tensor
+    after: gs.Tensor
+
+
+def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str) -> list[Block]:
+    """The blocks of a forward pass whose results are worth computing again.
+
+    They end where a single activation, a tensor that depends on parameters, is all that later nodes
+    read. There are as many as make what is kept and the largest block the least. Errors:
+    StrategyError where there is no such place.
+    """
+    active = reached_from(nodes, parameters) - set(parameters)
+    ends = _single(nodes, active)
+    if len(ends) < 2:
+        raise StrategyError("recompute: the model has no two places that all paths go through")
+    sizes = [_bytes(node, active) for node in nodes]
+    total = [0]
+    for size in sizes:
+        total.append(total[-1] + size)
+    cuts = min(
+        (_partition(ends, total, count) for count in range(1, len(ends))),
+        key=lambda cut: _cost(cut, ends, total),
+    )
+    return [
+        Block(list(nodes[a + 1 : b + 1]), ends[a], ends[b])
+        for a, b in pairwise(cuts)
+        if ends[b].name != loss
+    ]
+
+
+def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.Tensor]:
+    """Positions behind which one activation is all that is read, and that activation."""
+    last: dict[str, int] = {}
+    for i, node in enumerate(nodes):
+        for tensor in node.inputs:
+            last[tensor.name] = i
+    alive: dict[str, gs.Tensor] = {}
+    found = {}
+    for i, node in enumerate(nodes):
+        alive = {name: t for name, t in alive.items() if last[name] > i}
+        for tensor in node.outputs:
+            if tensor.name in active and last.get(tensor.name, -1) > i:
+                alive[tensor.name] = tensor
+        if len(alive) == 1 and next(iter(alive.values())) in node.outputs:
+            (found[i],) = alive.values()
+    return found
+
+
+def _bytes(node: gs.Node, active: Collection[str]) -> int:
+    tensors = [t for t in node.outputs if t.name in active and t.shape is not None]
+    return sum(math.prod(t.shape) * numpy_dtype(t).itemsize for t in tensors)
+
+
+def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> list[int]:
+    """Positions that cut what lies between the first and the last into so many parts of about the
+    same bytes."""
+    places = list(ends)
+    first, last = total[places[0]], total[places[-1]]
+    cuts = [places[0]]
+    for k in range(1, count):
+        wanted = first + (last - first) * k / count
+        place = min(places, key=lambda p: abs(total[p] - wanted))
+        if place > cuts[-1]:
+            cuts.append(place)
+    return [*cuts, places[-1]] if places[-1] > cuts[-1] else cuts
+
+
+def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int]) -> int:
+    """Bytes that are kept, and those of the largest block."""
+    kept = sum(math.prod(ends[c].shape) * numpy_dtype(ends[c]).itemsize for c in cuts)
+    return kept + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
+
+
+def recompute(
+    graph: gs.Graph, forward: int, blocks: Sequence[Block], gradients: dict[str, Value]
+) -> None:
+    """Lets the backward pass, the nodes of a graph behind the first ones, read what blocks compute
+    again; `gradients` has those of the tensors behind the blocks, by name."""
+    backward = list(graph.nodes[forward:])
+    first = list(graph.nodes[:forward])
+    makers = {id(t): node for node in backward for t in node.outputs}
+    added: dict[int, list[gs.Node]] = {}
+    for number, block in enumerate(blocks):
+        inside = {id(t): t for node in block.nodes for t in node.outputs if t is not block.after}
+        readers = [n for n in backward if any(id(t) in inside for t in n.inputs)]
+        if not readers:
+            continue
+        gate, name = f"block.{number}", f"recompute/block.{number}"
+        graph.nodes = []
+        opened = add_gate(graph, gate, f"{name}/gradient", gradients[block.after.name].tensor)
+        again = add_gate(graph, gate, f"{name}/start", block.before)
+        needed = _needed(block.nodes, {id(t) for n in readers for t in n.inputs})
+        copies, tensors = clone_nodes(needed, partial(_inside, name), {id(block.before): again})
+        opener = makers[id(gradients[block.after.name].tensor)]
+        added.setdefault(id(opener), []).extend([*graph.nodes, *copies])
+        for node in backward:
+            for i, tensor in enumerate(node.inputs):
+                if tensor is gradients[block.after.name].tensor:
+                    node.inputs[i] = opened
+                elif id(tensor) in inside and id(tensor) in tensors:
+                    node.inputs[i] = tensors[id(tensor)]
+    graph.nodes = first
+    for node in backward:
+        graph.nodes.append(node)
+        graph.nodes.extend(added.get(id(node), ()))
+
+
+def _inside(prefix: str, name: str) -> str:
+    return f"{prefix}/{name}"
+
+
+def _needed(nodes: Sequence[gs.Node], wanted: set[int]) -> list[gs.Node]:
+    """The nodes of a block that make these tensors, and what those need."""
+    found = []
+    for node in reversed(nodes):
+        if any(id(t) in wanted for t in node.outputs):
+            wanted = wanted | {id(t) for t in node.inputs}
+            found.append(node)
+    return found[::-1]
