@@ -2,6 +2,7 @@
 
 - `python models/export.py` writes every small model, next to this script;
 - `python models/export.py gpt2 --exporter dynamo` writes one model by one exporter;
+- `python models/export.py --training` writes those for training, and expected/;
 - `python models/export.py --list` tells which variants export, and keeps no file;
 - `python models/export.py llama --full --out DIR --set num_hidden_layers=32` goes beyond.
 """

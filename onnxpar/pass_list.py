@@ -8,6 +8,7 @@ import re
 from onnxpar.errors import StrategyError
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.differentiate import Differentiate
+from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.pass_ import Pass
 from onnxpar.pipeline import DEFAULT_PASSES, MANUAL_PASSES
 
@@ -32,7 +33,7 @@ def parse_passes(text: str) -> list[Pass]:
         if name not in BY_NAME:
             raise StrategyError(f"--passes: no pass {name!r}; there are {', '.join(BY_NAME)}")
         out.append(BY_NAME[name](**_options(BY_NAME[name], rest.rstrip("}"))))
-    if not any(isinstance(p, (AnnotateStrategy, *MANUAL_PASSES)) for p in out):
+    if not any(isinstance(p, (AnnotateStrategy, KeepCollectives)) for p in out):
         first = sum(isinstance(p, Differentiate) for p in out)
         out.insert(first, AnnotateStrategy())
     return out

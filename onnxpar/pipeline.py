@@ -56,7 +56,12 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     GateRecomputation,
 )
 """Everything between load and split-ranks."""
-MANUAL_PASSES: tuple[type[Pass], ...] = (KeepCollectives, SplitPrograms, OrderCollectives)
+MANUAL_PASSES: tuple[type[Pass], ...] = (
+    KeepCollectives,
+    SplitPrograms,
+    OrderCollectives,
+    GateRecomputation,
+)
 """The same for a model that is each rank's program already."""
 
 Watch = Callable[[Pass, Model, PassContext], None]
@@ -175,7 +180,7 @@ def passes_of(options: Options, model: Model) -> list[Pass]:
     if options.preset == MANUAL:
         if options.compression not in (None, NONE):
             raise StrategyError("compression: a manual program's collectives stay as they are")
-        return [KeepCollectives(options.replicas), SplitPrograms(), OrderCollectives()]
+        return [KeepCollectives(options.replicas), *(p() for p in MANUAL_PASSES[1:])]
     fusion = _fusion(options, model)
     together = 0 if fusion.by == "none" else fusion.bucket_bytes
     compression = CompressCollectives(options.compression or NONE, bucket_bytes=together)

@@ -61,6 +61,7 @@ class _Schedule:
                     if not waits:
                         entry = (*self._key(reader), numbers[id(reader)], reader)
                         heapq.heappush(ready, entry)
+        assert len(self.graph.nodes) == len(self.nodes), "nodes wait for each other"
 
     def _readers(self, node: gs.Node) -> list[gs.Node]:
         return [n for t in node.outputs for n in self.readers.get(id(t), ())]
@@ -71,12 +72,17 @@ class _Schedule:
         if id(node) in self.index:
             return self.index[id(node)], 1
         if id(node) not in self.keys:
-            grows = node.op in _GROWS
-            others = self._readers(node) if grows else self._makers(node)
-            places = [self._key(other)[0] for other in others]
-            place = min(places) if grows and places else max(places, default=-1.0)
-            self.keys[id(node)] = place, 0 if grows else 2
+            readers = self._readers(node) if node.op in _GROWS else []
+            places = [self._key(n)[0] if n.op in _GROWS else self._behind(n) for n in readers]
+            key = (min(places), 0) if places else (self._behind(node), 2)
+            self.keys[id(node)] = key
         return self.keys[id(node)]
+
+    def _behind(self, node: gs.Node) -> float:
+        """The place of a node of the model, or that of the last one that a reshard depends on."""
+        if id(node) in self.index:
+            return self.index[id(node)]
+        return max((self._behind(maker) for maker in self._makers(node)), default=-1.0)
 
     def _makers(self, node: gs.Node) -> list[gs.Node]:
         found = [self.makers.get(id(t)) for t in self.reads[id(node)]]

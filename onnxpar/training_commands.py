@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -106,19 +107,23 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
     left = data.count % data.batch
     if left:
         print(f"{left} of {data.count} samples are left over in each epoch")
+    told = records(trainer, data, run, held_out)
+    first = list(islice(told, 1))  # a run that cannot start forgets nothing
+    if first:
+        _forget(metrics, first[0].total)
     with (
-        metrics.open("a" if run.resume else "w", encoding="utf-8") as sink,
+        metrics.open("a", encoding="utf-8") as sink,
         tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar,
     ):
-        for record in records(trainer, data, run, held_out):
+        for record in chain(first, told):
             bar.update(record.total - bar.n)
             loss = record.values[trainer.spec.loss]
             bar.write(f"epoch: {record.epoch} step: {record.step}, loss is {loss:.6g}", sys.stdout)
             row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
             if record.evaluation is not None:
                 row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
-                told = ", ".join(f"{n} is {v:.6g}" for n, v in record.evaluation.items())
-                bar.write(f"epoch: {record.epoch} evaluation: {told}", sys.stdout)
+                text = ", ".join(f"{n} is {v:.6g}" for n, v in record.evaluation.items())
+                bar.write(f"epoch: {record.epoch} evaluation: {text}", sys.stdout)
             json.dump({**row, **record.values, "seconds": round(record.seconds, 6)}, sink)
             sink.write("\n")
             sink.flush()
@@ -126,6 +131,13 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
     if run.checkpoint is not None:
         print(f"the last checkpoint is {newest(run.checkpoint)}")
+
+
+def _forget(metrics: Path, first: int) -> None:
+    """Takes the rows from this step on out of a file of metrics: they are told anew."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
+    metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def merge(args: argparse.Namespace) -> int:

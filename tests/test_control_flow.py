@@ -246,7 +246,7 @@ def test_a_sum_that_is_pending_in_a_loop_is_noticed(tmp_path: Path) -> None:
         ({"tensors": {"h": [None, "tp"]}}, ["ReduceScatter", "AllReduce"]),
         (
             {"tensors": {"h": [None, None], "h0": ["tp", None], "h_last": [None, "tp"]}},
-            ["AllReduce", "AllGather", "AllToAll"],
+            ["AllGather", "AllReduce", "AllToAll"],
         ),
         (
             {"tensors": {"h_next": ["tp", None], "h": [None, "tp"]}},

@@ -95,8 +95,12 @@ def hardmax(v: Vjp) -> Grads:
 
 @vjp("Softmax")
 def softmax(v: Vjp) -> Grads:
-    weighted = v.dy * v.y
-    return [weighted - v.y * weighted.sum([v.attr("axis")], keepdims=True)]
+    """Where the model replaces what is masked as a whole, and so no number, nothing flows."""
+    y = v.y
+    if any(reader.op == "IsNaN" for reader in y.tensor.outputs):
+        y = y.op("IsNaN").where(0.0, y)
+    weighted = v.dy * y
+    return [weighted - y * weighted.sum([v.attr("axis")], keepdims=True)]
 
 
 @vjp("LogSoftmax")

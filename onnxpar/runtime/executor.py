@@ -80,6 +80,10 @@ class Executor:
         def open_session(program: str = "") -> ort.InferenceSession:
             options = groups.session_options(world)
             spec.apply(options, world.rank, threads, spin)
+            if bundle.step is not None and options.execution_order == ort.ExecutionOrder.DEFAULT:
+                # In the order of the graph; by default, the gradients of a bucket come last, with
+                # all that they are computed from.
+                options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
             return ort.InferenceSession(
                 str(bundle.rank_file(world.rank, program)),
                 options,

@@ -50,7 +50,7 @@ def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
     Errors: InputError for a file that is missing or no .npz, a missing or an unknown key.
     """
     file = Path(path)
-    arrays = _read_npz(file)
+    arrays = read_npz(file)
     lists = {name: _take_list(name, arrays, dtype) for name, dtype, _ in inputs if "(" in dtype}
     dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs if name not in lists}
     for name in dtypes:
@@ -111,7 +111,8 @@ def _random(
     return np.asarray(source.standard_normal(shape)).astype(dtype)
 
 
-def _read_npz(file: Path) -> dict[str, Array]:
+def read_npz(file: Path) -> dict[str, Array]:
+    """The arrays of an .npz file, by name. Errors: InputError."""
     try:
         loaded = np.load(file, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):

@@ -83,14 +83,14 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
     trained = find_trained(model, options.params, options.frozen)
-    if options.precision is not None:
-        lower_precision(graph, options.precision, {t.name for t in trained})
-    norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
     parts = {
         t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
         for t in constants(graph)
         if program.is_part(t.name)
     }
+    if options.precision is not None:
+        lower_precision(graph, options.precision, {t.name for t in trained})
+    norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
     talks = any(is_message(node) for node in graph.nodes)  # which no part of a step can do alone
     used = None if talks else copy_for_use(graph, bool(options.statistics))
     seed_draws(graph, SEED)

@@ -70,14 +70,17 @@ class Checkpoint:
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint of the most steps in a folder, None where there is none."""
-    found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name)]
+    found = [file.parent for file in folder.glob("step_*/checkpoint.json")]
+    found = [path for path in found if _NAME.fullmatch(path.name)]
     return max(found, key=lambda p: p.name, default=None)
 
 
 def begin(folder: Path, progress: Progress) -> Path:
-    """Makes the folder that a checkpoint is written to first."""
+    """Makes the folder that a checkpoint is written to first, and removes what was left of others
+    that were not finished."""
+    for left in folder.glob(".step_*.unfinished"):
+        shutil.rmtree(left, ignore_errors=True)
     unfinished = folder / f".step_{progress.step:08d}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     return unfinished
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from onnxpar.errors import InputError
+from onnxpar.runtime.feeds import read_npz
 
 Array = npt.NDArray[Any]
 
@@ -32,12 +34,7 @@ class Data:
         Errors: InputError for an array that is missing, of another type or shape, or where there
         are fewer samples than a batch has.
         """
-        try:
-            with np.load(path) as file:
-                arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: {error}") from None
-        return Data.of(arrays, ports, str(path))
+        return Data.of(read_npz(Path(path)), ports, str(path))
 
     @staticmethod
     def of(arrays: Mapping[str, Array], ports: Sequence[Any], source: str = "data") -> Data:

@@ -58,6 +58,8 @@ def records(
     is on data that is held out. Errors: InputError, ModelError, RankError."""
     if run.epochs < 1:
         raise InputError(f"{run.epochs} epochs: at least 1")
+    if run.every < 0:
+        raise InputError(f"a checkpoint every {run.every} steps: 0 is none but the last")
     rate = Rate(run.rate, run.epochs * data.batches, run.schedule, run.warmup)
     progress = _start(trainer, run)
     total = progress.step
@@ -88,14 +90,18 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
 
 
 def _start(trainer: Trainer, run: Run) -> Progress:
-    """Loads the newest checkpoint where a run is to go on."""
-    if not run.resume:
-        return Progress(seed=run.seed)
-    if run.checkpoint is None:
+    """Loads the newest checkpoint where a run is to go on; a new one must not mix its own with
+    those of another."""
+    found = None if run.checkpoint is None else newest(run.checkpoint)
+    if run.resume and run.checkpoint is None:
         raise InputError("--resume: from which folder? give --checkpoint DIR")
-    found = newest(run.checkpoint)
     if found is None:
         return Progress(seed=run.seed)
+    if not run.resume:
+        raise InputError(
+            f"{found}: is of an earlier run; go on from it with --resume, or choose another folder "
+            "with --checkpoint"
+        )
     checkpoint = Checkpoint.load(found)
     if checkpoint.progress.seed != run.seed:
         raise InputError(

@@ -66,7 +66,7 @@ class _Lowering:
         self.code = onnx.helper.np_dtype_to_tensor_dtype(half)
         self.weights = weights
         self.lowered: set[int] = set()
-        self.largest = float(ml_dtypes.finfo(half).max)
+        self.largest = float(ml_dtypes.finfo(half).max)  # type: ignore[no-untyped-call]
         self.names = 0
 
     def run(self) -> None:

@@ -23,6 +23,8 @@ class Rate:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule {self.schedule!r}: there are {', '.join(SCHEDULES)}")
+        if not 0 <= self.peak < math.inf:
+            raise InputError(f"a learning rate of {self.peak}: must be 0 or more, and finite")
         if not 0 <= self.warmup <= self.steps:
             raise InputError(f"a warmup of {self.warmup} steps in a run of {self.steps}")
 

@@ -95,7 +95,7 @@ def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> 
 def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int]) -> int:
     """Bytes that are kept, and those of the largest block."""
     kept = sum(math.prod(ends[c].shape) * numpy_dtype(ends[c]).itemsize for c in cuts)
-    return kept + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
+    return int(kept) + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
 
 
 def recompute(

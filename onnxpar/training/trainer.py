@@ -35,6 +35,11 @@ class Trainer:
                 f"{par}: is no training step; write one with `onnxpar grad`, then shard that"
             )
         self.spec: Step = self.bundle.step
+        if self.spec.rate not in self.bundle.inputs:
+            raise ModelError(
+                f"{par}: updates nothing, it only tells gradients; give `onnxpar grad` an "
+                "--optimizer"
+            )
         rank = launched_rank()
         self.leads = rank is None or rank.rank == 0
         self.session = InferenceSession(par, **options)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from gradient_programs import Program
 from numpy import array
 
 from onnxpar.errors import ModelError
@@ -100,3 +101,17 @@ def test_softmax_of_what_is_masked():
 def test_axes_that_are_fed_are_refused():
     with pytest.raises(ModelError, match=r"ReduceSum 'node' reduces over axes .* store 'x1'"):
         Gradient(Case("ReduceSum", [X, axes(1)], fed=[1]), np.float32, [0], 1)
+
+
+def test_softmax_of_a_row_that_the_model_replaces(tmp_path):
+    program = Program(
+        tmp_path,
+        """safe (double[3,4] x, double[3,4] mask) => (double[3,4] y) <double zero = {0}>
+        { z = Add(x, mask)  s = Softmax(z)  n = IsNaN(s)  y = Where(n, zero, s) }""",
+    )
+    mask = np.where(np.tri(3, 4, -1, dtype=bool), 0, -np.inf)
+    found, other = (program.run(x=x, mask=mask)["x"] for x in (X[0], X[0] + 1))
+    assert not found[0].any() and found[2].any()
+    np.testing.assert_allclose(found[:, 2:], 0)
+    np.testing.assert_allclose(found, other)
+    np.testing.assert_allclose(found.sum(1), 0, atol=1e-15)

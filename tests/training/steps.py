@@ -26,6 +26,7 @@ Array = npt.NDArray[Any]
 
 MLP = """mlp (float[8,6] x, float[6,9] w1, float[9] w2, float[9,5] w3, float[5] w4)
 => (float[8,5] y) { h = Gemm(x, w1, w2)  r = Relu(h)  y = Gemm(r, w3, w4) }"""
+DOUBLE = MLP.replace("float[", "double[")
 LINEAR = "linear (float[4,3] x, float[3,2] w) => (float[4,2] y) { y = MatMul(x, w) }"
 CROSS_ENTROPY = "softmax-cross-entropy"
 

@@ -30,6 +30,8 @@ from onnxpar.training import grad
 
 STEPS, RATE = 20, 0.05
 TOLERANCE = {"double": 1e-9, "float": 1e-5}
+HALF = 2e-2
+"""Of computing in float16."""
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "onnxpar" : 1]>\n'
 WEIGHTS = ("w1", "b1", "w2", "b2")
 
@@ -86,7 +88,7 @@ CASES = {
 
 def write(folder: Path, name: str, text: str, dtype: str) -> Path:
     """Saves a model; all inputs but x become weights, with values that their names decide."""
-    model = onnx.parser.parse_model(HEAD + text.replace("T[", f"{dtype}["))
+    model = onnx.parser.parse_model(HEAD + text.replace("T[", f"{dtype}[".replace("half", "float")))
     for port in [port for port in model.graph.input if port.name != "x"]:
         shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
         value = np.random.default_rng([*port.name.encode()]).standard_normal(shape) / 2
@@ -155,7 +157,7 @@ def check(
 
 
 def agree(name: str, found: Any, wanted: Array, dtype: str) -> None:
-    atol = TOLERANCE[dtype] * (float(np.abs(wanted).max()) or 1.0)
+    atol = TOLERANCE.get(dtype, HALF) * (float(np.abs(wanted).max()) or 1.0)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=name)
 
 
@@ -208,6 +210,14 @@ def test_batches_in_parts(tmp_path: Path) -> None:
     check(tmp_path, CASES["copies"], feeds=batches("double", 48), accumulate=3)
     nodes = onnx.load(tmp_path / "manual.step.onnx").graph.node
     assert sum(n.op_type == "AllReduce" for n in nodes) == len(WEIGHTS) + 2
+
+
+@pytest.mark.parametrize("case", ["slices", "both"])
+@pytest.mark.parametrize("how", [{"recompute": True}, {"precision": "float16"}])
+def test_memory(case: str, how: Mapping[str, Any], tmp_path: Path) -> None:
+    """In half precision all ranks take the same steps, as some gradients overflow."""
+    spec = check(tmp_path, CASES[case], "half" if "precision" in how else "float", **how)
+    assert ("skipped" in spec.metrics) == ("precision" in how)
 
 
 def test_collectives_do_not_run_in_parts(tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""compress-collectives: which sums travel in fewer bits, how many bytes that saves, and what it
+looks like."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import options
+from training.steps import write_step
+
+from onnxpar import pipeline
+from onnxpar.cli import main
+from onnxpar.compression import THRESHOLD, Compression
+from onnxpar.errors import StrategyError
+from onnxpar.mesh import Mesh
+from onnxpar.model import Model
+from onnxpar.pass_list import parse_passes
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.pipeline import Options
+from onnxpar.plan import Collective, Plan
+from onnxpar.text import graph_text
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PRODUCT = "product (float[4,3] x, float[3,5] w) => (float[4,5] y) { y = MatMul(x, w) }"
+WIDE = """wide (float[8,20] x, float[20,64] w1, float[64] w2, float[64,32] w3)
+=> (float[8,32] y) { h = Gemm(x, w1, w2)  r = Relu(h)  y = MatMul(r, w3) }"""
+WEIGHTS = (20 * 64 + 64 * 32) * 4
+"""Bytes of the gradients that are compressed; that of w2 has 256."""
+SLICED = """sliced (float[8,20] x, float[20,32] w1, float[20,32] w2) => (float[8,64] y)
+{ w = Concat<axis = 1>(w1, w2)  y = MatMul(x, w) }"""
+POSITIONS = """positions (float[8,64] x, float[8,64] w1, float[64,64] w2, float[64,64] w3)
+=> (float[8,64] y) { h = MatMul(x, w2)  p = Add(h, w1)  r = Relu(p)  y = MatMul(r, w3) }"""
+
+
+def planned(step: Path, layout: str, to: str | None, **how: Any) -> Plan:
+    """A plan whose layouts were verified behind every pass."""
+    return pipeline.plan(step, replace(options(layout), compression=to, **how))[0]
+
+
+def sums(plan: Plan) -> list[Collective]:
+    """The collectives that add something up, codes included, but for small ones."""
+    return [c for c in plan.collectives if "sum" in c.before or "::codes" in c.tensor]
+
+
+@pytest.mark.parametrize("to", ["float16", "2bit:0.25"])
+def test_golden(to: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    passes = parse_passes(
+        "annotate-strategy,propagate-layouts,insert-collectives,"
+        f"compress-collectives{{to={to} least-bytes=0}},localize-ops,order-collectives"
+    )
+    given = Options(mesh=Mesh.parse("dp=2"))
+    model = pipeline.load_model(write_step(PRODUCT, tmp_path, "mse"), given)
+    shown: list[str] = []
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        if step.name in ("compress-collectives", "order-collectives"):
+            shown.append(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
+
+    pipeline.run_passes(model, pipeline.make_context(model, given), passes, watch, check=True)
+    golden = GOLDEN / f"compress-{to.partition(':')[0]}.onnxtxt"
+    if request.config.getoption("--update-golden"):
+        golden.write_text("\n".join(shown))
+    assert "\n".join(shown) == golden.read_text(), "review with --update-golden and git diff"
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    return write_step(WIDE, tmp_path, "mse")
+
+
+@pytest.mark.parametrize("to", ["float16", "bfloat16"])
+@pytest.mark.parametrize("preset", ["data-parallel", "zero1", "zero3"])
+def test_half_the_bytes(to: str, preset: str, wide: Path) -> None:
+    before, after = (
+        sum(c.bytes for c in sums(planned(wide, f"{preset} 2", k))) for k in (None, to)
+    )
+    saved = WEIGHTS / 2 if preset == "data-parallel" else WEIGHTS / 4
+    assert before - after == saved
+
+
+def test_compressed_gradients_are_fused_by_their_type(wide: Path) -> None:
+    plan = planned(wide, "data-parallel 2", "float16")
+    (fused,) = [c for c in sums(plan) if c.bytes == WEIGHTS / 2]
+    assert len(fused.tensor.split()) == 2
+    assert plan.step is not None and plan.step.compression == "float16"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_two_bits_an_element(ranks: int, wide: Path) -> None:
+    (codes,) = [
+        c
+        for c in planned(wide, f"data-parallel {ranks}", "2bit").collectives
+        if "codes" in c.tensor
+    ]
+    assert codes.kind == "AllGather"
+    assert codes.bytes == (ranks - 1) * (WEIGHTS // 16 + 1)
+
+
+def test_what_is_not_sent_is_a_state_of_each_rank(wide: Path) -> None:
+    plan = planned(wide, "data-parallel 2", "2bit")
+    kept = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout and "resid" in p.name}
+    assert kept == {f"{w}.residual": "[-, -] sum(dp)" for w in ("w1", "w3")}
+    assert plan.step is not None
+    slots = [s for s in plan.step.slots if s.kind == "residual"]
+    assert {(s.input, s.output, s.of) for s in slots} == {
+        (f"{w}.residual", f"{w}.residual.next", w) for w in ("w1", "w3")
+    }
+    assert all(plan.initial[s.input] == "zero" for s in slots)
+    assert {s.input for s in slots} <= {source for source, _ in plan.states}
+
+
+def test_codes_travel_together_up_to_the_size_of_a_bucket(wide: Path) -> None:
+    def count(**how: Any) -> int:
+        found = planned(wide, "data-parallel 2", "2bit", **how).collectives
+        return sum("codes" in c.tensor for c in found)
+
+    assert count() == 1
+    assert count(bucket_bytes=WEIGHTS) == 1
+    assert count(bucket_bytes=WEIGHTS - 1) == 2
+    assert count(fusion="none") == 2
+
+
+def test_only_gradients_are_compressed(wide: Path) -> None:
+    """Activations are summed over tp, in the forward pass and in the backward pass."""
+    plain = planned(wide, "hybrid dp=2,tp=2", None)
+    for to in ("float16", "2bit"):
+        plan = planned(wide, "hybrid dp=2,tp=2", to)
+        over_tp = [c for c in sums(plan) if "sum(tp)" in c.before]
+        assert over_tp == [c for c in sums(plain) if "sum(tp)" in c.before]
+        assert sum(c.bytes for c in sums(plan)) < sum(c.bytes for c in sums(plain))
+
+
+def test_a_gradient_that_the_backward_pass_goes_on_with_is_none(tmp_path: Path) -> None:
+    """What is added to every sample's own row has the row's gradient, summed over tp."""
+    step = write_step(POSITIONS, tmp_path, "mse")
+    tensors = {
+        to: [c for c in sums(planned(step, "tensor-parallel 2", to)) if c.bytes >= 1024]
+        for to in (None, "float16", "2bit")
+    }
+    assert tensors[None] and tensors["float16"] == tensors["2bit"] == tensors[None]
+
+
+def test_a_sum_may_stand_before_what_parts_a_gradient(tmp_path: Path) -> None:
+    plan = planned(write_step(SLICED, tmp_path, "mse"), "data-parallel 2", "2bit")
+    assert [c.bytes for c in plan.collectives if "codes" in c.tensor] == [20 * 64 // 4 + 1]
+
+
+@pytest.mark.parametrize("preset", ["data-parallel", "zero2"])
+def test_sums_of_several_turns(preset: str, tmp_path: Path) -> None:
+    step = write_step(WIDE, tmp_path, "mse", accumulate=2, clip_norm=1.0)
+    sent = [
+        sum(c.bytes for c in sums(planned(step, f"{preset} 2", to))) for to in (None, "float16")
+    ]
+    assert sent[0] - sent[1] == (WEIGHTS / 2 if preset == "data-parallel" else WEIGHTS / 4)
+    if preset == "zero2":
+        with pytest.raises(StrategyError, match="'w1' is split in each turn of a loop"):
+            planned(step, "zero2 2", "2bit")
+
+
+def test_parsed() -> None:
+    assert Compression.parse("none") is None
+    assert Compression.parse("2bit") == Compression("2bit", THRESHOLD)
+    assert Compression.parse("2bit:0.5") == Compression("2bit", 0.5)
+    assert Compression.parse("bfloat16") == Compression("bfloat16")
+
+
+@pytest.mark.parametrize(
+    "kind,text",
+    [
+        ("3bit", "there are none, float16, bfloat16, 2bit and 2bit:THRESHOLD"),
+        ("float16:2", "there are none, float16"),
+        ("2bit:0", "the threshold must be a number above 0"),
+        ("2bit:-1", "the threshold must be a number above 0"),
+        ("2bit:nan", "the threshold must be a number above 0"),
+        ("2bit:much", "the threshold must be a number above 0"),
+        ("2bit:", "the threshold must be a number above 0"),
+    ],
+)
+def test_kinds_that_there_are_not(
+    kind: str, text: str, wide: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(wide), "--devices", "2", "--compression", kind]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_only_training_steps_have_gradients(wide: Path, tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="is for training steps, which `onnxpar grad` writes"):
+        planned(tmp_path / "model.onnx", "data-parallel 2", "float16")
+    with pytest.raises(StrategyError, match="a manual program's collectives stay as they are"):
+        pipeline.plan(wide, Options(devices=2, preset="manual", compression="float16"))
+
+
+def test_a_loss_scale_that_changes_is_refused(tmp_path: Path) -> None:
+    step = write_step(WIDE, tmp_path, "mse", precision="float16")
+    with pytest.raises(StrategyError, match="changes the scale of its gradients"):
+        planned(step, "data-parallel 2", "2bit")
