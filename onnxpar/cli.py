@@ -136,6 +136,12 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("checkpoint", metavar="DIR", help="a checkpoint, or a folder of them")
     merge.add_argument("model", metavar="model.onnx", help="the model that was trained")
     merge.add_argument("-o", "--output", required=True, metavar="FILE", help="trained.onnx")
+    merge.add_argument(
+        "--training",
+        action="store_true",
+        help="leave Dropout and BatchNormalization as they are in training; by default, they are "
+        "put to use",
+    )
 
     opt = _add(commands_of, "opt", "run passes and print the graph", commands.opt)
     _add_model(opt)

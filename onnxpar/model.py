@@ -21,6 +21,7 @@ from onnxpar.inference import infer
 from onnxpar.interchange import header_of, import_graph
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.runtime_shapes import is_known
+from onnxpar.sequences import split_sequences
 from onnxpar.step import Step
 from onnxpar.stored import (
     check_external,
@@ -120,6 +121,8 @@ def load(
     def prepare(inferred: onnx.ModelProto) -> gs.Graph:
         _name_nodes(inferred.graph)
         graph = import_graph(inferred, defaults)
+        if not open_dims:
+            split_sequences(graph)
         if not for_training:
             _unshare_vectors(graph)
         _mark_opset(graph)

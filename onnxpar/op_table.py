@@ -17,7 +17,10 @@ from typing import Any
 
 import onnx
 
+import onnxpar.grad
 import onnxpar.rules
+from onnxpar.grad.vjp import registered as gradients
+from onnxpar.grad.vjp import without as without_gradient
 from onnxpar.model import MAX_OPSET
 from onnxpar.rules.rule import registered, whole_ops
 
@@ -26,8 +29,9 @@ NOTE = """\
 split, gathered and refused count sharded runs of the cases of ONNX's own test-suite, each of which
 gave what the case expects: computed on parts, made whole before the op, or refused with an error
 that says why. oracle counts splits of single nodes that the rule oracle has compared with
-onnxruntime, for ops of which the suite has no case. The rule is that of one case; other attributes
-and shapes may give another."""
+onnxruntime, for ops of which the suite has no case. gradient counts tests that proved the
+gradient of the op, by central differences or by what another program computes. The rule is that of
+one case; other attributes and shapes may give another."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class OpRow:
     splits  the factors of that rule that may be split
     counts  runs and splits that proved it, by COUNTS
     whole   why factors (or all of it) must stay whole
+    gradient  how many tests proved its gradient, or why it has none
     """
 
     op: str
@@ -46,6 +51,7 @@ class OpRow:
     counts: Mapping[str, int]
     whole: tuple[str, ...]
     has_rule: bool
+    gradient: str
 
     @property
     def is_lack(self) -> bool:
@@ -85,7 +91,38 @@ def _row(domain: str, op: str) -> OpRow:
         {key: proof.get(key, 0) for key in COUNTS},
         tuple(proof.get("whole", ())) if has_rule else (reason,) if reason else (),
         has_rule,
+        _gradient(domain, op),
     )
+
+
+def _gradient(domain: str, op: str) -> str:
+    name = f"{domain}.{op}" if domain else op
+    if (domain, op) in gradients():
+        return str(gradient_proofs().get(name, 0))
+    reason = without_gradient().get((domain, op))
+    if reason:
+        return f"none: {reason}"
+    if not domain:
+        schema = onnx.defs.get_schema(op, MAX_OPSET, "")
+        for what, formals in (("result", schema.outputs), ("operand", schema.inputs)):
+            if not _has_floats(schema, formals):
+                return f"none: no {what} is floating-point"
+    return "not known"
+
+
+def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
+    """Whether some of these operands or results may be of floating-point numbers."""
+    types = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
+    kinds = [kind for f in formals for kind in types.get(f.type_str, {f.type_str})]
+    return any("float" in kind or "double" in kind for kind in kinds)
+
+
+@functools.cache
+def gradient_proofs() -> Mapping[str, int]:
+    """What `grad/proof.json` says: by op, how many tests asked its gradient rule and passed."""
+    text = (files(onnxpar.grad) / "proof.json").read_text(encoding="utf-8")
+    found: Mapping[str, int] = json.loads(text)
+    return found
 
 
 @functools.cache
@@ -104,27 +141,32 @@ def to_json(table: Sequence[OpRow]) -> str:
 def lines(table: Sequence[OpRow]) -> Iterator[str]:
     """The rows for people."""
     width = max([len(row.op) for row in table], default=2)
-    yield f"{'op':{width}}  " + "  ".join(f"{c:>8}" for c in COUNTS) + "  rule"
+    heads = "  ".join(f"{c:>8}" for c in (*COUNTS, "gradient"))
+    yield f"{'op':{width}}  {heads}  rule"
     for row in table:
         counts = "  ".join(f"{row.counts[c] or '-':>8}" for c in COUNTS)
+        counts += f"  {row.gradient if row.gradient.isdigit() else '-':>8}"
         yield f"{row.op:{width}}  {counts}  {row.rule or '-'}"
         if row.splits:
             yield f"{'':{width}}  splits: {' '.join(row.splits)}"
         for reason in row.whole:
             yield f"{'':{width}}  whole: {reason}"
+        if not row.gradient.isdigit():
+            yield f"{'':{width}}  gradient: {row.gradient}"
     yield f"\n{len(table)} ops. {' '.join(NOTE.split())}"
 
 
 def markdown() -> str:
     """All rows as docs/ops.md."""
-    head = ("op", "rule", "splits", *COUNTS, "whole, and why")
+    head = ("op", "rule", "splits", *COUNTS, "gradient", "whole, and why")
     out = ["# Ops", "", NOTE, "", "Written by `python tests/peer/run.py --write`.", ""]
     out += [_cells(head), _cells(["---"] * len(head))]
     for row in rows():
         counts = [row.counts[c] or "" for c in COUNTS]
         rule = f"`{row.rule}`" if row.rule else ""
         whole = "; ".join(row.whole)
-        out.append(_cells([f"`{row.op}`", rule, " ".join(row.splits), *counts, whole]))
+        cells = [f"`{row.op}`", rule, " ".join(row.splits), *counts, row.gradient, whole]
+        out.append(_cells(cells))
     return "\n".join(out) + "\n"
 
 

@@ -142,7 +142,7 @@ def _forget(metrics: Path, first: int) -> None:
 
 def merge(args: argparse.Namespace) -> int:
     """Puts the weights of a checkpoint into a model."""
-    count = merge_checkpoint(args.checkpoint, args.model, args.output)
+    count = merge_checkpoint(args.checkpoint, args.model, args.output, training=args.training)
     print(f"{count} weights of {args.checkpoint} are in {args.output}")
     return 0
 

@@ -23,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write tests/golden anew; review the difference by eye",
     )
     parser.addoption(
+        "--write-gradients",
+        action="store_true",
+        help="write onnxpar/grad/proof.json: how many tests of tests/grad asked each op's gradient",
+    )
+    parser.addoption(
         "--random-graphs",
         type=int,
         default=240,

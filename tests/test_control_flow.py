@@ -192,7 +192,8 @@ def test_what_a_branch_captures_is_not_fused_with_what_comes_of_it(
         {"w": values(6, 6)},
     )
     model = save(tmp_path / "m.onnx", main)
-    names = "annotate-strategy,propagate-layouts,insert-collectives,fuse-all-reduces{bucket-bytes=1000}"
+    names = "annotate-strategy,propagate-layouts,insert-collectives"
+    names += ",fuse-all-reduces{bucket-bytes=1000}"
     passes = parse_passes(f"{names},localize-ops,order-collectives")
     monkeypatch.setattr(pipeline, "passes_of", lambda how, model: passes)
     feeds = [{"x": values(4, 6), "c": np.array(c)} for c in (True, False)]

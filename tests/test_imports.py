@@ -17,6 +17,7 @@ LAYERS = (
         "branches",
         "runtime_shapes",
         "unfuse",
+        "sequences",
         "shapes",
         "inference",
         "model",
@@ -27,6 +28,7 @@ LAYERS = (
         "open_sizes",
         "write_model",
         "clone",
+        "gates",
     ),
     ("factors", "pieces", "rules", "accumulators"),
     (

@@ -100,7 +100,7 @@ def _in_role(graph: gs.Graph, folder: Path) -> Iterator[Trained]:
     for node in all_nodes(graph):
         for body in bodies(node):
             live |= {t.name for t in body.inputs if is_trainable_type(t)}
-        is_live = [t.name in live for t in node.inputs]
+        is_live = [t.name in live or _is_known(t, seen) for t in node.inputs]
         for i in range(len(node.inputs)):
             for constant in _origins(node.inputs[i]):
                 if constant.name in seen or not _is_role(node, i, is_live, constant, folder):
@@ -108,7 +108,6 @@ def _in_role(graph: gs.Graph, folder: Path) -> Iterator[Trained]:
                 seen.add(constant.name)
                 is_live[i] = True
                 yield Trained(constant, node, i)
-        is_live = [a or _is_known(t, seen) for a, t in zip(is_live, node.inputs, strict=True)]
         if any(is_live) and node.op not in ("Shape", "Size"):
             live |= {t.name for t in node.outputs if carries(node) or is_trainable_type(t)}
 

@@ -248,7 +248,7 @@ class States:
             session._kept.update(shapes)
 
     def reset(self) -> None:
-        """Forgets all kept values, so that every state must be fed again."""
+        """Forgets all kept values: states have their first ones again, or must be fed again."""
         session = self._session
         with session._lock:
             session._ranks.reset_states()

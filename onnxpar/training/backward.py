@@ -16,17 +16,23 @@ from onnxpar.grad.trained import Trained, find_trained
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.model import Model
-from onnxpar.step import SEED
+from onnxpar.step import EVALUATION, SCALE, SEED
 from onnxpar.stored import stored_proto
-from onnxpar.subgraphs import all_nodes, constants
+from onnxpar.subgraphs import all_nodes, constants, scopes
 from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.evaluation import copy_for_use
-from onnxpar.training.loss_scale import LossScale
+from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.losses import Targets, add_loss
 from onnxpar.training.precision import lower_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import Block, find_blocks, recompute
+
+
+LOSS = "loss"
+PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
+ENDINGS = (".next", ".grad", ".again", f"{EVALUATION}.loss", f"{EVALUATION}.accuracy")
+"""Names of what a step adds to a model."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
+    names = _free_names(graph)
     trained = find_trained(model, options.params, options.frozen)
     parts = {
         t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
@@ -96,11 +103,12 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, norms, options.statistics, options.groups)
     targets = Targets(graph)
-    outputs = {t.name: t for t in graph.outputs}
+    outputs = {names.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.class_axis
     told = add_loss(Builder(graph, "loss"), outputs, *which, targets)
     loss = told.loss
     if used is not None:
+        used = {names.get(name, name): t for name, t in used.items()}
         told = add_loss(Builder(graph, "evaluation"), used, *which, targets)
     evaluated = {} if talks else {"loss": told.loss, **told.metrics}
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in trained]
@@ -127,6 +135,23 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
     return Backward(loss, evaluated, trained, parameters, values, kept, scale)
+
+
+def _free_names(graph: gs.Graph) -> dict[str, str]:
+    """Renames what nodes make where a step has ports of these names; returns what they were, by
+    what they are. Errors: ModelError where an input or a weight has such a name."""
+    for tensor in (*graph.inputs, *constants(graph)):
+        if tensor.name == LOSS:
+            raise ModelError(f"the model has a tensor {LOSS!r}, which the step needs; rename it")
+    nodes = list(all_nodes(graph))
+    made = {t.name for node in nodes for t in node.outputs}
+    taken = {n for n in made if n in PORTS or n.endswith(ENDINGS)}
+    bounds = [t for scope in scopes(graph) for t in (*scope.inputs, *scope.outputs)]
+    tensors = [*bounds, *(t for node in nodes for t in (*node.inputs, *node.outputs))]
+    for tensor in {id(t): t for t in tensors}.values():
+        if tensor.name in taken:
+            tensor.name = f"model/{tensor.name}"
+    return {f"model/{name}": name for name in taken}
 
 
 def _as_input(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from onnx import GraphProto, NodeProto
 
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.model import read_proto
@@ -19,17 +22,22 @@ def merge(
     checkpoint: str | os.PathLike[str],
     model: str | os.PathLike[str],
     output: str | os.PathLike[str],
+    *,
+    training: bool = False,
 ) -> int:
     """Writes a model with the weights that a checkpoint has, be it of any mesh; returns how many.
 
-    `checkpoint` may be a folder of them: the newest counts. Errors: ModelError where the model
-    lacks a weight of the checkpoint or has it in another shape.
+    `checkpoint` may be a folder of them: the newest counts. Dropout and batch-norm are put to use,
+    unless they are to stay in `training`. Errors: ModelError where the model lacks a weight of the
+    checkpoint or has it in another shape.
     """
     path, target = Path(model), Path(output)
     found = Checkpoint.load(checkpoint)
     proto = read_proto(path)
     if not target.parent.is_dir():
         raise OnnxparError(f"{target.parent}: no such folder for the output")
+    if not training:
+        _put_to_use(proto.graph)
     tensors = {t.name: t for t in stored_tensors(proto.graph)}
     trained = [slot.input for slot in found.slots if slot.kind in IN_MODEL]
     for name in trained:
@@ -51,3 +59,30 @@ def merge(
 
     write_model(proto, path.parent, target, value)
     return len(trained)
+
+
+def _put_to_use(graph: GraphProto) -> None:
+    """Lets Dropout hand on what it gets, and batch-norm use its running statistics."""
+    flags = set()
+    for node in _nodes(graph):
+        if node.op_type == "Dropout":
+            flags.update(node.input[2:])
+            del node.input[2:]
+        elif node.op_type == "BatchNormalization":
+            del node.output[1:]
+            for attribute in node.attribute:
+                if attribute.name == "training_mode":
+                    attribute.i = 0
+    idle = flags - {name for node in _nodes(graph) for name in node.input}
+    for i in reversed(range(len(graph.initializer))):
+        if graph.initializer[i].name in idle:
+            del graph.initializer[i]
+
+
+def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """The nodes of a graph, and those of all bodies in it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _nodes(attribute.g)

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from training.steps import CROSS_ENTROPY, Array, quiet, run_unsplit, write_model, write_step
 
-from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.errors import ModelError, OnnxparError, StrategyError
 from onnxpar.training import grad
 
 DRAW = np.random.default_rng(2)
@@ -137,7 +137,7 @@ def test_an_output_that_is_the_loss(tmp_path: Path) -> None:
     results, step = run_unsplit(
         write_step(text, tmp_path, "cost", "none"), [{"x": np.ones((4, 3))}], [0.0]
     )
-    assert sorted(results[0]) == ["loss", "w.grad"] and step.data == ["x"]
+    assert {"loss", "w.grad"} == results[0].keys() - {*step.evaluation} and step.data == ["x"]
     assert results[0]["loss"].shape == ()
     weight = drawn((3,))
     np.testing.assert_allclose(results[0]["loss"], 4 * (weight**2).sum(), rtol=1e-12)
@@ -157,6 +157,25 @@ def test_the_output_that_a_loss_is_of(tmp_path: Path) -> None:
     model = ort.InferenceSession(str(tmp_path / "model.onnx"), quiet())
     expected = [(out**2).mean() for out in model.run(None, {"x": x})]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_an_output_that_is_named_as_the_loss_of_a_step_is(tmp_path: Path) -> None:
+    """And other results with names of a step's own ports."""
+    text = """own (double[4,3] x, double[3] w) => (double loss)
+    { step = Mul(x, w)  seed = Mul(step, step)  gradient_norm = Relu(seed)
+      learning_rate = Identity(gradient_norm)  loss = ReduceSum<keepdims = 0>(learning_rate) }"""
+    path = write_step(text, tmp_path, "loss", "adam", clip_norm=1.0)
+    results, step = run_unsplit(path, [{"x": np.ones((4, 3))}] * 2, [0.1] * 2)
+    np.testing.assert_allclose(results[0]["loss"], 4 * (drawn((3,)) ** 2).sum(), rtol=1e-12)
+    norm = np.linalg.norm(8 * drawn((3,)))
+    np.testing.assert_allclose(results[0]["gradient_norm"], norm, rtol=1e-12)
+    assert int(results[1]["step.next"]) == 2 and step.data == ["x"]
+    fed = "own (float[4,3] loss, float[3] w) => (float[4,3] y) { y = Mul(loss, w) }"
+    with pytest.raises(ModelError, match="the model has a tensor 'loss', which the step needs"):
+        write_step(fed, tmp_path, "mse")
+    rate = fed.replace("loss", "learning_rate")
+    with pytest.raises(ModelError, match="has a tensor 'learning_rate', which the step needs"):
+        write_step(rate, tmp_path, "mse")
 
 
 def test_a_name_that_the_model_has_is_not_taken(tmp_path: Path) -> None:

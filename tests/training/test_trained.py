@@ -157,6 +157,25 @@ FOUND: dict[str, tuple[str, Weights, list[str]]] = {
         {},
         ["w1", "w2"],
     ),
+    "a table that multiplies is not": (
+        """m (float[2,8,6] x, float[6,6] w, float[8,6] scales) => (float[2,8,6] y)
+        { h = MatMul(x, w)  y = Mul(h, scales) }""",
+        {"scales": DRAW.standard_normal((8, 6)).astype(F32)},
+        ["w"],
+    ),
+    "what is joined to each sample is not": (
+        """m (float[2,3] x, float[3,3] w, float[2,4] more) => (float[2,7] y)
+        { h = MatMul(x, w)  y = Concat<axis = 1>(h, more) }""",
+        {"more": DRAW.standard_normal((2, 4)).astype(F32)},
+        ["w"],
+    ),
+    "a factor of what is trained is": (
+        """m (int64[4] i, float[7,3] w1, float[3,2] w2) => (float[4,2] y)
+        { h = Gather(w1, i)  t = Transpose(w1)  s = MatMul(h, t)  p = Softmax(s)
+          v = MatMul(w1, w2)  y = MatMul(p, v) }""",
+        {},
+        ["w1", "w2"],
+    ),
     "a product of weights alone is not fed": (
         """m (float[4,3] x, float[3,2] w1, float[2,2] w2, float[2,2] w3) => (float[4,2] y)
         { h = MatMul(x, w1)  p = MatMul(w2, w3)  y = Add(h, p) }""",
