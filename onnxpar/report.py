@@ -49,10 +49,9 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     preset = f", {plan['preset']}" if plan["preset"] else ""
     yield f"{plan['model']} over {plan['ranks']} ranks (mesh {mesh}{preset})"
     yield ""
-    ports = [("input", p) for p in plan["inputs"]] + [("output", p) for p in plan["outputs"]]
     rows = [
         (p["name"], kind, p["dtype"], _shape(p["shape"]), p["layout_text"] or "whole")
-        for kind, p in ports
+        for kind, p in _ports(plan)
     ]
     yield from table(rows, ("tensor", "", "dtype", "shape", "layout"))
     yield ""
@@ -63,11 +62,21 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in plan.get("example", {}).items())
     if sizes:
         yield f"sizes are open; bytes and FLOPs are for {sizes}"
+    states = memory.get("states_per_rank", 0)
     yield (
-        f"per rank: weights {size_text(memory['weights_per_rank'])}, activations at most "
-        f"{size_text(memory['activations_per_rank'])}, {flops['per_rank']:,} FLOPs "
-        f"of {flops['model']:,}"
+        f"per rank: weights {size_text(memory['weights_per_rank'])}, "
+        + (f"states {size_text(states)}, " if states else "")
+        + f"activations at most {size_text(memory['activations_per_rank'])}, "
+        f"{flops['per_rank']:,} FLOPs of {flops['model']:,}"
     )
+
+
+def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Inputs and outputs with their kind; of a training step, a state is listed once."""
+    pairs = {pair["input"]: pair["output"] for pair in plan["states"]} if plan.get("step") else {}
+    yield from (("input", p) for p in plan["inputs"] if p["name"] not in pairs)
+    yield from (("state", p) for p in plan["inputs"] if p["name"] in pairs)
+    yield from (("output", p) for p in plan["outputs"] if p["name"] not in pairs.values())
 
 
 def _shape(shape: Sequence[int | str | None] | None) -> str:

@@ -18,7 +18,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from onnxpar.runtime_shapes import RuntimeShapes
-from onnxpar.stored import FOLD_LIMIT, is_folded
+from onnxpar.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded
 
 _TRAINED = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _NEVER = frozenset(
@@ -140,7 +140,12 @@ class Walk:
         return list(results)
 
     def _fits(self, node: NodeProto) -> bool:
-        """Whether the results are small enough to be stored."""
+        """Whether the results are small enough to be stored; many equal floats are not worth it."""
+        if node.op_type == "ConstantOfShape":
+            value = next((numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, "f4"))
+            size = np.prod(self.values[node.input[0]], dtype=np.int64)
+            if value.dtype.kind == "f" and size > SMALL_WEIGHT:
+                return False
         types = self._inferred(node)
         shapes = [_static_shape(types.get(o)) for o in node.output if o]
         if any(shape is None for shape in shapes):

@@ -44,7 +44,11 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         [],
         weights,
         list(whole_nodes(ctx)),
-        {"weights_per_rank": held, "activations_per_rank": _peak_activations(graph, ctx)},
+        {
+            "weights_per_rank": held,
+            "states_per_rank": _states(graph, ctx),
+            "activations_per_rank": _peak_activations(graph, ctx),
+        },
         _flops(ctx),
         integer_ranges(graph),
         ctx.model.fixed,
@@ -84,6 +88,17 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         shape = tuple(int(s) for s in tensor.shape)
         out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
     return out
+
+
+def _states(graph: gs.Graph, ctx: PassContext) -> int:
+    """Bytes of the states that a rank keeps between runs."""
+    names = {source for source, _ in ctx.model.states}
+    tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
+    mesh = ctx.sharding.mesh
+    return max(
+        sum(part_bytes(t, ctx.layouts[t.name], mesh, rank) for t in tensors)
+        for rank in _sample(mesh.size)
+    )
 
 
 def _sample(ranks: int) -> list[int]:

@@ -65,6 +65,8 @@ class CompressCollectives(Pass):
             )
         of = gradient_reductions(graph, step.gradients)
         found = {n.name for n in all_nodes(graph) if n.name in of and self._is_worth_it(n, ctx)}
+        if not found:
+            return False
         if how.kind == TWO_BIT:
             _check_steps(step)
             _check_outside(graph, found, of)
@@ -73,7 +75,7 @@ class CompressCollectives(Pass):
             _cast(graph, ctx, found, how.kind)
         step.compression = self.to
         schedule(graph)
-        return bool(found)
+        return True
 
     def _is_worth_it(self, node: gs.Node, ctx: PassContext) -> bool:
         before: Layout = node.attrs["before"]

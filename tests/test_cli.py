@@ -97,6 +97,7 @@ def test_opt_prints_and_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "01-annotate-strategy.onnxtxt",
         "02-propagate-layouts.onnxtxt",
         "03-insert-collectives.onnxtxt",
+        "04-fuse-all-reduces.onnxtxt",
     ]
     assert "onnxpar.AllReduce" in (tmp_path / "dump" / names[2]).read_text()
 

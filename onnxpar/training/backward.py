@@ -28,7 +28,6 @@ from onnxpar.training.precision import lower_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import Block, find_blocks, recompute
 
-
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
 ENDINGS = (".next", ".grad", ".again", f"{EVALUATION}.loss", f"{EVALUATION}.accuracy")
@@ -88,7 +87,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
-    names = _free_names(graph)
+    renamed = _free_names(graph)
     trained = find_trained(model, options.params, options.frozen)
     parts = {
         t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
@@ -103,12 +102,12 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, norms, options.statistics, options.groups)
     targets = Targets(graph)
-    outputs = {names.get(t.name, t.name): t for t in graph.outputs}
+    outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.class_axis
     told = add_loss(Builder(graph, "loss"), outputs, *which, targets)
     loss = told.loss
     if used is not None:
-        used = {names.get(name, name): t for name, t in used.items()}
+        used = {renamed.get(name, name): t for name, t in used.items()}
         told = add_loss(Builder(graph, "evaluation"), used, *which, targets)
     evaluated = {} if talks else {"loss": told.loss, **told.metrics}
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in trained]

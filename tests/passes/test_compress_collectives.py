@@ -194,6 +194,12 @@ def test_sums_of_several_turns(preset: str, tmp_path: Path) -> None:
             planned(step, "zero2 2", "2bit")
 
 
+def test_one_rank_has_nothing_to_send(wide: Path) -> None:
+    plan = planned(wide, "data-parallel 1", "2bit")
+    assert plan.step is not None and not plan.step.compression
+    assert not [s for s in plan.step.slots if s.kind == "residual"]
+
+
 def test_parsed() -> None:
     assert Compression.parse("none") is None
     assert Compression.parse("2bit") == Compression("2bit", THRESHOLD)

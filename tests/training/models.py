@@ -35,3 +35,7 @@ float[32,96] wc, float[96,32] wd, float[32,5] we) => (float[4,6,5] y)
   m = LayerNormalization(s, wm)  d = MatMul(m, wc)  e = Relu(d)  f = MatMul(e, wd)  t = Add(s, f)
   y = MatMul(t, we) }""".replace("SCALE", ", ".join(["1"] * 32))
 """Two residual blocks of tensor-parallel layers between an embedding and a small head."""
+
+DROPOUT = """drop (float[8,6] x, float[6,40] w1, float[40,5] w2) => (float[8,5] y)
+<float ratio = {0.25}, bool training = {1}>
+{ h = MatMul(x, w1)  d = Dropout(h, ratio, training)  y = MatMul(d, w2) }"""

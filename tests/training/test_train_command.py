@@ -97,6 +97,29 @@ def test_what_a_run_prints_and_leaves(
     same(left(tmp_path), left(at_once))  # twice the same command, and checkpoints change nothing
 
 
+@pytest.fixture
+def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads: nothing here depends on what they are."""
+
+    def session(par: Path, **options: Any) -> ThreadSession:
+        return ThreadSession(par)
+
+    monkeypatch.setattr("onnxpar.training.trainer.InferenceSession", session)
+
+
+@pytest.mark.usefixtures("on_threads")
+def test_steps_after_a_checkpoint_are_told_once(made: Path, at_once: Path, tmp_path: Path) -> None:
+    assert main(arguments(made, tmp_path, "--every", "4")) == 0
+    for done in (12, 14):
+        shutil.rmtree(tmp_path / "c" / f"step_{done:08d}")
+    with (tmp_path / "log" / "metrics.jsonl").open("a") as sink:
+        sink.write('{"epoch": 9, "st')  # as a killed run may leave it
+    assert main(arguments(made, tmp_path, "--resume")) == 0
+    told = [(row["step"], row["loss"]) for row in metrics(tmp_path)]
+    assert told == [(row["step"], row["loss"]) for row in metrics(at_once)]
+    same(left(tmp_path), left(at_once))
+
+
 def test_a_checkpoint_becomes_a_model(made: Path, at_once: Path, tmp_path: Path) -> None:
     trained = tmp_path / "trained.onnx"
     files = [str(at_once / "c"), str(made / "model.onnx"), "-o", str(trained)]
@@ -218,16 +241,6 @@ def test_under_mpirun(made: Path, at_once: Path, tmp_path: Path) -> None:
     same(left(tmp_path), left(at_once))
     for rank in range(2):
         assert (tmp_path / "log" / f"rank.{rank}" / "stderr.log").exists()
-
-
-@pytest.fixture
-def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads: nothing here depends on what they are."""
-
-    def session(par: Path, **options: Any) -> ThreadSession:
-        return ThreadSession(par)
-
-    monkeypatch.setattr("onnxpar.training.trainer.InferenceSession", session)
 
 
 @pytest.mark.usefixtures("on_threads")

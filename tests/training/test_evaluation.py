@@ -1,0 +1,144 @@
+"""How good a model is as it is used: without what only training does, and without an update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from training.models import CONV, DROPOUT
+from training.steps import (
+    MLP,
+    Array,
+    ThreadTrainer,
+    batches,
+    plan_of,
+    quiet,
+    shard,
+    write_step,
+)
+
+from onnxpar.cli import main
+
+
+def accuracy(scores: Array, labels: Array) -> float:
+    counts = labels != -100
+    return float((scores.argmax(-1) == labels)[counts].mean())
+
+
+def scores_of(step: Path, x: Array) -> Array:
+    model = ort.InferenceSession(str(step.with_name("model.onnx")), quiet())
+    return np.asarray(model.run(None, {"x": x})[0])
+
+
+@pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 4", "tensor-parallel 3"])
+def test_the_loss_and_the_accuracy_of_a_batch(layout: str, tmp_path: Path) -> None:
+    """Of the model as it is now, which stays so; labels that do not count do not."""
+    step = write_step(MLP, tmp_path, optimizer="adam")
+    par, plan = shard(step, layout)
+    (batch,) = batches(plan, 1)
+    batch["labels"] = np.array([0, 1, -100, 3, 4, 0, -100, 1])
+    scores = scores_of(step, batch["x"])
+    with ThreadTrainer(par) as trainer:
+        told = [trainer.evaluate(batch) for _ in range(2)]
+        assert told[0] == told[1] and sorted(told[0]) == ["accuracy", "loss"]
+        assert told[0]["accuracy"] == pytest.approx(accuracy(scores, batch["labels"]))
+        first = trainer.step(batch, 0.1)
+        assert told[0]["loss"] == pytest.approx(first["loss"], rel=1e-6)
+        after = trainer.evaluate(batch)
+        assert after["loss"] == pytest.approx(trainer.step(batch, 0.1)["loss"], rel=1e-6)
+        assert after["loss"] < told[0]["loss"]
+
+
+@pytest.mark.parametrize("ends_in_sigmoid", [False, True])
+def test_accuracy_of_yes_and_no(ends_in_sigmoid: bool, tmp_path: Path) -> None:
+    text = "m (float[4,3] x, float[3,2] w) => (float[4,2] y) { y = MatMul(x, w) }"
+    if ends_in_sigmoid:
+        text = text.replace("y = MatMul(x, w)", "s = MatMul(x, w)  y = Sigmoid(s)")
+    step = write_step(text, tmp_path, "bce")
+    par, plan = shard(step, "data-parallel 2")
+    (batch,) = batches(plan, 1)
+    batch["target"] = (batch["target"] > 0).astype(np.float32)
+    said = scores_of(step, batch["x"]) > (0.5 if ends_in_sigmoid else 0)
+    with ThreadTrainer(par) as trainer:
+        told = trainer.evaluate(batch)
+    assert told["accuracy"] == pytest.approx((said == (batch["target"] > 0)).mean())
+
+
+def test_a_regression_has_a_loss_alone(tmp_path: Path) -> None:
+    par, plan = shard(write_step(MLP, tmp_path, "mse"), "data-parallel 2")
+    with ThreadTrainer(par) as trainer:
+        assert [*trainer.evaluate(next(batches(plan, 1)))] == ["loss"]
+
+
+def test_dropout_is_off(tmp_path: Path) -> None:
+    """Where training draws from its seed, what is evaluated is the whole model."""
+    step = write_step(DROPOUT, tmp_path)
+    par, plan = shard(step, "data-parallel 2")
+    (batch,) = batches(plan, 1)
+    with ThreadTrainer(par) as trainer:
+        told = trainer.evaluate(batch)
+        losses = {trainer.step(batch, 0.0, seed)["loss"] for seed in range(5)}
+    off = DROPOUT.replace("bool training = {1}", "bool training = {0}")
+    (tmp_path / "off").mkdir()
+    scores = scores_of(write_step(off, tmp_path / "off"), batch["x"])
+    wide = scores - scores.max(1, keepdims=True)
+    log_prob = wide - np.log(np.exp(wide).sum(1, keepdims=True))
+    expected = -log_prob[np.arange(8), batch["labels"]].mean()
+    assert told["loss"] == pytest.approx(expected, rel=1e-5)
+    assert told["accuracy"] == pytest.approx(accuracy(scores, batch["labels"]))
+    assert len(losses) == 5 and told["loss"] not in losses
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ("data-parallel 2", {"batch_norm": "global"}),
+        ("data-parallel 4", {"batch_norm": "local", "groups": 4}),
+    ],
+)
+def test_batch_norm_uses_the_running_statistics(
+    layout: str, how: dict[str, object], tmp_path: Path
+) -> None:
+    """Those of the model at first, which is the model as it was exported; then what they became."""
+    step = write_step(CONV, tmp_path, **how)
+    par, plan = shard(step, layout)
+    (batch,) = batches(plan, 1)
+    scores = scores_of(step, batch["x"])
+    with ThreadTrainer(par) as trainer:
+        told = trainer.evaluate(batch)
+        assert told["accuracy"] == pytest.approx(accuracy(scores, batch["labels"]))
+        assert told["loss"] != pytest.approx(trainer.step(batch, 0.0)["loss"], rel=1e-3)
+        assert trainer.evaluate(batch)["loss"] != pytest.approx(told["loss"], rel=1e-5)
+        before = trainer.session.states.read("mean")
+        trainer.evaluate(batch)
+        np.testing.assert_array_equal(trainer.session.states.read("mean"), before)
+
+
+def test_evaluation_computes_no_gradient(tmp_path: Path) -> None:
+    """It is a program of its own: what ranks say in it is in the forward pass."""
+    par, _ = shard(write_step(MLP, tmp_path), "data-parallel 2")
+    plan = plan_of(write_step(MLP, tmp_path), "data-parallel 2")
+    assert sorted(p.name for p in par.glob("*rank_0000*.onnx"))
+    assert not any(c.tensor.startswith("evaluation/") for c in plan.collectives)
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind each epoch, and among the metrics."""
+    par, _ = shard(write_step(MLP, tmp_path), "data-parallel 2")
+    draw = np.random.default_rng(3)
+    for name, count in (("train", 24), ("eval", 20)):
+        x = draw.standard_normal((count, 6)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", x=x, labels=draw.integers(0, 5, count))
+    files = ["--data", str(tmp_path / "train.npz"), "--eval", str(tmp_path / "eval.npz")]
+    how = ["--lr", "0.1", "--epochs", "2", "--log-dir", str(tmp_path / "log")]
+    assert main(["train", str(par), *files, *how]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1].split()[0] for line in shown if "evaluation:" in line] == ["1", "2"]
+    lines = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6]
+    assert {*rows[-1]} >= {"eval_loss", "eval_accuracy"}
+    assert main(["train", str(par), *files[:3], str(tmp_path / "none.npz"), *how]) == 2
