@@ -33,7 +33,8 @@ class CompressCollectives(Pass):
     and bfloat16: casts stand around the reductions, which the plugin adds up in float32 and rounds
     once, so that only what is too large for the type overflows. With 2bit, reductions become
     all-gathers of codes, and the model has a state more for each gradient: what its ranks have not
-    sent yet, a sum that stays pending (onnxpar/threshold_codes.py).
+    sent yet, a sum that stays pending (onnxpar/threshold_codes.py). Gradients that are of 16 bits
+    themselves stay as they are.
 
     to            none, float16, bfloat16, 2bit or 2bit:THRESHOLD
     least_bytes   gradients of fewer bytes per rank stay as they are: their latency counts
@@ -63,12 +64,13 @@ class CompressCollectives(Pass):
                 "the training step does not say what its gradients are; write it "
                 "again with `onnxpar grad`"
             )
+        if how.kind == TWO_BIT:
+            _check_steps(step)
         of = gradient_reductions(graph, step.gradients)
         found = {n.name for n in all_nodes(graph) if n.name in of and self._is_worth_it(n, ctx)}
         if not found:
             return False
         if how.kind == TWO_BIT:
-            _check_steps(step)
             _check_outside(graph, found, of)
             _Thresholds(graph, ctx, how.threshold, of).run(found, self.bucket_bytes)
         else:

@@ -93,7 +93,8 @@ class _Source:
     def __init__(self, builder: Builder, seed: Value, node: int, shape: Sequence[int]) -> None:
         self.builder = builder
         self.shape = list(shape)
-        self._start = _mixed(_mixed(_low(seed)) + node * _STEP % _MASK)
+        mixed = _mixed(_mixed(_low(seed)) + _low(seed / (1 << _BITS)))
+        self._start = _mixed(mixed + node * _STEP % _MASK)
         self._drawn = 0
 
     def integers(self) -> Value:

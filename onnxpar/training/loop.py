@@ -13,6 +13,7 @@ from onnxpar.training.data import Data
 from onnxpar.training.rates import Rate
 from onnxpar.training.trainer import Trainer
 
+_SEEDS = 1 << 31
 _STRIDE = 1 << 32
 """Seeds of steps of two runs of different seeds have nothing in common."""
 
@@ -58,6 +59,8 @@ def records(
     is on data that is held out. Errors: InputError, ModelError, RankError."""
     if run.epochs < 1:
         raise InputError(f"{run.epochs} epochs: at least 1")
+    if not 0 <= run.seed < _SEEDS:
+        raise InputError(f"--seed {run.seed}: from 0 to {_SEEDS - 1}")
     if run.every < 0:
         raise InputError(f"a checkpoint every {run.every} steps: 0 is none but the last")
     rate = Rate(run.rate, run.epochs * data.batches, run.schedule, run.warmup)

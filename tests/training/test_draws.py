@@ -23,14 +23,14 @@ def drawn(nodes: str, folder: Path, seed: int, size: int) -> Array:
     """What a model of a bias behind some random node draws, by the loss's gradient: `d`."""
 
     text = f"""m (float[2,{size}] x, float[{size}] w) => (float[2,{size}] y)
-    <float ratio = {{0.25}}, bool training = {{1}}, float[2,{size}] p = {{{"0.3," * (2 * size - 1)}0.3}}>
+    <float ratio = {{0.25}}, bool training = {{1}}>
     {{ {nodes}  y = Add(d, w) }}"""
     path = write_step(text, folder, "mse", "none")
     model = onnx.load(path)
     model.graph.output.append(onnx.helper.make_tensor_value_info("d", 1, [2, size]))
     session = ort.InferenceSession(model.SerializeToString(), quiet())
     feeds = {
-        "x": np.ones((2, size), np.float32),
+        "x": np.full((2, size), 0.3 if "Bernoulli" in nodes else 1, np.float32),
         "target": np.zeros((2, size), np.float32),
         "seed": np.array(seed),
     }
@@ -43,7 +43,7 @@ def drawn(nodes: str, folder: Path, seed: int, size: int) -> Array:
         ("d = Dropout(x, ratio, training)", 1, (1 / 3) ** 0.5, 0, 4 / 3),
         ("d = RandomUniformLike<low = -1.0, high = 3.0>(x)", 1, 4 / 12**0.5, -1, 3),
         ("d = RandomNormalLike<mean = 2.0, scale = 0.5>(x)", 2, 0.5, -1, 5),
-        ("d = Bernoulli(p)", 0.3, 0.21**0.5, 0, 1),
+        ("d = Bernoulli(x)", 0.3, 0.21**0.5, 0, 1),
     ],
 )
 def test_distributions(

@@ -21,6 +21,7 @@ from training.steps import (
 )
 
 from onnxpar.cli import main
+from onnxpar.runtime.threads import ThreadSession
 
 
 def accuracy(scores: Array, labels: Array) -> float:
@@ -125,8 +126,13 @@ def test_evaluation_computes_no_gradient(tmp_path: Path) -> None:
     assert not any(c.tensor.startswith("evaluation/") for c in plan.collectives)
 
 
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind each epoch, and among the metrics."""
+    monkeypatch.setattr(
+        "onnxpar.training.trainer.InferenceSession", lambda par, **options: ThreadSession(par)
+    )
     par, _ = shard(write_step(MLP, tmp_path), "data-parallel 2")
     draw = np.random.default_rng(3)
     for name, count in (("train", 24), ("eval", 20)):

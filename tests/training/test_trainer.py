@@ -266,6 +266,8 @@ def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, s
         (Run(1, 0.1, warmup=6), "a warmup of 6 steps in a run of 5"),
         (Run(1, float("nan")), "learning rate"),
         (Run(1, 0.1, every=-1), "every"),
+        (Run(1, 0.1, seed=-1), "--seed -1: from 0 to 2147483647"),
+        (Run(1, 0.1, seed=1 << 31), "--seed 2147483648: from 0 to"),
     ],
 )
 def test_runs_that_do_not_fit(run: Run, message: str, step: Path) -> None:

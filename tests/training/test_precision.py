@@ -1,0 +1,157 @@
+"""Mixed precision: a model computes in 16 bits, its parameters keep theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from committed import MODELS
+from training.models import BLOCKS, CONV
+from training.steps import (
+    CROSS_ENTROPY,
+    MLP,
+    Array,
+    ThreadTrainer,
+    batches,
+    check_training,
+    plan_of,
+    run_unsplit,
+    shard,
+    write_step,
+)
+
+from onnxpar.errors import StrategyError
+from onnxpar.training import grad
+from onnxpar.training.loss_scale import LossScale
+
+DRAW = np.random.default_rng(11)
+
+
+def batch(scale: float = 1.0) -> dict[str, Array]:
+    x = (scale * DRAW.standard_normal((8, 6))).astype(np.float32)
+    return {"x": x, "labels": DRAW.integers(0, 5, 8)}
+
+
+@pytest.mark.parametrize(("precision", "error"), [("float16", 4e-3), ("bfloat16", 3e-2)])
+def test_gradients_are_near_those_of_32_bits(precision: str, error: float, tmp_path: Path) -> None:
+    """And rounded: a share of them differs."""
+    (tmp_path / "wide").mkdir()
+    narrow = write_step(MLP, tmp_path, optimizer="none", precision=precision)
+    wide = write_step(MLP, tmp_path / "wide", optimizer="none")
+    feeds = [batch()]
+    (a, step), (b, _) = (run_unsplit(path, feeds, [0.0]) for path in (narrow, wide))
+    np.testing.assert_allclose(a[0]["loss"], b[0]["loss"], rtol=error)
+    for name in ("w1.grad", "w2.grad", "w3.grad", "w4.grad"):
+        assert a[0][name].dtype == np.float32
+        scale = np.abs(b[0][name]).max()
+        np.testing.assert_allclose(a[0][name], b[0][name], rtol=0, atol=4 * error * scale)
+        assert np.abs(a[0][name] - b[0][name]).max() > 1e-5 * scale
+    assert step.precision == precision
+
+
+def test_parameters_and_ports_keep_their_types(tmp_path: Path) -> None:
+    path = write_step(MLP, tmp_path, optimizer="adam", precision="float16")
+    model = onnx.load(path)
+    types = {
+        p.name: p.type.tensor_type.elem_type for p in (*model.graph.input, *model.graph.output)
+    }
+    assert {onnx.TensorProto.FLOAT16} & {*types.values()} == set()
+    assert {types[f"w1{s}"] for s in ("", ".next", ".exp_avg")} == {onnx.TensorProto.FLOAT}
+    products = [n for n in model.graph.node if n.op_type in ("Gemm", "MatMul")]
+    casts = {n.output[0] for n in model.graph.node if n.op_type == "Cast"}
+    assert products and any(name in casts for n in products for name in n.input)
+
+
+def test_an_update_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
+    """The factor is halved; parameters, state and counts stay as they were."""
+    path = write_step(MLP, tmp_path, optimizer="adam", precision="float16", clip_norm=1.0)
+    good = batch()
+    bad = {**good, "x": np.full((8, 6), 6e4, np.float32)}
+    told, step = run_unsplit(path, [good, bad, good], [0.01] * 3)
+    assert step.metrics == ["skipped", "gradient_norm"]
+    assert [float(t["skipped"]) for t in told] == [0, 1, 0]
+    assert [float(t["loss_scale.next"]) for t in told] == [65536, 32768, 32768]
+    assert [int(t["loss_scale.good_steps.next"]) for t in told] == [1, 0, 1]
+    assert [int(t["step.next"]) for t in told] == [1, 1, 2]
+    for slot in step.slots:
+        if not slot.input.startswith("loss_scale"):
+            np.testing.assert_array_equal(told[1][slot.output], told[0][slot.output])
+    assert all(np.isfinite(t[s.output]).all() for t in told for s in step.slots)
+    assert not np.array_equal(told[2]["w1.next"], told[1]["w1.next"])
+
+
+def test_the_factor_grows_after_many_good_steps(tmp_path: Path) -> None:
+    path = write_step(MLP, tmp_path, precision="float16")
+    model = onnx.load(path)
+    spec = model.SerializeToString()
+    import onnxruntime as ort
+    from training.steps import quiet
+
+    session = ort.InferenceSession(spec, quiet())
+    feeds = {**batch(), "learning_rate": np.array(0, np.float32)}
+    names = ["loss_scale.next", "loss_scale.good_steps.next"]
+    for good, expected in ((1998, (1024, 1999)), (1999, (2048, 0))):
+        given = {
+            "loss_scale": np.array(1024, np.float32),
+            "loss_scale.good_steps": np.array(good),
+        }
+        scale, count = session.run(names, feeds | given)
+        assert (float(scale), int(count)) == expected
+
+
+@pytest.mark.parametrize(("text", "factor"), [("1024", 1024), ("none", None)])
+def test_factors_that_are_given(text: str, factor: float | None, tmp_path: Path) -> None:
+    """They change no gradient but by rounding, and are no state."""
+    path = write_step(MLP, tmp_path, precision="float16", loss_scale=text, optimizer="sgd")
+    told, step = run_unsplit(path, [batch()], [0.1])
+    assert step.metrics == [] and {s.kind for s in step.slots} == {"parameter"}
+    assert LossScale.parse(text, "float16") == (factor and LossScale(factor, dynamic=False))
+    assert np.isfinite(told[0]["loss"])
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-2", "inf", "nan"])
+def test_factors_that_do_not_fit(text: str) -> None:
+    with pytest.raises(StrategyError, match=f"loss scale '{text}': is not dynamic, none or"):
+        LossScale.parse(text, None)
+
+
+def test_an_unknown_precision(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="precision 'float8': there are float16, bfloat16"):
+        write_step(MLP, tmp_path, precision="float8")
+
+
+@pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 2", "tensor-parallel 3"])
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_ranks_agree_with_one(precision: str, layout: str, tmp_path: Path) -> None:
+    step = write_step(MLP, tmp_path, optimizer="adam", precision=precision)
+    check_training(step, layout, 6, 0.001)
+
+
+@pytest.mark.parametrize(("text", "how"), [(CONV, {"batch_norm": "global"}), (BLOCKS, {})])
+def test_normalizations(text: str, how: dict[str, object], tmp_path: Path) -> None:
+    step = write_step(text, tmp_path, precision="float16", **how)
+    check_training(step, "data-parallel 2", 4, 0.001)
+
+
+def test_a_transformer_trains(tmp_path: Path) -> None:
+    """Its loss falls as it does in 32 bits."""
+    losses = {}
+    for precision in (None, "float16"):
+        path = tmp_path / f"{precision}.onnx"
+        model = MODELS / "gpt2.dynamo.static.onnx"
+        grad(model, path, loss=CROSS_ENTROPY, optimizer="sgd", precision=precision)
+        par, plan = shard(path, "zero2 2")
+        (one,) = batches(plan, 1)
+        with ThreadTrainer(par.rename(tmp_path / f"{precision}.par")) as trainer:
+            losses[precision] = [trainer.step(one, 0.5)["loss"] for _ in range(6)]
+    assert losses[None][-1] < 0.9 * losses[None][0]
+    np.testing.assert_allclose(losses["float16"], losses[None], rtol=1e-2)
+
+
+def test_gradients_travel_as_parameters_are(tmp_path: Path) -> None:
+    """In float32: the all-reduce is as large as without."""
+    plan = plan_of(write_step(MLP, tmp_path, precision="bfloat16"), "data-parallel 2")
+    largest = max(c.bytes for c in plan.collectives)
+    assert largest <= (6 * 9 + 9 + 9 * 5 + 5) * 4

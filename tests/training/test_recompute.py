@@ -1,0 +1,87 @@
+"""Activations that are computed again for the backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from committed import MODELS
+from training.models import BLOCKS, DROPOUT
+from training.steps import CROSS_ENTROPY, LINEAR, Array, check_training, run_unsplit, write_step
+
+from onnxpar.errors import StrategyError
+from onnxpar.training import grad
+
+DRAW = np.random.default_rng(12)
+DEEP = """deep (float[8,6] x, float[6,9] w0, float[9,9] w1, float[9,9] w2, float[9,9] w3,
+float[9,5] w4) => (float[8,5] y)
+{ a = MatMul(x, w0)  b = Relu(a)  c = MatMul(b, w1)  d = Tanh(c)  e = MatMul(d, w2)  f = Tanh(e)
+  g = MatMul(f, w3)  h = Tanh(g)  y = MatMul(h, w4) }"""
+
+
+def batch(kind: str) -> dict[str, Array]:
+    if kind == "blocks":
+        return {"i": DRAW.integers(0, 40, (4, 6)), "labels": DRAW.integers(0, 5, (4, 6))}
+    x = DRAW.standard_normal((8, 6)).astype(np.float32)
+    return {"x": x, "labels": DRAW.integers(0, 5, 8)}
+
+
+@pytest.mark.parametrize("kind", ["deep", "blocks"])
+def test_the_same_numbers(kind: str, tmp_path: Path) -> None:
+    """To the bit: it is the same computation, twice."""
+    text = {"deep": DEEP, "blocks": BLOCKS}[kind]
+    (tmp_path / "again").mkdir()
+    kept = write_step(text, tmp_path, optimizer="adam")
+    again = write_step(text, tmp_path / "again", optimizer="adam", recompute=True)
+    nodes = [len(onnx.load(path).graph.node) for path in (kept, again)]
+    assert nodes[1] > nodes[0]
+    feeds = [batch(kind) for _ in range(3)]
+    (a, _), (b, _) = (run_unsplit(path, feeds, [0.01] * 3) for path in (kept, again))
+    for x, y in zip(a, b, strict=True):
+        for name in x:
+            np.testing.assert_allclose(y[name], x[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+def test_what_is_computed_twice_draws_the_same(tmp_path: Path) -> None:
+    text = DROPOUT.replace("y = MatMul(d, w2)", "e = Tanh(d)  f = Tanh(e)  y = MatMul(f, w2)")
+    (tmp_path / "again").mkdir()
+    kept = write_step(text, tmp_path, optimizer="none")
+    again = write_step(text, tmp_path / "again", optimizer="none", recompute=True)
+    feeds = [batch("deep") | {"seed": np.array(3)}]
+    (a, _), (b, _) = (run_unsplit(path, feeds, [0.0]) for path in (kept, again))
+    for name in a[0]:
+        np.testing.assert_allclose(b[0][name], a[0][name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "layout", ["data-parallel 2", "zero3 2", "tensor-parallel 2", "sequence-parallel 2"]
+)
+def test_ranks_agree_with_one(layout: str, tmp_path: Path) -> None:
+    check_training(write_step(BLOCKS, tmp_path, recompute=True), layout, 4, 0.01)
+
+
+def test_with_all_else(tmp_path: Path) -> None:
+    step = write_step(
+        DEEP,
+        tmp_path,
+        optimizer="adamw",
+        recompute=True,
+        accumulate=2,
+        clip_norm=1.0,
+        precision="float16",
+    )
+    check_training(step, "zero3 dp=2,tp=2", 4, 0.001)
+
+
+def test_a_transformer(tmp_path: Path) -> None:
+    path = tmp_path / "step.onnx"
+    model = MODELS / "llama.dynamo.static.onnx"
+    grad(model, path, loss=CROSS_ENTROPY, optimizer="sgd", recompute=True)
+    check_training(path, "zero3 2", 3)
+
+
+def test_a_model_without_blocks(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="recompute: the model has no two places"):
+        write_step(LINEAR, tmp_path, "mse", recompute=True)
