@@ -249,6 +249,7 @@ def images(channels: int, size: int) -> dict[str, Input]:
     },
     full={},
     training={},
+    rate=0.003,
 )
 def vit(**config: Any) -> Case:
     """Patches by convolution, a class token joined to them: 17 positions."""
@@ -266,7 +267,9 @@ RESNET = {
 
 
 @architecture("resnet_fp16", small=RESNET, full={}, variants=DYNAMO_STATIC, dtype=torch.float16)
-@architecture("resnet", small=RESNET, full={}, training={"hidden_sizes": [16, 32, 48, 64]})
+@architecture(
+    "resnet", small=RESNET, full={}, training={"hidden_sizes": [16, 32, 48, 64]}, rate=0.003
+)
 def resnet(image_size: int = 224, **config: Any) -> Case:
     """The bottleneck blocks of ResNet-50: strided convolutions, batch-norm, global pooling."""
     network = hf.ResNetForImageClassification(hf.ResNetConfig(**config))
@@ -279,6 +282,7 @@ def resnet(image_size: int = 224, **config: Any) -> Case:
     full={},
     variants=STATIC,
     training={},
+    rate=0.003,
 )
 def mobilenet(**config: Any) -> Case:
     """Depthwise convolutions (one group per channel) between pointwise ones, uneven padding."""
@@ -292,6 +296,7 @@ def mobilenet(**config: Any) -> Case:
     full={"widths": (64, 128, 256, 512, 1024)},
     training={},
     loss="mse",
+    rate=0.003,
 )
 def unet(widths: tuple[int, ...]) -> Case:
     """GroupNorm, skip connections by Concat, upsampling, a time embedding added per channel."""
@@ -305,6 +310,7 @@ def unet(widths: tuple[int, ...]) -> Case:
     full={"rows": (1_000_003, 500_009, 100_003, 10_007, 1_009), "width": 64},
     training={"rows": (211, 101, 53, 31, 13)},
     loss="bce",
+    rate=0.001,
 )
 def dlrm(rows: tuple[int, ...], width: int) -> Case:
     """Embedding tables of odd sizes, eight rows summed per lookup, pairwise dot products."""
@@ -336,6 +342,7 @@ def moe(**config: Any) -> Case:
     full={"rows": 32000, "width": 1024},
     variants=(),
     training={},
+    rate=0.1,
 )
 def lstm(**config: Any) -> Case:
     """Recurrent layers: an LSTM both ways, one forwards, a GRU whose last state counts."""

@@ -74,7 +74,7 @@ class Architecture:
     """How to build a model, small (committed) or full-size, and in which variants.
 
     `training` is how the small one is changed to be exported for training, and None where it is
-    not; `loss` is what its first output is compared by.
+    not; `loss` is what its first output is compared by, `rate` the learning rate at which it falls.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Architecture:
     fails: Mapping[Variant, str] = field(default_factory=dict)
     training: Config | None = None
     loss: Loss = "softmax-cross-entropy"
+    rate: float = 0.01
 
 
 def tokens(bound: int, *dims: int | str) -> Input:

@@ -18,6 +18,8 @@ JOLT, STEADY = 1e-6, 1e-4
 """Where weights are moved by this much of themselves, gradients move by less than that."""
 ROUNDED = 2e-5
 """How far gradients in float32 may be from those in float64."""
+STEPS = 50
+"""How many steps of gradient descent are taken, all on the same batch."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,48 @@ def gradients(
     With `jolt` the weights are moved by about so much of themselves before.
     """
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    moved = moved_case(case, dtype, jolt)
+    loss = batch_loss(model, moved, batch, dtype)
+    loss.backward()
+    found = {name: weight.grad for name, weight in moved.network.named_parameters()}
+    return loss.item(), {name: value for name, value in found.items() if value is not None}
 
+
+def train(
+    model: Architecture, case: Case, batch: Batch, dtype: torch.dtype, jolt: float = 0
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the loss before each of many steps, and what they make of the parameters."""
+    moved = moved_case(case, dtype, jolt)
+    optimizer = torch.optim.SGD(moved.network.parameters(), model.rate)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = batch_loss(model, moved, batch, dtype)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: weight.detach() for name, weight in moved.network.named_parameters()}
+
+
+def moved_case(case: Case, dtype: torch.dtype, jolt: float) -> Case:
+    """Return a copy in `dtype`, its weights moved by about so much of themselves."""
     moved = copy.deepcopy(case)
     moved.network.to(dtype)
     generator = torch.Generator().manual_seed(SEED)
     for weight in moved.network.parameters():
         weight.data *= 1 + jolt * torch.randn(weight.shape, generator=generator, dtype=dtype)
+    return moved
+
+
+def batch_loss(model: Architecture, case: Case, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """Return the mean loss of a batch, computed in `dtype`."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
     inputs = {name: cast(value) for name, value in batch.inputs.items()}
-    made = next(iter(moved.network(**moved.arrange(inputs)).values()))
-    loss = loss_of(model.loss, made, cast(batch.target))
-    loss.backward()
-    found = {name: weight.grad for name, weight in moved.network.named_parameters()}
-    return loss.item(), {name: value for name, value in found.items() if value is not None}
+    made = next(iter(case.network(**case.arrange(inputs)).values()))
+    return loss_of(model.loss, made, cast(batch.target))
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -114,12 +144,15 @@ def steady_batch(model: Architecture, case: Case) -> Batch:
 
 
 def write_expected(model: Architecture, case: Case, batch: Batch, path: Path) -> None:
-    """Write a batch, its loss, and of every gradient some elements and the magnitude.
+    """Write a batch, its loss, and of every gradient some elements and the magnitude; then the
+    losses of many steps, and the same elements of every parameter behind them.
 
     Floats of the batch are sixteenths, and so exact in float16. `places` are flat positions, the
-    largest element's first; `mean` is that of absolute values.
+    gradient's largest element's first; `mean` is that of absolute values, `largest` the parameter's
+    largest one.
     """
     loss, found = gradients(model, case, batch, torch.float64)
+    losses, trained = train(model, case, batch, torch.float64)
     generator = np.random.RandomState(SEED)
     values = {name: value.numpy().ravel() for name, value in found.items()}
     places = {
@@ -141,5 +174,9 @@ def write_expected(model: Architecture, case: Case, batch: Batch, path: Path) ->
         places=np.array(list(places.values()), np.int32),
         values=np.array([v[places[n]] for n, v in values.items()], np.float32),
         mean=np.array([np.abs(v).mean() for v in values.values()], np.float32),
+        rate=np.array(model.rate),
+        losses=np.array(losses),
+        trained=np.array([trained[n].numpy().ravel()[places[n]] for n in values]),
+        largest=np.array([float(trained[n].abs().max()) for n in values]),
         **arrays,
     )

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from onnxpar.grad.gates import Activation
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Vjp
+from onnxpar.rules.cell_activations import Activation
 
 
 class Way:

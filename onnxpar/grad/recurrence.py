@@ -14,30 +14,31 @@ from operator import add
 from typing import Any
 
 from onnxpar.grad.directions import Passed, Way, frozen, join, linear, plus, product
-from onnxpar.grad.gates import Gate, activations_of
+from onnxpar.grad.gates import Gate
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
+from onnxpar.rules.cell_activations import activations_of
 
 
 @vjp("RNN", trained=(1, 2, 3))
 def rnn(v: Vjp) -> Grads:
-    return _gradients(v, ["tanh"], _rnn_way)
+    return _gradients(v, _rnn_way)
 
 
 @vjp("GRU", trained=(1, 2, 3))
 def gru(v: Vjp) -> Grads:
-    return _gradients(v, ["sigmoid", "tanh"], _gru_way)
+    return _gradients(v, _gru_way)
 
 
 @vjp("LSTM", trained=(1, 2, 3, 7))
 def lstm(v: Vjp) -> Grads:
-    return _gradients(v, ["sigmoid", "tanh", "tanh"], _lstm_way)
+    return _gradients(v, _lstm_way)
 
 
 def _rnn_way(way: Way) -> Passed:
     beside_w, beside_r = way.biases
     z = linear(way.x, way.w, beside_w) + linear(way.before, way.r, beside_r)
-    gate = way.acts[0](z)
+    gate = Gate.of(way.acts[0], z)
     slope = way.masked(gate.back(way.v.builder.constant(1, z.dtype).expand(z.shape)))
 
     def step(dh: Value, dy: Value, slope: Value, *valid: Value) -> tuple[list[Value], Value]:
@@ -57,11 +58,11 @@ def _gru_way(way: Way) -> Passed:
     xz, xr, xn = way.gates(linear(way.x, way.w, beside_w))
     (r_gates, r_new), (b_gates, b_new) = _cut(way.r, 2 * units), _cut(beside_r, 2 * units)
     hz, hr = way.gates(linear(way.before, r_gates, b_gates))
-    z, r = f(xz + hz), f(xr + hr)
+    z, r = Gate.of(f, xz + hz), Gate.of(f, xr + hr)
     is_behind = way.v.attr("linear_before_reset") != 0
     read = way.before if is_behind else r.y * way.before
     hn = linear(read, r_new, b_new)
-    n = g(xn + r.y * hn) if is_behind else g(xn + hn)
+    n = Gate.of(g, xn + r.y * hn if is_behind else xn + hn)
     of_z, of_n = (way.masked(d) for d in (z.back(way.before - n.y), n.back(1.0 - z.y)))
     of_r = r.back(hn if is_behind else way.before)
 
@@ -101,7 +102,8 @@ def _lstm_way(way: Way) -> Passed:
 
     made = cell(cell.before(way, zi, zf, zn), zi, zf, zn)
     peep_i, peep_o, peep_f = cell.peepholes
-    out, shown = cell.f(plus(zo, made.after, peep_o)), cell.h(made.after)
+    out = Gate.of(cell.f, plus(zo, made.after, peep_o))
+    shown = Gate.of(cell.h, made.after)
     of_i, of_f, of_n = made.back()
     of_o = out.back(shown.y)
     factors = way.masked(join(-1, of_i, of_o, of_f, of_n))
@@ -135,9 +137,9 @@ class _Cell:
 
     def __call__(self, c: Value, zi: Value, zf: Value, zn: Value) -> _CellStep:
         peep_i, _, peep_f = self.peepholes
-        i = self.f(plus(zi, c, peep_i))
-        f = None if self.is_coupled else self.f(plus(zf, c, peep_f))
-        return _CellStep(c, i, f, self.g(zn))
+        i = Gate.of(self.f, plus(zi, c, peep_i))
+        f = None if self.is_coupled else Gate.of(self.f, plus(zf, c, peep_f))
+        return _CellStep(c, i, f, Gate.of(self.g, zn))
 
     def before(self, way: Way, *gates: Value) -> Value:
         """The cells before all steps."""
@@ -179,10 +181,10 @@ class _CellStep:
         return self.i.back(self.n.y), self.f.back(self.c), of_n
 
 
-def _gradients(v: Vjp, default: Sequence[str], passed: Callable[[Way], Passed]) -> Grads:
+def _gradients(v: Vjp, passed: Callable[[Way], Passed]) -> Grads:
     """The gradients of the operands, of all directions together."""
     _give_y(v)
-    ways = [Way(v, acts, i) for i, acts in enumerate(activations_of(v, default))]
+    ways = [Way(v, acts, i) for i, acts in enumerate(activations_of(v.node))]
     found = [passed(way) for way in ways]
     dx = reduce(add, [p.gates @ way.w for p, way in zip(found, ways, strict=True)])
     dw = _stacked([product(p.gates, way.x) for p, way in zip(found, ways, strict=True)])

@@ -33,6 +33,7 @@ _MOVES = (
     *("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity", "Expand"),
     *("Slice", "Split"),
 )
+_SHIFTS = ("Add", "Sub", "Mul", "Div")
 _TABLES = ("Gather", "GatherND", "GatherElements")
 _HIDES = -1e4
 """What a mask adds where it hides something, at most."""
@@ -118,19 +119,29 @@ def _is_known(tensor: gs.Tensor, seen: set[str]) -> bool:
 
 def _origins(tensor: gs.Tensor) -> list[gs.Constant]:
     """The stored tensors of floating-point numbers that this one consists of, but for the order and
-    the shape of their elements; none where it has others too."""
+    the shape of their elements, and numbers (RMSNorm's 1 + weight); none where it has others too.
+    """
     if isinstance(tensor, gs.Constant):
         return [tensor] if is_trainable_type(tensor) else []
     node = tensor.inputs[0] if tensor.inputs else None
-    if node is None or node.op not in (*_MOVES, "Concat"):
+    if node is None or node.op not in (*_MOVES, *_SHIFTS, "Concat"):
         return []
+    parts = list(node.inputs if node.op == "Concat" else node.inputs[:1])
+    if node.op in _SHIFTS:
+        parts = [t for t in node.inputs if not _is_number(t)]
+        if len(parts) != 1:
+            return []
     found: dict[str, gs.Constant] = {}
-    for part in node.inputs if node.op == "Concat" else node.inputs[:1]:
+    for part in parts:
         origins = _origins(part)
         if not origins:
             return []
         found |= {t.name: t for t in origins}
     return list(found.values())
+
+
+def _is_number(tensor: gs.Tensor) -> bool:
+    return isinstance(tensor, gs.Constant) and int(np.prod(tensor.shape)) == 1
 
 
 def _shape(tensor: gs.Tensor) -> list[int]:
@@ -195,7 +206,16 @@ def _joins(
         return False
     values = _values(constant, folder)
     rows = None if values is None else values.reshape(-1, values.shape[-1])
-    return not (_is_mask(values) or _is_sinusoid(rows) or (values is not None and not values.any()))
+    if values is not None and not values.any() and _feeds_softmax(node):
+        return False  # a mask that hides nothing
+    return not (_is_mask(values) or _is_sinusoid(rows))
+
+
+def _feeds_softmax(node: gs.Node) -> bool:
+    """Whether what a node computes are scores, which a Softmax reads."""
+    readers = [r for t in node.outputs for r in t.outputs]
+    passing = (*_MOVES, *_SHIFTS, "Where", "Max", "Clip")
+    return any(r.op == "Softmax" or (r.op in passing and _feeds_softmax(r)) for r in readers)
 
 
 def _is_mask(values: Array | None) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import PerRank, collective_node
@@ -20,7 +21,7 @@ from onnxpar.layout import Layout, dim_axes
 from onnxpar.mesh import Axes, Mesh, in_mesh_order
 from onnxpar.rules.halo import fetch
 from onnxpar.rules.local import NodeView
-from onnxpar.rules.rule import Local
+from onnxpar.rules.rule import Local, Step
 from onnxpar.shapes import infer_results
 
 
@@ -77,8 +78,9 @@ def _constant(
 
 
 def axes_are_input(op: str, opset: int) -> bool:
-    """Whether the op takes its axes as an operand (True) or as an attribute."""
-    return opset >= (13 if op in ("Squeeze", "Unsqueeze", "ReduceSum") else 18)
+    """Whether the op takes its axes, or the sizes of a Split, as an operand (True) or as an
+    attribute."""
+    return opset >= (13 if op in ("Squeeze", "Unsqueeze", "ReduceSum", "Split") else 18)
 
 
 class LoweringBuilder:
@@ -152,6 +154,38 @@ class LoweringBuilder:
         shape[axis] = sum(sizes)
         return self.collective("AllGather", x, axes, shape, axis=axis, sizes=sizes)
 
+    def gathered(self, factor: str) -> npt.NDArray[Any]:
+        """The global values of a factor in the order in which `all_gather` joins its parts."""
+        members = self._view.mesh.group(self._axes(factor), 0)
+        return np.concatenate([self._view.on(m).positions(factor) for m in members])
+
+    def scan(
+        self, step: Step, states: Sequence[gs.Tensor], sequences: Sequence[gs.Tensor], **attrs: Any
+    ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
+        """Adds a Scan along the first dimension of sequences. `step(states, elements)` builds its
+        body: collectives too, and what it builds may read what there is around it. It gives the new
+        states, and the elements of the results. Returns the last states and the results."""
+        name = self._fresh("Scan")
+        body = gs.Graph(name=name, opset=self._graph.opset)
+        shapes = [*map(self.shape, states), *(self.shape(s)[1:] for s in sequences)]
+        for tensor, shape in zip((*states, *sequences), shapes, strict=True):
+            body.inputs.append(gs.Variable(self._fresh("given"), tensor.dtype))
+            self._shapes[body.inputs[-1].name] = shape
+        around, self._built = self._built, body.nodes
+        ends, elements = step(body.inputs[: len(states)], body.inputs[len(states) :])
+        made = [self.add("Identity", [x]) for x in (*ends, *elements)]
+        self._built = around
+        results = []
+        for i, tensor in enumerate(made):
+            steps = [self.shape(sequences[0])[0]] if i >= len(ends) else []
+            shape = [*steps, *self.shape(tensor)]
+            results.append(gs.Variable(f"{name}:{i}", tensor.dtype, shape))
+            tensor.shape = None  # it differs by rank
+            body.outputs.append(tensor)
+        attrs |= {"body": body, "num_scan_inputs": len(sequences)}
+        self._append("Scan", name, [*states, *sequences], results, attrs)
+        return results[: len(ends)], results[len(ends) :]
+
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]
     ) -> gs.Tensor:
@@ -206,8 +240,9 @@ class LoweringBuilder:
         attrs: dict[str, Any],
     ) -> None:
         operands = [self._operand(i) for i in inputs]
-        if "axes" in attrs and axes_are_input(op, self._graph.opset):
-            operands.append(self._operand(np.array(attrs.pop("axes"), np.int64)))
+        key = "split" if op == "Split" else "axes"
+        if key in attrs and axes_are_input(op, self._graph.opset):
+            operands.append(self._sizes(attrs.pop(key)))
         node = gs.Node(op, name, {}, operands, results)
         for key, value in attrs.items():
             by_rank = None
@@ -227,6 +262,12 @@ class LoweringBuilder:
 
     def _axes(self, factor: str) -> Axes:
         return dim_axes(self._view.factors[factor])
+
+    def _sizes(self, value: Any) -> gs.Tensor:
+        """Whole numbers as a constant; those of a rank, where it is a function."""
+        if callable(value):
+            return self.per_rank(lambda local: np.array(value(local), np.int64))
+        return self._operand(np.array(value, np.int64))
 
     def _operand(self, operand: Any) -> gs.Tensor:
         if isinstance(operand, gs.Tensor):

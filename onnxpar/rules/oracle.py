@@ -26,6 +26,7 @@ from onnxpar.rules.local import NodeView
 from onnxpar.rules.lowering import localize_node
 from onnxpar.rules.rule import Var
 from onnxpar.rules.simulate import run_ranks
+from onnxpar.subgraphs import all_nodes
 
 Array = npt.NDArray[Any]
 
@@ -177,7 +178,7 @@ class Oracle:
             }
             for rank in range(mesh.size)
         ]
-        if any(node.domain == DOMAIN or "seed" in node.attrs for node in graph.nodes):
+        if any(node.domain == DOMAIN or "seed" in node.attrs for node in all_nodes(graph)):
             return run_ranks(graph, feeds, per_rank)
         results = []
         program = compiled(graph)

@@ -1,4 +1,5 @@
-"""Recurrent networks: the batch passes, and each direction may run on a rank of its own."""
+"""Recurrent networks: the batch passes, each direction may run on a rank of its own, and hidden
+units are split where every step may gather the state."""
 
 from __future__ import annotations
 
@@ -7,35 +8,47 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.rule import Local, Rule, einsum, rule
+from onnxpar.rules import recurrence_lowering
+from onnxpar.rules.across import across
+from onnxpar.rules.recurrence_lowering import GATES
+from onnxpar.rules.rule import Local, Rule, einsum, rule, tensor_shape
 
 _STEP = "every step of the recurrence needs all of it"
 
 
 @rule("LSTM GRU RNN")
 def recurrence(node: gs.Node) -> Rule:
-    """`s b i, d g i, d g h, d e, b, d b h, d b h, _ -> s d b h ; d b h ; d b h`: b and d pass.
+    """`s b i, d h + .. i, d h + .. k, d h + .., b, d b h, d b h, d h + ..
+    -> s d b h ; d b h ; d b h`: b and d pass, and h over steps that gather the state.
 
-    Hidden units stay whole: each step would gather the state.
+    Weights have one segment h for each gate. k, the units that a gate reads, stays whole.
     """
     if node.attrs.get("layout", 0):
         sequence, state, result = "b s i", "b d h", "b s d h"
     else:
         sequence, state, result = "s b i", "d b h", "s d b h"
-    operands = [sequence, "d g i", "d g h", "d e", "b", state, state, "d f"]
+    rows = _segments(GATES[node.op])
+    operands = [sequence, f"d {rows} i", f"d {rows} k", f"d {_segments(2 * GATES[node.op])}"]
+    operands += ["b", state, state, f"d {_segments(3)}"]
     operands = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=False)]
     results = [result, state, state]
     results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=False)]
-    used = {c for text in operands + results for c in text}
-    whole = {f: _STEP for f in "sighef" if f in used}
+    whole = dict.fromkeys("sik", _STEP)
     if {"activation_alpha", "activation_beta"} & node.attrs.keys():
         whole["d"] = "the slopes of its activations are listed for all directions together"
+    units = node.attrs.get("hidden_size") or (tensor_shape(node.inputs[2]) or (None,))[-1]
+    fields = across(node, "h", [units], recurrence_lowering.lower)
     return einsum(
         node,
         f"{', '.join(operands)} -> {'; '.join(results)}",
-        whole=whole,
+        sizes={"h": units},
         local=_local_direction(node),
+        **{**fields, "whole": {**whole, **fields.get("whole", {})}},
     )
+
+
+def _segments(count: int) -> str:
+    return " + ".join(["h"] * count)
 
 
 def _local_direction(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:

@@ -92,11 +92,16 @@ class Local(Protocol):
         ...
 
 
+Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], Sequence[gs.Tensor]]]
+"""Builds the body of a Scan: from states and elements, the new ones."""
+
+
 class Lowering(Protocol):
     """Builds a rank's own nodes in place of one node; see `rules/local.py`.
 
     Operands may be tensors or arrays, which become constants; opset differences in how axes are
-    given (Unsqueeze, Squeeze, ReduceSum ...) are taken care of by `add` and `finish`.
+    given (Unsqueeze, Squeeze, ReduceSum ...), and the sizes of a Split, are taken care of by `add`
+    and `finish`.
     Functions given to `per_rank` run after the node is gone: they must not read `local.node`.
     """
 
@@ -130,6 +135,17 @@ class Lowering(Protocol):
     ) -> gs.Tensor:
         """What the holders of the factor's parts have as `x`, joined along `axis` in the order of
         the parts; `extent` is what each has there."""
+        ...
+
+    def gathered(self, factor: str) -> np.ndarray[Any, Any]:
+        """The global values of a factor in the order in which `all_gather` joins its parts."""
+        ...
+
+    def scan(
+        self, step: Step, states: Sequence[gs.Tensor], sequences: Sequence[gs.Tensor], **attrs: Any
+    ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
+        """Adds a Scan along the first dimension of sequences, in whose body `step` adds nodes, and
+        collectives. Returns the last states and the sequences of results."""
         ...
 
     def fetch(

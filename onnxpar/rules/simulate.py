@@ -30,17 +30,54 @@ def run_ranks(
         {**feed, **{name: value(rank) for name, value in per_rank.constants.items()}}
         for rank, feed in enumerate(feeds)
     ]
+    _run_nodes(graph, values, per_rank)
+    return [[held[t.name] for t in graph.outputs] for held in values]
+
+
+def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> None:
+    """Adds what every node makes to what each rank holds."""
     for node in graph.nodes:
-        attrs = [_attributes(node, per_rank, rank) for rank in range(len(feeds))]
+        attrs = [_attributes(node, per_rank, rank) for rank in range(len(values))]
         if node.domain == DOMAIN:
             _talk(node, attrs, values)
+            continue
+        if node.op == "Scan":
+            _scan(node, attrs, values, per_rank)
             continue
         for own, held in zip(attrs, values, strict=True):
             single = gs.Node(node.op, node.name, own, node.inputs, node.outputs, node.domain)
             held.update(_run_one(single, graph, held))
             single.inputs.clear()
             single.outputs.clear()
-    return [[held[t.name] for t in graph.outputs] for held in values]
+
+
+def _scan(
+    node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values], per_rank: PerRank
+) -> None:
+    """Runs the body, every step on all ranks before the next; sequences go along dimension 0."""
+    body = node.attrs["body"]
+    carried = len(node.inputs) - node.attrs["num_scan_inputs"]
+    states = [[held[t.name] for t in node.inputs[:carried]] for held in values]
+    sequences = [[held[t.name] for t in node.inputs[carried:]] for held in values]
+    made: list[list[list[Array]]] = [[[] for _ in body.outputs[carried:]] for _ in values]
+    steps = len(sequences[0][0])
+    for i in range(steps):
+        inner: list[Values] = []
+        for held, own, ends, given in zip(values, attrs, states, sequences, strict=True):
+            flags = own["scan_input_directions"]
+            elements = [s[steps - 1 - i if f else i] for s, f in zip(given, flags, strict=True)]
+            names = [t.name for t in body.inputs]
+            inner.append({**held, **dict(zip(names, [*ends, *elements], strict=True))})
+        _run_nodes(body, inner, per_rank)
+        for rank, held in enumerate(inner):
+            ends = [held[t.name] for t in body.outputs]
+            states[rank] = ends[:carried]
+            for result, element in zip(made[rank], ends[carried:], strict=True):
+                result.append(element)
+    for held, own, ends, results in zip(values, attrs, states, made, strict=True):
+        flags = own["scan_output_directions"]
+        stacks = [np.array(r[::-1] if f else r) for r, f in zip(results, flags, strict=True)]
+        held.update(zip([t.name for t in node.outputs], [*ends, *stacks], strict=True))
 
 
 def _attributes(node: gs.Node, per_rank: PerRank, rank: int) -> dict[str, Any]:

@@ -27,6 +27,9 @@ def expert_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[SplitE
     """Splits what works on experts' own weights by expert. Errors: StrategyError where the model
     has no experts, or fewer than parts."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
+    for op in sharding.factors.ops:  # bodies and the backward pass read copies
+        if op.node.op == "Identity" and op.node.inputs[0].name in weights:
+            weights.add(op.node.outputs[0].name)
     atoms: dict[int, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:
         for atom in _batched(op, weights):

@@ -82,9 +82,12 @@ def is_off(node: gs.Node) -> bool:
     training = node.inputs[2] if len(node.inputs) > 2 else None
     if training is None or not training.name:
         return True
-    if not isinstance(training, gs.Constant):
-        return False
-    return not bool(training.values)
+    return _is_zero(training) or _is_zero(node.inputs[1])
+
+
+def _is_zero(tensor: gs.Tensor) -> bool:
+    """Whether a number is known to be zero, or false."""
+    return isinstance(tensor, gs.Constant) and not np.any(tensor.values)
 
 
 class _Source:
@@ -151,9 +154,7 @@ def _dropout(source: _Source, operands: Operands, attrs: Attrs) -> Sequence[Valu
     ratio = operands[1] if len(operands) > 1 and operands[1].tensor.name else None
     training = operands[2] if len(operands) > 2 and operands[2].tensor.name else None
     share = source.builder.constant(0.5, np.float64) if ratio is None else ratio.cast(np.float64)
-    if training is None or (
-        isinstance(training.tensor, gs.Constant) and not training.tensor.values
-    ):
+    if training is None or _is_zero(training.tensor) or (ratio and _is_zero(ratio.tensor)):
         return [x, source.builder.constant(np.ones(1, np.bool_)).expand(x.shape)]
     limit = (share * 2.0**_BITS).cast(np.int64)
     if not isinstance(training.tensor, gs.Constant):

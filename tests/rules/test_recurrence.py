@@ -7,8 +7,10 @@ from numpy import array
 from onnxpar.rules.case import Case
 
 X = (3, 4, 5)
+BOTH = {"hidden_size": 6, "direction": "bidirectional"}
 CHOSEN = ["Sigmoid", "Tanh", "Relu", "HardSigmoid", "Relu", "Tanh"]
-LENGTHS = array([3, 1, 2, 3], np.int32)
+LENGTHS = array([3, 1, 0, 2], np.int32)
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
 def weights(gates: int, directions: int = 1) -> list[tuple[int, ...]]:
@@ -16,56 +18,87 @@ def weights(gates: int, directions: int = 1) -> list[tuple[int, ...]]:
     return [(d, g, 5), (d, g, 6), (d, 2 * g)]
 
 
-CASES = [
-    (
-        Case("LSTM", [X, *weights(4)], {"hidden_size": 6}, outputs=3),
-        "s b i, d g i, d g h, d e -> s d b h; d b h; d b h {whole: s i g h e}",
-    ),
-    (
+def text(op: str, others: str = "", whole: str = "s i k") -> str:
+    """The rule of an op with a bias and operands behind it, that gives all its results."""
+    rows, twice = (" + ".join(["h"] * n) for n in (GATES[op], 2 * GATES[op]))
+    states = "; d b h" * (2 if op == "LSTM" else 1)
+    return (
+        f"s b i, d {rows} i, d {rows} k, d {twice}{others} -> s d b h{states} "
+        f"{{across: h, whole: {whole}}}"
+    )
+
+
+CASES = {
+    "lstm": (Case("LSTM", [X, *weights(4)], {"hidden_size": 6}, outputs=3), text("LSTM")),
+    "lstm both ways": (
         Case(
             "LSTM",
             [X, *weights(4, 2), LENGTHS, (2, 4, 6), (2, 4, 6), (2, 18)],
-            {"hidden_size": 6, "direction": "bidirectional"},
+            BOTH,
             fed=[4],
             outputs=3,
         ),
-        "s b i, d g i, d g h, d e, b, d b h, d b h, d f"
-        " -> s d b h; d b h; d b h {whole: s i g h e f}",
+        text("LSTM", ", b, d b h, d b h, d h + h + h"),
     ),
-    (
+    "lstm with coupled gates": (
         Case(
             "LSTM",
-            [X, *weights(4, 2)],
-            {"hidden_size": 6, "direction": "bidirectional", "activations": CHOSEN},
+            [X, *weights(4), LENGTHS, (1, 4, 6), (1, 4, 6), (1, 18)],
+            {"hidden_size": 6, "direction": "reverse", "clip": 0.4, "input_forget": 1},
             outputs=3,
         ),
-        "s b i, d g i, d g h, d e -> s d b h; d b h; d b h {whole: s i g h e}",
+        text("LSTM", ", b, d b h, d b h, d h + h + h"),
     ),
-    (
+    "lstm with chosen activations": (
+        Case("LSTM", [X, *weights(4, 2)], {**BOTH, "activations": CHOSEN}, outputs=3),
+        text("LSTM"),
+    ),
+    "gru": (
+        Case("GRU", [X, *weights(3), None, (1, 4, 6)], {"hidden_size": 6}, outputs=2),
+        text("GRU", ", _, d b h"),
+    ),
+    "gru that resets behind": (
         Case(
-            "RNN",
-            [X, *weights(1, 2)],
+            "GRU",
+            [X, *weights(3, 2), LENGTHS, (2, 4, 6)],
+            {**BOTH, "linear_before_reset": 1, "clip": 0.5},
+            fed=[4],
+            outputs=2,
+        ),
+        text("GRU", ", b, d b h"),
+    ),
+    "gru with slopes": (
+        Case(
+            "GRU",
+            [X, *weights(3)],
             {
                 "hidden_size": 6,
-                "direction": "bidirectional",
-                "activations": ["LeakyRelu", "Tanh"],
-                "activation_alpha": [0.3],
+                "direction": "reverse",
+                "activations": ["Affine", "ScaledTanh"],
+                "activation_alpha": [0.3, 0.7],
+                "activation_beta": [0.2, 1.1],
             },
             outputs=2,
         ),
-        "s b i, d g i, d g h, d e -> s d b h; d b h {whole: s i g h e d}",
+        text("GRU", whole="s i k d"),
     ),
-    (
-        Case("GRU", [X, *weights(3), None, (1, 4, 6)], {"hidden_size": 6}, outputs=2),
-        "s b i, d g i, d g h, d e, _, d b h -> s d b h; d b h {whole: s i g h e}",
+    "rnn with slopes": (
+        Case(
+            "RNN",
+            [X, *weights(1, 2), LENGTHS],
+            {**BOTH, "activations": ["LeakyRelu", "Tanh"], "activation_alpha": [0.3], "clip": 1.0},
+            outputs=2,
+            opset=10,
+        ),
+        text("RNN", ", b", "s i k d"),
     ),
-    (
+    "rnn without a bias": (
         Case("RNN", [X, *weights(1)[:2]], {"hidden_size": 6}, outputs=2),
-        "s b i, d g i, d g h -> s d b h; d b h {whole: s i g h}",
+        "s b i, d h i, d h k -> s d b h; d b h {across: h, whole: s i k}",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+@pytest.mark.parametrize(("case", "text"), CASES.values(), ids=CASES)
 def test_rule(prove_rule, case, text):
     prove_rule(case, text)

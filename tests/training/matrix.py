@@ -1,0 +1,230 @@
+"""Trains models over ranks by every preset that applies, and compares with one, and with PyTorch.
+
+python tests/training/matrix.py [--models gpt2,llama] [--presets zero1,hybrid] [--ranks 2,3]
+    [--steps 50] [--workers 2] [--write FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from agreement import options
+from training import trajectories
+from training.trajectories import (
+    DOUBLE,
+    Expected,
+    Trajectory,
+    as_type,
+    descend,
+    descend_unsplit,
+    expected,
+    gradient_error,
+    loss_error,
+    parameter_error,
+    torch_error,
+    write_descent,
+)
+
+from onnxpar import pipeline
+from onnxpar.step import Step
+
+MODELS = ("gpt2", "llama", "bert", "vit", "resnet", "dlrm", "moe", "lstm")
+COMMON = ("data-parallel", "zero1", "zero2", "zero3", "tensor-parallel")
+MORE = {
+    "gpt2": ("sequence-parallel",),
+    "llama": ("sequence-parallel",),
+    "bert": ("sequence-parallel",),
+    "moe": ("expert-parallel",),
+}
+"""Presets for models that have what these split."""
+MESH = "dp=2,tp=2"
+ON_MESH = ("hybrid", "zero1", "zero3")
+EARLY = 10
+ROUNDING = 1e-6
+"""An error against PyTorch that float32 has anyway."""
+ALLOWED = {"early": 1e-5, "late": 1e-3, "gradients": 1e-5, "double": 1e-9}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The errors of a model over ranks, against one: those of losses of the first steps and of all,
+    of the first gradients, of losses and parameters in float64; and both against PyTorch."""
+
+    model: str
+    layout: str
+    early: float = np.nan
+    late: float = np.nan
+    gradients: float = np.nan
+    torch: float = np.nan
+    torch_unsplit: float = np.nan
+    double: float | None = None
+    whole: int = 0
+    seconds: float = 0
+    fault: str = ""
+
+    @property
+    def faults(self) -> list[str]:
+        """What is beyond what is allowed."""
+        told = {"early": self.early, "late": self.late, "gradients": self.gradients}
+        if self.double is not None:
+            told["double"] = self.double
+        found = [name for name, error in told.items() if not error <= ALLOWED[name]]
+        if self.double is None and not self.torch <= max(2 * self.torch_unsplit, ROUNDING):
+            found.append("torch")
+        return [self.fault] if self.fault else found
+
+    def line(self) -> str:
+        """As the script prints it."""
+        double = "      -" if self.double is None else f"{self.double:7.0e}"
+        errors = (self.early, self.late, self.gradients, self.torch, self.torch_unsplit)
+        text = "  ".join(f"{error:7.0e}" for error in errors)
+        verdict = "  ".join(self.faults) or "ok"
+        return (
+            f"{self.model:8} {self.layout:26} {text}  {double} {self.whole:5} "
+            f"{self.seconds:6.1f}  {verdict}"
+        )
+
+
+HEAD = (
+    f"{'model':8} {'layout':26} {'loss10':>7}  {'loss':>7}  {'grads':>7}  {'torch':>7}  "
+    f"{'unsplit':>7}  {'float64':>7} {'whole':>5} {'s':>6}"
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A step, and what one makes of it."""
+
+    path: Path
+    unsplit: Trajectory
+
+
+@cache
+def reference(model: str, folder: Path, double: bool, steps: int) -> Reference:
+    """Once for all layouts."""
+    own = Path(tempfile.mkdtemp(dir=folder))
+    path = write_descent(model, own, double=double)
+    spec = Step.of(onnx.load(path, load_external_data=False))
+    assert spec is not None
+    told = expected(model)
+    batch = as_type(told.batch, np.float64 if double else np.float32)
+    return Reference(path, descend_unsplit(path, spec, batch, told.rate, steps))
+
+
+def try_layout(model: str, layout: str, steps: int, folder: Path) -> Row:
+    """Trains over ranks, in float32 and where that runs in float64."""
+    start = time.perf_counter()
+    try:
+        row = compare(model, layout, steps, folder, expected(model))
+    except Exception as error:  # whatever goes wrong is a row of the table
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        row = Row(model, layout, fault=text[:300])
+    return Row(**{**row.__dict__, "seconds": time.perf_counter() - start})
+
+
+def compare(model: str, layout: str, steps: int, folder: Path, told: Expected) -> Row:
+    """The errors. Errors: OnnxparError."""
+    one = reference(model, folder, False, steps)
+    given, whole = over_ranks(one, layout, told.batch, told.rate, steps)
+    double = None
+    if model in DOUBLE:
+        wide = reference(model, folder, True, steps)
+        wider, _ = over_ranks(wide, layout, as_type(told.batch, np.float64), told.rate, steps)
+        double = max(
+            loss_error(wider.losses, wide.unsplit.losses),
+            parameter_error(wider.parameters, wide.unsplit.parameters),
+        )
+    return Row(
+        model,
+        layout,
+        loss_error(given.losses[:EARLY], one.unsplit.losses),
+        loss_error(given.losses, one.unsplit.losses),
+        gradient_error(given.gradients, one.unsplit.gradients),
+        torch_error(given, told),
+        torch_error(one.unsplit, told),
+        double,
+        whole,
+    )
+
+
+def over_ranks(
+    one: Reference, layout: str, batch: dict[str, trajectories.Array], rate: float, steps: int
+) -> tuple[Trajectory, int]:
+    """What ranks make of a step, and how many nodes stay whole for want of a rule."""
+    with tempfile.TemporaryDirectory(dir=one.path.parent) as folder:
+        par = Path(folder) / "step.par"
+        plan = pipeline.shard(one.path, par, options(layout))
+        return descend(par, batch, rate, steps), sum(w.is_lack for w in plan.whole)
+
+
+def layouts(model: str, presets: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
+    """Those that apply to a model, of those asked for."""
+    for preset in (*COMMON, *MORE.get(model, ())):
+        if not presets or preset in presets:
+            yield from (f"{preset} {n}" for n in ranks)
+    if 4 in ranks:
+        yield from (f"{preset} {MESH}" for preset in ON_MESH if not presets or preset in presets)
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """The errors as a table of Markdown: a row for each model and preset, the worst of its
+    meshes."""
+    yield "| model | preset | meshes | loss, 10 steps | loss, 50 | gradients | PyTorch | float64 |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.layout.split()[0]), []).append(row)
+    for (model, preset), found in groups.items():
+        meshes = ", ".join(row.layout.split()[1] for row in found)
+        names = ("early", "late", "gradients")
+        worst = [f"{np.max([getattr(row, name) for row in found]):.0e}" for name in names]
+        told = f"{max(row.torch for row in found):.0e} ({found[0].torch_unsplit:.0e})"
+        wide = [row.double for row in found if row.double is not None]
+        double = f"{max(wide):.0e}" if wide else ""
+        yield f"| {model} | {preset} | {meshes} | {' | '.join(worst)} | {told} | {double} |"
+
+
+def main() -> int:
+    """Runs, prints a row for each, and returns 1 where one is beyond what is allowed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--presets", default="", help="default: all that apply")
+    parser.add_argument("--ranks", default="2,3,4")
+    parser.add_argument("--steps", type=int, default=50, help="at most 50")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="where to put a table of errors")
+    args = parser.parse_args()
+    ranks = [int(n) for n in args.ranks.split(",")]
+    presets = args.presets.split(",") if args.presets else []
+    rows = []
+    print(HEAD)
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.workers) as pool:
+        waiting = [
+            pool.submit(try_layout, model, layout, args.steps, Path(folder))
+            for model in args.models.split(",")
+            for layout in layouts(model, presets, ranks)
+        ]
+        for future in waiting:
+            rows.append(future.result())
+            print(rows[-1].line(), flush=True)
+    if args.write:
+        args.write.write_text("\n".join(table(rows)) + "\n", encoding="utf-8")
+    bad = sum(bool(row.faults) for row in rows)
+    print(f"{len(rows)} runs, {bad} of them beyond what is allowed")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

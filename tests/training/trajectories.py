@@ -1,0 +1,145 @@
+"""What the committed models become in many steps of gradient descent: as one, over ranks, and in
+PyTorch in float64, which the script that exports them has written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from committed import MODELS
+from double_models import write_double
+from training.steps import Array, ThreadTrainer
+
+from onnxpar.step import Step
+from onnxpar.training import grad
+from onnxpar.training.compare import UnsplitStep
+
+HUGE = 2.0**40
+"""A learning rate at which nothing of a parameter is left in the next one but its gradient."""
+DOUBLE = ("gpt2", "llama", "dlrm", "mixtral", "t5")
+"""Models of which onnxruntime has kernels in float64 for all ops and their gradients."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Losses before each step, the gradients of the first, and the parameters behind the last."""
+
+    losses: Array
+    gradients: Mapping[str, Array]
+    parameters: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A batch, a learning rate, and what PyTorch makes of them: losses, and elements of each
+    parameter at flat `places`, the largest of which is as large as `largest` says."""
+
+    kind: str
+    output: str
+    batch: dict[str, Array]
+    rate: float
+    losses: Array
+    places: Mapping[str, Array]
+    values: Mapping[str, Array]
+    largest: Mapping[str, float]
+
+
+def expected(model: str) -> Expected:
+    """What is written down of a model, its batch in float32."""
+    with np.load(MODELS / "expected" / f"{model}.legacy.training.npz") as stored:
+        told = dict(stored)
+    batch = {k.removeprefix("feed."): v for k, v in told.items() if k.startswith("feed.")}
+    kind = str(told["kind"])
+    if kind == "softmax-cross-entropy":
+        batch["labels"] = batch.pop("target")
+    names = [f"network.{name}" for name in told["names"]]
+    return Expected(
+        kind,
+        str(told["output"]),
+        as_type(batch, np.float32),
+        float(told["rate"]),
+        told["losses"],
+        dict(zip(names, told["places"], strict=True)),
+        dict(zip(names, told["trained"], strict=True)),
+        dict(zip(names, map(float, told["largest"]), strict=True)),
+    )
+
+
+def as_type(batch: Mapping[str, Array], dtype: type[np.floating]) -> dict[str, Array]:
+    """A batch whose floats are of this type."""
+    return {k: v.astype(dtype) if v.dtype.kind == "f" else v for k, v in batch.items()}
+
+
+def write_descent(model: str, folder: Path, *, double: bool = False) -> Path:
+    """Writes the step of gradient descent of a model, in float32 or float64."""
+    source, step = MODELS / f"{model}.legacy.training.onnx", folder / f"{model}.{double}.onnx"
+    if double:
+        write_double(source, folder / "double.onnx")
+        source = folder / "double.onnx"
+    how = expected(model)
+    grad(source, step, loss=how.kind, loss_of=how.output, optimizer="sgd")
+    return step
+
+
+def descend_unsplit(
+    step: Path, spec: Step, batch: Mapping[str, Array], rate: float, steps: int
+) -> Trajectory:
+    """What a stock onnxruntime makes of it."""
+    once = UnsplitStep(step, spec)
+    once.step(batch, HUGE)
+    many = UnsplitStep(step, spec)
+    losses = [many.step(batch, rate, seed) for seed in range(steps)]
+    parameters = {slot.input: many.states[slot.input] for slot in spec.parameters}
+    return Trajectory(np.array(losses), gradients_of(once.states, parameters), parameters)
+
+
+def descend(par: Path, batch: Mapping[str, Array], rate: float, steps: int) -> Trajectory:
+    """What ranks make of it."""
+    with ThreadTrainer(par) as trainer:
+        names = [slot.input for slot in trainer.spec.parameters]
+        states = trainer.session.states
+        trainer.step(batch, HUGE)
+        far = {name: states.read(name) for name in names}
+        states.reset()
+        losses = [trainer.step(batch, rate, seed)["loss"] for seed in range(steps)]
+        parameters = {name: states.read(name) for name in names}
+    return Trajectory(np.array(losses), gradients_of(far, parameters), parameters)
+
+
+def gradients_of(far: Mapping[str, Array], names: Sequence[str] | Mapping[str, Array]):
+    """The gradients of parameters, given what one huge step makes of them."""
+    return {name: far[name].astype(np.float64) / -HUGE for name in names}
+
+
+def loss_error(given: Array, wanted: Array) -> float:
+    """The largest error of a loss, relative to it."""
+    return _worst(np.abs(given - wanted[: len(given)]) / np.abs(wanted[: len(given)]))
+
+
+def parameter_error(given: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
+    """The largest error of a parameter, relative to its largest element."""
+    return _worst([np.abs(given[n] - v).max() / np.abs(v).max() for n, v in wanted.items()])
+
+
+def gradient_error(given: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
+    """The largest error of a gradient, relative to its largest element or to a thousandth of the
+    model's, whichever is more."""
+    largest = {name: float(np.abs(value).max()) for name, value in wanted.items()}
+    least = 1e-3 * max(largest.values())
+    return _worst([np.abs(given[n] - v).max() / max(largest[n], least) for n, v in wanted.items()])
+
+
+def torch_error(given: Trajectory, told: Expected) -> float:
+    """The largest error, of losses or parameters, against what PyTorch has in float64."""
+    errors = [
+        np.abs(given.parameters[name].ravel()[at] - told.values[name]).max() / told.largest[name]
+        for name, at in told.places.items()
+    ]
+    return max(_worst(errors), loss_error(given.losses, told.losses))
+
+
+def _worst(errors: Sequence[float] | Array) -> float:
+    """Of which NaN is the worst."""
+    return float(np.max(errors))
