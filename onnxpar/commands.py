@@ -39,7 +39,7 @@ from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
-from onnxpar.training.compare import compare_training, judge_compressed
+from onnxpar.training.compare import compare_training, judge_compressed, judge_gradients
 from onnxpar.training.data import Data
 from onnxpar.training.replicas import compare_copies
 from onnxpar.training.trainer import Trainer
@@ -134,7 +134,7 @@ def check(args: argparse.Namespace) -> int:
             else:
                 report = compare(args.model, session, feeds)
     if made.step is not None:
-        report = judge_compressed(report, made.step)
+        report = judge_compressed(judge_gradients(report, made.step), made.step)
     _print_plan(made)
     print()
     print(report.text() if report.rows else NOTHING)

@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.factors import OpFactors
+from onnxpar.factors import Links, OpFactors
 from onnxpar.flops import flops
 from onnxpar.interchange import declared_shape, default_of, type_text
-from onnxpar.layout import local_size
+from onnxpar.layout import leaves, local_size
 from onnxpar.packing import stored_bits
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import (
@@ -23,10 +23,13 @@ from onnxpar.plan import (
     Whole,
     numpy_dtype,
     part_bytes,
+    reshards,
 )
 from onnxpar.ranges import integer_ranges
 from onnxpar.search.tensor_parallel import is_contraction
 from onnxpar.subgraphs import captured, constants, subgraphs
+
+_MAKE_WHOLE = ("AllGather", "AllReduce")
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
@@ -127,18 +130,31 @@ def whole_nodes(ctx: PassContext) -> list[Whole]:
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
     """Bytes of operands that reach the node through an all-gather for its sake, and of what its
     subgraphs read that ranks had to talk for."""
-    whole: list[tuple[gs.Tensor, tuple[str, ...]]] = [
-        (tensor, ("AllGather",))
+    whole = [
+        tensor
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True)
-        if any(link is None for link in links)
+        if any(_is_made_whole(n, links) for n in tensor.inputs)
     ]
     read = {} if op.bodies else {id(tensor): tensor for tensor, _, _ in captured(op.node)}
-    whole += [(tensor, ("AllGather", "AllReduce")) for tensor in read.values()]
+    whole += [t for t in read.values() if any(n.op in _MAKE_WHOLE for n in t.inputs)]
     return sum(
         part_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
-        for tensor, kinds in whole
-        if isinstance(tensor, gs.Variable) and any(n.op in kinds for n in tensor.inputs)
+        for tensor in whole
+        if isinstance(tensor, gs.Variable)
     )
+
+
+def _is_made_whole(node: gs.Node, links: Links) -> bool:
+    """Whether a node gathers what an operand with such links must not be split over, rather than
+    what its reader could have split as well."""
+    if node.op != "AllGather":
+        return False
+    ((_, before, after),) = reshards(node)
+    had, have = (
+        [leaf.axes for dim in layout.dims for leaf in leaves(dim) if leaf.size > 1]
+        for layout in (before, after)
+    )
+    return any(link is None and a != b for link, a, b in zip(links, had, have, strict=True))
 
 
 def _flops(ctx: PassContext) -> dict[str, int]:

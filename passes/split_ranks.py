@@ -49,13 +49,16 @@ class SplitRanks(Pass):
                 weights[tensor.name] = store.cut(tensor.name, proto, ctx.layouts[tensor.name])
                 tensor._values = gs.ir.tensor.LazyValues(_stub(proto))
         template = _export(graph, ctx.model.header)
-        weights |= _cut_defaults(graph, template, ctx, store)
+        defaults = _cut_defaults(graph, ctx, store)
+        weights |= defaults
+        _add_defaults(template.graph, defaults)
         first = _cut_states(graph, ctx, store)
         _store_the_rest(template.graph, weights, store)
         templates = {"onnx": template}
         for name, program in ctx.programs.items():
             templates[f"{name}.onnx"] = _export(program, ctx.model.header)
             _drop_unread(templates[f"{name}.onnx"].graph)
+            _add_defaults(templates[f"{name}.onnx"].graph, defaults)
         for rank in range(mesh.size):
             for suffix, each in templates.items():
                 model = onnx.ModelProto()
@@ -107,8 +110,14 @@ def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank:
     sizes.finish()
 
 
+def _add_defaults(graph: onnx.GraphProto, defaults: Mapping[str, list[TensorProto]]) -> None:
+    """Gives inputs their default values."""
+    named = [port.name for port in graph.input if port.name in defaults]
+    graph.initializer.extend(_stub(defaults[name][0], name) for name in named)
+
+
 def _cut_defaults(
-    graph: gs.Graph, model: onnx.ModelProto, ctx: PassContext, store: WeightStore
+    graph: gs.Graph, ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
     """The default values of inputs that are no states, cut as what is fed in their place will
     be."""
@@ -117,7 +126,6 @@ def _cut_defaults(
     for tensor in graph.inputs:
         default = default_of(tensor)
         if default is not None and tensor.name not in states:
-            model.graph.initializer.append(_stub(default, tensor.name))
             layout = ctx.layouts.get(tensor.name) or whole_layout(default)
             weights[tensor.name] = store.cut(tensor.name, default, layout)
     return weights

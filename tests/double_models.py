@@ -9,13 +9,12 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-TYPES = frozenset({"to", "dtype", "output_dtype"})
-"""Attributes that are types of tensors."""
+TYPES = frozenset({"to", "dtype", "output_dtype", "stash_type"})
+"""Attributes that are types of tensors, or of what is between them."""
 
 
 def write_double(model: Path, path: Path) -> None:
-    """Writes the same function of float64. Where a model computes an intermediate in the precision
-    that an attribute names (`stash_type`), that is float64 too."""
+    """Writes the same function of float64."""
     proto = onnx.load(model)
     widen(proto.graph)
     onnx.checker.check_model(proto, full_check=True)
@@ -36,8 +35,6 @@ def widen(graph: GraphProto) -> None:
 
 def _widen_attribute(node: NodeProto, attribute: AttributeProto) -> None:
     if attribute.name in TYPES and attribute.i == TensorProto.FLOAT:
-        attribute.i = TensorProto.DOUBLE
-    elif attribute.name == "stash_type":
         attribute.i = TensorProto.DOUBLE
     for tensor in _tensors(attribute):
         _widen_tensor(tensor)

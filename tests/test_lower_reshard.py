@@ -189,7 +189,7 @@ def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
         graph, per_rank = lower(steps, tensor, mesh, hand)
         layouts = {"t0": source, f"t{len(steps)}": target}
         sharding = SimpleNamespace(mesh=mesh, factors=GraphFactors({}, []))
-        ctx = SimpleNamespace(per_rank=per_rank, layouts=layouts, sharding=sharding)
+        ctx = SimpleNamespace(per_rank=per_rank, layouts=layouts, sharding=sharding, programs={})
         parts = run(graph, ctx, worlds, terms(whole, source, mesh))
         for rank, part in enumerate(parts):
             assert part.shape == target.local_shape(mesh, rank)

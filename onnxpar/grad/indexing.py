@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from onnxpar.errors import ModelError
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
 
@@ -118,3 +119,33 @@ def reverse_sequence(v: Vjp) -> Grads:
 def cumulative_sum(v: Vjp) -> Grads:
     exclusive, backwards = v.attr("exclusive"), v.attr("reverse")
     return [v.dy.op("CumSum", v.operands[1], exclusive=exclusive, reverse=1 - backwards)]
+
+
+@vjp("CumProd")
+def cumulative_product(v: Vjp) -> Grads:
+    """The product of the elements before one, times what those behind it make of the gradients,
+    which is s[i] = dy[i] + x[i + 1] s[i + 1]: put together from spans of 1, 2, 4 .. elements, so
+    that nothing is divided by."""
+    axis = v.constant(1)
+    if axis is None:
+        raise ModelError(
+            f"CumProd '{v.node.name}' goes along an axis that only a run can tell, and has no "
+            f"gradient there; make the axis a constant"
+        )
+    at, backwards = int(axis.reshape(-1)[0]) % v.x.rank, v.attr("reverse")
+    size = v.x.shape[at]
+
+    def moved(x: Value, by: int) -> Value:
+        """Each element in the place of that so many before it, and zeros at the end."""
+        if by >= size:
+            return x.builder.zeros(x.shape, x.dtype)
+        ends = [[-by * (a == at) for a in range(x.rank)], [by * (a == at) for a in range(x.rank)]]
+        return x.pad(*(ends[::-1] if backwards else ends))
+
+    factor, total = moved(v.x, 1), moved(v.dy, 1) if v.attr("exclusive") else v.dy
+    span = 1
+    while span < size:
+        total = total + factor * moved(total, span)
+        factor = factor * moved(factor, span)
+        span *= 2
+    return [total * v.x.op("CumProd", v.operands[1], exclusive=1, reverse=backwards)]

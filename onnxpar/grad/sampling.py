@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -33,46 +34,43 @@ _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 @vjp("GridSample")
 def grid_sample(v: Vjp) -> Grads:
-    """Points share the elements around them: what comes back is added to these, and the slope of
-    the shares is the gradient of the point."""
     x, grid = v.operands
     count, channels, *space = x.shape
-    points = math.prod(grid.shape[1:-1])
-    taps = [_AxisTaps(v, axis) for axis in range(len(space))]
-    at = _joined([t.index for t in taps], space)
-    size = at.shape[-1]
-    at = at.reshape([count, 1, points * size]).expand([count, channels, points * size])
-    dy = v.dy.reshape([count, channels, points, 1])
-    shares = _outer([t.weight for t in taps]).unsqueeze([1])
-    flat = [count, channels, math.prod(space)]
-    of_x = scatter_each((dy * shares).reshape(at.shape), at, 2, flat).reshape(x.shape)
+    taps = []
+    for axis, size in enumerate(space):
+        scale = (size - bool(v.attr("align_corners"))) / 2
+        place = grid.shape[-1] - 1 - axis
+        at = grid.slice(place, place + 1, -1).reshape([count, -1, 1])
+        at = at * scale + (size - 1) / 2
+        kind = v.attr("mode"), v.attr("padding_mode"), bool(v.attr("align_corners"))
+        taps.append(Taps(at, size, *kind, scale))
+    samples = Samples(x, taps)
+    dy = v.dy.reshape([count, channels, -1])
     if taps[0].slope is None:
-        return [of_x]
-    picked = x.reshape(flat).op("GatherElements", at, axis=2)
-    inner = (dy * picked.reshape([count, channels, points, size])).sum([1])
-    of_points = []
-    for axis in reversed(range(len(taps))):
-        slopes = [t.slope if a == axis else t.weight for a, t in enumerate(taps)]
-        of_points.append((inner * _outer(slopes)).sum([2], keepdims=True))
-    return of_x, of_points[0].op("Concat", *of_points[1:], axis=2).reshape(grid.shape)
+        return [samples.of_x(dy)]
+    of_points = [samples.of_point(dy, axis).unsqueeze([2]) for axis in reversed(range(len(taps)))]
+    joined = of_points[0].op("Concat", *of_points[1:], axis=2)
+    return samples.of_x(dy), joined.reshape(grid.shape)
 
 
-class _AxisTaps:
-    """The elements of one dimension that make each point.
+class Taps:
+    """The elements of one dimension that make each point, which is at `at`, `n p 1`.
 
     index   which ones, `n p t`; padding copies elements, so that coordinates stay as they are
     weight  their shares
-    slope   of the shares by the point; None where it is zero
+    slope   of the shares by what the point is `scale` times; None where it is zero
     """
 
-    def __init__(self, v: Vjp, axis: int) -> None:
-        mode, grid, size = v.attr("mode"), v.operands[1], v.x.shape[axis + 2]
-        is_aligned, last = bool(v.attr("align_corners")), float(size - 1)
-        kernel = _KERNELS[_MODES.get(mode, mode)]
-        scale = (size - is_aligned) / 2
-        place = grid.shape[-1] - 1 - axis
-        at = grid.slice(place, place + 1, -1).reshape([grid.shape[0], -1, 1])
-        at = at * scale + last / 2
+    def __init__(
+        self,
+        at: Value,
+        size: int,
+        mode: str = "linear",
+        padding: str = "zeros",
+        is_aligned: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        kernel, last = _KERNELS[_MODES.get(mode, mode)], float(size - 1)
         base = at.op("Round" if mode == "nearest" else "Floor")
         taps = base + np.arange(len(kernel), dtype=base.dtype) - float(len(kernel) > 2)
         self.weight = _polynomial(kernel, at - base)
@@ -80,13 +78,49 @@ class _AxisTaps:
         if len(kernel) > 1:
             powers = np.arange(len(kernel))[1:, None]
             self.slope = _polynomial(kernel[1:] * powers, at - base) * scale
-        if v.attr("padding_mode") == "zeros":
+        if padding == "zeros":
             holds = (taps >= 0.0).op("And", taps <= last)
             self.weight = holds.where(self.weight, 0.0)
             self.slope = self.slope and holds.where(self.slope, 0.0)
-        if v.attr("padding_mode") == "reflection" and size > 1:
+        if padding == "reflection" and size > 1:
             taps = _reflected(taps, size, is_aligned)
         self.index = taps.op("Clip", 0.0, last).cast(np.int64)
+
+
+class Samples:
+    """Points of images, `n c ..`, with their taps by dimension. Points share the elements around
+    them: what comes back is added to these, and the slope of the shares is the gradient of the
+    point."""
+
+    def __init__(self, x: Value, taps: Sequence[Taps]) -> None:
+        self.x, self.taps = x, taps
+        self.images, self.channels, *space = x.shape
+        at = _joined([t.index for t in taps], space)
+        self.points, self.size = at.shape[1:]
+        self.flat = [self.images, self.channels, math.prod(space)]
+        every = [self.images, self.channels, self.points * self.size]
+        self.at = at.reshape([self.images, 1, every[2]]).expand(every)
+
+    @cached_property
+    def shares(self) -> Value:
+        """How much of each element a point has, `n 1 p t`."""
+        return _outer([t.weight for t in self.taps]).unsqueeze([1])
+
+    @cached_property
+    def picked(self) -> Value:
+        """The elements around each point, `n c p t`."""
+        found = self.x.reshape(self.flat).op("GatherElements", self.at, axis=2)
+        return found.reshape([self.images, self.channels, self.points, self.size])
+
+    def of_x(self, dy: Value) -> Value:
+        """The gradient of the images from that of the points, `n c p`."""
+        each = (dy.unsqueeze([3]) * self.shares).reshape(self.at.shape)
+        return scatter_each(each, self.at, 2, self.flat).reshape(self.x.shape)
+
+    def of_point(self, dy: Value, axis: int) -> Value:
+        """The gradient of a coordinate of the points, `n p`."""
+        slopes = [t.slope if a == axis else t.weight for a, t in enumerate(self.taps)]
+        return ((dy.unsqueeze([3]) * self.picked).sum([1]) * _outer(slopes)).sum([2])
 
 
 def _reflected(at: Value, size: int, is_aligned: bool) -> Value:

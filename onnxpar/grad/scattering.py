@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from onnxpar.grad.indexing import linear, scatter_each
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
@@ -31,6 +33,22 @@ def scatter_nd(v: Vjp) -> Grads:
     of_x, _, of_updates = scattered.gradients(how)
     assert of_x is not None and of_updates is not None
     return of_x.reshape(x.shape), None, of_updates.reshape(updates.shape)
+
+
+@vjp("TensorScatter")
+def tensor_scatter(v: Vjp) -> Grads:
+    """What is written over gets nothing; the updates get what stands where they are written."""
+    cache, update = v.operands[:2]
+    axis, mode = v.attr("axis") % cache.rank, v.attr("mode")
+    rows = np.arange(update.shape[axis]).reshape([-1 if a == axis else 1 for a in range(cache.rank)])
+    at, start = v.builder.constant(rows, np.int64), v.operand(2)
+    if start is not None:
+        at = at + start.cast(np.int64).reshape([-1] + [1] * (cache.rank - 1))
+    if mode == "circular":
+        at = at.op("Mod", np.array(cache.shape[axis], np.int64))
+    zeros = v.builder.zeros(update.shape, update.dtype)
+    kept = v.dy.op("TensorScatter", zeros, start, axis=axis, mode=mode)
+    return kept, v.dy.op("GatherElements", at.expand(update.shape), axis=axis)
 
 
 class _Scattered:

@@ -63,7 +63,7 @@ def find_trained(
     Errors: StrategyError for a glob that matches nothing, or where nothing is left.
     """
     readers = _readers(model.graph)
-    in_role = _in_role(model.graph, model.folder)
+    in_role = _in_role(model)
     found = {t.name: t for t in in_role if t.name in model.stored}
     if params:
         names = [n for glob in params for n in _matching(glob, readers, "--params")]
@@ -94,8 +94,10 @@ def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
     return found
 
 
-def _in_role(graph: gs.Graph, folder: Path) -> Iterator[Trained]:
-    """The weights that stand where parameters do."""
+def _in_role(model: Model) -> Iterator[Trained]:
+    """The weights that stand where parameters do: beside what depends on inputs or on others, or
+    beside weights alone (latents that a model starts from)."""
+    graph = model.graph
     live = {t.name for t in graph.inputs if is_trainable_type(t)}
     seen: set[str] = set()
     for node in all_nodes(graph):
@@ -104,7 +106,7 @@ def _in_role(graph: gs.Graph, folder: Path) -> Iterator[Trained]:
         is_live = [t.name in live or _is_known(t, seen) for t in node.inputs]
         for i in range(len(node.inputs)):
             for constant in _origins(node.inputs[i]):
-                if constant.name in seen or not _is_role(node, i, is_live, constant, folder):
+                if constant.name in seen or not _is_role(node, i, is_live, constant, model):
                     continue
                 seen.add(constant.name)
                 is_live[i] = True
@@ -164,8 +166,13 @@ def _becomes_angle(node: gs.Node) -> bool:
 
 
 def _is_role(
-    node: gs.Node, index: int, is_live: Sequence[bool], constant: gs.Constant, folder: Path
+    node: gs.Node,
+    index: int,
+    is_live: Sequence[bool],
+    constant: gs.Constant,
+    model: Model,
 ) -> bool:
+    folder = model.folder
     beside = any(live for i, live in enumerate(is_live) if i != index)
     shape = _shape(node.inputs[index])
     if _becomes_angle(node):
@@ -179,7 +186,8 @@ def _is_role(
         return False
     if node.op in _TABLES:
         return not _is_sinusoid(_rows(constant, folder))
-    return beside
+    others = [t for i, t in enumerate(node.inputs) if i != index and t.name]
+    return beside or all({o.name for o in _origins(t)} & model.stored for t in others)
 
 
 def _is_of_groups(node: gs.Node, index: int, values: Array | None) -> bool:

@@ -47,7 +47,8 @@ class Comparison:
     """One output: its largest error, relative to the largest magnitude of the reference.
 
     Of what must be equal, the error is the share of elements that are not. `fault` says what no
-    error can measure: another dtype or shape, NaN elsewhere. Else it is empty.
+    error can measure: another dtype or shape, NaN elsewhere. Else it is empty. Where the error is
+    of numbers, `off` is it in absolute terms, and `largest` that magnitude.
     """
 
     name: str
@@ -56,6 +57,8 @@ class Comparison:
     error: float
     tolerance: float
     fault: str = ""
+    off: float = 0.0
+    largest: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -133,7 +136,7 @@ def compare_arrays(
 ) -> Comparison:
     """Compares an output with its reference."""
     dtype, shape = reference.dtype, reference.shape
-    error, fault = 0.0, ""
+    error, fault, off, largest = 0.0, "", 0.0, 0.0
     if given is None:
         fault = "the sharded model lacks it"
     elif given.dtype != dtype:
@@ -141,11 +144,13 @@ def compare_arrays(
     elif given.shape != shape:
         fault = f"its shape is {list(given.shape)}"
     elif dtype.name in tolerances:
-        error, fault = _float_error(given, reference)
+        off, largest, fault = _float_error(given, reference)
+        error = off / largest if largest else math.inf if off else 0.0
     else:
         both_nan = (given != given) & (reference != reference)
         error = float(np.count_nonzero((given != reference) & ~both_nan)) / max(reference.size, 1)
-    return Comparison(name, dtype.name, shape, error, tolerances.get(dtype.name, 0.0), fault)
+    allowed = tolerances.get(dtype.name, 0.0)
+    return Comparison(name, dtype.name, shape, error, allowed, fault, off, largest)
 
 
 def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,19 +217,16 @@ def _run(session: Session, feeds: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _float_error(given: Array, reference: Array) -> tuple[float, str]:
-    """The largest error relative to the largest finite magnitude, and what no number can say."""
+def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
+    """The largest error, the largest finite magnitude, and what no number can say."""
     a, b = given.astype(np.float64), reference.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(np.isnan(a), np.isnan(b)):
-        return math.inf, "NaN stands in other places"
+        return math.inf, 0.0, "NaN stands in other places"
     if not np.array_equal(a[~finite & ~np.isnan(b)], b[~finite & ~np.isnan(b)]):
-        return math.inf, "infinities stand in other places"
-    if not finite.any():
-        return 0.0, ""
-    error = float(np.abs(a[finite] - b[finite]).max())
-    scale = float(np.abs(b[finite]).max())
-    return (error / scale if scale else (math.inf if error else 0.0)), ""
+        return math.inf, 0.0, "infinities stand in other places"
+    off = np.abs(a[finite] - b[finite]).max(initial=0)
+    return float(off), float(np.abs(b[finite]).max(initial=0)), ""
 
 
 def _line(row: Comparison, width: int) -> str:

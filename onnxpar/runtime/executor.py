@@ -84,6 +84,10 @@ class Executor:
                 # In the order of the graph; by default, the gradients of a bucket come last, with
                 # all that they are computed from.
                 options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+            if bundle.step is not None:
+                # A block for all that a run computes, beside what the first run took piece by piece
+                # and nothing gives back.
+                options.enable_mem_pattern = False
             return ort.InferenceSession(
                 str(bundle.rank_file(world.rank, program)),
                 options,
@@ -180,6 +184,7 @@ class Executor:
         """Runs the program that tells how good the model is, on the states as they are."""
         session = self._evaluation()
         names = [port.name for port in session.get_inputs()]
+        names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
         given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
         options = run_options(request.options)
         values = session.run_with_ort_values(list(request.fetch), given, options)

@@ -89,8 +89,8 @@ class StateFiles:
         return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
 
     def is_dealt(self, name: str, mesh: Mesh, port: Port) -> bool:
-        """Whether the ranks of a mesh hold just these parts of a state. Errors: ModelError where the
-        folder lacks one."""
+        """Whether the ranks of a mesh hold just these parts of a state. Errors: ModelError where
+        the folder lacks one."""
         layout = self._layouts.get(name)
         if layout is None or port.layout is None or mesh != self._mesh:
             return False

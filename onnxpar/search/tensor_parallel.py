@@ -22,6 +22,8 @@ from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, parts_over
 from onnxpar.plan import part_bytes
 from onnxpar.rules.rule import dtype_of
+from onnxpar.search.covering import covering
+from onnxpar.search.recurrences import MOVES, Recurrences, recurrences
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.strategy import Seed, TensorSeed, nest
 from onnxpar.subgraphs import constants
@@ -41,7 +43,6 @@ _WEIGHT = {
 """Where the weight stands among scales and zero points."""
 _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 _PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
-_MOVE = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
 
 SMALL_COVER = 0.6
 """The same for a weight of few elements: not worth a collective of its own."""
@@ -62,11 +63,12 @@ def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> l
     cover = _Cover(graph, sharding, parts_over(axes))
     chosen = cover.choose()
     cover.companion = cover.companions(chosen)
+    units = list(cover.recurrences.seeds(chosen, axes))
     first = [s for w in cover.weights for s in cover.seeds(w, chosen, axes)]
     free = cover.free_atoms(chosen)
     small = [s for w in cover.small for s in cover.seeds(w, free, axes)]
     rest: list[Seed] = [SplitAlone(w.name, axes) for w in cover.worth_splitting()]
-    return [first, small, [CloseOpen(), *rest]]
+    return [[*units], first, small, [CloseOpen(), *rest]]
 
 
 class _Cover:
@@ -77,7 +79,9 @@ class _Cover:
         self.parts = parts
         self.companion: dict[int, int] = {}
         self.events: dict[int, set[Event]] = defaultdict(set)
+        self.times: dict[Event, int] = {}
         self.conflicts: dict[int, Counter[int]] = defaultdict(Counter)
+        self.recurrences = Recurrences(sharding.factors, parts)
         self.readers: dict[str, list[tuple[OpFactors, int]]] = defaultdict(list)
         for op in sharding.factors.ops:
             self._note(op)
@@ -122,6 +126,8 @@ class _Cover:
 
     def _note(self, op: OpFactors) -> None:
         """Which collectives the splitting of each atom causes at this node."""
+        if op.node.name in self.recurrences.ops:
+            self.times["reduce", op.node.name] = self.recurrences.talk(op)
         for i, leaf in enumerate(op.leaves):
             if op.reduction(i) or leaf.factor in op.rule.across:
                 self.events[leaf.atom].add(("reduce", op.node.name))
@@ -174,7 +180,7 @@ class _Cover:
         pieces = self._pieces_to_cover()
         ends = []
         for by_cover in (False, True):
-            state = CoverState(self.events, self.conflicts, pieces, usable)
+            state = CoverState(self.events, self.conflicts, pieces, usable, self.times)
             state.improve(state.order(by_cover))
             ends.append(state)
         return min(ends, key=lambda state: state.cost).chosen
@@ -185,7 +191,8 @@ class _Cover:
         out = []
         for weight in self.weights:
             cost = SMALL_COVER if weight.name in small else LOCAL_COVER
-            cost *= len(self.readers[weight.name]) / self.size_of(weight)
+            cost *= len(self.readers[weight.name])
+            cost = (self.recurrences.price(weight) or cost) / self.size_of(weight)
             out += [(cost * size, atoms) for size, atoms in self._segments(weight)]
         return out
 
@@ -268,14 +275,17 @@ def _is_number(tensor: gs.Tensor) -> bool:
 
 
 def is_contracted(weight: gs.Tensor) -> bool:
-    """Whether a product, a convolution or a lookup reads it, moved or cast at most."""
+    """Whether a product, a convolution, a lookup or a recurrence reads it, moved or cast at
+    most."""
+    if any(recurrences(weight)):
+        return True
     for node in weight.outputs:
         position = next(i for i, t in enumerate(node.inputs) if t is weight)
         if node.op in _CONTRACT or (node.op in _LOOK_UP and position == 0):
             return True
         if _WEIGHT.get(node.op) == position:
             return True
-        moves = node.op in _MOVE or (node.op == "DequantizeLinear" and position == 0)
+        moves = node.op in MOVES or (node.op == "DequantizeLinear" and position == 0)
         if moves and any(is_contracted(t) for t in node.outputs):
             return True
     return False
@@ -283,7 +293,8 @@ def is_contracted(weight: gs.Tensor) -> bool:
 
 class CoverState:
     """A set of atoms, and what it costs: its collectives, the contractions in which two of them
-    meet (only one can take the axes there), and the pieces it leaves uncovered."""
+    meet (only one can take the axes there), and the pieces it leaves uncovered. `times` has the
+    events that are several collectives."""
 
     def __init__(
         self,
@@ -291,8 +302,10 @@ class CoverState:
         conflicts: Mapping[int, Mapping[int, int]],
         pieces: Sequence[tuple[float, frozenset[int]]],
         usable: set[int],
+        times: Mapping[Event, int],
     ) -> None:
         self.events = events
+        self.times = times
         self.conflicts = conflicts
         self.price = [price for price, _ in pieces]
         self.holders: dict[int, list[int]] = defaultdict(list)
@@ -316,13 +329,15 @@ class CoverState:
             n for a in self.chosen for o, n in self.conflicts.get(a, {}).items() if o in self.chosen
         )
         uncovered = sum(price for i, price in enumerate(self.price) if not self.covered[i])
-        return sum(n > 0 for n in self.caused.values()) + met / 2 + uncovered
+        caused = sum(self.times.get(e, 1) for e, n in self.caused.items() if n > 0)
+        return caused + met / 2 + uncovered
 
     def order(self, by_cover: bool) -> list[int]:
         """All atoms, those first that cause the most, for what they cover or at all."""
 
         def key(atom: int) -> tuple[float, float, int]:
-            count, size = len(self.events.get(atom, ())), self.size(atom)
+            count = sum(self.times.get(e, 1) for e in self.events.get(atom, ()))
+            size = self.size(atom)
             return -count / ((size or 1) if by_cover else 1), size, atom
 
         return sorted(self.holders, key=key)
@@ -346,7 +361,8 @@ class CoverState:
 
     def gain(self, atom: int) -> float:
         """What removing a chosen atom saves."""
-        saved = sum(self.caused[e] == 1 for e in self.events.get(atom, ()))
+        events = self.events.get(atom, ())
+        saved: float = sum(self.times.get(e, 1) for e in events if self.caused[e] == 1)
         saved += sum(n for o, n in self.conflicts.get(atom, {}).items() if o in self.chosen)
         return saved - sum(self.price[i] for i in self.holders[atom] if self.covered[i] == 1)
 
@@ -424,27 +440,35 @@ class SplitAlone:
         if any(sharding.tensors[self.tensor]):
             return False
         readers = [op for op in sharding.factors.ops if _reads(op, self.tensor)]
-        leaf = self._leaf(sharding)
-        if leaf is None:
+        chosen = self._leaves(sharding)
+        if not chosen:
             return False
-        links = [(op, link) for op in readers for link in _links(op, self.tensor, leaf)]
+        links = [(o, link) for o in readers for i in chosen for link in _links(o, self.tensor, i)]
         reader, link = links[0]
-        if len(links) == 1 and link is not None and _moves_less(sharding, reader, self.tensor):
-            return sharding.assign_op(reader, link, self.axes) and sharding.assign_tensor(
-                self.tensor, leaf, self.axes
-            )
+        is_one = len(links) == links.count(links[0])
+        if is_one and link is not None and _moves_less(sharding, reader, link, self.tensor):
+            return sharding.assign_op(reader, link, self.axes) and self._store(sharding, chosen)
         for op, link in links:
             if link is not None and sharding.ops[op.node.name][link] is None:
                 sharding.ops[op.node.name][link] = ()
         sharding.pinned.add(self.tensor)
-        return sharding.assign_tensor(self.tensor, leaf, self.axes)
+        return self._store(sharding, chosen)
 
-    def _leaf(self, sharding: Sharding) -> int | None:
-        """The leaf that splits best: evenly, else the longest."""
-        sizes = [leaf.size for leaf in sharding.factors.tensors[self.tensor].leaves]
+    def _store(self, sharding: Sharding, chosen: Sequence[int]) -> bool:
+        return all([sharding.assign_tensor(self.tensor, i, self.axes) for i in chosen])
+
+    def _leaves(self, sharding: Sharding) -> list[int]:
+        """Those of the dimension that splits best: evenly, else the longest."""
+        factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
-        fits = [i for i, s in enumerate(sizes) if s >= n]
-        return min(fits, key=lambda i: (sizes[i] % n != 0, -sizes[i]), default=None)
+        first, choices = 0, []
+        for dim in factors.dims:
+            chosen = list(covering(dim, first, n))
+            sizes = [factors.leaves[i].size for i in chosen]
+            if chosen:
+                choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
+            first += sum(leaf.size > 1 for leaf in leaves(dim))
+        return min(choices, default=(False, 0, []))[2]
 
 
 def _reads(op: OpFactors, tensor: str) -> bool:
@@ -458,8 +482,11 @@ def _links(op: OpFactors, tensor: str, leaf: int) -> Iterator[int | None]:
             yield links[leaf]
 
 
-def _moves_less(sharding: Sharding, op: OpFactors, weight: str) -> bool:
-    """Whether gathering the node's result moves fewer bytes than gathering the weight."""
+def _moves_less(sharding: Sharding, op: OpFactors, link: int, weight: str) -> bool:
+    """Whether gathering the node's result moves fewer bytes than gathering the weight; not where
+    the ranks would talk within the node, too."""
+    if op.leaves[link].factor in op.rule.across:
+        return False
     result = op.node.outputs[0]
     stored = next(t for t in op.node.inputs if t.name == weight)
     whole = Placement(tuple(() for _ in sharding.factors.tensors[weight].leaves))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
-from onnxpar.layout import Concat, Dim, Factor, leaves
+from onnxpar.layout import leaves
 from onnxpar.mesh import Axes, parts_over
+from onnxpar.search.covering import covering
 from onnxpar.sharding import Sharding, overlaps
 from onnxpar.step import Step
 from onnxpar.strategy import Seed
@@ -116,7 +116,7 @@ class SplitTogether:
         choices = []
         for dim in factors.dims:
             count = sum(leaf.size > 1 for leaf in leaves(dim))
-            chosen = list(_cover(dim, first, parts_over(self.axes)))
+            chosen = list(covering(dim, first, parts_over(self.axes)))
             if chosen and all(not sharding.tensors[t][i] for t in self.tensors for i in chosen):
                 rest = sum(factors.leaves[i].size % parts_over(self.axes) for i in chosen)
                 choices.append((rest, -dim.size, chosen))
@@ -129,21 +129,3 @@ class SplitTogether:
     def _assign(self, sharding: Sharding, tensor: str, leaf: int) -> bool:
         sharding.tensors[tensor][leaf] = None
         return sharding.assign_tensor(tensor, leaf, self.axes)
-
-
-def _cover(dim: Dim, first: int, parts: int) -> Iterator[int]:
-    """Leaves of a dimension that split every element of it into so many parts, of which `first` is
-    the number of the first; nothing where some segment is too short."""
-    if isinstance(dim, Factor):
-        yield from [first] if dim.size >= max(parts, 2) else []
-        return
-    found = []
-    for child in dim.children:
-        found.append((child.size, list(_cover(child, first, parts))))
-        first += sum(leaf.size > 1 for leaf in leaves(child))
-    if isinstance(dim, Concat):
-        if all(chosen for size, chosen in found if size):
-            yield from (i for _, chosen in found for i in chosen)
-        return
-    fitting = [(size % parts, -size, chosen) for size, chosen in found if chosen]
-    yield from min(fitting, default=(0, 0, []))[2]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
@@ -15,7 +16,7 @@ import onnxruntime as ort
 from onnxpar.errors import ModelError
 from onnxpar.runtime.compare import Comparison, Report
 from onnxpar.runtime.tensors import dtype_of
-from onnxpar.step import RESIDUAL, Step
+from onnxpar.step import GRADIENT, RESIDUAL, Step
 from onnxpar.training.trainer import Trainer
 
 Array = npt.NDArray[Any]
@@ -62,6 +63,25 @@ def compare_training(
         row = _state(slot.input, given, whole.states[slot.input])
         rows.append(replace(row, tolerance=math.inf) if trainer.spec.precision else row)
     return judge_compressed(Report(tuple(rows)), spec)
+
+
+def judge_gradients(report: Report, step: Step) -> Report:
+    """The same where outputs are the gradients of a step: each is measured by its largest element,
+    but by a thousandth of the model's where that is more. One that is nothing beside the rounding
+    of the model's largest, as that of a bias of attention's keys, may be off by as much as that.
+    """
+    names = {f"{name}{GRADIENT}" for name in step.gradients}
+    told = [row for row in report.rows if row.name in names]
+    most = max((row.largest for row in told), default=0.0)
+    judged = {row.name: _gradient(row, most) for row in told if row.tolerance and not row.fault}
+    return Report(tuple(judged.get(row.name, row) for row in report.rows))
+
+
+def _gradient(row: Comparison, most: float) -> Comparison:
+    rounding = float(ml_dtypes.finfo(row.dtype).eps) * most
+    least = rounding / row.tolerance if row.largest < rounding else 0.0
+    scale = max(row.largest, most / 1000, least)
+    return replace(row, error=row.off / scale) if scale else row
 
 
 def judge_compressed(report: Report, step: Step) -> Report:

@@ -2,10 +2,10 @@
 
     python tests/bench/bench_training.py [--ranks 4] [--layers 8] [--width 2048] [--pairs 7]
 
-First presets on an MLP with Adam and a tiny batch, where parameters and state dominate, each against
-data-parallel; then a deep one with a large batch, with recomputation against without. The two of a
-pair take steps in turns, so that what else the machine does falls on both. Peak memory is VmHWM of
-the largest rank. Fails if zero3 needs more than 40 % of data-parallel's.
+First presets on an MLP with Adam and a tiny batch, where parameters and state dominate, each
+against data-parallel; then a deep one with a large batch, with recomputation against without. The
+two of a pair take steps in turns, so that what else the machine does falls on both. Peak memory is
+VmHWM of the largest rank. Fails if zero3 needs more than 40 % of data-parallel's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Runner:
 
     def peak(self) -> float:
         """Most bytes that a rank has had in memory so far, in MB."""
-        return max(status(pid) for pid in self.ranks)
+        return max(peak_of(pid) for pid in self.ranks)
 
 
 def children() -> set[int]:
@@ -58,7 +58,7 @@ def children() -> set[int]:
     return {int(pid) for file in files for pid in file.read_text().split()}
 
 
-def status(pid: int) -> float:
+def peak_of(pid: int) -> float:
     """VmHWM of a process, in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("VmHWM"))
@@ -137,8 +137,8 @@ def bench_recompute(folder: Path, pairs: int) -> None:
         pars.append(par)
     one, other, seconds, ratio = compare(*pars, DEEP_BATCH, DEEP_WIDTH, pairs)
     print(
-        f"{'recompute':16} peak RSS {other:6.0f} MB, without {one:6.0f} MB: ratio {other / one:.2f}; "
-        f"a step takes {ratio:.2f} times {seconds * 1e3:.0f} ms"
+        f"{'recompute':16} peak RSS {other:6.0f} MB, without       {one:6.0f} MB: ratio "
+        f"{other / one:.2f}; a step takes {ratio:.2f} times {seconds * 1e3:.0f} ms"
     )
 
 

@@ -325,8 +325,10 @@ def test_a_rank_that_is_late() -> None:
 
 def test_a_rank_that_fails_is_what_is_raised() -> None:
     heard: list[str] = []
+    ready = threading.Barrier(3)
 
     def body() -> None:
+        ready.wait()  # before that, the others' initialization may be what fails
         if hvd.rank() == 1:
             raise ZeroDivisionError("too small")
         with pytest.raises(RankError) as raised:

@@ -118,12 +118,28 @@ def test_batch_norm_uses_the_running_statistics(
         np.testing.assert_array_equal(trainer.session.states.read("mean"), before)
 
 
-def test_evaluation_computes_no_gradient(tmp_path: Path) -> None:
-    """It is a program of its own: what ranks say in it is in the forward pass."""
-    par, _ = shard(write_step(MLP, tmp_path), "data-parallel 2")
-    plan = plan_of(write_step(MLP, tmp_path), "data-parallel 2")
-    assert sorted(p.name for p in par.glob("*rank_0000*.onnx"))
-    assert not any(c.tensor.startswith("evaluation/") for c in plan.collectives)
+def test_a_model_that_was_exported_for_training(tmp_path: Path) -> None:
+    """Whose batch-norms take statistics by themselves: not when it is evaluated."""
+    used, trained = tmp_path / "used", tmp_path / "trained"
+    used.mkdir()
+    trained.mkdir()
+    batch_norm = "n = BatchNormalization(h"
+    training = "n, u, v = BatchNormalization<training_mode = 1>(h"
+    step = write_step(CONV.replace(batch_norm, training), trained)
+    par, plan = shard(step, "data-parallel 2")
+    (batch,) = batches(plan, 1)
+    scores = scores_of(write_step(CONV, used), batch["x"])
+    with ThreadTrainer(par) as trainer:
+        told = trainer.evaluate(batch)
+    log_prob = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    expected = -log_prob[np.arange(8), batch["labels"]].mean()
+    assert told["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_evaluates_nothing(tmp_path: Path) -> None:
+    """It is a program of its own: no collective of the plan belongs to it."""
+    plan = plan_of(write_step(DROPOUT, tmp_path), "data-parallel 2")
+    assert not any("evaluation" in c.tensor for c in plan.collectives)
 
 
 def test_on_the_command_line(

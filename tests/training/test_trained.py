@@ -176,11 +176,11 @@ FOUND: dict[str, tuple[str, Weights, list[str]]] = {
         {},
         ["w1", "w2"],
     ),
-    "a product of weights alone is not fed": (
+    "a product of weights alone is": (
         """m (float[4,3] x, float[3,2] w1, float[2,2] w2, float[2,2] w3) => (float[4,2] y)
         { h = MatMul(x, w1)  p = MatMul(w2, w3)  y = Add(h, p) }""",
         {},
-        ["w1"],
+        ["w1", "w2", "w3"],
     ),
     "integers are not": (
         """m (float[4,3] x, float[3,2] w, int64[4,2] n) => (float[4,2] y)
