@@ -7,6 +7,7 @@ from onnxpar.grad import construction as construction
 from onnxpar.grad import contraction as contraction
 from onnxpar.grad import control_flow as control_flow
 from onnxpar.grad import convolution as convolution
+from onnxpar.grad import deformable as deformable
 from onnxpar.grad import einsum as einsum
 from onnxpar.grad import elementwise as elementwise
 from onnxpar.grad import indexing as indexing

@@ -18,13 +18,12 @@ def matmul(v: Vjp) -> Grads:
         b, dy = b.unsqueeze([1]), dy.unsqueeze([-1])
     if a.rank == 1:
         a, dy = a.unsqueeze([0]), dy.unsqueeze([-2])
-    da, db = dy @ b.swap(), None
     if b.rank == 2 and a.rank > 2:  # one product, not one per matrix of a batch
         count = math.prod(a.shape[:-1])
-        rows = a.reshape([count, a.shape[-1]])
-        db = rows.swap() @ dy.reshape([count, dy.shape[-1]])
+        rows, dy = a.reshape([count, a.shape[-1]]), dy.reshape([count, dy.shape[-1]])
+        da, db = (dy @ b.swap()).reshape(a.shape), rows.swap() @ dy
     else:
-        db = a.swap() @ dy
+        da, db = dy @ b.swap(), a.swap() @ dy
     return _squeezed(da, v.operands[0]), _squeezed(db, v.operands[1])
 
 

@@ -16,9 +16,8 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 def deform_conv(v: Vjp) -> Grads:
     """A product of the weights with samples, which a mask scales."""
     net = _Deformed(v)
-    samples, weight = net.samples, net.weight
-    dy = v.dy.reshape([net.count, net.groups, -1, net.places])
-    of_columns = net.as_points(weight.swap() @ dy)
+    samples, rows = net.samples, net.by_row(v.dy, net.weight.shape[1])
+    of_columns = net.as_points(rows @ net.weight)
     of_samples = of_columns if net.mask is None else of_columns * net.mask
     of_offsets = [samples.of_point(of_samples, a) for a in range(len(net.space))]
     split = [net.count, net.shared, net.taps, 1, net.places]
@@ -28,7 +27,8 @@ def deform_conv(v: Vjp) -> Grads:
     if net.mask is not None:
         of_mask = (of_columns * net.sampled).sum([1]).reshape(v.operands[4].shape)
     of_bias = v.dy.sum([0, *range(2, v.dy.rank)])
-    return samples.of_x(of_samples).reshape(v.x.shape), net.of_weight(dy), of_offset, of_bias, of_mask
+    of_x = samples.of_x(of_samples).reshape(v.x.shape)
+    return of_x, net.of_weight(rows), of_offset, of_bias, of_mask
 
 
 class _Deformed:
@@ -44,8 +44,8 @@ class _Deformed:
         self.kernel, self.out = v.operands[1].shape[2:], v.y.shape[2:]
         self.groups, self.shared = v.attr("group"), v.attr("offset_group")
         self.taps, self.places = math.prod(self.kernel), math.prod(self.out)
-        depth = v.operands[1].shape[1] * self.taps
-        self.weight = v.operands[1].reshape([self.groups, -1, depth])
+        made, depth = v.operands[1].shape[0] // self.groups, self.channels // self.groups
+        self.weight = v.operands[1].reshape([self.groups, made, depth * self.taps])
         mask = v.operand(4)
         points = [self.count * self.shared, 1, self.taps * self.places]
         self.mask = None if mask is None else mask.reshape(points)
@@ -70,23 +70,28 @@ class _Deformed:
         dilation = (self.v.attr("dilations") or [1] * rank)[axis]
         before = (self.v.attr("pads") or [0] * rank)[axis]
         tap = np.indices(self.kernel)[axis].reshape(-1, 1)
-        return tap * dilation + np.indices(self.out)[axis].reshape(1, -1) * stride - before
+        window = np.indices(self.out)[axis].reshape(1, -1)
+        return np.asarray(tap * dilation + window * stride - before)
 
     @cached_property
     def sampled(self) -> Value:
         """The images at the points, `(n s) c (k p)`."""
         return (self.samples.picked * self.samples.shares).sum([3])
 
-    def as_points(self, columns: Value) -> Value:
-        """Columns, `n g (c k) p`, as points."""
-        channels = self.channels // self.shared
-        return columns.reshape([self.count * self.shared, channels, self.taps * self.places])
+    def by_row(self, x: Value, depth: int) -> Value:
+        """What a group has for each place of each image in a row of its own, `g (n p) depth`."""
+        x = x.reshape([self.count, self.groups, depth, self.places]).transpose([1, 0, 3, 2])
+        return x.reshape([self.groups, self.count * self.places, depth])
 
-    def of_weight(self, dy: Value) -> Value:
+    def as_points(self, rows: Value) -> Value:
+        """The inverse of it, `(n s) c (k p)`."""
+        x = rows.reshape([self.groups, self.count, self.places, self.weight.shape[2]])
+        channels = self.channels // self.shared
+        points = [self.count * self.shared, channels, self.taps * self.places]
+        return x.transpose([1, 0, 3, 2]).reshape(points)
+
+    def of_weight(self, rows: Value) -> Value:
         """The gradient of the weights: a product over all images and places."""
         columns = self.sampled if self.mask is None else self.sampled * self.mask
-        columns = columns.reshape([self.count, self.groups, -1, self.places])
-        dy, columns = (
-            t.transpose([1, 0, 3, 2]).reshape([self.groups, -1, t.shape[2]]) for t in (dy, columns)
-        )
-        return (dy.swap() @ columns).reshape(self.v.operands[1].shape)
+        found = rows.swap() @ self.by_row(columns, self.weight.shape[2])
+        return found.reshape(self.v.operands[1].shape)

@@ -36,16 +36,17 @@ _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 def grid_sample(v: Vjp) -> Grads:
     x, grid = v.operands
     count, channels, *space = x.shape
+    points = math.prod(grid.shape[1:-1])
     taps = []
     for axis, size in enumerate(space):
         scale = (size - bool(v.attr("align_corners"))) / 2
         place = grid.shape[-1] - 1 - axis
-        at = grid.slice(place, place + 1, -1).reshape([count, -1, 1])
+        at = grid.slice(place, place + 1, -1).reshape([count, points, 1])
         at = at * scale + (size - 1) / 2
         kind = v.attr("mode"), v.attr("padding_mode"), bool(v.attr("align_corners"))
         taps.append(Taps(at, size, *kind, scale))
     samples = Samples(x, taps)
-    dy = v.dy.reshape([count, channels, -1])
+    dy = v.dy.reshape([count, channels, points])
     if taps[0].slope is None:
         return [samples.of_x(dy)]
     of_points = [samples.of_point(dy, axis).unsqueeze([2]) for axis in reversed(range(len(taps)))]
@@ -145,7 +146,7 @@ def _outer(shares: Sequence[Value | None]) -> Value:
     """Products of the shares of several dimensions, `n p t`."""
     found, *rest = (s for s in shares if s is not None)
     for share in rest:
-        found = (found.unsqueeze([3]) * share.unsqueeze([2])).reshape([*found.shape[:2], -1])
+        found = _paired(found.unsqueeze([3]) * share.unsqueeze([2]))
     return found
 
 
@@ -154,8 +155,13 @@ def _joined(indices: Sequence[Value], space: Sequence[int]) -> Value:
     found, *rest = indices
     for index, size in zip(rest, space[1:], strict=True):
         moved = (found * size).unsqueeze([3])
-        found = (moved + index.unsqueeze([2])).reshape([*found.shape[:2], -1])
+        found = _paired(moved + index.unsqueeze([2]))
     return found
+
+
+def _paired(x: Value) -> Value:
+    """The last two dimensions as one."""
+    return x.reshape([*x.shape[:2], x.shape[2] * x.shape[3]])
 
 
 @vjp("AffineGrid")

@@ -40,7 +40,9 @@ def tensor_scatter(v: Vjp) -> Grads:
     """What is written over gets nothing; the updates get what stands where they are written."""
     cache, update = v.operands[:2]
     axis, mode = v.attr("axis") % cache.rank, v.attr("mode")
-    rows = np.arange(update.shape[axis]).reshape([-1 if a == axis else 1 for a in range(cache.rank)])
+    rows = np.arange(update.shape[axis]).reshape(
+        [-1 if a == axis else 1 for a in range(cache.rank)]
+    )
     at, start = v.builder.constant(rows, np.int64), v.operand(2)
     if start is not None:
         at = at + start.cast(np.int64).reshape([-1] + [1] * (cache.rank - 1))

@@ -49,8 +49,9 @@ class SplitSums:
     axes: Axes
 
     def apply(self, sharding: Sharding) -> bool:
-        """Decides the leaves of that atom that are still open."""
-        changed = False
+        """Decides the leaves of that atom that are still open. Errors: StrategyError where no such
+        result has it."""
+        changed = found = False
         for op in sharding.factors.ops:
             pending, _ = sharding.pending(op)
             if not overlaps(pending, self.axes):
@@ -59,7 +60,13 @@ class SplitSums:
                 factors = sharding.factors.tensors.get(tensor.name)
                 for i, leaf in enumerate(factors.leaves if factors else ()):
                     if leaf.atom == self.atom:
+                        found = True
                         changed |= sharding.assign_tensor(tensor.name, i, self.axes)
+        if not found and parts_over(self.axes) > 1:
+            raise StrategyError(
+                f"{SEQUENCE}: nothing that tensor-parallel adds up has the first input's second "
+                "dimension; use tensor-parallel"
+            )
         return changed
 
 

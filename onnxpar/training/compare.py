@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
@@ -78,7 +77,7 @@ def judge_gradients(report: Report, step: Step) -> Report:
 
 
 def _gradient(row: Comparison, most: float) -> Comparison:
-    rounding = float(ml_dtypes.finfo(row.dtype).eps) * most
+    rounding = float(np.spacing(np.ones((), row.dtype))) * most
     least = rounding / row.tolerance if row.largest < rounding else 0.0
     scale = max(row.largest, most / 1000, least)
     return replace(row, error=row.off / scale) if scale else row

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.grad.proof import Gradient
+from onnxpar.errors import ModelError
+from onnxpar.grad.proof import Gradient, prove_gradient
 from onnxpar.rules.case import Case
 
 RNG = np.random.default_rng(5)
@@ -14,6 +15,9 @@ TWICE = array([[0, 2, 0, 1], [0, 2, -1, 1]])
 TUPLES = array([[[0, 1], [1, -1]], [[-2, 2], [0, 1]]])
 APART = array([[0, 3], [2, -3], [-2, 0]])
 HOLDS = array([True, False, True])
+SOME = np.random.default_rng(3).standard_normal((4, 7)) * 1.5
+SOME[[0, 1, 1, 2], [2, 1, 4, 0]] = 0
+"""Rows with one zero, with two, at the start and with none."""
 
 
 def scattered(op, data, indices, updates, reduction, **attrs):
@@ -60,6 +64,23 @@ CASES = [
         Case("CumSum", [(2, 3, 4), array(a)], {"exclusive": e, "reverse": r})
         for a, e, r in [(0, 0, 0), (-1, 1, 0), (1, 0, 1), (-2, 1, 1)]
     ),
+    *(
+        Case("CumProd", [SOME, array(1)], {"exclusive": e, "reverse": r}, fed=[0], opset=26)
+        for e in (0, 1)
+        for r in (0, 1)
+    ),
+    Case("CumProd", [(3, 1, 2), array([-2])], {"exclusive": 1}, opset=26),
+    Case("CumProd", [(0, 3), array(0)], opset=26),
+    Case("TensorScatter", [(2, 3, 6, 4), (2, 3, 2, 4), array([1, 3])], fed=[2], opset=24),
+    Case("TensorScatter", [(2, 3, 6, 4), (2, 3, 2, 4)], opset=24),
+    Case(
+        "TensorScatter",
+        [(2, 6, 4), (2, 3, 4), array([5, 0])],
+        {"mode": "circular", "axis": 1},
+        fed=[2],
+        opset=24,
+    ),
+    Case("TensorScatter", [(2, 6, 4), (2, 0, 4), array([3, 0])], {"axis": 1}, opset=24),
     Case("CumSum", [(2, 0), array(1)]),
     Case("CumSum", [(3, 2), array(0)], fed=[1]),
     scattered("ScatterElements", (3, 4), TWICE[:, :2] * [[1, 1], [-1, 1]], (2, 2), "add"),
@@ -109,3 +130,8 @@ def test_several_zeros_in_a_product():
 def test_top_k_whose_indices_nobody_reads(prove):
     indices = Case("TopK", [ORDER, array([2])], outputs=2)
     prove(indices, wrt=[0])
+
+
+def test_a_product_along_an_axis_that_is_fed():
+    with pytest.raises(ModelError, match="make the axis a constant"):
+        prove_gradient(Case("CumProd", [(2, 3), array(0)], fed=[1], opset=26))

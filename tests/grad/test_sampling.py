@@ -24,6 +24,22 @@ def regions(rois=ROIS, fed=(), **attrs):
     return Case("RoiAlign", operands, {"output_height": 2, "output_width": 3, **attrs}, fed=fed)
 
 
+def deformed(shape, kernel, masked=True, biased=True, **attrs):
+    """A DeformConv of which points lie within and around the images, none on an element."""
+    rank = len(shape) - 2
+    pads, strides = attrs.get("pads", [0] * 4), attrs.get("strides", [1] * rank)
+    dilations = attrs.get("dilations", [1] * rank)
+    out = [
+        (s + pads[i] + pads[i + rank] - (kernel[i + 2] - 1) * dilations[i] - 1) // strides[i] + 1
+        for i, s in enumerate(shape[2:])
+    ]
+    taps = attrs.get("offset_group", 1) * kernel[2] * kernel[3]
+    offsets = np.random.default_rng(5).uniform(-1.6, 1.6, (shape[0], 2 * taps, *out))
+    operands = [shape, kernel, offsets, kernel[:1] if biased else None]
+    operands += [(shape[0], taps, *out)] if masked else []
+    return Case("DeformConv", operands, attrs, fed=[2], opset=22)
+
+
 CASES = [
     *(
         sampled(mode, padding, aligned)
@@ -60,6 +76,14 @@ CASES = [
         {"kernel_shape": [2, 2], "strides": [2, 2]},
         fed=[1],
     ),
+    deformed((2, 2, 4, 5), (3, 2, 2, 2)),
+    deformed(
+        (1, 4, 4, 4), (4, 2, 2, 3), offset_group=2, group=2, strides=[2, 1], pads=[1, 0, 0, 2]
+    ),
+    deformed((2, 4, 5, 4), (2, 4, 2, 2), False, False, offset_group=2, dilations=[2, 1]),
+    deformed((1, 4, 4, 4), (4, 1, 1, 1), False, group=4),
+    deformed((1, 4, 3, 3), (2, 2, 2, 2), True, False, group=2, offset_group=4),
+    deformed((0, 2, 3, 3), (2, 2, 2, 2)),
 ]
 
 

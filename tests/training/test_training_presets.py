@@ -105,6 +105,13 @@ def test_zero3_gathers_before_use_and_again_in_the_backward_pass(tmp_path: Path)
             assert "dp" in layouts(plan)[port], port
 
 
+def test_what_zero3_gathers_is_split_otherwise_by_its_readers(tmp_path: Path) -> None:
+    """A convolution computes its part of the batch, though its windows are whole."""
+    plan = plan_of(write_step(CONV, tmp_path), "zero3 2")
+    assert "dp" in layouts(plan)["w1"]
+    assert not [w.node for w in plan.whole if w.is_lack]
+
+
 def test_zero_of_dp_and_tp(tmp_path: Path) -> None:
     """State is split over both, each rank's own part of what tensor parallelism leaves it."""
     step = write_step(WIDE, tmp_path, "mse", "adam")
@@ -189,6 +196,15 @@ def test_sequence_parallel_gathers_and_scatters_instead(tmp_path: Path) -> None:
     assert rest.kind == "AllReduce" and rest.bytes == (32 * 5 + 32 + 32) * 4
     layer_norm = [c for c in found if c.tensor == "n"]
     assert layer_norm[0].before == "[-, tp, -]" and layer_norm[0].after == "[-, -, -]"
+
+
+def test_a_sequence_that_the_inputs_lack(tmp_path: Path) -> None:
+    """Patches of an image are made by a convolution, tables' rows are summed at once."""
+    for model, loss in (("vit", CROSS_ENTROPY), ("dlrm", "bce")):
+        step = tmp_path / f"{model}.onnx"
+        grad(MODELS / f"{model}.legacy.training.onnx", step, loss=loss, optimizer="sgd")
+        with pytest.raises(StrategyError, match="nothing that tensor-parallel adds up has"):
+            plan_of(step, "sequence-parallel 2")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
