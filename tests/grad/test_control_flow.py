@@ -400,7 +400,6 @@ def test_what_is_drawn_is_not_drawn_again(tmp_path: Path, seed: str) -> None:
         mask = found["ys"] / fed["xs"]
         zeros += int((mask == 0).sum())
         drawn = found["grad.xs"] - seeds["seed.ys"] * mask
-        zeros += int((mask == 0).sum())
         np.testing.assert_allclose((drawn * fed["xs"]).sum(axis=0), found["s"], atol=1e-4)
         np.testing.assert_allclose(
             found["grad.k"], seeds["seed.z"] * found["z"] / fed["k"], rtol=1e-5
