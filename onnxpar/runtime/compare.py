@@ -13,6 +13,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnxpar.errors import InputError, ModelError
+from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.parts import Array
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
@@ -155,11 +156,7 @@ def compare_arrays(
 
 def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any]) -> dict[str, Any]:
     """The outputs of the unsplit model, by name, run whole. Errors: ModelError, InputError."""
-    source = model if isinstance(model, bytes) else os.fspath(model)
-    try:
-        session = ort.InferenceSession(source, _quiet(), providers=["CPUExecutionProvider"])
-    except _ORT_ERRORS as error:
-        raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
+    session = open_unsplit(model)
     ports = [*session.get_inputs(), *session.get_outputs()]
     for argument in session.get_inputs():
         if argument.name not in feeds and not is_optional(argument.type):
@@ -172,11 +169,21 @@ def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any])
         raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
 
 
-def _quiet() -> ort.SessionOptions:
-    """Options of a session that warns of nothing: an initializer may be an input."""
+def open_unsplit(model: str | os.PathLike[str] | bytes) -> ort.InferenceSession:
+    """A session of the unsplit model that warns of nothing: an initializer may be an input.
+    Errors: ModelError."""
+    source = model if isinstance(model, bytes) else os.fspath(model)
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    return options
+    try:
+        session = ort.InferenceSession(source, options, ["CPUExecutionProvider"])
+        fed = (*session.get_inputs(), *session.get_overridable_initializers())
+        ports = (fed, session.get_outputs())
+        if keep_double(options, *([dtype_of(p.type) for p in each] for each in ports)):
+            session = ort.InferenceSession(source, options, ["CPUExecutionProvider"])
+    except _ORT_ERRORS as error:
+        raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
+    return session
 
 
 def _run_values(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:

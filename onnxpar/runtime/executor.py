@@ -16,7 +16,7 @@ from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
-from onnxpar.runtime.options import SessionSpec, run_options
+from onnxpar.runtime.options import SessionSpec, keep_double, run_options
 from onnxpar.runtime.parts import Array, Parts, PortParts
 from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
@@ -79,6 +79,8 @@ class Executor:
     ) -> None:
         def open_session(program: str = "") -> ort.InferenceSession:
             options = groups.session_options(world)
+            ports = (bundle.inputs, bundle.outputs)
+            keep_double(options, *([p.dtype for p in each.values()] for each in ports))
             spec.apply(options, world.rank, threads, spin)
             if bundle.step is not None and options.execution_order == ort.ExecutionOrder.DEFAULT:
                 # In the order of the graph; by default, the gradients of a bucket come last, with

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
-from onnxpar.errors import ModelError
-from onnxpar.runtime.compare import Comparison, Report
+from onnxpar.runtime.compare import Comparison, Report, open_unsplit
 from onnxpar.runtime.tensors import dtype_of
 from onnxpar.step import GRADIENT, RESIDUAL, Step
 from onnxpar.training.trainer import Trainer
@@ -100,14 +98,7 @@ class UnsplitStep:
     """The training step as a stock onnxruntime runs it; `states` are handed from step to step."""
 
     def __init__(self, model: str | os.PathLike[str], spec: Step) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        try:
-            self._session = ort.InferenceSession(
-                os.fspath(model), options, ["CPUExecutionProvider"]
-            )
-        except Exception as error:  # whatever onnxruntime raises for a model
-            raise ModelError(f"onnxruntime does not load the unsplit step: {error}") from error
+        self._session = open_unsplit(model)
         self._spec = spec
         ports = {p.name: p for p in self._session.get_inputs()}
         self._types = {name: dtype_of(port.type) for name, port in ports.items()}
