@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> 
 @dataclass(frozen=True)
 class Collective:
     """One collective of the plan. `group` is that of rank 0, of `groups` in all; `bytes` is what
-    each rank sends."""
+    each rank sends, in all steps of a Scan."""
 
     kind: str
     name: str
@@ -55,6 +55,10 @@ class Collective:
     tensor: str
     before: str
     after: str
+
+    def repeated(self, turns: int) -> Collective:
+        """The same so many times."""
+        return replace(self, bytes=self.bytes * turns)
 
 
 def reshards(node: gs.Node) -> list[tuple[gs.Tensor, Layout, Layout]]:

@@ -13,6 +13,7 @@ from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.plan import collective_of, inner_collective
 from onnxpar.reshard import LOCAL_STEPS
 from onnxpar.rules.lowering import localize_node
+from onnxpar.rules.rule import tensor_shape
 from onnxpar.subgraphs import subgraphs
 
 
@@ -41,23 +42,33 @@ class LocalizeOps(Pass):
         return True
 
 
-def _lower_reshards(graph: gs.Graph, ctx: PassContext) -> None:
-    """Replaces the reshards of a graph and its bodies, in the order in which they run."""
+def _lower_reshards(graph: gs.Graph, ctx: PassContext, turns: int = 1) -> None:
+    """Replaces the reshards of a graph, which runs so many times, and of its bodies, in the order
+    in which they run."""
     mesh = ctx.sharding.mesh
     nodes: list[gs.Node] = []
     for node in list(graph.nodes):
         for body in subgraphs(node):
-            _lower_reshards(body, ctx)
+            _lower_reshards(body, ctx, turns * _steps(node))
         if node.domain != DOMAIN:
             nodes.append(node)
             continue
         if "shape" in node.attrs:  # part of an op whose ranks talk
-            ctx.collectives.append(inner_collective(node, mesh))
+            ctx.collectives.append(inner_collective(node, mesh).repeated(turns))
             node.attrs["tag"] = len(ctx.collectives)
             nodes.append(node)
             continue
         if node.op not in LOCAL_STEPS:
-            ctx.collectives.append(collective_of(node, mesh))
+            ctx.collectives.append(collective_of(node, mesh).repeated(turns))
         tag = len(ctx.collectives)
         nodes += ReshardBuilder(node, mesh, ctx.per_rank, tag, graph.opset).build()
     graph.nodes = nodes
+
+
+def _steps(node: gs.Node) -> int:
+    """How many times a node runs its body, where its operands tell."""
+    if node.op != "Scan":
+        return 1
+    axis = (node.attrs.get("scan_input_axes") or [0])[0]
+    sequence = node.inputs[-node.attrs["num_scan_inputs"]]
+    return (tensor_shape(sequence) or (1,) * (axis + 1))[axis] or 1

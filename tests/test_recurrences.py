@@ -105,6 +105,14 @@ def test_units_are_split(name: str, tmp_path: Path) -> None:
     assert kinds(plan) == split.collectives.split()
 
 
+def test_what_all_steps_send_is_counted(tmp_path: Path) -> None:
+    split = MODELS["heads of units"]
+    model = write(split.text, tmp_path / "model.onnx")
+    plan, _ = pipeline.plan(model, options(split.mesh, strategy={"shard": split.shard}))
+    steps, batch, units = 3, 4, 12
+    assert plan.collectives[0].bytes == steps * (batch * units * 4 * 2 // 3)
+
+
 def kinds(plan: Plan) -> list[str]:
     """The kinds of a plan's collectives, in alphabetical order."""
     return sorted(c.kind for c in plan.collectives)
