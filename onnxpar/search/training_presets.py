@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
+from onnxpar.factors import OpFactors
 from onnxpar.layout import leaves
 from onnxpar.mesh import Axes, parts_over
 from onnxpar.search.covering import covering
@@ -22,6 +24,7 @@ ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 SEQUENCE = "sequence-parallel"
 """Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022):
 between the products of a tensor-parallel layer, activations are split along the sequence."""
+_MOVES = ("Reshape", "Transpose", "Identity")
 
 
 def sequence_seeds(
@@ -43,31 +46,55 @@ def sequence_seeds(
 
 @dataclass(frozen=True)
 class SplitSums:
-    """Splits results that are pending over axes along an atom: they are reduced to parts."""
+    """Splits what is pending over axes along an atom, so that it is reduced to parts: behind the
+    ops that only move it, or add it to other such sums."""
 
     atom: int
     axes: Axes
 
     def apply(self, sharding: Sharding) -> bool:
-        """Decides the leaves of that atom that are still open. Errors: StrategyError where no such
-        result has it."""
+        """Decides the leaves of that atom that are still open. Errors: StrategyError where nothing
+        pending has it."""
         changed = found = False
-        for op in sharding.factors.ops:
-            pending, _ = sharding.pending(op)
-            if not overlaps(pending, self.axes):
-                continue
-            for tensor in op.node.outputs:
-                factors = sharding.factors.tensors.get(tensor.name)
-                for i, leaf in enumerate(factors.leaves if factors else ()):
-                    if leaf.atom == self.atom:
-                        found = True
-                        changed |= sharding.assign_tensor(tensor.name, i, self.axes)
+        for name in self._ends(sharding):
+            for i, leaf in enumerate(sharding.factors.tensors[name].leaves):
+                if leaf.atom == self.atom:
+                    found = True
+                    changed |= sharding.assign_tensor(name, i, self.axes)
         if not found and parts_over(self.axes) > 1:
             raise StrategyError(
                 f"{SEQUENCE}: nothing that tensor-parallel adds up has the first input's second "
                 "dimension; use tensor-parallel"
             )
         return changed
+
+    def _ends(self, sharding: Sharding) -> list[str]:
+        """Pending tensors that are not added to others; what leads to such a sum is closed."""
+        first: dict[str, str] = {}
+        moved: dict[str, list[OpFactors]] = {}
+        for op in sharding.factors.ops:
+            known = [t.name for t in op.node.outputs if t.name in sharding.factors.tensors]
+            read = [t.name for t in op.node.inputs if len(t.outputs) == 1 and t.name in first]
+            pending, _ = sharding.pending(op)
+            if overlaps(pending, self.axes):
+                first.update((name, name) for name in known)
+            elif op.node.op in _MOVES and known and op.node.inputs[0].name in read:
+                (source, name) = (op.node.inputs[0].name, known[0])
+                first[name] = first.pop(source)
+                moved[name] = [*moved.get(source, ()), op]
+            elif op.node.op in ("Add", "Sum") and known and len(read) == len(op.node.inputs) > 1:
+                for name in read:
+                    first.pop(name, None)
+                    self._close(sharding, moved.get(name, ()))
+                self._close(sharding, [op])
+                first[known[0]] = known[0]
+        return list(first.values())
+
+    def _close(self, sharding: Sharding, ops: Iterable[OpFactors]) -> None:
+        for op in ops:
+            for i, leaf in enumerate(op.leaves):
+                if leaf.atom == self.atom and sharding.ops[op.node.name][i] is None:
+                    sharding.ops[op.node.name][i] = ()
 
 
 def zero_rounds(

@@ -21,6 +21,7 @@ from onnxpar.stored import stored_proto
 from onnxpar.subgraphs import all_nodes, constants, scopes
 from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
+from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
 from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.losses import Targets, add_loss
@@ -130,6 +131,8 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
         more = f", nor on {len(lost) - 1} others" if lost[1:] else ""
         raise StrategyError(f"the loss does not depend on {lost[0]!r}{more}; use --frozen")
     values = {name: g for name, g in found.items() if g is not None}
+    told_of = [loss, *evaluated.values(), *values.values()]
+    merge_equal(graph, [*(v.tensor for v in told_of), *(after for _, after in running)])
     befores = {before.name: before for before, _ in running}  # several nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]

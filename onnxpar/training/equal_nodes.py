@@ -1,0 +1,67 @@
+"""Nodes that compute the same twice become one, before layouts are decided for both."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.subgraphs import bodies, is_random
+
+_LARGEST = 1024
+"""Elements of a constant up to which it is compared by value."""
+
+
+def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
+    """Lets readers of a node read the first one that does the same to the same operands, in place.
+
+    Rules of several readers of a tensor repeat what they need of it (the rows of a matrix, its
+    transpose); each would be gathered on its own. Identities stay apart: they say that something is
+    to be read, or computed, again. Outputs and `kept_tensors` keep their nodes.
+    """
+    first: dict[Hashable, gs.Node] = {}
+    outputs = {id(t) for t in (*graph.outputs, *kept_tensors)}
+    kept = []
+    for node in graph.nodes:
+        key = _key(node)
+        known = first.setdefault(key, node) if key is not None else node
+        if known is node or any(id(t) in outputs for t in node.outputs):
+            kept.append(node)
+            continue
+        for old, new in zip(node.outputs, known.outputs, strict=True):
+            _replace(old, new)
+        node.inputs.clear()
+    graph.nodes = kept
+
+
+def _key(node: gs.Node) -> Hashable | None:
+    """What equal nodes have in common, None for one that is like no other."""
+    if node.op == "Identity" or node.domain or bodies(node) or is_random(node):
+        return None
+    names = tuple(bool(t.name) for t in node.outputs)
+    attrs = tuple(sorted((key, _attribute(value)) for key, value in node.attrs.items()))
+    return node.op, names, attrs, tuple(map(_operand, node.inputs))
+
+
+def _attribute(value: Any) -> str:
+    if isinstance(value, gs.Constant):
+        return f"{value.values.dtype}{value.values.tolist()}"
+    return repr(value)
+
+
+def _operand(tensor: gs.Tensor) -> Hashable:
+    if not tensor.name:
+        return None
+    if isinstance(tensor, gs.Constant) and np.prod(tensor.shape) <= _LARGEST:
+        values = np.asarray(tensor.values)
+        return values.dtype.name, values.shape, values.tobytes()
+    return id(tensor)
+
+
+def _replace(old: gs.Tensor, new: gs.Tensor) -> None:
+    for reader in list(old.outputs):
+        for i, operand in enumerate(reader.inputs):
+            if operand is old:
+                reader.inputs[i] = new
