@@ -59,7 +59,7 @@ against PyTorch in float64, beside it that of the unsplit step; *float64* the er
 parameters where onnxruntime has kernels in float64 for the whole step. Allowed are 1e-5, 1e-3,
 1e-5, twice the unsplit step's, and 1e-9.
 
-Written by `python tests/training/matrix.py --write docs/training.md`."""
+Written by `python tests/training/matrix.py --write docs/agreement.md`."""
 EARLY = 10
 ROUNDING = 1e-6
 """An error against PyTorch that float32 has anyway."""
