@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.mesh import Axes, Mesh
 
 DOMAIN = "onnxpar"
 """The domain of the collective ops."""
-Array = npt.NDArray[Any]
 
 
 @dataclass

@@ -15,12 +15,11 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from onnxpar.arrays import Array
 from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, parts_over
 
 ReduceOp = Literal["sum", "max", "min", "prod"]
-Array = npt.NDArray[Any]
 
 
 @lru_cache(maxsize=65536)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.collective import PerRank, collective_node
 from onnxpar.layout import (
     Dim,
@@ -29,8 +30,6 @@ from onnxpar.layout import (
 )
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.plan import numpy_dtype
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.errors import StrategyError
 from onnxpar.layout import Factor, Layout, leaves, nested_parts
@@ -26,7 +26,6 @@ from onnxpar.open_sizes import OpenSizes
 from onnxpar.subgraphs import captured
 from onnxpar.symbols import Binding, Polynomial, fit, fits
 
-Array = npt.NDArray[Any]
 _PROBES = 64
 
 

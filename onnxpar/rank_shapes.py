@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TypeProto, numpy_helper
 
+from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN
 from onnxpar.shapes import Walk
 
-Array = npt.NDArray[Any]
 Results = list[tuple[TypeProto | None, Array | None]]
 """The types of a node's results, and their values where they are known."""
 

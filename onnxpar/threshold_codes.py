@@ -17,12 +17,12 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
+from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.layout import Factor, Layout, dim_axes
 from onnxpar.mesh import Axes, Mesh, in_mesh_order, merge_axes, parts_over
 from onnxpar.plan import numpy_dtype
 
-Array = np.ndarray[Any, Any]
 PER_BYTE = 4
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxpar.arrays import Array
 from onnxpar.layout import Factor, Layout, indices, neutral
 from onnxpar.mesh import Mesh
 from onnxpar.packing import pack, unpack
@@ -31,8 +32,6 @@ ALIGN = mmap.ALLOCATIONGRANULARITY
 INLINE = 1024
 """Bytes up to which a part stands in the graph itself."""
 SHARED = "shared.weights"
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

@@ -6,19 +6,17 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
+from onnxpar.arrays import Array
 from onnxpar.errors import OnnxparError
 from onnxpar.interchange import default_of, export_graph
 from onnxpar.stored import external_location, stored_bytes, stored_tensors
 from onnxpar.subgraphs import all_nodes
-
-Array = npt.NDArray[Any]
 
 ALIGN = 4096
 """Offsets of weights in the data file, so that a runtime can map them."""

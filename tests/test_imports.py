@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("errors", "packing", "symbols"),
+    ("arrays", "errors", "packing", "symbols"),
     ("mesh",),
     ("layout", "annotations", "device_lists"),
     ("rules.rule",),
@@ -140,7 +140,7 @@ def test_rules_know_no_mesh() -> None:
             assert "mesh" not in set(imports(file)), module
 
 
-BELOW = {"runtime", "layout", "mesh", "errors", "packing", "symbols", "step"}
+BELOW = {"arrays", "runtime", "layout", "mesh", "errors", "packing", "symbols", "step"}
 
 
 def test_the_runtime_knows_no_passes() -> None:

@@ -13,6 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor
@@ -20,7 +21,6 @@ from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
 from onnxpar.hvd.reductions import Average, ReduceOp, check_reduction
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import World
-from onnxpar.runtime.parts import Array
 
 
 def allreduce(

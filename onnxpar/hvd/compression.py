@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.hvd.reductions import is_float
-from onnxpar.runtime.parts import Array
 
 
 @dataclass(frozen=True)

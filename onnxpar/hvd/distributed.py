@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import current, size
 from onnxpar.hvd.compression import Compression, Compressor
@@ -15,7 +16,6 @@ from onnxpar.hvd.objects import Stateful
 from onnxpar.hvd.optimizers import check_gradient
 from onnxpar.hvd.reductions import Average, ReduceOp, check_reduction
 from onnxpar.runtime import collectives
-from onnxpar.runtime.parts import Array
 
 
 class SteppingOptimizer(Stateful, Protocol):

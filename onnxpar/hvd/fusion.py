@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import Communicator
 from onnxpar.hvd.compression import Compressor
 from onnxpar.hvd.reductions import ReduceOp
 from onnxpar.runtime import collectives
-from onnxpar.runtime.parts import Array
 
 FUSION_THRESHOLD = 64 << 20
 """Bytes of a buffer, unless told otherwise."""

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.arrays import broadcast, check_root
 from onnxpar.hvd.communicator import current
 from onnxpar.runtime import collectives
-from onnxpar.runtime.parts import Array
 
 
 class Stateful(Protocol):

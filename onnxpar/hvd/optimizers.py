@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.runtime.parts import Array
 
 State = dict[str, Any]
 

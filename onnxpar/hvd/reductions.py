@@ -6,8 +6,8 @@ from enum import Enum
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.runtime.parts import Array
 
 
 class ReduceOp(Enum):

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
-Array = npt.NDArray[Any]
+from onnxpar.arrays import Array
+
 Operand = tuple[int, ...] | Array | None
 
 

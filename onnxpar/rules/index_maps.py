@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.rules.rule import Local, Lowering
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

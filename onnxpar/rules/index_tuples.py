@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.indexing import Array, finish_held, is_summable, joined_by, lookup
+from onnxpar.arrays import Array
+from onnxpar.rules.indexing import finish_held, is_summable, joined_by, lookup
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.rule import (
     Local,

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.rules.across import like
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.rule import (
@@ -27,7 +28,6 @@ from onnxpar.rules.rule import (
     tensor_shape,
 )
 
-Array = np.ndarray[Any, Any]
 SELECTED = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "uint32")
 """Types that Where selects among."""
 _PICKED = "which elements are picked only a run can tell"

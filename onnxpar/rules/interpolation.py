@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from onnxpar.arrays import Array
+
 F = np.float32
 HALF = F(0.5)
 

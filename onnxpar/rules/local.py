@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.factors import OpFactors
 from onnxpar.layout import (
     Concat,
@@ -24,8 +24,6 @@ from onnxpar.layout import (
 )
 from onnxpar.mesh import Mesh
 from onnxpar.rules.rule import Expr, Prod, Rule, Size, Spec, Var, tensor_shape
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

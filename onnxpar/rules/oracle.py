@@ -14,9 +14,9 @@ from itertools import chain, combinations, product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, analyse, with_axes
 from onnxpar.layout import Layout, dim_axes, nested_parts
@@ -27,8 +27,6 @@ from onnxpar.rules.lowering import localize_node
 from onnxpar.rules.rule import Var
 from onnxpar.rules.simulate import run_ranks
 from onnxpar.subgraphs import all_nodes
-
-Array = npt.NDArray[Any]
 
 TOLERANCE = {"float16": 4e-3, "float32": 2e-5, "float64": 1e-12}
 """Largest error as a share of the largest value, by dtype; integers must be equal."""

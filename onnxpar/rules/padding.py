@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.rule import (
     FIRST,
@@ -26,7 +26,6 @@ from onnxpar.rules.rule import (
     whole_rule,
 )
 
-Array = npt.NDArray[Any]
 Pads = tuple[int, int]
 _MODES = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.rules.reductions import weighted_mean
 from onnxpar.rules.rule import (
     FIRST,
@@ -25,8 +24,6 @@ from onnxpar.rules.rule import (
     tensor_shape,
 )
 from onnxpar.rules.windows import Windows, lower_windows, windows
-
-Array = npt.NDArray[Any]
 
 
 @rule("MaxPool AveragePool LpPool")

@@ -12,9 +12,9 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
+from onnxpar.arrays import Array
 from onnxpar.layout import ReduceOp, neutral
 from onnxpar.rules.case import Case
 from onnxpar.rules.oracle import TOLERANCE, Oracle, close
@@ -28,7 +28,6 @@ REFUSED = (
     _ORT.RuntimeException,
 )
 """What onnxruntime raises for operands that an op does not take."""
-Array = npt.NDArray[Any]
 Terms = tuple[list[Array], list[Array]]
 Cut = tuple[int | None, ...]
 """For each operand the dimension that is halved, None where it is whole."""

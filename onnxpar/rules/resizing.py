@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.rules.across import finish, like, widen
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.interpolation import Scaling, Taps, taps
@@ -31,7 +30,6 @@ from onnxpar.rules.rule import (
     whole_rule,
 )
 
-Array = npt.NDArray[Any]
 Region = tuple[float, float]
 Shape = tuple[int, ...]
 
@@ -67,7 +65,7 @@ def resize(node: gs.Node) -> Rule:
             after[i], sizes[f"r{i}"] = f"(d{i} r{i})", times
             whole[f"r{i}"] = _SCALED
 
-    def local_sizes(local: Local) -> np.ndarray[Any, Any]:
+    def local_sizes(local: Local) -> Array:
         return int64([local.output_shape(0)[a] for a in axes])
 
     maps = {i: IndexMap(f"d{i}", f"y{i}", t.index) for i, t in made.items() if after[i] == f"y{i}"}

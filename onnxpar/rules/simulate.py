@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
+from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.rules.case import run
 
-Array = npt.NDArray[Any]
 Values = dict[str, Array]
 
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}

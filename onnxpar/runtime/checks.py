@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime.bundle import Bundle, Port
-from onnxpar.runtime.parts import Array
 from onnxpar.runtime.values import checked_value, is_optional
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime.groups import World, check, library
-from onnxpar.runtime.parts import Array
 
 _TYPES = {
     "float32": 1,

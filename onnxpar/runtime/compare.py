@@ -12,9 +12,9 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.options import keep_double
-from onnxpar.runtime.parts import Array
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
 from onnxpar.runtime.values import arrays_in, is_optional, is_value

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import onnxruntime as ort
 
+from onnxpar.arrays import Array
 from onnxpar.errors import RankError
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, keep_double, run_options
-from onnxpar.runtime.parts import Array, Parts, PortParts
+from onnxpar.runtime.parts import Parts, PortParts
 from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
     as_fed,

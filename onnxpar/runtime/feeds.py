@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.runtime.parts import Array
 
 InputSpec = tuple[str, str, Sequence[int]]
 """Name, dtype (NumPy's or ml_dtypes' name, else the type as onnxruntime writes it) and shape."""

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from onnxpar.arrays import Array
 from onnxpar.errors import ModelError
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.parts import Array
 
 STORED = "stored"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 
+from onnxpar.arrays import Array
 from onnxpar.runtime import groups
-from onnxpar.runtime.parts import Array
 
 TAG = (1 << 62) - 1
 """A tag that no compiled collective has."""

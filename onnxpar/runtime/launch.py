@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import RankError
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.cores import own_cores
@@ -25,7 +26,7 @@ from onnxpar.runtime.gather import Gather
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.log import Log, describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array, Parts, PortParts
+from onnxpar.runtime.parts import Parts, PortParts
 from onnxpar.runtime.ranks import PartsOf
 
 _worlds = itertools.count()

@@ -9,14 +9,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.layout import Dim, Layout, dim_axes, indices, leaves, runs
 from onnxpar.mesh import Mesh, parts_over
 from onnxpar.runtime.bundle import Bundle, Sizes
 
-Array = npt.NDArray[Any]
 Index = tuple[Any, ...]
 MANY_BLOCKS = 64
 """From here on, one indexed copy is faster than that many copies of slices."""

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from onnxpar.arrays import Array
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array, PortParts
+from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack

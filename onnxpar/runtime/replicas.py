@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from onnxpar.arrays import Array
 from onnxpar.runtime.compare import Report, compare_arrays
-from onnxpar.runtime.parts import Array
 from onnxpar.runtime.session import Session
 
 _SUFFIX = "@replicas"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxpar.arrays import Array
 from onnxpar.runtime.arena import NOWHERE, Arena, Slot
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, Wire
 

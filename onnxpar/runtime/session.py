@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec, run_spec
-from onnxpar.runtime.parts import Array, PortParts
+from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
 
 if TYPE_CHECKING:

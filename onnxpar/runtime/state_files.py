@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.arrays import Array
 from onnxpar.errors import ModelError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
 from onnxpar.runtime.bundle import Port
-from onnxpar.runtime.parts import Array, Parts
+from onnxpar.runtime.parts import Parts
 from onnxpar.runtime.tensors import is_packed
 
 ALIGN = 64

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from onnxpar.arrays import Array
 from onnxpar.errors import RankError
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Array, PortParts
+from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.ranks import PartsOf
 from onnxpar.runtime.session import Session
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.packing import Array
+from onnxpar.arrays import Array
 from onnxpar.runtime.tensors import dtype_of
 
 BYTES = np.dtype(np.uint8)

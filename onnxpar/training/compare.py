@@ -6,17 +6,14 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from onnxpar.arrays import Array
 from onnxpar.runtime.compare import Comparison, Report, open_unsplit
 from onnxpar.runtime.tensors import dtype_of
 from onnxpar.step import GRADIENT, RESIDUAL, Step
 from onnxpar.training.trainer import Trainer
-
-Array = npt.NDArray[Any]
 
 FIRST = "loss, first step"
 EARLY = 10

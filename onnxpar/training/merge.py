@@ -8,11 +8,12 @@ from pathlib import Path
 
 from onnx import GraphProto, NodeProto
 
+from onnxpar.arrays import Array
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.model import read_proto
 from onnxpar.stored import check_external, stored_tensors
 from onnxpar.training.checkpoint import Checkpoint
-from onnxpar.write_model import Array, write_model
+from onnxpar.write_model import write_model
 
 IN_MODEL = ("parameter", "statistic")
 """Kinds of slots that are weights of the model, by the same name."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from onnxpar.arrays import Array
 from onnxpar.manual import REPLICAS
 from onnxpar.runtime.compare import Comparison, Report
 from onnxpar.training.trainer import Trainer
-
-Array = npt.NDArray[Any]
 
 
 def compare_copies(trainer: Trainer, batches: Iterable[Mapping[str, Array]], rate: float) -> Report:

@@ -1,0 +1,9 @@
+"""NumPy arrays, as annotations name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
