@@ -82,6 +82,14 @@ def draws(node: gs.Node) -> bool:
     return node.op in _RANDOM
 
 
+def replace_reads(old: gs.Tensor, new: gs.Tensor) -> None:
+    """Lets every node that reads a tensor read another one."""
+    for node in list(old.outputs):
+        for i, operand in enumerate(node.inputs):
+            if operand is old:
+                node.inputs[i] = new
+
+
 def detach(node: gs.Node) -> None:
     """Makes a node, and its subgraphs at any depth, read nothing any more."""
     node.inputs.clear()

@@ -18,7 +18,7 @@ from onnxpar.grad.vjp import is_message
 from onnxpar.model import Model
 from onnxpar.step import EVALUATION, SCALE, SEED
 from onnxpar.stored import stored_proto
-from onnxpar.subgraphs import all_nodes, constants, scopes
+from onnxpar.subgraphs import all_nodes, constants, replace_reads, scopes
 from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
@@ -167,10 +167,7 @@ def _as_input(
     variable.onnx_default = stored_proto(tensor) or numpy_helper.from_array(
         tensor.values, tensor.name
     )
-    for node in list(tensor.outputs):
-        for i, operand in enumerate(node.inputs):
-            if operand is tensor:
-                node.inputs[i] = variable
+    replace_reads(tensor, variable)
     graph.inputs.append(variable)
     return variable
 

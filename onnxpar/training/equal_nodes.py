@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.subgraphs import bodies, is_random
+from onnxpar.subgraphs import bodies, is_random, replace_reads
 
 _LARGEST = 1024
 """Elements of a constant up to which it is compared by value."""
@@ -31,7 +31,7 @@ def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
             kept.append(node)
             continue
         for old, new in zip(node.outputs, known.outputs, strict=True):
-            _replace(old, new)
+            replace_reads(old, new)
         node.inputs.clear()
     graph.nodes = kept
 
@@ -58,10 +58,3 @@ def _operand(tensor: gs.Tensor) -> Hashable:
         values = np.asarray(tensor.values)
         return values.dtype.name, values.shape, values.tobytes()
     return id(tensor)
-
-
-def _replace(old: gs.Tensor, new: gs.Tensor) -> None:
-    for reader in list(old.outputs):
-        for i, operand in enumerate(reader.inputs):
-            if operand is old:
-                reader.inputs[i] = new

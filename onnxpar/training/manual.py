@@ -20,7 +20,7 @@ from onnxpar.interchange import default_of
 from onnxpar.manual import Manual
 from onnxpar.mesh import Axes, Mesh, parts_over
 from onnxpar.step import GRADIENT, Deal, Step
-from onnxpar.subgraphs import all_nodes, subgraphs
+from onnxpar.subgraphs import all_nodes, replace_reads, subgraphs
 from onnxpar.training.backward import Backward, LossOptions
 from onnxpar.training.program import Program
 
@@ -130,11 +130,7 @@ def _refuse_inner(graph: gs.Graph) -> None:
 
 def _as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> None:
     """Makes an input the weight that it was."""
-    weight = gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value))
-    for node in list(tensor.outputs):
-        for i, operand in enumerate(node.inputs):
-            if operand is tensor:
-                node.inputs[i] = weight
+    replace_reads(tensor, gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value)))
     graph.inputs.remove(tensor)
 
 
