@@ -13,11 +13,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
-from types import TracebackType
 
 import onnxruntime as ort
 
 from onnxpar.errors import RankError
+from onnxpar.runtime.closing import Closing
 
 _LIBRARY = "libonnxpar_ops.so"
 _names = itertools.count()
@@ -31,7 +31,7 @@ def library_path() -> Path:
     return path
 
 
-class World:
+class World(Closing):
     """One rank's membership of a world; a context manager that leaves it at the end.
 
     `create` blocks until all `size` ranks have joined, and raises RankError when they have not
@@ -80,19 +80,8 @@ class World:
             self._open = False
             check(library().onnxpar_world_destroy(self.id.encode()))
 
-    def __enter__(self) -> World:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Hub:
+class Hub(Closing):
     """Where the ranks of one world meet, served by a process that need not be a rank.
 
     Without one, rank 0 serves it. A launcher that does so itself notices every rank's end alike,
@@ -115,17 +104,6 @@ class Hub:
         if self._open:
             self._open = False
             check(library().onnxpar_hub_stop(self._host.encode(), self._port))
-
-    def __enter__(self) -> Hub:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:

@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from onnxpar.errors import InputError
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
+from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec, run_spec
 from onnxpar.runtime.parts import PortParts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 
-class Session:
+class Session(Closing):
     """Runs a bundle on its ranks; what is fed and returned is global, as in the unsplit model."""
 
     def __init__(self, bundle: Bundle, ranks: Ranks) -> None:
@@ -120,17 +120,6 @@ class Session:
         """Ends the ranks; the session cannot run any more. May be called twice."""
         with self._lock:
             self._finalizer()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _assemble(self, name: str, parts: PartsOf, sizes: Sizes) -> Array:
         return self._parts.at(sizes)[name].assemble(parts[name])
