@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -11,31 +11,29 @@ from onnxpar.subgraphs import captured
 
 
 def clone_nodes(
-    nodes: Iterable[gs.Node],
-    rename: Callable[[str], str] = lambda name: name,
-    instead: Mapping[int, gs.Tensor] | None = None,
+    nodes: Iterable[gs.Node], prefix: str = "", instead: Mapping[int, gs.Tensor] | None = None
 ) -> tuple[list[gs.Node], dict[int, gs.Tensor]]:
-    """Copies of nodes and of the tensors that they make, under other names; returns them, and the
-    copy of each tensor by the identity of the original. What else the nodes read is shared, but for
-    tensors that others are given `instead` of, by identity."""
+    """Copies of nodes and of the tensors that they make, whose names start with a prefix; returns
+    them, and the copy of each tensor by the identity of the original. What else the nodes read is
+    shared, but for tensors that others are given `instead` of, by identity."""
     copies: dict[int, gs.Tensor] = dict(instead or {})
-    return [_clone(node, rename, copies) for node in nodes], copies
+    return [_clone(node, prefix, copies) for node in nodes], copies
 
 
-def _clone(node: gs.Node, rename: Callable[[str], str], copies: dict[int, gs.Tensor]) -> gs.Node:
+def _clone(node: gs.Node, prefix: str, copies: dict[int, gs.Tensor]) -> gs.Node:
     inputs = [copies.get(id(t), t) for t in node.inputs]
-    attrs = {key: _attribute(value, rename, copies) for key, value in node.attrs.items()}
-    outputs = [_tensor(t, rename, copies) for t in node.outputs]
-    copy = gs.Node(node.op, rename(node.name), attrs, inputs, outputs, node.domain)
+    attrs = {key: _attribute(value, prefix, copies) for key, value in node.attrs.items()}
+    outputs = [_tensor(t, prefix, copies) for t in node.outputs]
+    copy = gs.Node(node.op, prefix + node.name, attrs, inputs, outputs, node.domain)
     copy.onnx_source = vars(node).get("onnx_source")
     return copy
 
 
-def _attribute(value: Any, rename: Callable[[str], str], copies: dict[int, gs.Tensor]) -> Any:
+def _attribute(value: Any, prefix: str, copies: dict[int, gs.Tensor]) -> Any:
     if not isinstance(value, gs.Graph):
         return value
-    inputs = [_tensor(t, rename, copies) for t in value.inputs]
-    nodes = [_clone(node, rename, copies) for node in value.nodes]
+    inputs = [_tensor(t, prefix, copies) for t in value.inputs]
+    nodes = [_clone(node, prefix, copies) for node in value.nodes]
     outputs = [copies.get(id(t), t) for t in value.outputs]
     copy = gs.Graph(
         nodes,
@@ -49,12 +47,10 @@ def _attribute(value: Any, rename: Callable[[str], str], copies: dict[int, gs.Te
     return copy
 
 
-def _tensor(
-    tensor: gs.Tensor, rename: Callable[[str], str], copies: dict[int, gs.Tensor]
-) -> gs.Tensor:
+def _tensor(tensor: gs.Tensor, prefix: str, copies: dict[int, gs.Tensor]) -> gs.Tensor:
     if not tensor.name:
         return gs.Variable.empty()
-    copy = gs.Variable(rename(tensor.name), tensor.dtype, tensor.shape)
+    copy = gs.Variable(prefix + tensor.name, tensor.dtype, tensor.shape)
     copies[id(tensor)] = copy
     return copy
 

@@ -110,7 +110,7 @@ class _Turns:
             turn = inside.value(self.seed) * self.parts + inside.value(elements[-1])
             instead[id(self.seed)] = turn.tensor
         instead |= self._read_inside(inside, old, instead)
-        copies, tensors = clone_nodes(old, lambda n: f"{name}/{n}", instead)
+        copies, tensors = clone_nodes(old, f"{name}/", instead)
         body.nodes.extend(copies)
         ends = [
             inside.value(state) + inside.value(tensors.get(id(v.tensor), v.tensor))

@@ -16,7 +16,7 @@ def copy_for_use(graph: gs.Graph, takes_statistics: bool) -> dict[str, gs.Tensor
     that training does otherwise (`takes_statistics`: each BatchNormalization will)."""
     if not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
         return None
-    copies, tensors = clone_nodes(list(graph.nodes), lambda name: f"evaluation/{name}")
+    copies, tensors = clone_nodes(list(graph.nodes), "evaluation/")
     inner = gs.Graph(copies, opset=graph.opset)
     for node in all_nodes(inner):
         if node.op == "Dropout":

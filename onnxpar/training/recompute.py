@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import onnx_graphsurgeon as gs
@@ -117,7 +116,7 @@ def recompute(
         opened = add_gate(graph, gate, f"{name}/gradient", gradients[block.after.name].tensor)
         again = add_gate(graph, gate, f"{name}/start", block.before)
         needed = _needed(block.nodes, {id(t) for n in readers for t in n.inputs})
-        copies, tensors = clone_nodes(needed, partial(_inside, name), {id(block.before): again})
+        copies, tensors = clone_nodes(needed, f"{name}/", {id(block.before): again})
         opener = makers[id(gradients[block.after.name].tensor)]
         added.setdefault(id(opener), []).extend([*graph.nodes, *copies])
         for node in backward:
@@ -130,10 +129,6 @@ def recompute(
     for node in backward:
         graph.nodes.append(node)
         graph.nodes.extend(added.get(id(node), ()))
-
-
-def _inside(prefix: str, name: str) -> str:
-    return f"{prefix}/{name}"
 
 
 def _needed(nodes: Sequence[gs.Node], wanted: set[int]) -> list[gs.Node]:
