@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.clone import clone_nodes
+from onnxpar.clone import clone_nodes, needed
 from onnxpar.errors import StrategyError
 from onnxpar.gates import add_gate
 from onnxpar.grad.reverse import reached_from
@@ -115,8 +115,8 @@ def recompute(
         graph.nodes = []
         opened = add_gate(graph, gate, f"{name}/gradient", gradients[block.after.name].tensor)
         again = add_gate(graph, gate, f"{name}/start", block.before)
-        needed = _needed(block.nodes, {id(t) for n in readers for t in n.inputs})
-        copies, tensors = clone_nodes(needed, f"{name}/", {id(block.before): again})
+        read = needed(gs.Graph(block.nodes), {t.name for n in readers for t in n.inputs})
+        copies, tensors = clone_nodes(read, f"{name}/", {id(block.before): again})
         opener = makers[id(gradients[block.after.name].tensor)]
         added.setdefault(id(opener), []).extend([*graph.nodes, *copies])
         for node in backward:
@@ -129,13 +129,3 @@ def recompute(
     for node in backward:
         graph.nodes.append(node)
         graph.nodes.extend(added.get(id(node), ()))
-
-
-def _needed(nodes: Sequence[gs.Node], wanted: set[int]) -> list[gs.Node]:
-    """The nodes of a block that make these tensors, and what those need."""
-    found = []
-    for node in reversed(nodes):
-        if any(id(t) in wanted for t in node.outputs):
-            wanted = wanted | {id(t) for t in node.inputs}
-            found.append(node)
-    return found[::-1]
