@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,16 +78,17 @@ class Executor:
         *,
         everywhere: bool = False,
     ) -> None:
+        @cache
         def open_session(program: str = "") -> ort.InferenceSession:
             options = groups.session_options(world)
             ports = (bundle.inputs, bundle.outputs)
             keep_double(options, *([p.dtype for p in each.values()] for each in ports))
             spec.apply(options, world.rank, threads, spin)
-            if bundle.step is not None and options.execution_order == ort.ExecutionOrder.DEFAULT:
-                # In the order of the graph; by default, the gradients of a bucket come last, with
-                # all that they are computed from.
-                options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
             if bundle.step is not None:
+                if options.execution_order == ort.ExecutionOrder.DEFAULT:
+                    # In the order of the graph; by default, the gradients of a bucket come last,
+                    # with all that they are computed from.
+                    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
                 # A block for all that a run computes, beside what the first run took piece by piece
                 # and nothing gives back.
                 options.enable_mem_pattern = False
@@ -100,7 +101,7 @@ class Executor:
             )
 
         self.session = open_session()
-        self._evaluation = lru_cache(maxsize=None)(partial(open_session, EVALUATION))
+        self._open_session = open_session
         self._apart = bundle.apart
         self._rank = world.rank
         self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
@@ -185,7 +186,7 @@ class Executor:
         self, request: Request, feeds: Mapping[str, Array], room: Room
     ) -> dict[str, Slot]:
         """Runs the program that tells how good the model is, on the states as they are."""
-        session = self._evaluation()
+        session = self._open_session(EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
         given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
