@@ -319,6 +319,7 @@ def _add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument("--no-shuffle", action="store_true", help="samples in the order of the file")
     to.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; one at the end")
     to.add_argument("--every", type=int, default=0, metavar="N", help="and one after N steps each")
+    to.add_argument("--keep", type=int, default=0, metavar="N", help="leave the newest N; 0: all")
     to.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint, if any"
     )

@@ -20,3 +20,7 @@ class InputError(OnnxparError):
 
 class RankError(OnnxparError):
     """A rank died, stopped, or failed in a run."""
+
+
+class DivergenceError(OnnxparError):
+    """A training run whose loss is no number any more."""

@@ -20,6 +20,8 @@ GRADIENT = ".grad"
 """Ends the names of outputs that are gradients."""
 SCALE = "loss_scale"
 """The input and kind of slot that is the factor of the loss, where it changes."""
+SKIPPED = "skipped"
+"""The metric that is 1 where a gradient was no number and nothing was updated."""
 SEED = "seed"
 """The input that all random numbers of a step follow from."""
 

@@ -78,6 +78,7 @@ def train(args: argparse.Namespace) -> int:
         not args.no_shuffle,
         Path(args.checkpoint) if args.checkpoint else None,
         args.every,
+        args.keep,
         args.resume,
     )
     with Trainer(args.par, timeout=args.timeout, log_dir=None if rank else logs) as trainer:
@@ -170,4 +171,5 @@ def _trained_lines(trained: Sequence[Trained], step: Step) -> Iterator[str]:
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each: {', '.join(kinds) or 'none'}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""
-    yield f"a step takes {', '.join(step.data)}, {step.rate}; it tells {step.loss}{metrics}"
+    seed = f", {step.seed}" if step.seed else ""
+    yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it tells {step.loss}{metrics}"

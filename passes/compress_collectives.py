@@ -34,7 +34,7 @@ class CompressCollectives(Pass):
     once, so that only what is too large for the type overflows. With 2bit, reductions become
     all-gathers of codes, and the model has a state more for each gradient: what its ranks have not
     sent yet, a sum that stays pending (onnxpar/threshold_codes.py). Gradients that are of 16 bits
-    themselves stay as they are.
+    themselves stay as they are; 2bit refuses them.
 
     to            none, float16, bfloat16, 2bit or 2bit:THRESHOLD
     least_bytes   gradients of fewer bytes per rank stay as they are: their latency counts
@@ -67,7 +67,13 @@ class CompressCollectives(Pass):
         if how.kind == TWO_BIT:
             _check_steps(step)
         of = gradient_reductions(graph, step.gradients)
-        found = {n.name for n in all_nodes(graph) if n.name in of and self._is_worth_it(n, ctx)}
+        large = [n for n in all_nodes(graph) if n.name in of and self._is_large(n, ctx)]
+        found = {n.name for n in large if numpy_dtype(n.inputs[0]) in (np.float32, np.float64)}
+        if len(found) < len(large) and how.kind == TWO_BIT:
+            raise StrategyError(
+                f"compression {TWO_BIT}: the step's gradients travel in 16 bits already, as its "
+                "--precision is; write it without, or take no compression"
+            )
         if not found:
             return False
         if how.kind == TWO_BIT:
@@ -79,10 +85,9 @@ class CompressCollectives(Pass):
         schedule(graph)
         return True
 
-    def _is_worth_it(self, node: gs.Node, ctx: PassContext) -> bool:
+    def _is_large(self, node: gs.Node, ctx: PassContext) -> bool:
         before: Layout = node.attrs["before"]
-        is_wide = numpy_dtype(node.inputs[0]) in (np.float32, np.float64)
-        return is_wide and before.reduce == "sum" and _size(node, ctx) >= self.least_bytes
+        return before.reduce == "sum" and _size(node, ctx) >= self.least_bytes
 
 
 def _check_steps(step: Step) -> None:

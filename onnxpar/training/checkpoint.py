@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ class Progress:
     epoch: int = 0
     in_epoch: int = 0
     seed: int = 0
+
+    def behind(self, batches: int) -> Progress:
+        """Behind one step more, in epochs of so many."""
+        in_epoch = self.in_epoch + 1
+        if in_epoch == batches:
+            return replace(self, step=self.step + 1, epoch=self.epoch + 1, in_epoch=0)
+        return replace(self, step=self.step + 1, in_epoch=in_epoch)
+
+    @property
+    def name(self) -> str:
+        """What its checkpoint is called."""
+        return f"step_{self.step:08d}"
 
 
 @dataclass(frozen=True)
@@ -70,22 +82,35 @@ class Checkpoint:
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint of the most steps in a folder, None where there is none."""
+    return max(_checkpoints(folder), default=None)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
     found = [file.parent for file in folder.glob("step_*/checkpoint.json")]
-    found = [path for path in found if _NAME.fullmatch(path.name)]
-    return max(found, key=lambda p: p.name, default=None)
+    return sorted(path for path in found if _NAME.fullmatch(path.name))
 
 
-def begin(folder: Path, progress: Progress) -> Path:
+def remove_all_but(folder: Path, count: int) -> None:
+    """Removes all checkpoints of a folder but the newest so many."""
+    for path in _checkpoints(folder)[:-count]:
+        (path / "checkpoint.json").unlink()  # from here on it is none, whatever is left
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def unfinished(folder: Path, progress: Progress) -> Path:
+    """The folder that a checkpoint is written to first."""
+    return folder / f".{progress.name}.unfinished"
+
+
+def begin(folder: Path, progress: Progress) -> None:
     """Makes the folder that a checkpoint is written to first, and removes what was left of others
     that were not finished."""
     for left in folder.glob(".step_*.unfinished"):
         shutil.rmtree(left, ignore_errors=True)
-    unfinished = folder / f".step_{progress.step:08d}.unfinished"
-    unfinished.mkdir(parents=True)
-    return unfinished
+    unfinished(folder, progress).mkdir(parents=True)
 
 
-def finish(unfinished: Path, progress: Progress, bundle: Bundle, step: Step) -> Path:
+def finish(folder: Path, progress: Progress, bundle: Bundle, step: Step) -> None:
     """Gives a folder to which all ranks have written their states its final name."""
     layouts = {name: bundle.inputs[name].layout for name in bundle.states}
     data: Mapping[str, Any] = {
@@ -95,12 +120,12 @@ def finish(unfinished: Path, progress: Progress, bundle: Bundle, step: Step) -> 
         "slots": [asdict(slot) for slot in step.slots],
         "progress": asdict(progress),
     }
-    file = unfinished / "checkpoint.json"
+    written = unfinished(folder, progress)
+    file = written / "checkpoint.json"
     with file.open("w", encoding="utf-8") as sink:
         json.dump(data, sink)
         sink.flush()
         os.fsync(sink.fileno())
-    final = unfinished.parent / f"step_{progress.step:08d}"
+    final = folder / progress.name
     shutil.rmtree(final, ignore_errors=True)
-    os.replace(unfinished, final)
-    return final
+    os.replace(written, final)

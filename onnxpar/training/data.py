@@ -40,7 +40,6 @@ class Data:
     def of(arrays: Mapping[str, Array], ports: Sequence[Any], source: str = "data") -> Data:
         """The same of arrays in memory."""
         samples, fixed = {}, {}
-        batches = {port.shape[0] for port in ports if port.shape}
         batch = int(ports[0].shape[0]) if ports and ports[0].shape else 1
         for port in ports:
             if port.name not in arrays:
@@ -63,7 +62,6 @@ class Data:
         count = next(iter(counts.values()), 0)
         if not samples or count < batch:
             raise InputError(f"{source} has {count} samples, a batch has {batch}")
-        assert batches
         return Data(samples, fixed, batch, count)
 
     @property

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnxpar.errors import InputError
-from onnxpar.training.checkpoint import Checkpoint, Progress, newest
+from onnxpar.errors import DivergenceError, InputError
+from onnxpar.step import SKIPPED
+from onnxpar.training.checkpoint import Checkpoint, Progress, newest, remove_all_but
 from onnxpar.training.data import Data
 from onnxpar.training.rates import Rate
 from onnxpar.training.trainer import Trainer
@@ -24,6 +26,7 @@ class Run:
 
     every       a checkpoint after so many steps, and at the end; 0: at the end alone
     checkpoint  the folder of checkpoints, None for none
+    keep        so many of them are left, the newest; 0: all
     resume      goes on from the newest of them, if there is any
     """
 
@@ -35,6 +38,7 @@ class Run:
     shuffle: bool = True
     checkpoint: Path | None = None
     every: int = 0
+    keep: int = 0
     resume: bool = False
 
 
@@ -56,34 +60,47 @@ def records(
     trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
 ) -> Iterator[Record]:
     """Trains, and tells of each step behind it; behind the last of an epoch also how good the model
-    is on data that is held out. Errors: InputError, ModelError, RankError."""
+    is on data that is held out. Errors: InputError, ModelError, RankError, DivergenceError."""
     if run.epochs < 1:
         raise InputError(f"{run.epochs} epochs: at least 1")
     if not 0 <= run.seed < _SEEDS:
         raise InputError(f"--seed {run.seed}: from 0 to {_SEEDS - 1}")
     if run.every < 0:
         raise InputError(f"a checkpoint every {run.every} steps: 0 is none but the last")
-    rate = Rate(run.rate, run.epochs * data.batches, run.schedule, run.warmup)
+    if run.keep < 0:
+        raise InputError(f"--keep {run.keep}: 0 keeps all checkpoints")
+    steps = run.epochs * data.batches
+    rate = Rate(run.rate, steps, run.schedule, run.warmup)
     progress = _start(trainer, run)
-    total = progress.step
-    for epoch in range(progress.epoch, run.epochs):
-        first = progress.in_epoch if epoch == progress.epoch else 0
-        seed = run.seed if run.shuffle else None
-        for i, batch in enumerate(data.epoch(epoch, seed, first), first):
+    while progress.epoch < run.epochs:
+        epoch = progress.epoch
+        order = run.seed if run.shuffle else None
+        for batch in data.epoch(epoch, order, progress.in_epoch):
+            at = rate.at(progress.step)
             start = time.perf_counter()
-            values = trainer.step(batch, rate.at(total), run.seed * _STRIDE + total)
+            values = trainer.step(batch, at, run.seed * _STRIDE + progress.step)
             seconds = time.perf_counter() - start
-            total += 1
-            is_last = epoch == run.epochs - 1 and i == data.batches - 1
-            if run.checkpoint is not None and (is_last or (run.every and total % run.every == 0)):
-                done = i + 1 == data.batches
-                at = Progress(total, epoch + done, 0 if done else i + 1, run.seed)
-                trainer.save(run.checkpoint, at)
+            number = progress.in_epoch + 1
+            _check(values[trainer.spec.loss], values, epoch + 1, number)
+            progress = progress.behind(data.batches)
+            is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
+            if run.checkpoint is not None and is_due:
+                trainer.save(run.checkpoint, progress)
+                if run.keep and trainer.leads:
+                    remove_all_but(run.checkpoint, run.keep)
             evaluation = None
-            if held_out is not None and i + 1 == data.batches:
+            if held_out is not None and number == data.batches:
                 evaluation = evaluate(trainer, held_out)
-            at_rate = rate.at(total - 1)
-            yield Record(epoch + 1, i + 1, total, at_rate, seconds, values, evaluation)
+            yield Record(epoch + 1, number, progress.step, at, seconds, values, evaluation)
+
+
+def _check(loss: float, values: dict[str, float], epoch: int, step: int) -> None:
+    """Errors: DivergenceError where the loss is no number, and went into the parameters."""
+    if not math.isfinite(loss) and not values.get(SKIPPED):
+        raise DivergenceError(
+            f"epoch {epoch}, step {step}: the loss is {loss}; take a lower --lr or a longer "
+            "--warmup, or write the step with --clip-norm, and go on from an earlier checkpoint"
+        )
 
 
 def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:

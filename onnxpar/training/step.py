@@ -21,7 +21,7 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.interchange import default_of
 from onnxpar.model import Model
-from onnxpar.step import EVALUATION, GRADIENT, METADATA, SCALE, SEED, Slot, Step
+from onnxpar.step import EVALUATION, GRADIENT, METADATA, SCALE, SEED, SKIPPED, Slot, Step
 from onnxpar.subgraphs import constants
 from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
@@ -153,8 +153,8 @@ class _Update:
         following, count = self.loss_scale.following(factor, good, self.finite)
         self._add_slot(factor, following, SCALE, "")
         self._add_slot(good, count, GOOD, "")
-        add_output(self.graph, self.finite.op("Not").cast(np.float32), "skipped")
-        self.step.metrics.append("skipped")
+        add_output(self.graph, self.finite.op("Not").cast(np.float32), SKIPPED)
+        self.step.metrics.append(SKIPPED)
 
     def _squares(self) -> Value:
         """The sum of the squares of all gradients."""

@@ -16,7 +16,7 @@ from onnxpar.runtime.bundle import Bundle, NodeArg
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.step import EVALUATION, RESIDUAL, Step
-from onnxpar.training.checkpoint import Checkpoint, Progress, begin, finish
+from onnxpar.training.checkpoint import Checkpoint, Progress, begin, finish, unfinished
 
 Array = npt.NDArray[Any]
 
@@ -78,12 +78,11 @@ class Trainer:
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
         """Writes a checkpoint into a folder of them: each rank its own parts, all or nothing."""
         folder = Path(folder)
-        unfinished = folder / f".step_{progress.step:08d}.unfinished"
         if self.leads:
-            unfinished = begin(folder, progress)
-        self.session.states.save(unfinished)
+            begin(folder, progress)
+        self.session.states.save(unfinished(folder, progress))
         if self.leads:
-            finish(unfinished, progress, self.bundle, self.spec)
+            finish(folder, progress, self.bundle, self.spec)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint, whatever mesh it was written on and however gradients

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from agreement import options
 from committed import MODELS
 from training.models import BLOCKS, CONV
 from training.steps import (
@@ -24,6 +26,7 @@ from training.steps import (
     write_step,
 )
 
+from onnxpar import pipeline
 from onnxpar.errors import StrategyError
 from onnxpar.training import grad
 from onnxpar.training.loss_scale import LossScale
@@ -152,8 +155,17 @@ def test_a_transformer_trains(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses["float16"], losses[None], rtol=2e-2)
 
 
-def test_gradients_travel_as_parameters_are(tmp_path: Path) -> None:
-    """In float32: the all-reduce is as large as without."""
+def test_gradients_travel_no_wider_than_parameters(tmp_path: Path) -> None:
     plan = plan_of(write_step(MLP, tmp_path, precision="bfloat16"), "data-parallel 2")
     largest = max(c.bytes for c in plan.collectives)
     assert largest <= (6 * 9 + 9 + 9 * 5 + 5) * 4
+
+
+def test_gradients_that_travel_in_16_bits_do_not_become_codes(tmp_path: Path) -> None:
+    step = tmp_path / "step.onnx"
+    model = MODELS / "gpt2.dynamo.static.onnx"
+    grad(model, step, loss=CROSS_ENTROPY, optimizer="sgd", precision="float16", loss_scale="none")
+    how = options("data-parallel 2")
+    with pytest.raises(StrategyError, match="2bit: the step's gradients travel in 16 bits already"):
+        pipeline.plan(step, replace(how, compression="2bit"))
+    pipeline.plan(step, replace(how, compression="bfloat16"))  # as they do

@@ -244,6 +244,30 @@ def test_under_mpirun(made: Path, at_once: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_threads")
+def test_only_the_newest_checkpoints_are_kept(made: Path, at_once: Path, tmp_path: Path) -> None:
+    assert main(arguments(made, tmp_path, "--every", "4", "--keep", "2")) == 0
+    names = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert names == ["step_00000012", "step_00000014"]
+    same(left(tmp_path), left(at_once))
+
+
+@pytest.mark.usefixtures("on_threads")
+def test_a_loss_that_is_no_number_ends_the_run(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a checkpoint is written of what it left; what is told up to there stays."""
+    held = dict(np.load(made / "train.npz"))
+    held["x"][33] = np.nan  # in the fifth batch of eight, where the order is the file's
+    np.savez(tmp_path / "bad.npz", **held)
+    more = ["--data", str(tmp_path / "bad.npz"), "--no-shuffle", "--every", "1"]
+    assert main(arguments(made, tmp_path, *more)) == 2
+    error = capsys.readouterr().err
+    assert "onnxpar: error: epoch 1, step 5: the loss is nan; take a lower --lr" in error
+    assert newest(tmp_path / "c") == tmp_path / "c" / "step_00000004"
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -251,6 +275,7 @@ def test_under_mpirun(made: Path, at_once: Path, tmp_path: Path) -> None:
         (["--warmup", "20"], "a warmup of 20 steps in a run of 14"),
         (["--lr", "-1"], "a learning rate of -1.0"),
         (["--epochs", "0"], "0 epochs: at least 1"),
+        (["--keep", "-1"], "--keep -1: 0 keeps all checkpoints"),
         (["--data", "none.npz"], "there is no file none.npz"),
         (["--data", "SHORT"], "short.npz has 7 samples, a batch has 8"),
     ],
