@@ -17,10 +17,12 @@ def clone_nodes(
     them, and the copy of each tensor by the identity of the original. What else the nodes read is
     shared, but for tensors that others are given `instead` of, by identity."""
     copies: dict[int, gs.Tensor] = dict(instead or {})
-    return [_clone(node, prefix, copies) for node in nodes], copies
+    return [clone_node(node, prefix, copies) for node in nodes], copies
 
 
-def _clone(node: gs.Node, prefix: str, copies: dict[int, gs.Tensor]) -> gs.Node:
+def clone_node(node: gs.Node, prefix: str, copies: dict[int, gs.Tensor]) -> gs.Node:
+    """A copy of a node, which reads copies where there are some, by identity of the original, and
+    adds those of what it makes."""
     inputs = [copies.get(id(t), t) for t in node.inputs]
     attrs = {key: _attribute(value, prefix, copies) for key, value in node.attrs.items()}
     outputs = [_tensor(t, prefix, copies) for t in node.outputs]
@@ -33,7 +35,7 @@ def _attribute(value: Any, prefix: str, copies: dict[int, gs.Tensor]) -> Any:
     if not isinstance(value, gs.Graph):
         return value
     inputs = [_tensor(t, prefix, copies) for t in value.inputs]
-    nodes = [_clone(node, prefix, copies) for node in value.nodes]
+    nodes = [clone_node(node, prefix, copies) for node in value.nodes]
     outputs = [copies.get(id(t), t) for t in value.outputs]
     copy = gs.Graph(
         nodes,

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.clone import clone_node
 from onnxpar.errors import ModelError
-from onnxpar.grad.reverse import gradients
+from onnxpar.grad.reverse import drop_unread, gradients
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import Grads, Vjp, operands_of
 from onnxpar.rules.rule import constant
-from onnxpar.subgraphs import detach, draws, scopes
+from onnxpar.subgraphs import draws, scopes
 
 Handed = Callable[[gs.Tensor], gs.Tensor]
 """Gives the copy of a body what the forward pass hands out of a tensor of the body."""
@@ -31,11 +32,11 @@ class Replay:
         self.name = name
         self.graph = gs.Graph(name=name, opset=opset)
         self.builder = Builder(self.graph, f"{name}/step")
-        self._copies: dict[str, gs.Tensor] = {}
+        self._copies: dict[int, gs.Tensor] = {}
 
-    def compute(self, body: gs.Graph, given: Mapping[str, gs.Tensor], drawn: Handed) -> None:
+    def compute(self, body: gs.Graph, given: Mapping[int, gs.Tensor], drawn: Handed) -> None:
         """Adds copies of a body's nodes, which read `given` in place of the body's operands, by
-        name. Errors: ModelError where a body within draws random numbers."""
+        identity. Errors: ModelError where a body within draws random numbers."""
         self._copies.update(given)
         for node in body.nodes:
             for inner in (n for n in _within(node) if draws(n)):
@@ -47,18 +48,18 @@ class Replay:
             if draws(node):
                 self._redraw(node, drawn)
             else:
-                self.graph.nodes.append(_copy(node, self.name, self._copies))
+                self.graph.nodes.append(clone_node(node, f"{self.name}/", self._copies))
 
     def copy(self, tensor: gs.Tensor) -> gs.Tensor:
         """The copy of a body's tensor; the tensor itself where it is none of the body's."""
-        return self._copies.get(tensor.name, tensor)
+        return self._copies.get(id(tensor), tensor)
 
     def differentiate(
-        self, seeds: Mapping[str, gs.Tensor], wanted: Sequence[gs.Tensor]
+        self, seeds: Mapping[int, gs.Tensor], wanted: Sequence[gs.Tensor]
     ) -> list[Value | None]:
         """Appends the gradients of tensors of the body, or of those around it; `seeds` are those of
-        its results, by name."""
-        given = {self._copies[name].name: self.builder.value(t) for name, t in seeds.items()}
+        its results, by identity."""
+        given = {self._copies[of].name: self.builder.value(t) for of, t in seeds.items()}
         copies = [self.copy(t) for t in wanted]
         found = gradients(self.graph, given, copies, f"{self.name}/grad")
         return [found[t.name] for t in copies]
@@ -72,17 +73,12 @@ class Replay:
                 value = value.op("Identity")
             made.discard(value.tensor.name)
             self.graph.outputs.append(value.tensor)
-        kept = {t.name for t in self.graph.outputs}
-        for i in reversed(range(len(self.graph.nodes))):
-            node = self.graph.nodes[i]
-            if not any(t.outputs or t.name in kept for t in node.outputs):
-                detach(node)
-                del self.graph.nodes[i]
+        drop_unread(self.graph)
 
     def _redraw(self, node: gs.Node, drawn: Handed) -> None:
         """Takes what a node has drawn from the forward pass: of a Dropout its mask."""
         if node.op != "Dropout":
-            self._copies.update((t.name, drawn(t)) for t in node.outputs if t.name)
+            self._copies.update((id(t), drawn(t)) for t in node.outputs if t.name)
             return
         x, ratio, training = (self._value(t) for t in node.inputs)
         while len(node.outputs) < 2:
@@ -94,8 +90,8 @@ class Replay:
             1.0 - ratio.cast(x.dtype) if ratio.tensor.name else self.builder.constant(0.5, x.dtype)
         )
         kept = mask.where(x / training.where(rest, 1.0), 0.0)
-        self._copies[node.outputs[1].name] = mask.tensor
-        self._copies[node.outputs[0].name] = kept.tensor
+        self._copies[id(node.outputs[1])] = mask.tensor
+        self._copies[id(node.outputs[0])] = kept.tensor
 
     def _value(self, tensor: gs.Tensor) -> Value:
         return self.builder.value(self.copy(tensor))
@@ -155,29 +151,3 @@ def _within(node: gs.Node) -> list[gs.Node]:
     """The nodes of a node's subgraphs, at any depth."""
     inner = gs.Graph([node])
     return [n for scope in scopes(inner) if scope is not inner for n in scope.nodes]
-
-
-def _copy(node: gs.Node, prefix: str, copies: dict[str, gs.Tensor]) -> gs.Node:
-    """A node that reads copies, and makes copies, which are added to those known."""
-    inputs = [copies.get(t.name, t) for t in node.inputs]
-    attrs = {
-        key: _copy_graph(value, prefix, copies) if isinstance(value, gs.Graph) else value
-        for key, value in node.attrs.items()
-    }
-    outputs = [_declare(t, prefix, copies) for t in node.outputs]
-    return gs.Node(node.op, f"{prefix}/{node.name}", attrs, inputs, outputs, domain=node.domain)
-
-
-def _copy_graph(graph: gs.Graph, prefix: str, copies: Mapping[str, gs.Tensor]) -> gs.Graph:
-    known = dict(copies)
-    inputs = [_declare(t, prefix, known) for t in graph.inputs]
-    nodes = [_copy(node, prefix, known) for node in graph.nodes]
-    outputs = [known.get(t.name, t) for t in graph.outputs]
-    return gs.Graph(nodes, inputs, outputs, name=f"{prefix}/{graph.name}", opset=graph.opset)
-
-
-def _declare(tensor: gs.Tensor, prefix: str, copies: dict[str, gs.Tensor]) -> gs.Tensor:
-    if not tensor.name:
-        return gs.Variable.empty()
-    copies[tensor.name] = gs.Variable(f"{prefix}/{tensor.name}", tensor.dtype, tensor.shape)
-    return copies[tensor.name]

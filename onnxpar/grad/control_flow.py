@@ -47,7 +47,7 @@ def _branch(
     body, none = v.node.attrs[key], v.node.attrs[other]
     replay = Replay(v.builder.fresh(key), body.opset)
     results = zip(body.outputs, v.dys, strict=False)
-    seeds = {result.name: dy.tensor for result, dy in results if dy is not None}
+    seeds = {id(result): dy.tensor for result, dy in results if dy is not None}
 
     def drawn(tensor: gs.Tensor) -> gs.Tensor:
         """A result of the node, of which the other branch makes zeros."""
@@ -75,11 +75,11 @@ class _Scan(Steps):
         shape = tensor_shape(self.node.inputs[self.count])
         return None if shape is None else shape[self.axes[0]]
 
-    def given(self) -> dict[str, gs.Tensor]:
+    def given(self) -> dict[int, gs.Tensor]:
         parts = self.body.inputs[self.count :]
         given = self.node.inputs[self.count :]
         return {
-            part.name: self._read(stack, part, axis, 1 - turned)
+            id(part): self._read(stack, part, axis, 1 - turned)
             for part, stack, axis, turned in zip(parts, given, self.axes, self.turned, strict=True)
         }
 
@@ -181,12 +181,12 @@ class _Loop(Steps):
             self.stack(number, stacks[0])
         return add.value(stacks[0]).op("Shape", start=0, end=1).reshape([])
 
-    def given(self) -> dict[str, gs.Tensor]:
+    def given(self) -> dict[int, gs.Tensor]:
         number, goes_on = self.body.inputs[:2]
         add = self.replay.builder
         always = add.constant(np.ones(tensor_shape(goes_on) or (), np.bool_))
         turn = self.turn.reshape([1] * len(tensor_shape(number) or ()))
-        return {number.name: turn.tensor, goes_on.name: always.tensor}
+        return {id(number): turn.tensor, id(goes_on): always.tensor}
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
         return self.replay.builder.value(stack).op("Gather", self.turn, axis=0).tensor

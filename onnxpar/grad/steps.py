@@ -70,8 +70,9 @@ class Steps:
         """How many steps there are, None where only a run can tell."""
         raise NotImplementedError
 
-    def given(self) -> dict[str, gs.Tensor]:
-        """What the copy of a step is handed but for the carried values, by the body's names."""
+    def given(self) -> dict[int, gs.Tensor]:
+        """What the copy of a step is handed but for the carried values, by the identity of the
+        body's."""
         raise NotImplementedError
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
@@ -103,12 +104,12 @@ class Steps:
         """The gradients of all that the node reads."""
         carry, around = self._carried(), read_around(self.v)
         entering = {i: new_like(self.replay.builder, self.states[i]) for i in carry}
-        given = self.given() | {t.name: self._save(t) for t in self.states}
+        given = self.given() | {id(t): self._save(t) for t in self.states}
         self.replay.compute(self.body, given, self._save)
-        seeds = {self.returned[i].name: t for i, t in entering.items()}
+        seeds = {id(self.returned[i]): t for i, t in entering.items()}
         for i, (result, dy) in enumerate(zip(self.stacked, self.dys[self.count :], strict=True)):
             if dy is not None:
-                seeds[result.name] = self.row(dy.tensor, result, i)
+                seeds[id(result)] = self.row(dy.tensor, result, i)
         elements = self.elements()
         wanted = [*(self.states[i] for i in carry), *elements.values(), *around.values()]
         differentiated = self.replay.differentiate(seeds, wanted)
