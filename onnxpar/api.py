@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +102,8 @@ def _options(
     configuration: str | None,
     compression: str | None = None,
 ) -> Options:
-    if isinstance(mesh, str):
-        mesh = Mesh.parse(mesh)
-    if isinstance(strategy, Mapping):
-        strategy = Strategy.of(strategy)
-    elif strategy is not None and not isinstance(strategy, Strategy):
-        strategy = Strategy.read(os.fspath(strategy))
-    made = Options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
-    return replace(made, compression=compression)
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    how = Strategy.given(strategy)
+    return Options(
+        devices, mesh, preset, how, dims, states, strict, verify, configuration, compression
+    )

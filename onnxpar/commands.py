@@ -211,12 +211,11 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    strategy = Strategy.read(args.strategy) if args.strategy else None
     return Options(
         devices=args.devices,
         mesh=args.mesh,
         preset=args.preset,
-        strategy=strategy,
+        strategy=Strategy.given(args.strategy or None),
         dims=dims_of(args.dim),
         states=states_of(args.state),
         strict=args.strict,

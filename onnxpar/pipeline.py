@@ -80,10 +80,10 @@ class Options:
     strict: bool = False
     verify: bool = False
     configuration: str | None = None
+    compression: str | None = None
     replicas: bool = False
     fusion: str | None = None
     bucket_bytes: int | None = None
-    compression: str | None = None
 
 
 def make_context(model: Model, options: Options) -> PassContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -30,6 +31,17 @@ class Strategy:
     shard: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Any] = field(default_factory=dict)
     source: str = "strategy"
+
+    @staticmethod
+    def given(
+        strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None,
+    ) -> Strategy | None:
+        """What a caller gives: a file, the same structure in Python, or a strategy."""
+        if isinstance(strategy, Mapping):
+            return Strategy.of(strategy)
+        if isinstance(strategy, (str, os.PathLike)):
+            return Strategy.read(os.fspath(strategy))
+        return strategy
 
     @staticmethod
     def read(path: str | Path) -> Strategy:

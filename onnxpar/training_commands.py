@@ -54,7 +54,7 @@ def grad(args: argparse.Namespace) -> int:
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate
     )
-    strategy = Strategy.read(args.strategy) if args.strategy else None
+    strategy = Strategy.given(args.strategy or None)
     source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dim))
     model, trained = write_step(args.model, Path(args.output), loss, options, source)
     assert model.step is not None

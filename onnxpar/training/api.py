@@ -83,13 +83,9 @@ def grad(
         LossScale.parse(loss_scale, precision),
         recompute,
     )
-    if isinstance(mesh, str):
-        mesh = Mesh.parse(mesh)
-    if isinstance(strategy, Mapping):
-        strategy = Strategy.of(strategy)
-    elif strategy is not None and not isinstance(strategy, Strategy):
-        strategy = Strategy.read(os.fspath(strategy))
-    source = pipeline.Options(mesh=mesh, preset=preset, strategy=strategy, dims=dims)
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    how = Strategy.given(strategy)
+    source = pipeline.Options(mesh=mesh, preset=preset, strategy=how, dims=dims)
     made, _ = write_step(
         Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm, accumulate), source
     )
