@@ -44,11 +44,11 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
     results = {t.name for t in body.outputs}
     for i in range(carried):
         given, back = body.inputs[before + i], body.outputs[behind + i]
-        made = _source(back)
+        made = source(back)
         add = made.inputs[0] if made.inputs else None
         if add is None or add.op != "Add" or back.outputs or given.name in results:
             continue
-        at = [k for k, t in enumerate(add.inputs) if _source(t) is given]
+        at = [k for k, t in enumerate(add.inputs) if source(t) is given]
         alone = len(given.outputs) == 1 and len(at) == 1 and is_float(given)
         if alone and _is_zero(node.inputs[before + i]):
             yield Accumulator(before + i, i, given, back, add, 1 - at[0])
@@ -56,7 +56,7 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
 
 def _is_zero(tensor: gs.Tensor) -> bool:
     """Whether all elements are zero, as far as the graph shows."""
-    tensor = _source(tensor)
+    tensor = source(tensor)
     if isinstance(tensor, gs.Constant):
         return not np.any(tensor.values)
     node = tensor.inputs[0] if tensor.inputs else None
@@ -66,7 +66,7 @@ def _is_zero(tensor: gs.Tensor) -> bool:
     return value is None or not np.any(value.values)
 
 
-def _source(tensor: gs.Tensor) -> gs.Tensor:
+def source(tensor: gs.Tensor) -> gs.Tensor:
     """The tensor that another one is a reshard of."""
     while tensor.inputs and tensor.inputs[0].domain == DOMAIN:
         tensor = tensor.inputs[0].inputs[0]

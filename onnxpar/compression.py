@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.accumulators import accumulators
+from onnxpar.accumulators import accumulators, source
 from onnxpar.clone import needed
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
@@ -73,7 +73,7 @@ def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[s
         if node.domain == DOMAIN and node.op in REDUCTIONS:
             parameter = parts.get(node.outputs[0].name)
             if node.name not in backward:
-                parameter = parameter or named.get(_source(node.inputs[0]))
+                parameter = parameter or named.get(source(node.inputs[0]).name)
             if parameter:
                 found[node.name] = parameter
     return found
@@ -98,10 +98,3 @@ def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
 def _moves(node: gs.Node) -> bool:
     scales = node.op in _SCALES and any(isinstance(t, gs.Constant) for t in node.inputs)
     return node.domain == DOMAIN or node.op in _MOVES or scales
-
-
-def _source(tensor: gs.Tensor) -> str:
-    """The name of the tensor that another one is a reshard of."""
-    while tensor.inputs and tensor.inputs[0].domain == DOMAIN:
-        tensor = tensor.inputs[0].inputs[0]
-    return str(tensor.name)
