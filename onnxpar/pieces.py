@@ -64,15 +64,15 @@ def unify(a: Piece, b: Piece) -> bool:
         return True
     if a.kind != b.kind:
         return False
-    walk = _align_product if a.kind == "product" else _align_concat
-    if not walk(flat(a, a.kind), flat(b, b.kind)):
+    if not _align(a.kind, flat(a, a.kind), flat(b, b.kind)):
         return False
     if a.root() is not b.root():
         a.root().parent = b.root()
     return True
 
 
-def _align_product(a: list[Piece], b: list[Piece]) -> bool:
+def _align(kind: str, a: list[Piece], b: list[Piece]) -> bool:
+    """Makes the pieces of two products, or of two concatenations, the same, from the first on."""
     a, b = a[::-1], b[::-1]
     while a and b:
         x, y = a.pop(), b.pop()
@@ -80,33 +80,18 @@ def _align_product(a: list[Piece], b: list[Piece]) -> bool:
             if not unify(x, y):
                 return False
             continue
-        common = math.gcd(x.size, y.size)
-        if common == 1:
+        is_product = kind == "product"
+        first = math.gcd(x.size, y.size) if is_product else min(x.size, y.size)
+        if is_product and first == 1:
             return False
-        for node, rest in ((x, a), (y, b)):
-            pieces = [node]
-            if node.size != common:
-                refined = _refine(node, "product", (common, node.size // common))
-                if refined is None:
-                    return False
-                pieces = refined
+        for piece, rest in ((x, a), (y, b)):
+            pieces: list[Piece] | None = [piece]
+            if piece.size != first:
+                second = piece.size // first if is_product else piece.size - first
+                pieces = _refine(piece, kind, (first, second))
+            if pieces is None:
+                return False
             rest.extend(pieces[::-1])
-    return not a and not b
-
-
-def _align_concat(a: list[Piece], b: list[Piece]) -> bool:
-    a, b = a[::-1], b[::-1]
-    while a and b:
-        x, y = a.pop(), b.pop()
-        if x.size == y.size:
-            if not unify(x, y):
-                return False
-            continue
-        long, rest, short = (x, a, y) if x.size > y.size else (y, b, x)
-        pieces = _refine(long, "concat", (short.size, long.size - short.size))
-        if pieces is None or not unify(pieces[0], short):
-            return False
-        rest.append(pieces[1])
     return not a and not b
 
 
