@@ -41,11 +41,9 @@ class Part:
 
     def value(self, size: int) -> int:
         """Its value where the whole is of that size."""
-        start = 0
-        for n, i in zip(self.counts, self.at, strict=True):
-            start += i * (size // n) + min(i, size % n)
-            size = size // n + (i < size % n)
-        return start if self.is_start else size
+        sizes = nested_parts(size, self.counts)
+        at = int(np.ravel_multi_index(self.at, self.counts))
+        return sum(sizes[:at]) if self.is_start else sizes[at]
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,9 @@ class OpenConstants:
 
     def needs_sizes(self, what: str) -> StrategyError:
         """The error for what no polynomial can say."""
-        wanted = " ".join(f"--dim {s}=N" for s in self.sizes.symbols)
         return StrategyError(
-            f"'{what}': a rank's part of it cannot be told while sizes are open; give {wanted}, "
-            "or split another dimension"
+            f"'{what}': a rank's part of it cannot be told while sizes are open; give "
+            f"{self.sizes.flags}, or split another dimension"
         )
 
     def _find_varying(self) -> Iterator[str]:
@@ -211,14 +208,6 @@ class OpenConstants:
         """Whether a dimension of a port differs between the bindings."""
         found = [each.layouts.get(name) for each in self.all]
         return len({layout.shape[axis] for layout in found if layout is not None}) > 1
-
-    def size(self, name: str, axis: int) -> Polynomial:
-        """A global dimension. Errors: StrategyError where it is no polynomial."""
-        found = [each.layouts[name].shape[axis] for each in self.all]
-        size = fit(found, self.sizes.variables())
-        if size is None:
-            raise self.needs_sizes(name)
-        return size
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
         """(node, attribute) of collectives that must be left out, as their sizes are known when

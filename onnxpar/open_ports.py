@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,23 +31,21 @@ def _opened(port: Port, contexts: Sequence[PassContext], sizes: OpenSizes) -> Po
     layouts = [each.layouts[port.name] for each in contexts]
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]
-    variables = sizes.variables()
-    shape, tree = (_merged(x, variables, port.name) for x in (shapes, trees))
+    shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
     return port if tree == trees[0] else replace(port, open=OpenPort(shape, tree))
 
 
-def _merged(values: Sequence[Any], variables: Mapping[str, Sequence[int]], name: str) -> Any:
+def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
     """One JSON value for those of all bindings: numbers that differ become texts."""
     first = values[0]
     if all(v == first for v in values[1:]):
         return first
     if isinstance(first, dict):
-        return {k: _merged([v[k] for v in values], variables, name) for k in first}
+        return {k: _merged([v[k] for v in values], sizes, name) for k in first}
     if isinstance(first, list):
         columns = zip(*values, strict=True)
-        return [_merged(column, variables, name) for column in columns]
-    size = fit(values, variables) if isinstance(first, int) else None
+        return [_merged(column, sizes, name) for column in columns]
+    size = fit(values, sizes.variables()) if isinstance(first, int) else None
     if size is None:
-        wanted = " ".join(f"--dim {s}=N" for s in variables)
-        raise StrategyError(f"'{name}': its sizes are no sums and products; give {wanted}")
+        raise StrategyError(f"'{name}': its sizes are no sums and products; give {sizes.flags}")
     return str(size)

@@ -29,6 +29,11 @@ class OpenSizes:
     dims: OpenDims
     graph: Callable[[int], gs.Graph]
 
+    @property
+    def flags(self) -> str:
+        """What binds every symbol."""
+        return " ".join(f"--dim {symbol}=N" for symbol in self.symbols)
+
     def variables(self) -> dict[str, list[int]]:
         """Every symbol's values."""
         return {s: [b[s] for b in self.bindings] for s in self.symbols}

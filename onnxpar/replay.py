@@ -36,8 +36,7 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
             step.run(graph, other)
         ctx.replays.append((graph, other))
     if len(kept) < ENOUGH:
-        wanted = " ".join(f"--dim {symbol}=N" for symbol in model.sizes.symbols)
-        raise StrategyError(f"{odd} depends on sizes that are open; give {wanted}")
+        raise StrategyError(f"{odd} depends on sizes that are open; give {model.sizes.flags}")
     model.sizes = replace(model.sizes, bindings=[model.sizes.bindings[i] for i in kept])
 
 

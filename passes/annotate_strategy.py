@@ -29,12 +29,13 @@ class AnnotateStrategy(Pass):
         try:
             self._collect(graph, ctx)
         except StrategyError as error:
-            if ctx.model.sizes is None:
+            sizes = ctx.model.sizes
+            if sizes is None:
                 raise
-            imagined = ", ".join(f"{k}={v}" for k, v in ctx.model.sizes.bindings[0].items())
-            wanted = " ".join(f"--dim {symbol}=N" for symbol in ctx.model.sizes.symbols)
+            imagined = ", ".join(f"{k}={v}" for k, v in sizes.bindings[0].items())
             raise StrategyError(
-                f"{error}; sizes are open (here imagined as {imagined}): give {wanted} to fix them"
+                f"{error}; sizes are open (here imagined as {imagined}): give {sizes.flags} to fix "
+                "them"
             ) from None
         return bool(ctx.seeds)
 
