@@ -27,7 +27,7 @@ from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.losses import Targets, add_loss
 from onnxpar.training.precision import lower_precision
 from onnxpar.training.program import Program
-from onnxpar.training.recompute import Block, find_blocks, recompute
+from onnxpar.training.recompute import find_blocks, recompute
 
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
@@ -116,13 +116,28 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     if scale is not None:
         share = scale.cast(loss.dtype) * share
+    values = _add_gradients(graph, loss.tensor, share, parameters, options.recompute)
+    told_of = [loss, *evaluated.values(), *values.values()]
+    merge_equal(graph, [*(v.tensor for v in told_of), *(after for _, after in running)])
+    befores = {before.name: before for before, _ in running}  # several nodes may share one
+    inputs = {name: _as_input(graph, before) for name, before in befores.items()}
+    kept = [(inputs[before.name], after) for before, after in running]
+    return Backward(loss, evaluated, trained, parameters, values, kept, scale)
+
+
+def _add_gradients(
+    graph: gs.Graph,
+    loss: gs.Tensor,
+    seed: Value,
+    parameters: list[gs.Variable],
+    recomputes: bool,
+) -> dict[str, Value]:
+    """Appends the gradients of a loss times a seed, by parameter. Errors: StrategyError."""
     forward = len(graph.nodes)
-    blocks: list[Block] = []
-    if options.recompute:
-        names = [p.name for p in parameters]
-        blocks = find_blocks(needed(graph, [loss.tensor.name]), names, loss.tensor.name)
+    names = [p.name for p in parameters]
+    blocks = find_blocks(needed(graph, [loss.name]), names, loss.name) if recomputes else []
     ends = [block.after for block in blocks]
-    found = gradients(graph, {loss.tensor.name: share}, [*parameters, *ends])
+    found = gradients(graph, {loss.name: seed}, [*parameters, *ends])
     followed = {t.name: found.pop(t.name) for t in ends}
     recompute(graph, forward, blocks, {n: g for n, g in followed.items() if g is not None})
     _read_again(graph, forward, parameters)
@@ -130,13 +145,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     if lost:
         more = f", nor on {len(lost) - 1} others" if lost[1:] else ""
         raise StrategyError(f"the loss does not depend on {lost[0]!r}{more}; use --frozen")
-    values = {name: g for name, g in found.items() if g is not None}
-    told_of = [loss, *evaluated.values(), *values.values()]
-    merge_equal(graph, [*(v.tensor for v in told_of), *(after for _, after in running)])
-    befores = {before.name: before for before, _ in running}  # several nodes may share one
-    inputs = {name: _as_input(graph, before) for name, before in befores.items()}
-    kept = [(inputs[before.name], after) for before, after in running]
-    return Backward(loss, evaluated, trained, parameters, values, kept, scale)
+    return {name: g for name, g in found.items() if g is not None}
 
 
 def _free_names(graph: gs.Graph) -> dict[str, str]:
