@@ -11,7 +11,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.factors import analyse
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.sharding import Sharding
-from onnxpar.training.backward import LossOptions, add_backward, add_output
+from onnxpar.step import GRADIENT
+from onnxpar.training.backward import LOSS, LossOptions, add_backward, add_output
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Differentiate(Pass):
         )
         back = add_backward(ctx.model, options)
         graph.outputs = []
-        add_output(graph, back.loss, "loss")
+        add_output(graph, back.loss, LOSS)
         for name, gradient in back.gradients.items():
-            add_output(graph, gradient, f"{name}.grad")
+            add_output(graph, gradient, f"{name}{GRADIENT}")
         graph.cleanup(remove_unused_graph_inputs=False)
         ctx.sharding = Sharding.open(ctx.sharding.mesh, analyse(graph))
         return True
