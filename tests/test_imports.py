@@ -151,7 +151,7 @@ def test_the_runtime_knows_no_passes() -> None:
 
 
 def test_runtime_follows_the_plan_format() -> None:
-    from onnxpar.plan import FORMAT
-    from onnxpar.runtime import bundle
+    from onnxpar.plan import FORMAT, STORED
+    from onnxpar.runtime import bundle, first_states
 
-    assert FORMAT == bundle.FORMAT
+    assert (FORMAT, STORED) == (bundle.FORMAT, first_states.STORED)
