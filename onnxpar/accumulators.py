@@ -1,12 +1,11 @@
-"""Sums that a loop carries: they start at zero, each turn adds a term, and nothing else reads them
-before the end. A pending sum may be carried so, as it may pass an Add."""
+"""Sums that a loop carries: each turn adds a term, and nothing else reads them before the end. A
+pending sum may be carried so, as it may pass an Add."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
@@ -49,21 +48,8 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
         if add is None or add.op != "Add" or back.outputs or given.name in results:
             continue
         at = [k for k, t in enumerate(add.inputs) if source(t) is given]
-        alone = len(given.outputs) == 1 and len(at) == 1 and is_float(given)
-        if alone and _is_zero(node.inputs[before + i]):
+        if len(given.outputs) == 1 and len(at) == 1 and is_float(given):
             yield Accumulator(before + i, i, given, back, add, 1 - at[0])
-
-
-def _is_zero(tensor: gs.Tensor) -> bool:
-    """Whether all elements are zero, as far as the graph shows."""
-    tensor = source(tensor)
-    if isinstance(tensor, gs.Constant):
-        return not np.any(tensor.values)
-    node = tensor.inputs[0] if tensor.inputs else None
-    if node is None or node.op != "ConstantOfShape":
-        return False
-    value = node.attrs.get("value")
-    return value is None or not np.any(value.values)
 
 
 def source(tensor: gs.Tensor) -> gs.Tensor:
