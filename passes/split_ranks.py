@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,23 +36,16 @@ class SplitRanks(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         mesh = ctx.sharding.mesh
         opened = open_constants(graph, ctx)
-        varying = set(opened.varying if opened else ())
+        apart = {*ctx.per_rank.constants, *(opened.varying if opened else ())}
         store = WeightStore(self.output, ctx.model.folder, mesh, self.progress)
-        weights: dict[str, list[TensorProto]] = {}
-        stored = [t for each in (graph, *ctx.programs.values()) for t in constants(each)]
-        for tensor in {t.name: t for t in stored}.values():
-            if tensor.name in ctx.layouts and tensor.name not in {
-                *ctx.per_rank.constants,
-                *varying,
-            }:
-                proto = weight_proto(tensor)
-                weights[tensor.name] = store.cut(tensor.name, proto, ctx.layouts[tensor.name])
-                tensor._values = gs.ir.tensor.LazyValues(_stub(proto))
+        weights = _cut_constants([graph, *ctx.programs.values()], apart, ctx, store)
         template = _export(graph, ctx.model.header)
-        defaults = _cut_defaults(graph, ctx, store)
+        states = dict(ctx.model.states)
+        defaults = _cut_defaults([t for t in graph.inputs if t.name not in states], ctx, store)
         weights |= defaults
         _add_defaults(template.graph, defaults)
-        first = _cut_states(graph, ctx, store)
+        # first values are apart from the graphs, so that they need not outlive the first run
+        first = _cut_defaults([t for t in graph.inputs if t.name in states], ctx, store).values()
         _store_the_rest(template.graph, weights, store)
         templates = {"onnx": template}
         for name, program in ctx.programs.items():
@@ -116,30 +109,28 @@ def _add_defaults(graph: onnx.GraphProto, defaults: Mapping[str, list[TensorProt
     graph.initializer.extend(_stub(defaults[name][0], name) for name in named)
 
 
-def _cut_defaults(
-    graph: gs.Graph, ctx: PassContext, store: WeightStore
+def _cut_constants(
+    graphs: Iterable[gs.Graph], apart: Collection[str], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """The default values of inputs that are no states, cut as what is fed in their place will
-    be."""
+    """The constants that have a layout and are not `apart`; in the graphs their data is dropped."""
     weights = {}
-    states = dict(ctx.model.states)
-    for tensor in graph.inputs:
-        default = default_of(tensor)
-        if default is not None and tensor.name not in states:
-            layout = ctx.layouts.get(tensor.name) or whole_layout(default)
-            weights[tensor.name] = store.cut(tensor.name, default, layout)
+    for tensor in {t.name: t for graph in graphs for t in constants(graph)}.values():
+        if tensor.name in ctx.layouts and tensor.name not in apart:
+            proto = weight_proto(tensor)
+            weights[tensor.name] = store.cut(tensor.name, proto, ctx.layouts[tensor.name])
+            tensor._values = gs.ir.tensor.LazyValues(_stub(proto))
     return weights
 
 
-def _cut_states(graph: gs.Graph, ctx: PassContext, store: WeightStore) -> list[list[TensorProto]]:
-    """The first values of states, each with its ranks' parts. They are apart from the graphs, so
-    that they need not outlive the first run."""
-    states = dict(ctx.model.states)
-    return [
-        store.cut(tensor.name, default, ctx.layouts.get(tensor.name) or whole_layout(default))
-        for tensor in graph.inputs
-        if tensor.name in states and (default := default_of(tensor)) is not None
-    ]
+def _cut_defaults(
+    inputs: Iterable[gs.Tensor], ctx: PassContext, store: WeightStore
+) -> dict[str, list[TensorProto]]:
+    """The default values of inputs, cut as what is fed in their place will be."""
+    found = {t.name: default for t in inputs if (default := default_of(t)) is not None}
+    return {
+        name: store.cut(name, default, ctx.layouts.get(name) or whole_layout(default))
+        for name, default in found.items()
+    }
 
 
 def _store_the_rest(
