@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime.feeds import read_npz
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.bundle import Bundle, NodeArg
+from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.step import EVALUATION, RESIDUAL, Step
 from onnxpar.training.checkpoint import Checkpoint, Progress, begin, finish, unfinished
 
-Array = npt.NDArray[Any]
 
-
-class Trainer:
+class Trainer(Closing):
     """A session of a sharded training step (`onnxpar shard step.onnx`).
 
     `options` are those of `InferenceSession`. Errors: ModelError where the folder is no sharded
@@ -112,14 +110,3 @@ class Trainer:
     def close(self) -> None:
         """Ends the ranks."""
         self.session.close()
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
