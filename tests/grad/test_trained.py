@@ -20,9 +20,6 @@ def noise(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape)
 
 
-POSITIONS = np.arange(8)[:, None] / 10.0 ** np.arange(3)
-SINES = np.concatenate([np.sin(POSITIONS), np.cos(POSITIONS)], 1)
-MASK = np.where(np.tri(4, dtype=bool), 0, -1e9)
 GATES = """
     g0, g1, g2, g3 = Split<axis = 0, num_outputs = 4>(w)
     w_moved = Concat<axis = 0>(g0, g3, g1, g2)
@@ -40,17 +37,12 @@ CASES = {
         {"s": noise(6), "b": noise(6)},
         "s b",
     ),
-    "numbers": ("h = Mul(x, s) y = Add(h, b)", (4, 6), {"s": noise(1), "b": noise()}, ""),
-    "mask": ("y = Add(x, m)", (2, 4, 4), {"m": MASK}, ""),
-    "table of positions": ("y = Add(x, t)", (2, 8, 6), {"t": noise(1, 8, 6)}, "t"),
     "part of a table": (
         "rows = Slice(t, zero, eight, one) y = Add(x, rows)",
         (2, 3, 8),
         {"t": noise(3, 9)},
         "t",
     ),
-    "sines": ("y = Add(x, t)", (2, 8, 6), {"t": SINES}, ""),
-    "rotary table": ("y = Mul(x, t)", (2, 8, 6), {"t": noise(8, 6)}, ""),
     "frequencies": (
         "a = Mul(x, f) u = Sin(a) v = Cos(a) y = Concat<axis = 1>(u, v)",
         (4, 6),
@@ -63,13 +55,6 @@ CASES = {
         {"f": noise(6)},
         "f",
     ),
-    "token for every row": (
-        "tokens = Expand(t, rows) y = Concat<axis = 1>(tokens, x)",
-        (4, 5, 6),
-        {"t": noise(1, 1, 6), "rows": np.array([4, 1, 6])},
-        "t",
-    ),
-    "rows of one batch": ("y = Concat<axis = 1>(t, x)", (4, 5, 6), {"t": noise(4, 1, 6)}, ""),
     "folded tokens": ("y = Concat<axis = 1>(t, x)", (4, 5, 6), {"t": noise(1, 1, 6)[[0] * 4]}, ""),
     "gates in another order": (
         GATES,

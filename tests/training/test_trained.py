@@ -188,12 +188,6 @@ FOUND: dict[str, tuple[str, Weights, list[str]]] = {
         {"n": np.arange(8).reshape(4, 2)},
         ["w"],
     ),
-    "scale and bias of a normalization": (
-        """m (float[4,6,5] x, float[6] w1, float[6] w2) => (float[4,6,5] y)
-        { y = InstanceNormalization(x, w1, w2) }""",
-        {},
-        ["w1", "w2"],
-    ),
 }
 
 
