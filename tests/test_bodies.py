@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -76,14 +77,13 @@ def test_sibling_branches_may_repeat_names(tmp_path: Path) -> None:
     assert not plan.whole and not plan.collectives
 
 
-def test_what_grows_from_turn_to_turn_is_whole_in_that_dimension(tmp_path: Path) -> None:
+def growing(
+    path: Path, nodes: list[onnx.NodeProto], *counts: int
+) -> tuple[Path, list[dict[str, Any]]]:
+    """A Loop of which a turn makes `more` of `all`, and feeds for these numbers of turns."""
     body = graph(
         "grow",
-        [
-            node("MatMul", ["x", "w"], ["row"], "make"),
-            node("Concat", ["all", "row"], ["more"], axis=1),
-            node("Identity", ["c"], ["d"]),
-        ],
+        [*nodes, node("Identity", ["c"], ["d"])],
         [("i", INT, []), ("c", BOOL, []), ("all", FLOAT, None)],
         [("d", BOOL, []), ("more", FLOAT, None)],
         {"w": values(6, 4)},
@@ -94,8 +94,16 @@ def test_what_grows_from_turn_to_turn_is_whole_in_that_dimension(tmp_path: Path)
         [("x", FLOAT, [5, 6]), ("a0", FLOAT, [5, 2]), ("n", INT, [])],
         [("y", FLOAT, [5, None])],  # type: ignore[list-item]
     )
-    model = save(tmp_path / "m.onnx", main)
-    feeds = [{"x": values(5, 6), "a0": values(5, 2), "n": np.array(n)} for n in (0, 2)]
+    fed = {"x": values(5, 6), "a0": values(5, 2)}
+    return save(path, main), [{**fed, "n": np.array(n)} for n in counts]
+
+
+def test_what_grows_from_turn_to_turn_is_whole_in_that_dimension(tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", ["x", "w"], ["row"], "make"),
+        node("Concat", ["all", "row"], ["more"], axis=1),
+    ]
+    model, feeds = growing(tmp_path / "m.onnx", nodes, 0, 2)
     for layout in ("data-parallel 2", "data-parallel 3", "tensor-parallel 2"):
         plan = agree(model, feeds, layout)
         assert plan.inputs[1].layout is not None
@@ -244,24 +252,11 @@ def test_declared_types_hold_in_bodies_for_ops_that_nobody_knows(tmp_path: Path)
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_take_what_has_grown_since_the_last_turn(tmp_path: Path, ranks: int) -> None:
-    body = graph(
-        "grow",
-        [
-            node("Concat", ["all", "x"], ["more"], axis=1),
-            node("Softmax", ["more"], ["soft"], axis=0),
-            node("Tanh", ["soft"], ["next"]),
-            node("Identity", ["c"], ["d"]),
-        ],
-        [("i", INT, []), ("c", BOOL, []), ("all", FLOAT, None)],
-        [("d", BOOL, []), ("next", FLOAT, None)],
-    )
-    main = graph(
-        "g",
-        [loop(body, ["n", "", "a0"], ["a1"]), node("Relu", ["a1"], ["y"])],
-        [("x", FLOAT, [5, 6]), ("a0", FLOAT, [5, 2]), ("n", INT, [])],
-        [("y", FLOAT, [5, None])],  # type: ignore[list-item]
-    )
-    model = save(tmp_path / "m.onnx", main)
-    feeds = [{"x": values(5, 6), "a0": values(5, 2), "n": np.array(n)} for n in (1, 4, 0)]
+    nodes = [
+        node("Concat", ["all", "x"], ["joined"], axis=1),
+        node("Softmax", ["joined"], ["soft"], axis=0),
+        node("Tanh", ["soft"], ["more"]),
+    ]
+    model, feeds = growing(tmp_path / "m.onnx", nodes, 1, 4, 0)
     plan = agree(model, feeds, f"tp={ranks}", {"tensors": {"a0": ["tp", None]}})
     assert kinds(plan) == ["AllReduce", "AllReduce", "AllGather"] and not plan.whole

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
+import pytest
 from test_schedule import Tensors, node
 
 from onnxpar.buckets import first_of_buckets, fuse_all_reduces
@@ -103,37 +104,18 @@ def test_what_waits_for_another_is_apart() -> None:
     assert fused(build(lines)) == ["a", "c d"]
 
 
-def test_buckets_do_not_wait_for_each_other_in_a_circle() -> None:
-    """a1 before b1 and b2 before a2: each pair alone could be one, but not both."""
-    lines = [
-        "a1 = matmul x u",
-        "a1@ = reduce a1",
-        "b2 = matmul x v",
-        "b2@ = reduce b2",
-        "b1 = relu a1@",
-        "b1@ = reduce b1",
-        "a2 = relu b2@",
-        "a2@ = reduce a2",
-        "y = sum b1@ a2@",
-    ]
-    found = fused(build(lines, axes={"b1@": TP, "b2@": TP}))
-    assert sorted(found) == ["a1", "a2", "b2 b1"]
+CIRCLE = ["a1 = matmul x u", "a1@ = reduce a1", "b2 = matmul x v", "b2@ = reduce b2",
+          "b1 = relu a1@", "b1@ = reduce b1", "a2 = relu b2@", "a2@ = reduce a2",
+          "y = sum b1@ a2@"]  # fmt: skip
+OLDER = ["b2 = matmul x v", "b2@ = reduce b2", "late = relu b2@", "a1 = matmul x u",
+         "a1@ = reduce a1", "b1 = relu a1@", "b1@ = reduce b1", "a2 = relu late",
+         "a2@ = reduce a2", "y = sum b1@ a2@"]  # fmt: skip
 
 
-def test_circles_through_what_was_computed_before_a_bucket_grew() -> None:
-    """As before, and a2 depends on b2 by a tensor that is older than b1."""
-    lines = [
-        "b2 = matmul x v",
-        "b2@ = reduce b2",
-        "late = relu b2@",
-        "a1 = matmul x u",
-        "a1@ = reduce a1",
-        "b1 = relu a1@",
-        "b1@ = reduce b1",
-        "a2 = relu late",
-        "a2@ = reduce a2",
-        "y = sum b1@ a2@",
-    ]
+@pytest.mark.parametrize("lines", [CIRCLE, OLDER], ids=["circle", "older"])
+def test_buckets_do_not_wait_for_each_other_in_a_circle(lines: list[str]) -> None:
+    """a1 before b1 and b2 before a2: each pair alone could be one, but not both; nor where a2
+    depends on b2 by a tensor that is older than b1, and was computed before the bucket grew."""
     found = fused(build(lines, axes={"b1@": TP, "b2@": TP}))
     assert sorted(found) == ["a1", "a2", "b2 b1"]
 
