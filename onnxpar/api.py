@@ -12,6 +12,7 @@ from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
 from onnxpar.strategy import Strategy
+from onnxpar.topology import Topology
 
 
 def shard(
@@ -28,6 +29,7 @@ def shard(
     verify: bool = False,
     configuration: str | None = None,
     compression: str | None = None,
+    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
 ) -> Plan:
     """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
 
@@ -41,10 +43,21 @@ def shard(
     verify    check the invariants between passes
     configuration  which multi-device annotations of the model to follow, or "none"
     compression    how gradients of a training step travel: float16, bfloat16 or 2bit:THRESHOLD
+    topology  what ranks run on: a file as `onnxpar calibrate` writes it, or the same in Python
     Errors: OnnxparError, naming what is wrong and the remedy; nothing is left half-written.
     """
     options = _options(
-        devices, mesh, preset, strategy, dims, states, strict, verify, configuration, compression
+        devices,
+        mesh,
+        preset,
+        strategy,
+        dims,
+        states,
+        strict,
+        verify,
+        configuration,
+        topology,
+        compression,
     )
     return pipeline.shard(Path(model), Path(output), options)
 
@@ -62,10 +75,21 @@ def make_plan(
     verify: bool = False,
     configuration: str | None = None,
     compression: str | None = None,
+    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
 ) -> Plan:
     """What `shard` would do with the same options; nothing is written."""
     options = _options(
-        devices, mesh, preset, strategy, dims, states, strict, verify, configuration, compression
+        devices,
+        mesh,
+        preset,
+        strategy,
+        dims,
+        states,
+        strict,
+        verify,
+        configuration,
+        topology,
+        compression,
     )
     return pipeline.plan(Path(model), options)[0]
 
@@ -83,10 +107,13 @@ def annotate(
     strict: bool = False,
     verify: bool = False,
     configuration: str | None = None,
+    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
 ) -> Plan:
     """Writes the model with the plan that `shard` would follow as ONNX's multi-device annotations,
     which `shard` reads."""
-    options = _options(devices, mesh, preset, strategy, dims, states, strict, verify, configuration)
+    options = _options(
+        devices, mesh, preset, strategy, dims, states, strict, verify, configuration, topology
+    )
     return pipeline.annotate(Path(model), Path(output), options)
 
 
@@ -100,10 +127,20 @@ def _options(
     strict: bool,
     verify: bool,
     configuration: str | None,
+    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
     compression: str | None = None,
 ) -> Options:
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    how = Strategy.given(strategy)
     return Options(
-        devices, mesh, preset, how, dims, states, strict, verify, configuration, compression
+        devices,
+        mesh,
+        preset,
+        Strategy.given(strategy),
+        dims,
+        states,
+        strict,
+        verify,
+        configuration,
+        compression,
+        topology=Topology.given(topology),
     )

@@ -10,10 +10,10 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
 from onnxpar.layout import Layout
-from onnxpar.mesh import Mesh, parts_over
+from onnxpar.mesh import Mesh
 from onnxpar.plan import part_bytes
 from onnxpar.schedule import schedule
-from onnxpar.search.cost import step_seconds
+from onnxpar.search.cost import Costs
 from onnxpar.subgraphs import captured
 
 Kind = tuple[object, ...]
@@ -56,7 +56,7 @@ def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
 
 def first_of_buckets(
     graph: gs.Graph,
-    mesh: Mesh,
+    costs: Costs,
     seconds: Mapping[str, float],
     tail: float,
     sizes: dict[str, int],
@@ -79,11 +79,11 @@ def first_of_buckets(
         end = len(members)
         allowed = tail
         while end:
-            start, total = end - 1, _size(members[end - 1][0], mesh, sizes)
-            ranks = parts_over(members[start][0].attrs["axes"])
+            start, total = end - 1, _size(members[end - 1][0], costs.mesh, sizes)
+            axes = members[start][0].attrs["axes"]
             while start:
-                total += _size(members[start - 1][0], mesh, sizes)
-                if step_seconds("AllReduce", ranks, total) > allowed:
+                total += _size(members[start - 1][0], costs.mesh, sizes)
+                if costs.collective("AllReduce", axes, total) > allowed:
                     break
                 start -= 1
             first.add(members[start][0].name)

@@ -190,6 +190,12 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         "decides what they leave open. Pipeline stages are hints that are not followed",
     )
     to.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="YAML: levels of links between ranks, and a rank's speed and memory, as calibrate "
+        "writes it; or MindSpore's and HCCL's rank table. Default: one host of slow cores",
+    )
+    to.add_argument(
         "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
     )
     to.add_argument(

@@ -39,6 +39,7 @@ from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
+from onnxpar.topology import Topology
 from onnxpar.training.compare import compare_training, judge_compressed, judge_gradients
 from onnxpar.training.data import Data
 from onnxpar.training.replicas import compare_copies
@@ -224,6 +225,7 @@ def _options(args: argparse.Namespace) -> Options:
         fusion=args.fusion,
         bucket_bytes=None if args.bucket_mb is None else int(args.bucket_mb * (1 << 20)),
         compression=args.compression,
+        topology=Topology.given(args.topology),
     )
 
 

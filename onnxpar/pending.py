@@ -15,9 +15,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.accumulators import Accumulator, accumulators
 from onnxpar.factors import Links, OpFactors
 from onnxpar.layout import ReduceOp
-from onnxpar.mesh import Axes, parts_over
+from onnxpar.mesh import Axes
 from onnxpar.plan import part_bytes
-from onnxpar.search.cost import step_seconds
 from onnxpar.sharding import Placement, Sharding, overlaps
 from onnxpar.subgraphs import scopes
 
@@ -143,7 +142,7 @@ class _Chooser:
             self.decided.results[f"{op.node.name}::{tensor.name}"] = pending
         self.decided.results[result.name] = pending
         size = part_bytes(result, self.sharding.layout(result, placement), self.sharding.mesh)
-        seconds = step_seconds("AllReduce", parts_over(term.axes), size)
+        seconds = self.sharding.costs.collective("AllReduce", term.axes, size)
         choice = _Choice(op.graph, term.axes, term.op, 0.0, seconds, through=False)
         self.choices[result.name] = choice
 
@@ -196,13 +195,13 @@ class _Chooser:
             return 0.0
         placement = self.sharding.operand_placement(op, op.inputs[index])
         size = part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
-        return 1e-6 + step_seconds("Select", 1, size)
+        return self.sharding.costs.local("Select", size)
 
     def _reduction(self, op: OpFactors, axes: Axes, reduce: ReduceOp) -> float:
         tensor = op.node.outputs[0]
         placement = self.sharding.operand_placement(op, op.outputs[0])
         size = part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
-        return step_seconds("AllReduce", parts_over(axes), size)
+        return self.sharding.costs.collective("AllReduce", axes, size)
 
     def _keep(self, op: OpFactors, choice: _Choice) -> None:
         """Records that a result stays pending, and with it what its operands must be."""

@@ -41,6 +41,7 @@ from onnxpar.sharding import Sharding
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
 from onnxpar.summary import summarize
+from onnxpar.topology import Topology
 from onnxpar.verify import verify
 from onnxpar.write_annotations import operand_names, original, save, write_annotations
 
@@ -84,20 +85,21 @@ class Options:
     replicas: bool = False
     fusion: str | None = None
     bucket_bytes: int | None = None
+    topology: Topology | None = None
 
 
 def make_context(model: Model, options: Options) -> PassContext:
     """Analyses the model and settles the mesh and the preset. Errors: StrategyError."""
     manual = manual_of(options, model.step)
     if manual is not None:
-        nothing = Sharding.open(manual.mesh, GraphFactors({}, []))
+        nothing = Sharding.open(manual.mesh, GraphFactors({}, []), options.topology)
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
     refuse_collectives(model.graph)
     mesh, preset, annotated = _mesh_and_preset(model, options)
     factors = analyse(model.graph, model.states, in_bodies=model.sizes is None)
     return PassContext(
         model,
-        Sharding.open(mesh, factors),
+        Sharding.open(mesh, factors, options.topology),
         strategy=options.strategy,
         preset=preset,
         annotated=annotated,

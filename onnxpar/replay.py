@@ -57,6 +57,7 @@ def _sharding(factors: GraphFactors, decided: Sharding) -> Sharding:
     return Sharding(
         decided.mesh,
         factors,
+        decided.costs,
         {name: list(axes) for name, axes in decided.tensors.items()},
         {name: list(axes) for name, axes in decided.ops.items()},
         set(decided.pinned),

@@ -8,8 +8,8 @@ from itertools import pairwise, permutations
 
 from onnxpar.factors import TensorFactors, with_axes
 from onnxpar.layout import ReduceOp, nested_parts
-from onnxpar.mesh import Axes, Axis, parts_over
-from onnxpar.search.cost import step_seconds
+from onnxpar.mesh import Axes, Axis
+from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement, covered_axes, overlaps
 
 LOCAL_STEPS = ("LocalSlice", "Select")
@@ -48,9 +48,9 @@ def plan_steps(
     gathered and cut. Where parts do not compose (sub-axes that do not divide each other, 14 over 4
     and over 2, sizes by hand) the way leads through the whole tensor.
     """
-    cuts = _cuts([*before.leaves, *after.leaves, before.partial, after.partial])
+    cuts = cuts_of([*before.leaves, *after.leaves, before.partial, after.partial])
     if cuts is not None:
-        walk = _Walk(_refined(before, cuts), _refined(after, cuts), factors)
+        walk = _Walk(refined(before, cuts), refined(after, cuts), factors)
         steps = walk.run()
         if all(_composes(step, factors, parts) for step in steps):
             return steps
@@ -79,13 +79,13 @@ def _sizes(
     return nested_parts(factors.leaves[leaf].size, tuple(a.size for a in axes))
 
 
-_Refined = tuple[list[Axes], Axes, ReduceOp]
+Refined = tuple[list[Axes], Axes, ReduceOp]
 
 
 class _Walk:
     """The placement on its way; leaves in different segments of a dimension move together."""
 
-    def __init__(self, start: _Refined, goal: _Refined, factors: TensorFactors) -> None:
+    def __init__(self, start: Refined, goal: Refined, factors: TensorFactors) -> None:
         self.leaves, self.partial, self.op = start
         self.goal, self.goal_partial, self.goal_op = goal
         self.factors = factors
@@ -185,7 +185,7 @@ def _common(a: Axes, b: Axes) -> Axes:
     return a[:n]
 
 
-def _cuts(axes: Iterable[Axes]) -> dict[str, list[int]] | None:
+def cuts_of(axes: Iterable[Axes]) -> dict[str, list[int]] | None:
     """Where each mesh axis must be cut so that all sub-axes in use are unions of pieces."""
     cuts: dict[str, set[int]] = {}
     for axis in (a for group in axes for a in group):
@@ -197,7 +197,7 @@ def _cuts(axes: Iterable[Axes]) -> dict[str, list[int]] | None:
     return ordered
 
 
-def _refined(placement: Placement, cuts: dict[str, list[int]]) -> _Refined:
+def refined(placement: Placement, cuts: dict[str, list[int]]) -> Refined:
     def pieces(axis: Axis) -> Axes:
         at = [c for c in cuts[axis.name] if axis.pre <= c <= axis.pre * axis.size]
         return tuple(Axis(axis.name, b // a, a) for a, b in pairwise(at))
@@ -209,17 +209,16 @@ def _refined(placement: Placement, cuts: dict[str, list[int]]) -> _Refined:
     return leaves, all_pieces(placement.partial), placement.reduce
 
 
-def cost(steps: Sequence[Step], size: Bytes) -> float:
+def cost(steps: Sequence[Step], size: Bytes, costs: Costs) -> float:
     """Seconds for the steps, by the cost model."""
-    return sum(
-        step_seconds(s.kind, parts_over(s.axes), max(size(s.before), size(s.after))) for s in steps
-    )
+    return sum(costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) for s in steps)
 
 
 def plan_tree(
     start: Placement,
     wanted: Sequence[Placement],
     size: Bytes,
+    costs: Costs,
     factors: TensorFactors,
     parts: PartSizes | None = None,
 ) -> list[Step]:
@@ -230,14 +229,15 @@ def plan_tree(
     """
     goals = list(dict.fromkeys(w for w in wanted if w != start))
     orders = permutations(goals) if len(goals) <= 3 else [goals]
-    trees = [_grow(start, order, size, factors, parts) for order in orders]
-    return min(trees, key=lambda steps: cost(steps, size), default=[])
+    trees = [_grow(start, order, size, costs, factors, parts) for order in orders]
+    return min(trees, key=lambda steps: cost(steps, size, costs), default=[])
 
 
 def _grow(
     start: Placement,
     goals: Iterable[Placement],
     size: Bytes,
+    costs: Costs,
     factors: TensorFactors,
     parts: PartSizes | None,
 ) -> list[Step]:
@@ -248,7 +248,7 @@ def _grow(
             continue
         sources = [s for s in made if not s.partial or goal.partial or s == start]
         paths = [plan_steps(source, goal, factors, parts) for source in sources]
-        best = min(paths, key=lambda steps: cost(steps, size))
+        best = min(paths, key=lambda steps: cost(steps, size, costs))
         tree += best
         made += [s.after for s in best]
     return tree

@@ -14,6 +14,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, with_axes
 from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp, nested_parts, normalize
 from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, parts_over
+from onnxpar.search.cost import Costs
+from onnxpar.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,27 @@ class Placement:
 class Sharding:
     """Axes of every tensor leaf (by tensor) and op leaf (by node).
 
+    costs    what talking and computing cost on the mesh
     pinned   tensors whose layout somebody asked for: it holds whatever the ops around them need
     parts    sizes by hand, for an atom split over these axes
     """
 
     mesh: Mesh
     factors: GraphFactors
+    costs: Costs
     tensors: dict[str, list[Axes | None]] = field(default_factory=dict)
     ops: dict[str, list[Axes | None]] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
     parts: dict[tuple[int, Axes], tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def open(mesh: Mesh, factors: GraphFactors) -> Sharding:
-        """Nothing decided yet."""
+    def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> Sharding:
+        """Nothing decided yet; costs are those of a default topology where none is given. Errors:
+        StrategyError where it has fewer ranks than the mesh."""
         return Sharding(
             mesh,
             factors,
+            Costs(topology or Topology.default(), mesh),
             {name: [None] * len(t.leaves) for name, t in factors.tensors.items()},
             {op.node.name: [None] * len(op.leaves) for op in factors.ops},
         )

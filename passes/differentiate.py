@@ -45,5 +45,6 @@ class Differentiate(Pass):
         for name, gradient in back.gradients.items():
             add_output(graph, gradient, f"{name}{GRADIENT}")
         graph.cleanup(remove_unused_graph_inputs=False)
-        ctx.sharding = Sharding.open(ctx.sharding.mesh, analyse(graph))
+        known = ctx.sharding
+        ctx.sharding = Sharding.open(known.mesh, analyse(graph), known.costs.topology)
         return True

@@ -12,7 +12,6 @@ from onnxpar.buckets import BUCKET_BYTES, first_of_buckets, fuse_all_reduces
 from onnxpar.clone import needed
 from onnxpar.flops import flops
 from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.search.cost import FLOPS
 from onnxpar.search.tensor_parallel import is_contraction
 
 FUSIONS = ("size", "cost", "none")
@@ -37,14 +36,14 @@ class FuseAllReduces(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         if self.by == "none":
             return False
-        mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
+        costs, sizes = ctx.sharding.costs, ctx.choices.bytes
         wanted = _wanted(graph, ctx)
         if self.by == "size":
-            return fuse_all_reduces(graph, mesh, self.bucket_bytes, sizes, wanted)
+            return fuse_all_reduces(graph, costs.mesh, self.bucket_bytes, sizes, wanted)
         ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
-        seconds = {op.node.name: flops(op, ctx.sharding) / FLOPS for op in ops}
-        first = first_of_buckets(graph, mesh, seconds, self.tail_us * 1e-6, sizes, wanted)
-        return fuse_all_reduces(graph, mesh, sys.maxsize, sizes, wanted, first)
+        seconds = {op.node.name: costs.compute(flops(op, ctx.sharding), 0) for op in ops}
+        first = first_of_buckets(graph, costs, seconds, self.tail_us * 1e-6, sizes, wanted)
+        return fuse_all_reduces(graph, costs.mesh, sys.maxsize, sizes, wanted, first)
 
 
 def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:

@@ -287,7 +287,7 @@ class _Insertion:
 
             factors = self.sharding.factors.tensors[tensor.name]
             parts = partial(self.sharding.part_sizes, tensor.name)
-            known[key] = plan_tree(made, goals, size, factors, parts)
+            known[key] = plan_tree(made, goals, size, self.sharding.costs, factors, parts)
         return known[key]
 
     def _follow(

@@ -13,11 +13,13 @@ from test_schedule import Tensors, node
 from onnxpar.buckets import first_of_buckets, fuse_all_reduces
 from onnxpar.layout import Factor, Layout
 from onnxpar.mesh import Axes, Mesh
-from onnxpar.search.cost import BANDWIDTH, LATENCY
+from onnxpar.search.cost import Costs
+from onnxpar.topology import HOST, Topology
 
 MESH = Mesh.parse("dp=2,tp=2")
 DP, TP = ((MESH.axis(name),) for name in ("dp", "tp"))
 BOTH = (*DP, *TP)
+COSTS = Costs(Topology.default(), MESH)
 
 
 def pending(size: int, axes: Axes, reduce: str = "sum") -> Layout:
@@ -133,26 +135,26 @@ def test_circles_of_three() -> None:
 
 def firsts(seconds: Mapping[str, float], sizes: Mapping[str, int], tail: float) -> set[str]:
     made = build(GRADIENTS, size=sizes)
-    return first_of_buckets(made, MESH, seconds, tail, {}, {})
+    return first_of_buckets(made, COSTS, seconds, tail, {}, {})
 
 
 def test_by_cost_the_last_bucket_takes_what_the_tail_may() -> None:
     """And each earlier one what is computed meanwhile; over 2 ranks all bytes are sent once."""
     size = 1_000_000
-    each = 4 * size / BANDWIDTH
+    each, latency = 4 * size / HOST.bandwidth, 2 * HOST.latency
     sizes = dict.fromkeys(("a@", "b@", "c@"), size)
     idle = dict.fromkeys("abc", 0.0)
     assert firsts(idle, sizes, 10.0) == {"a@"}
-    assert firsts(idle, sizes, LATENCY + 2.5 * each) == {"b@", "a@"}
-    assert firsts(idle, sizes, LATENCY + 1.5 * each) == {"c@", "b@", "a@"}
+    assert firsts(idle, sizes, latency + 2.5 * each) == {"b@", "a@"}
+    assert firsts(idle, sizes, latency + 1.5 * each) == {"c@", "b@", "a@"}
     assert firsts(idle, sizes, 0.0) == {"c@", "b@", "a@"}
     # c is computed for as long as two of them take: a and b are hidden together
-    busy = {"a": 1.0, "b": 1.0, "c": LATENCY + 2.5 * each}
-    assert firsts(busy, sizes, LATENCY + 1.5 * each) == {"c@", "a@"}
-    busy["c"] = LATENCY + 1.5 * each
-    assert firsts(busy, sizes, LATENCY + 1.5 * each) == {"c@", "b@", "a@"}
+    busy = {"a": 1.0, "b": 1.0, "c": latency + 2.5 * each}
+    assert firsts(busy, sizes, latency + 1.5 * each) == {"c@", "a@"}
+    busy["c"] = latency + 1.5 * each
+    assert firsts(busy, sizes, latency + 1.5 * each) == {"c@", "b@", "a@"}
 
 
 def test_by_cost_each_kind_has_buckets_of_its_own() -> None:
     made = build(GRADIENTS, axes={"b@": TP})
-    assert first_of_buckets(made, MESH, {}, 10.0, {}, {}) == {"a@", "b@"}
+    assert first_of_buckets(made, COSTS, {}, 10.0, {}, {}) == {"a@", "b@"}

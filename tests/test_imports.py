@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("arrays", "errors", "packing", "symbols"),
-    ("mesh",),
+    ("arrays", "errors", "packing", "symbols", "quantities"),
+    ("mesh", "rank_table", "topology"),
     ("layout", "annotations", "device_lists"),
     ("rules.rule",),
     ("stored", "upgrade", "interchange", "scopes", "step"),

@@ -30,6 +30,7 @@ from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline import DEFAULT_PASSES, Options, make_context, run_passes
 from onnxpar.rules.rule import registered
+from onnxpar.search.cost import Costs
 from onnxpar.strategy import Strategy
 
 
@@ -105,13 +106,10 @@ def any_cost(seed: int) -> Iterator[None]:
     """Under random costs every reshard and every place of a reduction is the cheapest once."""
     source = np.random.default_rng(seed)
 
-    def seconds(kind: str, ranks: int, size: float) -> float:
+    def seconds(costs: Costs, *of: object) -> float:
         return float(source.random())
 
-    with (
-        patch("onnxpar.pending.step_seconds", seconds),
-        patch("onnxpar.reshard.step_seconds", seconds),
-    ):
+    with patch.multiple(Costs, step=seconds, collective=seconds, local=seconds):
         yield
 
 

@@ -12,7 +12,7 @@ from onnxpar.mesh import Axes, parts_over
 from onnxpar.plan import numpy_dtype
 from onnxpar.rules.recurrence_lowering import GATES
 from onnxpar.rules.rule import numel
-from onnxpar.search.cost import FLOPS, LATENCY, step_seconds
+from onnxpar.search.cost import Costs
 from onnxpar.strategy import NodeSeed
 
 WEIGHTS = (1, 2)
@@ -40,16 +40,17 @@ class Recurrences:
     """What splitting the hidden units of a graph's recurrences costs, and what it saves, in units
     of a small collective."""
 
-    def __init__(self, factors: GraphFactors, parts: int) -> None:
-        self.parts = parts
+    def __init__(self, factors: GraphFactors, costs: Costs, axes: Axes) -> None:
+        self.costs, self.axes = costs, axes
+        self.small = costs.collective("AllGather", axes, 0)
         self.ops = {op.node.name: op for op in factors.ops if is_recurrence(op.node)}
 
     def talk(self, op: OpFactors) -> int:
         """How many small collectives the steps of one take, 1 at least."""
         sizes = op.rule.sizes
         state = 4 * (sizes["b"] or 1) * (sizes["d"] or 1) * (sizes["h"] or 1)
-        each = step_seconds("AllGather", self.parts, state)
-        return max(1, round((sizes["s"] or 1) * each / LATENCY))
+        each = self.costs.collective("AllGather", self.axes, state)
+        return max(1, round((sizes["s"] or 1) * each / self.small))
 
     def price(self, weight: gs.Tensor) -> float:
         """How many small collectives take as long as gathering a weight, and multiplying by all of
@@ -61,8 +62,9 @@ class Recurrences:
         elements = numel(weight.shape)
         size = elements * numpy_dtype(weight).itemsize
         rows = sum((op.rule.sizes["s"] or 1) * (op.rule.sizes["b"] or 1) for op in found)
-        wasted = 2 * elements * rows * (1 - 1 / self.parts) / FLOPS
-        return (step_seconds("AllGather", self.parts, size) + wasted) / LATENCY
+        wasted = 2 * elements * rows * (1 - 1 / parts_over(self.axes))
+        gathering = self.costs.collective("AllGather", self.axes, size)
+        return (gathering + self.costs.compute(wasted, 0)) / self.small
 
     def seeds(self, chosen: set[int], axes: Axes) -> Iterator[NodeSeed]:
         """Axes for the hidden units whose atoms are chosen."""

@@ -60,7 +60,7 @@ def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> l
     """Seeds on the weights: first the covering atoms, then weights that no such atom covers."""
     if parts_over(axes) == 1:
         return []
-    cover = _Cover(graph, sharding, parts_over(axes))
+    cover = _Cover(graph, sharding, axes)
     chosen = cover.choose()
     cover.companion = cover.companions(chosen)
     units = list(cover.recurrences.seeds(chosen, axes))
@@ -74,14 +74,14 @@ def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> l
 class _Cover:
     """Minimum-cost cover of the weights by atoms: all atoms, then the dearest that can go."""
 
-    def __init__(self, graph: gs.Graph, sharding: Sharding, parts: int) -> None:
+    def __init__(self, graph: gs.Graph, sharding: Sharding, axes: Axes) -> None:
         self.sharding = sharding
-        self.parts = parts
+        self.parts = parts_over(axes)
         self.companion: dict[int, int] = {}
         self.events: dict[int, set[Event]] = defaultdict(set)
         self.times: dict[Event, int] = {}
         self.conflicts: dict[int, Counter[int]] = defaultdict(Counter)
-        self.recurrences = Recurrences(sharding.factors, parts)
+        self.recurrences = Recurrences(sharding.factors, sharding.costs, axes)
         self.readers: dict[str, list[tuple[OpFactors, int]]] = defaultdict(list)
         for op in sharding.factors.ops:
             self._note(op)

@@ -1,0 +1,53 @@
+"""Numbers with units, as people write them: `16 GB`, `50 us`, `2e9 B/s`."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from onnxpar.errors import StrategyError
+
+_SCALES = {
+    "n": Decimal("1e-9"),
+    "u": Decimal("1e-6"),
+    "m": Decimal("1e-3"),
+    "": Decimal(1),
+    "k": Decimal(10**3),
+    "K": Decimal(10**3),
+    "M": Decimal(10**6),
+    "G": Decimal(10**9),
+    "T": Decimal(10**12),
+    "Ki": Decimal(2**10),
+    "Mi": Decimal(2**20),
+    "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40),
+}
+_NUMBER = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(.*)")
+_SMALL = ("n", "u", "m", "")
+_LARGE = ("", "k", "M", "G", "T")
+
+
+def quantity(value: Any, unit: str, what: str) -> float:
+    """A number of `unit`, given as a number or as text with the unit behind it, which may have a
+    prefix; GB are 1e9 bytes, GiB 2**30. Errors: StrategyError, naming `what` was read."""
+    found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
+    suffix = found[2] if found and found[2] else unit
+    scale = _SCALES.get(suffix.removesuffix(unit)) if suffix.endswith(unit) else None
+    try:
+        number = float(Decimal(found[1]) * scale) if found and scale else math.nan
+    except InvalidOperation:
+        number = math.nan
+    if not math.isfinite(number):
+        example = {"s": "50 us", "B": "16 GB", "B/s": "2 GB/s", "FLOP/s": "20 GFLOP/s"}[unit]
+        raise StrategyError(f"{what}: {value!r} is no number of {unit}; write {example}")
+    return number
+
+
+def text_of(value: float, unit: str) -> str:
+    """The same the other way: 52.3e-6 is `52.3 us`, to six digits."""
+    prefixes = _SMALL if unit == "s" else _LARGE
+    fitting = [p for p in prefixes if value >= _SCALES[p]]
+    prefix = fitting[-1] if fitting else prefixes[0]
+    return f"{value / float(_SCALES[prefix]):.6g} {prefix}{unit}"

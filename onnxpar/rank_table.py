@@ -1,0 +1,59 @@
+"""Rank tables of MindSpore and HCCL, which say on which server each rank is.
+
+Formats: hiascend.com, "HCCL: ranktable"; `server_list` is its template 1 (version 1.0 and later),
+`group_list` its template 2, with a rank to each instance (MindSpore) or none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from onnxpar.errors import StrategyError
+
+
+def is_rank_table(data: Any) -> bool:
+    """Whether this is a rank table rather than a topology."""
+    return isinstance(data, Mapping) and ("server_list" in data or "group_list" in data)
+
+
+def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
+    """How many servers there are, and how many ranks on each. Errors: StrategyError where servers
+    have different numbers of ranks, or ranks are not numbered server by server."""
+    ranks = list(_ranks(data, source))
+    if sorted(rank for rank, _ in ranks) != list(range(len(ranks))) or not ranks:
+        found = sorted(rank for rank, _ in ranks)
+        raise StrategyError(f"{source}: rank_id are {found}; each of 0 to N-1 is expected once")
+    servers: dict[str, list[int]] = defaultdict(list)
+    for rank, server in sorted(ranks):
+        servers[server].append(rank)
+    sizes = {name: len(of) for name, of in servers.items()}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise StrategyError(
+            f"{source}: servers have different numbers of ranks ({each}); use as many on each"
+        )
+    for name, of in servers.items():
+        if of[-1] - of[0] != len(of) - 1:
+            raise StrategyError(
+                f"{source}: server {name} has the ranks {of}; number the ranks of a server one "
+                "after the other"
+            )
+    return len(servers), len(ranks) // len(servers)
+
+
+def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
+    """(rank, server) of every device; devices without a rank are numbered as they stand."""
+    number = count()
+    try:
+        for server in data.get("server_list", ()):
+            for device in server["device"]:
+                yield int(device["rank_id"]), str(server["server_id"])
+        for group in data.get("group_list", ()):
+            for instance in group["instance_list"]:
+                for _ in instance["devices"]:
+                    yield int(instance.get("rank_id", next(number))), str(instance["server_id"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StrategyError(f"{source}: is no complete rank table ({error!r})") from None
