@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from onnxpar.factors import OpFactors, with_axes
 from onnxpar.layout import local_size
+from onnxpar.mesh import Axes, Mesh
 from onnxpar.rules.rule import Rule, Size, expr_vars
 from onnxpar.sharding import Sharding
 
 
 def flops(op: OpFactors, sharding: Sharding | None = None) -> int:
     """Multiplications and additions of a contraction: of all of it, or of rank 0's part."""
-    sizes = op.rule.sizes if sharding is None else _sizes_on_rank_0(op, sharding)
+    if sharding is None:
+        return 2 * _products(op.rule, op.rule.sizes)
+    return flops_on_rank_0(op, sharding.op_axes(op), sharding.mesh)
+
+
+def flops_on_rank_0(op: OpFactors, axes: Sequence[Axes], mesh: Mesh) -> int:
+    """Those of rank 0's part where the leaves of the node are split over these axes."""
+    sizes = dict(op.rule.sizes)
+    for name in sizes.keys() - op.whole.keys():
+        over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+        sizes[name] = local_size(with_axes(op.trees[name], iter(over)), mesh, 0)
     return 2 * _products(op.rule, sizes)
 
 
@@ -24,13 +35,3 @@ def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
     result = {v for expr in rule.outputs[0] or () for v in expr_vars(expr)}
     ways = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())
     return min(math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in way) for way in ways)
-
-
-def _sizes_on_rank_0(op: OpFactors, sharding: Sharding) -> dict[str, Size]:
-    """How many values of each factor rank 0 computes."""
-    sizes = dict(op.rule.sizes)
-    axes = sharding.op_axes(op)
-    for name in sizes.keys() - op.whole.keys():
-        over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
-        sizes[name] = local_size(with_axes(op.trees[name], iter(over)), sharding.mesh, 0)
-    return sizes

@@ -16,7 +16,7 @@ from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pending import Pending, choose_pending
 from onnxpar.plan import part_bytes
-from onnxpar.reshard import Step, plan_tree
+from onnxpar.reshard import Bytes, Step, cost, plan_tree
 from onnxpar.rules.rule import tensor_shape
 from onnxpar.schedule import schedule
 from onnxpar.sharding import Placement
@@ -158,21 +158,31 @@ class _Insertion:
         return a.dims[dim] == b.dims[dim]
 
     def _place_input(self, tensor: gs.Variable) -> None:
-        """An input is fed as its readers need it; one that is needed in two layouts is fed
-        whole."""
+        """An input is fed as its readers need it; one that is needed in several layouts as serves
+        them all at the least cost, as a rule whole."""
         name = tensor.name
         if name not in self.sharding.factors.tensors:
             return
-        needs = {r.need for r in self.reads[name]}
         if name in self.sharding.pinned:
             placement = self.sharding.tensor_placement(name)
-        elif len(needs) == 1 and not next(iter(needs)).partial:
-            placement = next(iter(needs))
         else:
-            placement = Placement(tuple(() for _ in self.sharding.tensors[name]))
-        if any(t is tensor for t in self.graph.outputs) and name not in self.sharding.pinned:
-            placement = placement.reduced()
+            placement = self._fed(tensor)
         self._serve(tensor, placement, self.reads[name])
+
+    def _fed(self, tensor: gs.Variable) -> Placement:
+        """How an input is fed that nobody asked for, as decided before if it was."""
+        known: dict[str, Placement] = self.ctx.choices.fed
+        if tensor.name not in known:
+            needs = [read.need for read in self.reads[tensor.name]]
+            whole = Placement(tuple(() for _ in self.sharding.tensors[tensor.name]))
+            starts = dict.fromkeys([whole, *(need for need in needs if not need.partial)])
+            size = self._bytes(tensor)
+
+            def seconds(start: Placement) -> float:
+                return cost(self._steps(tensor, start, needs), size, self.sharding.costs)
+
+            known[tensor.name] = min(starts, key=seconds)
+        return known[tensor.name]
 
     def _place_weight(self, weight: gs.Constant) -> None:
         """A weight is stored once per layout that it is needed in, unless its layout was asked
@@ -281,14 +291,16 @@ class _Insertion:
         key = (tensor.name, made, *goals)
         known = self.ctx.choices.steps
         if key not in known:
-
-            def size(at: Placement) -> float:
-                return part_bytes(tensor, self.sharding.layout(tensor, at), self.sharding.mesh)
-
             factors = self.sharding.factors.tensors[tensor.name]
             parts = partial(self.sharding.part_sizes, tensor.name)
+            size = self._bytes(tensor)
             known[key] = plan_tree(made, goals, size, self.sharding.costs, factors, parts)
         return known[key]
+
+    def _bytes(self, tensor: gs.Tensor) -> Bytes:
+        """Bytes of a tensor that a rank holds under a placement."""
+        sharding = self.sharding
+        return lambda at: part_bytes(tensor, sharding.layout(tensor, at), sharding.mesh)
 
     def _follow(
         self,

@@ -26,12 +26,14 @@ class Choices:
 
     results, operands  what stays pending (`Pending`), once decided
     steps              reshards by tensor, placement and goals
+    fed                placements of inputs that nobody asked for
     bytes              of all-reduces that may be fused, by node
     """
 
     results: dict[str, Any] | None = None
     operands: dict[tuple[str, int], Any] = field(default_factory=dict)
     steps: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    fed: dict[str, Any] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
 
 

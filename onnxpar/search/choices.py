@@ -1,0 +1,203 @@
+"""How a node can be split: which leaves take each mesh axis, or that a pending sum passes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import gcd
+
+from onnxpar.factors import OpFactors
+from onnxpar.layout import ReduceOp
+from onnxpar.mesh import Axes, Axis, parts_over
+from onnxpar.sharding import Placement, Sharding
+
+_MOST_SEGMENTS = 6
+"""Slots of different segments, above which only all of them are split together, or each alone."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a node is split.
+
+    axes    those of each leaf of the node
+    passed  axes over which the operands of `group` stay pending, and with them the result
+    """
+
+    axes: tuple[Axes, ...]
+    passed: Axes = ()
+    reduce: ReduceOp = "sum"
+    group: frozenset[int] = frozenset()
+
+    def operand(self, op: OpFactors, index: int) -> Placement:
+        """How the node reads an operand."""
+        own, reduce = self.pending(op)
+        if own and index in op.rule.additive:
+            return Placement(self.leaves(op.inputs[index]), own, reduce)
+        if index in self.group:
+            return Placement(self.leaves(op.inputs[index]), self.passed, self.reduce)
+        return Placement(self.leaves(op.inputs[index]))
+
+    def result(self, op: OpFactors, index: int) -> Placement:
+        """How the node makes a result."""
+        own, reduce = self.pending(op)
+        if not own:
+            own, reduce = self.passed, self.reduce
+        return Placement(self.leaves(op.outputs[index]), own, reduce)
+
+    def leaves(self, links: tuple[int | None, ...]) -> tuple[Axes, ...]:
+        """The axes of a tensor's leaves, by the node's leaves behind them."""
+        return tuple(() if link is None else self.axes[link] for link in links)
+
+    def pending(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
+        """What the node's own reductions leave pending."""
+        axes: list[Axis] = []
+        reduce: ReduceOp = "sum"
+        for i, over in enumerate(self.axes):
+            if over and op.reduction(i):
+                axes += [a for a in over if a not in axes]
+                reduce = op.reduction(i)  # type: ignore[assignment]
+        return tuple(axes), reduce
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Leaves that take one mesh axis, or parts of it; none of them: the node does not use it."""
+
+    leaves: tuple[tuple[int, Axis], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Operands that stay pending over one mesh axis."""
+
+    group: frozenset[int]
+    reduce: ReduceOp
+
+
+_Option = _Split | _Pass
+
+
+Kinds = dict[str, set[ReduceOp]]
+"""The reductions that may be pending in each tensor, by name."""
+
+
+def pending_kinds(ops: Iterable[OpFactors]) -> Kinds:
+    """What may be pending where: behind what is reduced, and behind linear or monotone ops."""
+    kinds: Kinds = defaultdict(set)
+    for op in ops:
+        own = {op.reduction(i) for i in range(len(op.leaves))} - {None}
+        passed = {p.reduce for p in _passes(op, kinds)}
+        for tensor in op.node.outputs:
+            kinds[tensor.name] |= own | passed  # type: ignore[arg-type]
+    return kinds
+
+
+def choices_of(op: OpFactors, sharding: Sharding, kinds: Kinds) -> list[Choice]:
+    """All ways to split a node that agree with what is decided for its leaves."""
+    mesh = sharding.mesh
+    axes = [mesh.axis(name) for name, size in mesh.shape if size > 1]
+    slots = _slots(op)
+    per_axis: list[list[_Option]] = [
+        [*_splits(op, slots, axis), *_passes(op, kinds)] for axis in axes
+    ]
+    found: dict[Choice, None] = {}
+    for options in product(*per_axis):
+        choice = _combined(op, dict(zip(axes, options, strict=True)))
+        if choice is not None and _is_legal(op, choice, sharding):
+            found[choice] = None
+    return list(found)
+
+
+def _slots(op: OpFactors) -> list[frozenset[int]]:
+    """Leaves that are split together: the same atom in several segments, and what is tied; then
+    several of those that stand in different segments."""
+    slots: dict[frozenset[int], None] = {}
+    for i, leaf in enumerate(op.leaves):
+        same = {j for j, o in enumerate(op.leaves) if o.atom == leaf.atom and (i, j) in op.apart}
+        alone = all((a, b) in op.apart for a, b in combinations({i, *same}, 2))
+        tied = {j for group in op.ties if i in group for j in group}
+        slots[frozenset({i, *tied, *(same if alone else ())})] = None
+    single = list(slots)
+    segments = [s for s in single if any(_are_apart(op, s, o) for o in single if o is not s)]
+    counts = range(2, len(segments) + 1) if len(segments) <= _MOST_SEGMENTS else [len(segments)]
+    for count in counts:
+        for some in combinations(segments, count):
+            if all(_are_apart(op, a, b) for a, b in combinations(some, 2)):
+                slots[frozenset().union(*some)] = None
+    return list(slots)
+
+
+def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
+    return all((i, j) in op.apart for i in a for j in b)
+
+
+def _splits(op: OpFactors, slots: list[frozenset[int]], axis: Axis) -> Iterator[_Split]:
+    """Nothing, each slot that has enough elements, and pairs of slots of which the first has too
+    few and the second takes what is left of the axis."""
+    yield _Split()
+    size = {slot: min(op.leaves[i].size for i in slot) for slot in slots}
+    for slot in slots:
+        if size[slot] >= axis.size:
+            yield _Split(tuple((i, axis) for i in sorted(slot)))
+            continue
+        share = gcd(size[slot], axis.size)
+        rest = axis.size // share
+        major = Axis(axis.name, share, axis.pre)
+        minor = Axis(axis.name, rest, axis.pre * share)
+        for other in slots if share > 1 else ():
+            if size[other] >= rest and not other & slot and not _are_apart(op, slot, other):
+                both = [*((i, major) for i in slot), *((j, minor) for j in other)]
+                yield _Split(tuple(sorted(both)))
+
+
+def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
+    """What may pass a node with one result."""
+    if op.bodies or len([t for t in op.node.outputs if t.name]) != 1:
+        return
+    names = [t.name for t in op.node.inputs]
+    for group in op.rule.linear:
+        if any("sum" in kinds.get(names[i], ()) for i in group):
+            yield _Pass(group, "sum")
+    for i in sorted(op.rule.monotone):
+        for reduce in sorted(kinds.get(names[i], set()) & {"max", "min"}):
+            yield _Pass(frozenset({i}), reduce)
+
+
+def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> Choice | None:
+    """The choice that takes an option for each axis, None where they do not go together."""
+    axes: list[Axes] = [()] * len(op.leaves)
+    passed: Axes = ()
+    how: _Pass | None = None
+    for axis, option in options.items():
+        if isinstance(option, _Pass):
+            if how not in (None, option):
+                return None
+            how, passed = option, (*passed, axis)
+            continue
+        for leaf, part in option.leaves:
+            axes[leaf] = (*axes[leaf], part)
+    if any(parts_over(a) > leaf.size for a, leaf in zip(axes, op.leaves, strict=True)):
+        return None
+    if len({op.reduction(i) for i, over in enumerate(axes) if over} - {None}) > 1:
+        return None
+    if how is None:
+        return Choice(tuple(axes))
+    if any(over and op.reduction(i) for i, over in enumerate(axes)):
+        return None
+    return Choice(tuple(axes), passed, how.reduce, how.group)
+
+
+def _is_legal(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
+    """Whether the choice agrees with what is decided, and ranks can hold such parts."""
+    name = op.node.name
+    decided = sharding.ops[name]
+    if any(have is not None and have != a for have, a in zip(decided, choice.axes, strict=True)):
+        return False
+    try:
+        sharding.ops[name] = list(choice.axes)
+        sharding.legalize(op)
+        return tuple(sharding.ops[name]) == choice.axes
+    finally:
+        sharding.ops[name] = decided

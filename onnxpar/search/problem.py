@@ -1,0 +1,253 @@
+"""The search for a strategy as a sum of tables: a variable for how each node is split, a table for
+what its work takes, and one for each tensor: what the reshards between its maker and its readers
+take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.arrays import Array
+from onnxpar.factors import Links, OpFactors
+from onnxpar.plan import part_bytes
+from onnxpar.search.choices import Choice, choices_of, pending_kinds
+from onnxpar.search.elimination import Table, minimize
+from onnxpar.search.reshard_costs import reshard_seconds
+from onnxpar.search.work import work_seconds
+from onnxpar.sharding import Placement, Sharding
+from onnxpar.subgraphs import captured, constants
+
+MOST_TOGETHER = 3
+"""Readers of a tensor that are served together; of more, each by itself, from what is made or from
+one placement that is made of it for all."""
+
+
+@dataclass(frozen=True)
+class _Port:
+    """Where a node makes or reads a tensor; `index` is None where a body is handed it, or hands it
+    back."""
+
+    op: OpFactors
+    index: int | None
+    links: Links = ()
+
+    def made(self, choice: Choice) -> Placement:
+        """How the node makes it."""
+        if self.index is None:
+            return Placement(choice.leaves(self.links))
+        return choice.result(self.op, self.index)
+
+    def needed(self, choice: Choice) -> Placement:
+        """How the node reads it."""
+        if self.index is None:
+            return Placement(choice.leaves(self.links))
+        return choice.operand(self.op, self.index)
+
+
+@dataclass(frozen=True)
+class _End:
+    """A tensor's placement by the value of a variable; of no variable there is but one value."""
+
+    variable: int | None
+    placements: tuple[Placement, ...]
+
+
+class Problem:
+    """Everything that a strategy decides about a graph, and what it costs."""
+
+    def __init__(
+        self, graph: gs.Graph, sharding: Sharding, states: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.sharding = sharding
+        self.states = {after: before for before, after in states}
+        self.sizes: list[int] = []
+        self.tables: list[Table] = []
+        self.choices: dict[str, list[Choice]] = {}
+        self.variable: dict[str, int] = {}
+        self.outputs = {t.name for t in graph.outputs}
+        self.makers: dict[str, _Port] = {}
+        self.readers: dict[str, list[_Port | None]] = defaultdict(list)
+        self.held: dict[str, _End] = {}
+        kinds = pending_kinds(sharding.factors.ops)
+        for op in sharding.factors.ops:
+            self._add_op(op, choices_of(op, sharding, kinds))
+        weights = {t.name for t in constants(graph)} - sharding.pinned
+        tensors = {t.name: t for op in sharding.factors.ops for t, _ in op.operands()}
+        known = [t for n, t in tensors.items() if n in sharding.factors.tensors]
+        for tensor in known:
+            if tensor.name not in weights:
+                self._add_tensor(tensor)
+
+    def solve(self) -> tuple[float, dict[str, Choice]]:
+        """The least seconds of a run, and the choice for each node by name."""
+        seconds, values = minimize(self.sizes, self.tables)
+        return seconds, {n: self.choices[n][values[v]] for n, v in self.variable.items()}
+
+    def _add_variable(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def _add_op(self, op: OpFactors, choices: list[Choice]) -> None:
+        """The variable of a node, what it costs, and its ports."""
+        name = op.node.name
+        self.choices[name] = choices
+        self.variable[name] = variable = self._add_variable(len(choices))
+        work = np.array([work_seconds(op, choice, self.sharding) for choice in choices])
+        self.tables.append(Table((variable,), work))
+        for i, tensor in enumerate(op.node.inputs):
+            self.readers[tensor.name].append(_Port(op, i))
+        for i, tensor in enumerate(op.node.outputs):
+            self.makers[tensor.name] = _Port(op, i)
+        for body in op.bodies:
+            for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
+                self.makers[tensor.name] = _Port(op, None, links)
+            for tensor, links in zip(body.graph.outputs, body.outputs, strict=True):
+                self.readers[tensor.name].append(_Port(op, None, links))
+        for tensor, _, _ in [] if op.bodies else captured(op.node):
+            self.readers[tensor.name].append(None)
+
+    def _add_tensor(self, tensor: gs.Tensor) -> None:
+        """Tables over the variables of the nodes that make and read a tensor."""
+        name = tensor.name
+        whole = Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
+        maker = self.makers.get(name)
+        needs = list(
+            dict.fromkeys(self._end(port, whole, reads=True) for port in self.readers[name])
+        )
+        made = self._fed(name) if maker is None else self._end(maker, whole)
+        asked = self._asked(name, made)
+        ways = _Ways(self.sharding, tensor, [made, asked, *needs])
+        if asked is not made:
+            self._add_table([made, asked], ways.paths(made, asked))
+        if len(needs) == 1:
+            self._add_table([asked, *needs], ways.paths(asked, needs[0]))
+        elif needs:
+            self._serve([self._distinct(end) for end in (asked, *needs)], ways)
+
+    def _end(self, port: _Port | None, whole: Placement, reads: bool = False) -> _End:
+        """How a tensor is at a port, by the node's choice."""
+        if port is None:
+            return _End(None, (whole,))
+        name = port.op.node.name
+        placed = port.needed if reads else port.made
+        return _End(self.variable[name], tuple(placed(c) for c in self.choices[name]))
+
+    def _fed(self, name: str) -> _End:
+        """What is fed, and what a state is, is as it suits: a variable of its own."""
+        if name in self.sharding.pinned:
+            return _End(None, (self.sharding.tensor_placement(name),))
+        if name not in self.held:
+            whole = Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
+            ends = [self._end(port, whole, reads=True) for port in self.readers[name]]
+            placements = [p for end in ends for p in end.placements if not p.partial]
+            candidates = tuple(dict.fromkeys((whole, *placements)))
+            self.held[name] = _End(self._add_variable(len(candidates)), candidates)
+        return self.held[name]
+
+    def _asked(self, name: str, made: _End) -> _End:
+        """How a tensor is before anything reads it: as is asked for, as the state that it becomes,
+        with nothing pending where it is a result of the graph, else as it is made."""
+        if name in self.sharding.pinned:
+            return _End(None, (self.sharding.tensor_placement(name),))
+        if name in self.states:
+            return self._fed(self.states[name])
+        if name in self.outputs:
+            return _End(made.variable, tuple(p.reduced() for p in made.placements))
+        return made
+
+    def _distinct(self, end: _End) -> _End:
+        """The same by a variable whose values are the placements, where these are fewer."""
+        distinct = tuple(dict.fromkeys(end.placements))
+        if end.variable is None or len(distinct) == len(end.placements):
+            return end
+        variable = self._add_variable(len(distinct))
+        allowed = np.full((len(end.placements), len(distinct)), np.inf)
+        for i, placement in enumerate(end.placements):
+            allowed[i, distinct.index(placement)] = 0
+        self.tables.append(Table((end.variable, variable), allowed))
+        return _End(variable, distinct)
+
+    def _serve(self, ends: Sequence[_End], ways: _Ways) -> None:
+        """What several readers cost together."""
+        if len(ends) <= MOST_TOGETHER + 1:
+            self._add_table(ends, ways.tree(ends))
+            return
+        made, *needs = ends
+        placements = {p.reduced() for p in made.placements}
+        placements |= {p for end in needs for p in end.placements if not p.partial}
+        shared = tuple(sorted(placements, key=repr))
+        common = _End(self._add_variable(len(shared)), shared)
+        self._add_table([made, common], ways.paths(made, common))
+        for need in needs:
+            one = ways.paths(made, need)[:, None, :]
+            other = ways.onward(common, need)[None, :, :]
+            self._add_table([made, common, need], np.minimum(one, other))
+
+    def _add_table(self, ends: Sequence[_End], values: Array) -> None:
+        """A table with an axis for each end; those of no variable have one entry."""
+        fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
+        scope = tuple(end.variable for end in ends if end.variable is not None)
+        self.tables.append(Table(scope, np.squeeze(values, axis=fixed)))
+
+
+class _Ways:
+    """Seconds between the placements of a tensor."""
+
+    def __init__(self, sharding: Sharding, tensor: gs.Tensor, ends: Sequence[_End]) -> None:
+        placements = list(dict.fromkeys(p for end in ends for p in end.placements))
+        self.index = {p: i for i, p in enumerate(placements)}
+        factors = sharding.factors.tensors[tensor.name]
+
+        def size(placement: Placement) -> float:
+            return part_bytes(tensor, sharding.layout(tensor, placement), sharding.mesh)
+
+        self.seconds = reshard_seconds(placements, factors, size, sharding.costs)
+        partial = np.array([bool(p.partial) for p in placements])
+        self.again = np.where(partial[:, None] & ~partial[None, :], np.inf, self.seconds)
+
+    def at(self, end: _End) -> Array:
+        """The placements of an end by number."""
+        return np.array([self.index[p] for p in end.placements])
+
+    def paths(self, start: _End, goal: _End) -> Array:
+        """Seconds from each placement as it is made to each goal."""
+        found: Array = self.seconds[np.ix_(self.at(start), self.at(goal))]
+        return found
+
+    def onward(self, start: _End, goal: _End) -> Array:
+        """The same from what was resharded already, where a sum is reduced only once."""
+        found: Array = self.again[np.ix_(self.at(start), self.at(goal))]
+        return found
+
+    def tree(self, ends: Sequence[_End]) -> Array:
+        """Seconds to serve all but the first of several ends from that, each from whatever is there
+        by then, in the best order."""
+        count = len(ends)
+        best: Array = np.full([len(end.placements) for end in ends], np.inf)
+        for order in permutations(range(1, count)):
+            total: Array = np.zeros([1] * count)
+            for n, goal in enumerate(order):
+                paths = [_spread(self.paths(ends[0], ends[goal]), 0, goal, count)]
+                for source in order[:n]:
+                    onward = self.onward(ends[source], ends[goal])
+                    paths.append(_spread(onward, source, goal, count))
+                step = paths[0]
+                for path in paths[1:]:
+                    step = np.minimum(step, path)
+                total = total + step
+            best = np.minimum(best, total)
+        return best
+
+
+def _spread(values: Array, row: int, column: int, count: int) -> Array:
+    """A matrix as an array of `count` axes, of which two are its own."""
+    if row > column:
+        values, row, column = values.T, column, row
+    shape = [1] * count
+    shape[row], shape[column] = values.shape
+    return values.reshape(shape)
