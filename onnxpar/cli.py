@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar import commands, training_commands
+from onnxpar.calibration import command as calibration
 from onnxpar.compression import THRESHOLD
 from onnxpar.errors import OnnxparError
 from onnxpar.manual import MANUAL
@@ -149,6 +150,29 @@ def parser() -> argparse.ArgumentParser:
     opt.add_argument("--print-after", action="append", default=[], metavar="PASS", help="or 'all'")
     opt.add_argument(
         "--dump", metavar="DIR", help="write the graph behind every pass: 01-NAME.onnxtxt"
+    )
+
+    calibrate = _add(
+        commands_of,
+        "calibrate",
+        "measure this machine, which should do nothing else, and write a topology file: what ranks "
+        "compute, and what each collective takes",
+        calibration.calibrate,
+    )
+    calibrate.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="for --topology: cluster.yaml"
+    )
+    calibrate.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help=f"that run at once; default: one for each core, but at most {calibration.MOST_RANKS}",
+    )
+    calibrate.add_argument(
+        "--seconds", type=float, default=30.0, metavar="S", help="about how long; default 30"
+    )
+    calibrate.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="for every wait, seconds"
     )
 
     ops = _add(commands_of, "ops", "show each op's rule, and how it is proved", commands.ops)

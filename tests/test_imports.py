@@ -74,6 +74,7 @@ LAYERS = (
         "training.replicas",
         "training.trainer",
     ),
+    ("calibration",),
     ("api", "commands", "training_commands", "hvd"),
     ("cli",),
 )

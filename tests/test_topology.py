@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
+import yaml
 
 from onnxpar import pipeline
 from onnxpar.api import make_plan
@@ -242,3 +244,13 @@ def test_it_is_given_as_a_file(
     file.write_text("levels: [{name: host, size: 2, latency: 1 us, bandwidth: 1 GB/s}]")
     assert main([*command, "4"]) == 2
     assert "the topology has 2 ranks, the mesh 4" in capsys.readouterr().err
+
+
+def test_the_file_in_the_docs_is_read() -> None:
+    text = (Path(__file__).parents[1] / "docs/search.md").read_text()
+    block = text[text.index("    levels:\n") :]
+    lines = takewhile(lambda line: line.startswith("    "), block.splitlines())
+    read = Topology.of(yaml.safe_load("\n".join(lines)), "docs/search.md")
+    assert [level.name for level in read.levels] == ["host", "rack", "cluster"]
+    assert read.units() == [8, 32] and read.ranks is None
+    assert read.device == Device(1e11, 1.2e10, 1e-6, 1.6e10)

@@ -13,6 +13,7 @@ from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.timing import serve_timing
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, Wire
 
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
 
 def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
-    """Answers the session until it says close; `inputs` and `outputs` are the arenas' files."""
+    """Answers the session until it says close; `inputs` and `outputs` are the arenas' files.
+    Without a path to a bundle, it is no session, but a calibration."""
     start = wire.receive()
     watch.rank = start["world"]["rank"]
     share = start["share"]
     if share["cores"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, share["cores"])
+    if start["path"] is None:
+        return serve_timing(wire, watch, start)
     bundle = Bundle.load(start["path"])
     world = World.create(f"rank-{watch.rank}", **start["world"])
     watch.join(world)
