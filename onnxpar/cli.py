@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--inputs", required=True, metavar="NPZ", help="arrays by input name")
     run.add_argument("--outputs", metavar="NPZ", help="where to put the arrays, by output name")
     run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times, print times")
+    _add_profile(run, "runs")
     run.epilog, run.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
     _add_runtime(run)
 
@@ -353,6 +354,7 @@ def _add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint, if any"
     )
+    _add_profile(to, "steps")
     to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
     _add_runtime(to)
     to.set_defaults(log_dir="log")
@@ -363,6 +365,16 @@ def _add_runtime(to: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=60.0, metavar="S", help="for every wait, seconds"
     )
     to.add_argument("--log-dir", metavar="DIR", help="ranks' output, under rank.N/")
+
+
+def _add_profile(to: argparse.ArgumentParser, what: str) -> None:
+    to.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="write what each rank did to a file for Perfetto or chrome://tracing: each node that "
+        f"onnxruntime ran, and collectives with their waiting, of all {what}; of several, the "
+        "first warms up and is left out",
+    )
 
 
 def _mesh(text: str) -> Mesh:

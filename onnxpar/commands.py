@@ -40,6 +40,8 @@ from onnxpar.runtime.values import arrays_in
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
 from onnxpar.topology import Topology
+from onnxpar.trace import check_place
+from onnxpar.trace_lines import trace_lines
 from onnxpar.training.compare import compare_training, judge_compressed, judge_gradients
 from onnxpar.training.data import Data
 from onnxpar.training.replicas import compare_copies
@@ -91,13 +93,16 @@ def run(args: argparse.Namespace) -> int:
     if args.repeat < 1:
         raise InputError(f"--repeat {args.repeat}: at least 1")
     feeds = read_feeds(args.inputs, _input_specs(args.par))
-    with _session(args.par, args) as session:
+    if args.profile:
+        check_place(args.profile)
+    with _session(args.par, args, profile=bool(args.profile)) as session:
         names = [port.name for port in session.get_outputs()]
         seconds = []
         for _ in tqdm(range(args.repeat), "runs", disable=not _is_terminal() or args.repeat == 1):
             start = time.perf_counter()
             results = session.run(None, feeds)
             seconds.append(time.perf_counter() - start)
+        trace = session.end_profile(args.profile, warm_up=1) if args.profile else None
     if rank is not None and rank.rank:
         return 0
     arrays = {
@@ -116,6 +121,9 @@ def run(args: argparse.Namespace) -> int:
             f"{np.median(later) * 1e3:.1f} ms "
             f"(min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
         )
+    if trace is not None:
+        print("\n" + "\n".join(trace_lines(trace)))
+        print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 
@@ -229,8 +237,8 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
-def _session(par: Any, args: argparse.Namespace) -> InferenceSession:
-    return InferenceSession(par, timeout=args.timeout, log_dir=args.log_dir)
+def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:
+    return InferenceSession(par, timeout=args.timeout, log_dir=args.log_dir, profile=profile)
 
 
 def _input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -3,7 +3,7 @@ random."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_graphsurgeon as gs
 
@@ -47,6 +47,14 @@ def scopes(graph: gs.Graph) -> Iterator[gs.Graph]:
 def all_nodes(graph: gs.Graph) -> Iterator[gs.Node]:
     """The nodes of the graph and its subgraphs."""
     return (node for scope in scopes(graph) for node in scope.nodes)
+
+
+def nodes_within(nodes: Iterable[gs.Node]) -> Iterator[gs.Node]:
+    """The nodes and those of their subgraphs at any depth."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from nodes_within(graph.nodes)
 
 
 def constants(graph: gs.Graph) -> list[gs.Constant]:

@@ -24,6 +24,8 @@ from onnxpar.report import size_text, table
 from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
+from onnxpar.trace import check_place
+from onnxpar.trace_lines import trace_lines
 from onnxpar.training.api import write_step
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.checkpoint import newest
@@ -81,15 +83,22 @@ def train(args: argparse.Namespace) -> int:
         args.keep,
         args.resume,
     )
-    with Trainer(args.par, timeout=args.timeout, log_dir=None if rank else logs) as trainer:
+    if args.profile:
+        check_place(args.profile)
+    options = {"timeout": args.timeout, "profile": bool(args.profile)}
+    with Trainer(args.par, log_dir=None if rank else logs, **options) as trainer:
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None
         _check_batch(args, data)
         if not trainer.leads:
             deque(records(trainer, data, run, held_out), maxlen=0)
-            return 0
-        logs.mkdir(parents=True, exist_ok=True)
-        _follow(trainer, data, run, held_out, logs)
+        else:
+            logs.mkdir(parents=True, exist_ok=True)
+            _follow(trainer, data, run, held_out, logs)
+        trace = trainer.session.end_profile(args.profile, warm_up=1) if args.profile else None
+    if trace is not None:
+        print("\n" + "\n".join(trace_lines(trace)))
+        print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 

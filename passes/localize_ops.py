@@ -9,6 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
 from onnxpar.lower_reshard import ReshardBuilder
+from onnxpar.origin import note_origin
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.plan import collective_of, inner_collective
 from onnxpar.reshard import LOCAL_STEPS
@@ -61,7 +62,9 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, turns: int = 1) -> None:
         if node.op not in LOCAL_STEPS:
             ctx.collectives.append(collective_of(node, mesh).repeated(turns))
         tag = len(ctx.collectives)
-        nodes += ReshardBuilder(node, mesh, ctx.per_rank, tag, graph.opset).build()
+        built = ReshardBuilder(node, mesh, ctx.per_rank, tag, graph.opset).build()
+        note_origin(built, node.name)
+        nodes += built
     graph.nodes = nodes
 
 

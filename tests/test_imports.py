@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("arrays", "errors", "packing", "symbols", "quantities"),
+    ("arrays", "errors", "origin", "packing", "symbols", "quantities", "trace"),
     ("mesh", "rank_table", "topology"),
     ("layout", "annotations", "device_lists"),
     ("rules.rule",),
@@ -59,7 +59,7 @@ LAYERS = (
     ("summary", "text", "verify", "write_annotations"),
     ("replay", "open_ports"),
     ("pipeline",),
-    ("pass_list", "report", "op_table", "arguments"),
+    ("pass_list", "report", "op_table", "arguments", "trace_lines"),
     ("runtime",),
     (
         "training.__init__",
@@ -141,7 +141,18 @@ def test_rules_know_no_mesh() -> None:
             assert "mesh" not in set(imports(file)), module
 
 
-BELOW = {"arrays", "runtime", "layout", "mesh", "errors", "packing", "symbols", "step"}
+BELOW = {
+    "arrays",
+    "errors",
+    "layout",
+    "mesh",
+    "origin",
+    "packing",
+    "runtime",
+    "step",
+    "symbols",
+    "trace",
+}
 
 
 def test_the_runtime_knows_no_passes() -> None:

@@ -19,10 +19,12 @@ from onnxpar.collective import PerRank, collective_node
 from onnxpar.factors import OpFactors
 from onnxpar.layout import Layout, dim_axes
 from onnxpar.mesh import Axes, Mesh, in_mesh_order
+from onnxpar.origin import note_origin
 from onnxpar.rules.halo import fetch
 from onnxpar.rules.local import NodeView
 from onnxpar.rules.rule import Local, Step
 from onnxpar.shapes import infer_results
+from onnxpar.subgraphs import nodes_within
 
 
 def localize_node(
@@ -229,6 +231,7 @@ class LoweringBuilder:
         at = next(i for i, node in enumerate(self._graph.nodes) if node is old)
         old.inputs.clear()
         old.outputs.clear()
+        note_origin(nodes_within(self._built), old.name)
         self._graph.nodes[at : at + 1] = self._built
 
     def _append(

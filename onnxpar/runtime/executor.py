@@ -19,6 +19,7 @@ from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, keep_double, run_options
 from onnxpar.runtime.parts import Parts, PortParts
+from onnxpar.runtime.profile import ProfiledSessions, Record
 from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
     as_fed,
@@ -78,6 +79,8 @@ class Executor:
         *,
         everywhere: bool = False,
     ) -> None:
+        profiled = ProfiledSessions()
+
         @cache
         def open_session(program: str = "") -> ort.InferenceSession:
             options = groups.session_options(world)
@@ -92,14 +95,23 @@ class Executor:
                 # A block for all that a run computes, beside what the first run took piece by piece
                 # and nothing gives back.
                 options.enable_mem_pattern = False
-            return ort.InferenceSession(
-                str(bundle.rank_file(world.rank, program)),
-                options,
-                providers=spec.providers,
-                provider_options=spec.provider_options,
-                enable_fallback=0,
-            )
+            file = bundle.rank_file(world.rank, program)
 
+            def make() -> ort.InferenceSession:
+                return ort.InferenceSession(
+                    str(file),
+                    options,
+                    providers=spec.providers,
+                    provider_options=spec.provider_options,
+                    enable_fallback=0,
+                )
+
+            if not spec.profile:
+                return make()
+            folder = Path(spec.profile) / f"{world.rank}.{program}"
+            return profiled.open(program, file, folder, options, make)
+
+        self._profiled = profiled
         self.session = open_session()
         self._open_session = open_session
         self._apart = bundle.apart
@@ -177,6 +189,10 @@ class Executor:
         files = PartFiles(folder)
         for name in names:
             self.write_state(name, files.read(name, self._parts[name].origins[self._rank]))
+
+    def end_profile(self) -> Record:
+        """What was recorded until now; nothing is from now on."""
+        return self._profiled.end()
 
     def reset_states(self) -> None:
         """Forgets all kept states."""

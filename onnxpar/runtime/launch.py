@@ -6,9 +6,11 @@ Read from the environment, as the native library does; `HELP` says which variabl
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from onnxpar.runtime.groups import World
 from onnxpar.runtime.log import Log, describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import Parts, PortParts
+from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import PartsOf
 
 _worlds = itertools.count()
@@ -247,6 +250,20 @@ class LaunchedRank:
     def reset_states(self) -> None:
         """Forgets all states."""
         self._executor.reset_states()
+
+    def end_profile(self) -> Sequence[Record]:
+        """What each rank has recorded until now; on other ranks than 0, only their own record."""
+        with self._failing_together("the profile"):
+            record = self._executor.end_profile()
+            packed = np.frombuffer(zlib.compress(json.dumps(record).encode()), np.uint8)
+            sizes = self._gather(np.array([packed.size]).view(np.uint8), 8).view(np.int64)[:, 0]
+            rows = self._gather(packed, int(max(sizes)))
+            if self._rank:
+                return [record]
+            return [
+                json.loads(zlib.decompress(row[:size].tobytes()))
+                for row, size in zip(rows, sizes, strict=True)
+            ]
 
     def check_usable(self) -> None:
         """Errors: RankError after a failure, or after close."""

@@ -120,6 +120,8 @@ class SessionSpec:
     libraries: Sequence[str] = ()
     providers: Sequence[Any] | None = None
     provider_options: Sequence[Mapping[str, Any]] | None = None
+    profile: str = ""
+    """A folder for what onnxruntime records; empty: it records nothing."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:

@@ -15,6 +15,7 @@ from onnxpar.runtime.executor import Request
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.processes import Processes
+from onnxpar.runtime.profile import Record
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
 
@@ -33,6 +34,7 @@ class Ranks(Protocol):
     def save_states(self, folder: str, sizes: Sizes) -> None: ...
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None: ...
     def reset_states(self) -> None: ...
+    def end_profile(self) -> Sequence[Record]: ...
     def check_usable(self) -> None: ...
     def close(self) -> None: ...
 
@@ -98,6 +100,11 @@ class ProcessRanks:
     def reset_states(self) -> None:
         """Forgets all states."""
         self._ask({"do": "reset"}, "the reset of states")
+
+    def end_profile(self) -> Sequence[Record]:
+        """What each rank has recorded until now."""
+        ask = [pack({"do": "profile"})] * self._bundle.mesh.size
+        return self._processes.call(ask, "the profile")
 
     def check_usable(self) -> None:
         """Errors: RankError where the ranks have been ended."""

@@ -62,6 +62,7 @@ class Server:
             "reset": self._reset,
             "save": self._save,
             "load": self._load,
+            "profile": lambda _: self._executor.end_profile(),
         }
 
     def answer(self, message: Message) -> Message:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,9 +19,11 @@ from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.executor import Request
+from onnxpar.runtime.merge_profiles import merge
 from onnxpar.runtime.options import SessionSpec, run_spec
 from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
+from onnxpar.trace import Trace, write_trace
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -28,13 +32,13 @@ if TYPE_CHECKING:
 class Session(Closing):
     """Runs a bundle on its ranks; what is fed and returned is global, as in the unsplit model."""
 
-    def __init__(self, bundle: Bundle, ranks: Ranks) -> None:
+    def __init__(self, bundle: Bundle, ranks: Ranks, scratch: str = "") -> None:
         self._bundle = bundle
         self._ranks = ranks
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[int, ...]] = {}
         self._parts = PortParts(bundle)
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks, scratch)
 
     def get_inputs(self) -> list[NodeArg]:
         """The inputs that must be fed, with the shapes of the unsplit model."""
@@ -101,6 +105,24 @@ class Session(Closing):
             whole = {name: self._assemble(name, parts, sizes) for name in fetch}
         return [whole[name] for name in names]
 
+    def end_profile(self, path: str | os.PathLike[str], warm_up: int = 0) -> Trace | None:
+        """Writes what all ranks did in the runs until now, but for the first `warm_up` of several,
+        to a file that chrome://tracing and Perfetto show. From now on, nothing is recorded.
+
+        Under a launcher, rank 0 writes; None on the others. Errors: InputError, where the session
+        was made without `profile`, too; OnnxparError where the file cannot be written.
+        """
+        with self._lock:
+            self._ranks.check_usable()
+            records = self._ranks.end_profile()
+        if not records[0]["programs"]:
+            raise InputError("nothing is recorded; make the session with profile=True")
+        if len(records) < self._bundle.mesh.size:
+            return None
+        trace = merge(self._bundle, records, warm_up)
+        write_trace(trace, path)
+        return trace
+
     def _sizes(self, feeds: Mapping[str, Array]) -> Sizes:
         """What the open sizes are in a run, by what is fed and what is kept."""
         if not self._bundle.symbols:
@@ -135,7 +157,8 @@ class InferenceSession(Session):
     `timeout`, in seconds, bounds every wait for a rank or a peer, but not the time it computes.
     `log_dir` gets `rank.N/stdout.log` and `stderr.log`. Ranks listen on `bind_address` only.
     `config` adds session config entries, `libraries` custom-op libraries, of which onnxruntime
-    does not tell which ones `sess_options` has.
+    does not tell which ones `sess_options` has. With `profile`, onnxruntime records each node that
+    it runs until `end_profile`, up to a million of them on a rank.
 
     Errors: ModelError for a folder that is no sharded model; RankError where a rank does not start.
     """
@@ -152,28 +175,39 @@ class InferenceSession(Session):
         bind_address: str | None = None,
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
+        profile: bool = False,
     ) -> None:
         bundle = Bundle.load(path_or_bytes)
+        scratch = tempfile.mkdtemp(prefix="onnxpar-") if profile else ""
         spec = SessionSpec.of(
             sess_options,
             config=dict(config or {}),
             libraries=[os.fspath(library) for library in libraries],
             providers=providers,
             provider_options=provider_options,
+            profile=scratch,
         )
-        launched = launch.launched_rank()
-        if launched is None:
-            address = bind_address or launch.bind_address()
-            ranks: Ranks = ProcessRanks(bundle, spec, timeout, log_dir, address)
-        else:
-            ranks = launch.LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
-        super().__init__(bundle, ranks)
+        try:
+            launched = launch.launched_rank()
+            if launched is None:
+                address = bind_address or launch.bind_address()
+                ranks: Ranks = ProcessRanks(bundle, spec, timeout, log_dir, address)
+            else:
+                ranks = launch.LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
+        except BaseException:
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        super().__init__(bundle, ranks, scratch)
 
 
-def _close_in(owner: int, ranks: Ranks) -> None:
-    """Closes the ranks in the process that has them, and not in one forked from it."""
+def _close_in(owner: int, ranks: Ranks, scratch: str) -> None:
+    """Closes the ranks in the process that has them, and not in one forked from it; removes their
+    folder of files, if any."""
     if os.getpid() == owner:
         ranks.close()
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _shape(port: Port) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import PortParts
+from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import PartsOf
 from onnxpar.runtime.session import Session
 
@@ -111,6 +112,10 @@ class ThreadRanks:
     def reset_states(self) -> None:
         """Forgets all states."""
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
+
+    def end_profile(self) -> Sequence[Record]:
+        """What each rank has recorded until now."""
+        return self._all(lambda r: self._executors[r].end_profile(), "the profile")
 
     def check_usable(self) -> None:
         """Errors: RankError where a rank has failed, or after close."""

@@ -1,0 +1,79 @@
+"""Which nodes of a rank's graph each node computes that onnxruntime has made of them.
+
+Whatever onnxruntime fuses, it keeps the names of results. So a node stands for what lies between
+its results and the nearest tensors that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from onnx import GraphProto, NodeProto
+
+_BLOCKED = "_nchwc"
+"""Ends the name of a node in onnxruntime's blocked layout, behind that of the result it stands
+for."""
+
+
+def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
+    """The nodes of a graph and of its subgraphs."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from nodes_in(inner)
+
+
+class Fused:
+    """A rank's graph, and what onnxruntime runs of it."""
+
+    def __init__(self, graph: GraphProto, optimized: GraphProto) -> None:
+        self._makers = {t: node for node in nodes_in(graph) for t in node.output if t}
+        self._by_name = {node.name: node for node in nodes_in(graph)}
+        self._left = [*nodes_in(optimized)]
+        self._constants = {tensor.name for tensor in optimized.initializer}
+
+    def members(self) -> dict[str, list[NodeProto]]:
+        """The nodes of the rank's graph by the name of the node that computes them, the one that
+        makes its result first. A constant that was computed beforehand belongs to none."""
+        return {node.name: self._members(node) for node in self._left}
+
+    def _members(self, node: NodeProto) -> list[NodeProto]:
+        results = self._results(node)
+        reader = self._reader(node)
+        while not results and reader is not None:
+            results, reader = self._results(reader), self._reader(reader)
+        found: dict[str, NodeProto] = {}
+        wanted = list(results)
+        while wanted:
+            maker = self._makers[wanted.pop()]
+            found[maker.output[0]] = maker
+            wanted += [
+                t
+                for t in maker.input
+                if t in self._makers
+                and t not in self._frontier
+                and self._makers[t].output[0] not in found
+            ]
+        return list(found.values())
+
+    def _results(self, node: NodeProto) -> list[str]:
+        """Tensors of the rank's graph that a node makes, if only in another layout."""
+        kept = self._by_name.get(node.name)
+        names = [*node.output, node.name.removesuffix(_BLOCKED)]
+        found = [name for name in names if name in self._makers]
+        return found or [name for name in (kept.output if kept else ()) if name]
+
+    def _reader(self, node: NodeProto) -> NodeProto | None:
+        """A node that reads a result."""
+        return next((self._readers[t] for t in node.output if t in self._readers), None)
+
+    @cached_property
+    def _readers(self) -> Mapping[str, NodeProto]:
+        return {t: node for node in self._left for t in node.input}
+
+    @cached_property
+    def _frontier(self) -> set[str]:
+        """Tensors of the rank's graph that are left."""
+        return self._constants.union(*map(self._results, self._left))

@@ -1,0 +1,228 @@
+"""What all ranks have recorded, as one trace: on one clock, with what waited for whom."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.profile import Record
+from onnxpar.trace import Collective, Event, Span, Trace
+
+_ONE_SIDED = ("Send", "Recv")
+"""Collectives whose members have nodes of their own, which do not tell whom they met."""
+_Run = tuple[str, int]
+"""A program, and the how manieth of its runs."""
+_Call = tuple[str, int, int]
+"""A collective's name, the number of the run, and the how manieth in it."""
+
+
+@dataclass
+class _Rank:
+    """What one rank did, in seconds of its host's clock."""
+
+    host: str
+    spans: list[Span]
+    events: list[Event]
+    roots: Mapping[str, int]
+
+    def shift(self, seconds: float) -> None:
+        """Sets the clock."""
+        self.spans = [replace(s, start=s.start + seconds) for s in self.spans]
+        self.events = [replace(e, start=e.start + seconds) for e in self.events]
+
+
+def merge(bundle: Bundle, records: Sequence[Record], left_out: int = 0) -> Trace:
+    """The trace of all ranks, without the first runs that are left out, but with the last.
+
+    Runs that onnxruntime had no room for on some rank are left out on all.
+    """
+    plan = json.loads((bundle.path / "plan.json").read_text(encoding="utf-8"))
+    runs = _common_runs(records)
+    left_out = max(min(left_out, len(runs) - 1), 0)
+    numbers = {key: number for number, key in enumerate(runs) if number >= left_out}
+    zero = _begin(records[0], min(numbers, key=numbers.__getitem__)) if numbers else 0
+    ranks = [_rank(number, record, numbers, zero) for number, record in enumerate(records)]
+    _set_clocks(ranks)
+    start = min((span.start for rank in ranks for span in rank.spans), default=0.0)
+    planned = {entry["name"]: entry for entry in plan.get("collectives", ())}
+    for rank in ranks:
+        rank.shift(-start)
+        rank.events = list(_with_plan(rank.events, planned, len(ranks)))
+    begins: dict[_Call, dict[int, float]] = defaultdict(dict)
+    for number, rank in enumerate(ranks):
+        for call, event in _calls(rank.events):
+            begins[call][number] = event.start
+    dropped = sum(p["dropped"] for record in records for p in record["programs"].values())
+    return Trace(
+        plan["model"],
+        bundle.mesh.shape,
+        len(records),
+        [span for rank in ranks for span in rank.spans],
+        [event for rank in ranks for event in _with_waits(rank, begins)],
+        left_out,
+        dropped,
+    )
+
+
+def _common_runs(records: Sequence[Record]) -> list[_Run]:
+    """The runs that all ranks have recorded, in their order."""
+    counts = {
+        program: min(len(record["programs"][program]["runs"]) for record in records)
+        for program in records[0]["programs"]
+    }
+    found = [(program, k) for program, count in counts.items() for k in range(count)]
+    return sorted(found, key=lambda run: _begin(records[0], run))
+
+
+def _begin(record: Record, run: _Run) -> int:
+    program, k = run
+    begin: int = record["programs"][program]["runs"][k][0]
+    return begin
+
+
+def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> _Rank:
+    """A rank's part of these runs; times are from `zero`."""
+    spans, events = [], []
+    for program, told in record["programs"].items():
+        runs = told["runs"]
+        begins = [begin for begin, _ in runs]
+        for k, (begin, length) in enumerate(runs):
+            if (number := numbers.get((program, k))) is not None:
+                spans.append(Span(rank, number, program, (begin - zero) / 1e6, length / 1e6))
+        lanes: dict[int, int] = {}
+        for at, thread, begin, length, own in _with_own(told["events"]):
+            k = bisect_right(begins, begin) - 1
+            run = numbers.get((program, k))
+            if run is None or begin > sum(runs[k]):
+                continue
+            node = record["nodes"][at]
+            events.append(
+                Event(
+                    rank,
+                    run,
+                    node["name"],
+                    node["op"],
+                    tuple(node["nodes"]),
+                    (begin - zero) / 1e6,
+                    length / 1e6,
+                    own / 1e6,
+                    lanes.setdefault(thread, len(lanes)),
+                    Collective(node["op"], tuple(node["group"])) if "group" in node else None,
+                )
+            )
+    roots = {node["name"]: node["root"] for node in record["nodes"] if "root" in node}
+    return _Rank(record["host"], spans, sorted(events, key=lambda e: e.start), roots)
+
+
+def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """The events [node, thread, begin, duration], each with the time that is not of those within
+    it. What is within is cut to what it is in: onnxruntime rounds both."""
+    by_thread = defaultdict(list)
+    for i, event in enumerate(events):
+        by_thread[event[1]].append((event[2], -event[3], -i, event))
+    for entries in by_thread.values():
+        around: list[list[int]] = []
+        for begin, negative, _, event in sorted(entries):
+            length = -negative
+            while around and around[-1][2] + around[-1][3] <= begin:
+                yield around.pop()
+            if around:
+                length = min(length, around[-1][2] + around[-1][3] - begin)
+                around[-1][4] -= length
+            around.append([*event[:3], length, length])
+        yield from around
+
+
+def _set_clocks(ranks: Sequence[_Rank]) -> None:
+    """Sets the clocks of other hosts by that of rank 0's: a collective is done everywhere at once.
+    Hosts that have none in common with those that are set stay as they are."""
+    done = {ranks[0].host}
+    while True:
+        known = _ends([r for r in ranks if r.host in done])
+        for host in dict.fromkeys(r.host for r in ranks if r.host not in done):
+            own = _ends([r for r in ranks if r.host == host])
+            differences = [known[call] - end for call, end in own.items() if call in known]
+            if differences:
+                for rank in ranks:
+                    if rank.host == host:
+                        rank.shift(float(np.median(differences)))
+                done.add(host)
+                break
+        else:
+            return
+
+
+def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
+    """When collectives were done of which all members end at once."""
+    found: dict[_Call, float] = {}
+    for rank in ranks:
+        for call, event in _calls(rank.events):
+            if event.collective and event.collective.kind in ("AllReduce", "AllGather"):
+                found[call] = max(found.get(call, event.start), event.start + event.seconds)
+    return found
+
+
+def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
+    """The calls of collectives among the events of a rank."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for event in events:
+        if event.collective is not None:
+            key = event.name, event.run
+            yield (*key, counts[key]), event
+            counts[key] += 1
+
+
+def _with_plan(
+    events: Sequence[Event], planned: Mapping[str, Mapping[str, Any]], ranks: int
+) -> Iterator[Event]:
+    """The events with what the plan says of collectives; it tells the bytes of all calls in a
+    run."""
+    calls = Counter((e.name, e.run) for e in events)
+    for event in events:
+        made = event.collective
+        if made is None:
+            yield event
+            continue
+        entry = planned.get(event.name, {})
+        sent = entry.get("bytes")
+        yield replace(
+            event,
+            collective=replace(
+                made,
+                group=made.group or tuple(range(ranks)),
+                bytes=None if sent is None else sent // calls[event.name, event.run],
+                tensor=entry.get("tensor"),
+            ),
+        )
+
+
+def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Iterator[Event]:
+    """A rank's events, of which collectives know how long they waited for the last member, where
+    that can be told."""
+    calls = {id(event): call for call, event in _calls(rank.events)}
+    for event in rank.events:
+        made = event.collective
+        if made is None or made.kind in _ONE_SIDED:
+            yield event
+            continue
+        others = begins[calls[id(event)]]
+        awaited = [others.get(r, event.start) for r in _awaited(event, made, rank.roots)]
+        wait = min(max(max(awaited) - event.start, 0.0), event.seconds)
+        yield replace(event, collective=replace(made, wait=wait))
+
+
+def _awaited(event: Event, made: Collective, roots: Mapping[str, int]) -> Sequence[int]:
+    """The ranks without which a collective cannot be done on the event's rank."""
+    group, me = made.group, made.group.index(event.rank)
+    if made.kind == "NeighborExchange":
+        return group[max(me - 1, 0) : me + 2]
+    if made.kind == "Broadcast":
+        return [group[roots[event.name]]]
+    return group
