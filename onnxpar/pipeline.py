@@ -37,6 +37,7 @@ from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.plan import Plan
 from onnxpar.replay import replay
 from onnxpar.search.presets import choose_preset, preset_mesh
+from onnxpar.search.search import AUTO, best_mesh
 from onnxpar.sharding import Sharding
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
@@ -86,6 +87,7 @@ class Options:
     fusion: str | None = None
     bucket_bytes: int | None = None
     topology: Topology | None = None
+    search: str | None = None
 
 
 def make_context(model: Model, options: Options) -> PassContext:
@@ -95,8 +97,8 @@ def make_context(model: Model, options: Options) -> PassContext:
         nothing = Sharding.open(manual.mesh, GraphFactors({}, []), options.topology)
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
     refuse_collectives(model.graph)
-    mesh, preset, annotated = _mesh_and_preset(model, options)
     factors = analyse(model.graph, model.states, in_bodies=model.sizes is None)
+    mesh, preset, annotated = _mesh_and_preset(model, options, factors)
     return PassContext(
         model,
         Sharding.open(mesh, factors, options.topology),
@@ -107,7 +109,7 @@ def make_context(model: Model, options: Options) -> PassContext:
 
 
 def _mesh_and_preset(
-    model: Model, options: Options
+    model: Model, options: Options, factors: GraphFactors
 ) -> tuple[Mesh, str | None, Configuration | None]:
     mesh, preset, strategy = _wanted_mesh(options), options.preset, options.strategy
     devices = mesh.size if mesh is not None else options.devices
@@ -116,6 +118,12 @@ def _mesh_and_preset(
         return annotated_mesh(annotated, mesh), preset, annotated
     if devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+    if options.search == AUTO:
+        if preset is not None:
+            raise StrategyError(f"--search {AUTO} and --preset {preset}: give one of them")
+        topology = options.topology
+        mesh = mesh or best_mesh(model.graph, factors, model.states, devices, topology).mesh
+        return mesh, AUTO, None
     if preset is None and strategy is None:
         preset = (
             "hybrid" if mesh is not None and "dp" in mesh.sizes and len(mesh.shape) > 1 else None

@@ -35,11 +35,13 @@ def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
 
 def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
     """Bytes of a rank's part; rank 0 has the largest of default parts."""
-    size = 1
-    for extent in layout.local_shape(mesh, rank):
-        size *= extent
-    bits = stored_bits(numpy_dtype(tensor)) if tensor.dtype is not None else 32
-    return -(-size * bits // 8)
+    size = math.prod(layout.local_shape(mesh, rank))
+    return math.ceil(size * element_bytes(tensor))
+
+
+def element_bytes(tensor: gs.Tensor) -> float:
+    """Bytes of an element, of which some types have but a part; 4 where the type is unknown."""
+    return stored_bits(numpy_dtype(tensor)) / 8 if tensor.dtype is not None else 4.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from onnxpar.annotated_strategy import annotation_seeds, check_agreement
 from onnxpar.errors import StrategyError
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.search.presets import default_rounds, preset_rounds
+from onnxpar.search.search import AUTO, solve
 from onnxpar.strategy import Seed, seeds_of
 
 
@@ -19,8 +20,8 @@ class AnnotateStrategy(Pass):
     """Turn the strategy and the preset into seeds, in rounds of falling priority.
 
     Requires nothing. Ensures `ctx.seeds`: first what the model's annotations and the user ask for,
-    which must agree, then the preset, then data parallelism along the batch over the axis `dp`,
-    where the mesh has one.
+    which must agree, then what the search finds beside that, or the preset, or data parallelism
+    along the batch over the axis `dp`, where the mesh has one.
     """
 
     name: ClassVar[str] = "annotate-strategy"
@@ -47,7 +48,10 @@ class AnnotateStrategy(Pass):
             asked: list[Seed] = list(seeds_of(ctx.strategy, ctx.sharding))
             check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
             ctx.seeds.append(asked)
-        if ctx.preset is None:
+        if ctx.preset == AUTO:
+            found = solve(graph, ctx.sharding, ctx.model.states, ctx.seeds)
+            ctx.seeds.append(found.seeds)
+        elif ctx.preset is None:
             ctx.seeds += default_rounds(graph, ctx.sharding, ctx.model.step)
         else:
             ctx.seeds += preset_rounds(graph, ctx.sharding, ctx.preset, ctx.model.step)

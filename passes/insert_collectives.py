@@ -15,8 +15,9 @@ from onnxpar.factors import BodyFactors, OpFactors
 from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pending import Pending, choose_pending
-from onnxpar.plan import part_bytes
-from onnxpar.reshard import Bytes, Step, cost, plan_tree
+from onnxpar.placements import Step
+from onnxpar.plan import element_bytes, part_bytes
+from onnxpar.reshard import Bytes, Tensor, cost, plan_tree
 from onnxpar.rules.rule import tensor_shape
 from onnxpar.schedule import schedule
 from onnxpar.sharding import Placement
@@ -293,8 +294,9 @@ class _Insertion:
         if key not in known:
             factors = self.sharding.factors.tensors[tensor.name]
             parts = partial(self.sharding.part_sizes, tensor.name)
-            size = self._bytes(tensor)
-            known[key] = plan_tree(made, goals, size, self.sharding.costs, factors, parts)
+            costs, size = self.sharding.costs, element_bytes(tensor)
+            about = Tensor(factors, costs, size, parts)
+            known[key] = plan_tree(made, goals, self._bytes(tensor), about)
         return known[key]
 
     def _bytes(self, tensor: gs.Tensor) -> Bytes:

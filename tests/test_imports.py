@@ -43,6 +43,7 @@ LAYERS = (
     ),
     (
         "standard_shardings",
+        "placements",
         "reshard",
         "pending",
         "strategy",

@@ -27,8 +27,11 @@ from onnxpar.layout import (
     runs,
 )
 from onnxpar.mesh import Axis, Mesh
-from onnxpar.reshard import Step, plan_steps
+from onnxpar.placements import Step
+from onnxpar.reshard import Tensor, plan_steps
+from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement, covered_axes
+from onnxpar.topology import Topology
 
 Array = np.ndarray[Any, Any]
 MESH = Mesh((("a", 2), ("b", 3), ("c", 2)))
@@ -249,7 +252,7 @@ def test_steps_lead_from_any_placement_to_any_other(
             group = SUB.group(start.partial, rank)
             following = group[(group.index(rank) + 1) % len(group)]
             parts[rank] = part + noise[rank] - noise[following]
-    for step in plan_steps(start, goal, factors):
+    for step in plan_steps(start, goal, Tensor(factors, Costs(Topology.default(), SUB))):
         parts = simulate(step, factors, parts)
     np.testing.assert_array_equal(target.assemble(parts, SUB), whole)
     for rank, part in enumerate(parts):

@@ -23,9 +23,11 @@ from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.split_ranks import _export, _instantiate
-from onnxpar.reshard import plan_steps
+from onnxpar.reshard import Tensor, plan_steps
 from onnxpar.runtime.groups import World, session_options, thread_worlds
+from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement, overlaps
+from onnxpar.topology import Topology
 
 RANKS = 4
 FOUR = Mesh((("t", 4),))
@@ -183,7 +185,9 @@ def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
         mesh, tensor, start, goal, hand = case
         source, target = layout(tensor, start, hand), layout(tensor, goal, hand)
         whole = np.random.default_rng(1).integers(-50, 50, source.shape).astype(np.float32)
-        steps = plan_steps(start, goal, tensor, partial(part_sizes, tensor, hand))
+        costs = Costs(Topology.default(), mesh)
+        about = Tensor(tensor, costs, parts=partial(part_sizes, tensor, hand))
+        steps = plan_steps(start, goal, about)
         if not steps:
             return
         graph, per_rank = lower(steps, tensor, mesh, hand)

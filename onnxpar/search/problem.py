@@ -4,9 +4,11 @@ take."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -14,17 +16,18 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.factors import Links, OpFactors
-from onnxpar.plan import part_bytes
+from onnxpar.placements import Placements
+from onnxpar.plan import element_bytes
 from onnxpar.search.choices import Choice, choices_of, pending_kinds
 from onnxpar.search.elimination import Table, minimize
-from onnxpar.search.reshard_costs import reshard_seconds
 from onnxpar.search.work import work_seconds
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.subgraphs import captured, constants
 
-MOST_TOGETHER = 3
-"""Readers of a tensor that are served together; of more, each by itself, from what is made or from
-one placement that is made of it for all."""
+MOST_TOGETHER = 1 << 16
+"""Entries of a table over the maker and all readers of a tensor. Where it would have more, each is
+served by itself, from what is made or from one placement that is made of it for all: of up to two
+readers that is exact, of more nearly."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,13 @@ class Problem:
             if tensor.name not in weights:
                 self._add_tensor(tensor)
 
-    def solve(self) -> tuple[float, dict[str, Choice]]:
-        """The least seconds of a run, and the choice for each node by name."""
+    def solve(self) -> tuple[float, dict[str, Choice], dict[str, Placement]]:
+        """The least seconds of a run, the choice for each node by name, and how states are held."""
         seconds, values = minimize(self.sizes, self.tables)
-        return seconds, {n: self.choices[n][values[v]] for n, v in self.variable.items()}
+        chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}
+        states = {n: end for n, end in self.held.items() if n in self.states.values()}
+        held = {n: e.placements[values[e.variable or 0]] for n, e in states.items()}
+        return seconds, chosen, held
 
     def _add_variable(self, size: int) -> int:
         self.sizes.append(size)
@@ -174,7 +180,7 @@ class Problem:
 
     def _serve(self, ends: Sequence[_End], ways: _Ways) -> None:
         """What several readers cost together."""
-        if len(ends) <= MOST_TOGETHER + 1:
+        if len(ends) <= 5 and math.prod(len(e.placements) for e in ends) <= MOST_TOGETHER:
             self._add_table(ends, ways.tree(ends))
             return
         made, *needs = ends
@@ -203,12 +209,11 @@ class _Ways:
         self.index = {p: i for i, p in enumerate(placements)}
         factors = sharding.factors.tensors[tensor.name]
 
-        def size(placement: Placement) -> float:
-            return part_bytes(tensor, sharding.layout(tensor, placement), sharding.mesh)
-
-        self.seconds = reshard_seconds(placements, factors, size, sharding.costs)
-        partial = np.array([bool(p.partial) for p in placements])
-        self.again = np.where(partial[:, None] & ~partial[None, :], np.inf, self.seconds)
+        parts = partial(sharding.part_sizes, tensor.name) if sharding.parts else None
+        size = element_bytes(tensor)
+        self.seconds = Placements(placements, factors, sharding.costs, size, parts).seconds()
+        pending = np.array([bool(p.partial) for p in placements])
+        self.again = np.where(pending[:, None] & ~pending[None, :], np.inf, self.seconds)
 
     def at(self, end: _End) -> Array:
         """The placements of an end by number."""

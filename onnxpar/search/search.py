@@ -1,0 +1,75 @@
+"""The strategy that finds itself: the fastest one by the cost model, over all meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.factors import GraphFactors
+from onnxpar.mesh import Mesh
+from onnxpar.search.problem import Problem
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import NodeSeed, Seed, TensorSeed
+from onnxpar.topology import Topology
+
+AUTO = "auto"
+BATCH, WIDTH = "dp", "tp"
+"""Names of the axes that split the batch, and of others."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A strategy for one mesh: seconds of a run by the cost model, and what it decides."""
+
+    mesh: Mesh
+    seconds: float
+    seeds: list[Seed]
+
+
+def solve(
+    graph: gs.Graph,
+    sharding: Sharding,
+    states: Sequence[tuple[str, str]],
+    given: Iterable[Iterable[Seed]] = (),
+) -> Solution:
+    """The fastest strategy for the sharding's mesh that keeps to what is given. Errors:
+    StrategyError where nothing does."""
+    sketch = Sharding.open(sharding.mesh, sharding.factors, sharding.costs.topology)
+    for seeds in given:
+        for seed in seeds:
+            seed.apply(sketch)
+    problem = Problem(graph, sketch, states)
+    seconds, chosen, held = problem.solve()
+    if math.isinf(seconds):
+        raise StrategyError("no strategy agrees with all that is asked for; ask for less")
+    seeds = [TensorSeed(name, placement.leaves) for name, placement in held.items()]
+    nodes = [
+        NodeSeed(op, dict(enumerate(chosen[op.node.name].axes)), {}) for op in sharding.factors.ops
+    ]
+    return Solution(sharding.mesh, seconds, [*seeds, *nodes])
+
+
+def best_mesh(
+    graph: gs.Graph,
+    factors: GraphFactors,
+    states: Sequence[tuple[str, str]],
+    devices: int,
+    topology: Topology | None,
+) -> Solution:
+    """The fastest strategy over all meshes of so many ranks with one axis or two."""
+    found = [
+        solve(graph, Sharding.open(mesh, factors, topology), states) for mesh in meshes(devices)
+    ]
+    return min(found, key=lambda solution: solution.seconds)
+
+
+def meshes(devices: int) -> Iterator[Mesh]:
+    """One axis, then two of all sizes; the last axis joins neighbours."""
+    yield Mesh(((WIDTH, devices),))
+    for major in range(2, devices):
+        if devices % major == 0:
+            yield Mesh(((BATCH, major), (WIDTH, devices // major)))
