@@ -84,9 +84,9 @@ class Executor:
         @cache
         def open_session(program: str = "") -> ort.InferenceSession:
             options = groups.session_options(world)
+            spec.apply(options, world.rank, threads, spin)
             ports = (bundle.inputs, bundle.outputs)
             keep_double(options, *([p.dtype for p in each.values()] for each in ports))
-            spec.apply(options, world.rank, threads, spin)
             if bundle.step is not None:
                 if options.execution_order == ort.ExecutionOrder.DEFAULT:
                     # In the order of the graph; by default, the gradients of a bucket come last,

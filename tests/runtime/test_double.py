@@ -23,14 +23,21 @@ NORM = """norm (double[4,6] x, double[6] g) => (double[4,6] y, float z)
 """As the norms of Llama and T5 are written. Fused, it is off by 3 %: the epsilon is another one."""
 
 
-def test_a_norm(tmp_path: Path) -> None:
+LEVELS = ort.GraphOptimizationLevel
+
+
+@pytest.mark.parametrize("level", [None, LEVELS.ORT_ENABLE_ALL, LEVELS.ORT_DISABLE_ALL])
+def test_a_norm(tmp_path: Path, level: LEVELS | None) -> None:
     path = write_text(HEAD + NORM, tmp_path / "model.onnx")
     pipeline.shard(path, tmp_path / "model.par", options("data-parallel 2"))
     x, g = np.random.default_rng(0).standard_normal((4, 6)), np.linspace(0.5, 1.5, 6)
     feeds = {"x": x, "g": g}
     wanted = x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.01) * g
     assert relative_error(run_unsplit(path, feeds)["y"], wanted) < 1e-15
-    with ThreadSession(tmp_path / "model.par") as session:
+    given = None if level is None else ort.SessionOptions()
+    if given is not None:
+        given.graph_optimization_level = level
+    with ThreadSession(tmp_path / "model.par", given) as session:
         assert relative_error(session.run(["y"], feeds)[0], wanted) < 1e-15
 
 
@@ -52,6 +59,21 @@ def test_what_computes_in_float64(inputs: list[str], outputs: list[str], double:
     assert keep_double(made, *types) == double
     fuses = made.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     assert fuses == (not double)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "taken"),
+    [
+        (LEVELS.ORT_DISABLE_ALL, "float64", LEVELS.ORT_DISABLE_ALL),
+        (LEVELS.ORT_ENABLE_EXTENDED, "float64", LEVELS.ORT_ENABLE_BASIC),
+        (LEVELS.ORT_ENABLE_EXTENDED, "float32", LEVELS.ORT_ENABLE_EXTENDED),
+    ],
+)
+def test_a_lower_level_stays(asked: LEVELS, dtype: str, taken: LEVELS) -> None:
+    made = ort.SessionOptions()
+    made.graph_optimization_level = asked
+    keep_double(made, [np.dtype(dtype)], [])
+    assert made.graph_optimization_level == taken
 
 
 def test_other_models_are_fused_as_ever(tmp_path: Path) -> None:
