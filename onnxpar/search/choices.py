@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import gcd
 
 from onnxpar.factors import OpFactors
@@ -100,7 +100,7 @@ def choices_of(op: OpFactors, sharding: Sharding, kinds: Kinds) -> list[Choice]:
     axes = [mesh.axis(name) for name, size in mesh.shape if size > 1]
     slots = _slots(op)
     per_axis: list[list[_Option]] = [
-        [*_splits(op, slots, axis), *_passes(op, kinds)] for axis in axes
+        [*_splits(op, slots, axis, sharding), *_passes(op, kinds)] for axis in axes
     ]
     found: dict[Choice, None] = {}
     for options in product(*per_axis):
@@ -133,10 +133,13 @@ def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
     return all((i, j) in op.apart for i in a for j in b)
 
 
-def _splits(op: OpFactors, slots: list[frozenset[int]], axis: Axis) -> Iterator[_Split]:
-    """Nothing, each slot that has enough elements, and pairs of slots of which the first has too
-    few and the second takes what is left of the axis."""
+def _splits(
+    op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: Sharding
+) -> Iterator[_Split]:
+    """Nothing, each slot that has enough elements, and pairs of slots in a dimension of which the
+    first has too few and the second takes what is left of the axis."""
     yield _Split()
+    beside = _neighbours(op, sharding)
     size = {slot: min(op.leaves[i].size for i in slot) for slot in slots}
     for slot in slots:
         if size[slot] >= axis.size:
@@ -147,9 +150,22 @@ def _splits(op: OpFactors, slots: list[frozenset[int]], axis: Axis) -> Iterator[
         major = Axis(axis.name, share, axis.pre)
         minor = Axis(axis.name, rest, axis.pre * share)
         for other in slots if share > 1 else ():
-            if size[other] >= rest and not other & slot and not _are_apart(op, slot, other):
+            if size[other] >= rest and all(any((i, j) in beside for j in other) for i in slot):
                 both = [*((i, major) for i in slot), *((j, minor) for j in other)]
                 yield _Split(tuple(sorted(both)))
+
+
+def _neighbours(op: OpFactors, sharding: Sharding) -> set[tuple[int, int]]:
+    """Leaves of a node that stand in one dimension of a tensor, the second right behind the
+    first."""
+    found = set()
+    for tensor, links in op.operands():
+        factors = sharding.factors.tensors.get(tensor.name)
+        dims = factors.dim_of_leaf if factors else ()
+        for (i, a), (j, b) in pairwise(zip(links, dims, strict=False)):
+            if i is not None and j is not None and a == b:
+                found.add((i, j))
+    return found
 
 
 def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:

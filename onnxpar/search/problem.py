@@ -5,8 +5,8 @@ take."""
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -19,7 +19,9 @@ from onnxpar.factors import Links, OpFactors
 from onnxpar.placements import Placements
 from onnxpar.plan import element_bytes
 from onnxpar.search.choices import Choice, choices_of, pending_kinds
-from onnxpar.search.elimination import Table, minimize
+from onnxpar.search.conditioning import descend
+from onnxpar.search.elimination import Table, TooLarge, minimize
+from onnxpar.search.repeats import tied
 from onnxpar.search.work import work_seconds
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.subgraphs import captured, constants
@@ -61,7 +63,9 @@ class _End:
 
 
 class Problem:
-    """Everything that a strategy decides about a graph, and what it costs."""
+    """Everything that a strategy decides about a graph, and what it costs. Nodes that take the same
+    place in repeated blocks are one variable, tensors between such nodes one table, times their
+    number."""
 
     def __init__(
         self, graph: gs.Graph, sharding: Sharding, states: Sequence[tuple[str, str]] = ()
@@ -75,22 +79,28 @@ class Problem:
         self.outputs = {t.name for t in graph.outputs}
         self.makers: dict[str, _Port] = {}
         self.readers: dict[str, list[_Port | None]] = defaultdict(list)
-        self.held: dict[str, _End] = {}
-        kinds = pending_kinds(sharding.factors.ops)
-        for op in sharding.factors.ops:
-            self._add_op(op, choices_of(op, sharding, kinds))
+        self.held: dict[Hashable, _End] = {}
+        self.known: dict[Hashable, Array] = {}
+        self._add_nodes()
         weights = {t.name for t in constants(graph)} - sharding.pinned
         tensors = {t.name: t for op in sharding.factors.ops for t, _ in op.operands()}
-        known = [t for n, t in tensors.items() if n in sharding.factors.tensors]
-        for tensor in known:
-            if tensor.name not in weights:
-                self._add_tensor(tensor)
+        alike: dict[Hashable, list[gs.Tensor]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            if name in sharding.factors.tensors and name not in weights:
+                alike[self._key(name)].append(tensor)
+        for found in alike.values():
+            self._add_tensor(found[0], len(found))
 
     def solve(self) -> tuple[float, dict[str, Choice], dict[str, Placement]]:
-        """The least seconds of a run, the choice for each node by name, and how states are held."""
-        seconds, values = minimize(self.sizes, self.tables)
+        """The least seconds of a run, the choice for each node by name, and how states are held;
+        where nodes depend on each other too much for that, few seconds."""
+        try:
+            seconds, values = minimize(self.sizes, self.tables)
+        except TooLarge:
+            first = dict.fromkeys(self.variable.values(), 0)
+            seconds, values = descend(self.sizes, self.tables, first)
         chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}
-        states = {n: end for n, end in self.held.items() if n in self.states.values()}
+        states = {n: self._fed(n) for n in self.states.values()}
         held = {n: e.placements[values[e.variable or 0]] for n, e in states.items()}
         return seconds, chosen, held
 
@@ -98,13 +108,25 @@ class Problem:
         self.sizes.append(size)
         return len(self.sizes) - 1
 
-    def _add_op(self, op: OpFactors, choices: list[Choice]) -> None:
-        """The variable of a node, what it costs, and its ports."""
-        name = op.node.name
-        self.choices[name] = choices
-        self.variable[name] = variable = self._add_variable(len(choices))
-        work = np.array([work_seconds(op, choice, self.sharding) for choice in choices])
-        self.tables.append(Table((variable,), work))
+    def _add_nodes(self) -> None:
+        """The variables of nodes, what their work takes, and their ports."""
+        ops = self.sharding.factors.ops
+        kinds = pending_kinds(ops)
+        classes: dict[int, list[OpFactors]] = defaultdict(list)
+        for number, op in zip(tied(self.sharding, kinds), ops, strict=True):
+            classes[number].append(op)
+        for alike in classes.values():
+            choices = choices_of(alike[0], self.sharding, kinds)
+            variable = self._add_variable(len(choices))
+            work = [work_seconds(alike[0], choice, self.sharding) for choice in choices]
+            self.tables.append(Table((variable,), len(alike) * np.array(work)))
+            for op in alike:
+                self.choices[op.node.name] = choices
+                self.variable[op.node.name] = variable
+        for op in ops:
+            self._add_ports(op)
+
+    def _add_ports(self, op: OpFactors) -> None:
         for i, tensor in enumerate(op.node.inputs):
             self.readers[tensor.name].append(_Port(op, i))
         for i, tensor in enumerate(op.node.outputs):
@@ -117,23 +139,44 @@ class Problem:
         for tensor, _, _ in [] if op.bodies else captured(op.node):
             self.readers[tensor.name].append(None)
 
-    def _add_tensor(self, tensor: gs.Tensor) -> None:
-        """Tables over the variables of the nodes that make and read a tensor."""
+    def _key(self, name: str) -> Hashable:
+        """What tensors have in common that are one table: their factors, and where they are made
+        and read."""
+        factors = self.sharding.factors.tensors[name]
+        sizes = tuple(leaf.size for leaf in factors.leaves)
+        maker = self.makers.get(name)
+        readers = Counter(map(self._place, self.readers[name]))
+        pinned = name in self.sharding.pinned
+        return (
+            (factors.dims, factors.dim_of_leaf, factors.apart, sizes),
+            self.sharding.tensor_placement(name) if pinned else None,
+            None if maker is None else self._place(maker),
+            frozenset(readers.items()),
+            name in self.outputs,
+            self._key(self.states[name]) if name in self.states else None,
+        )
+
+    def _place(self, port: _Port | None) -> Hashable:
+        if port is None:
+            return None
+        return self.variable[port.op.node.name], port.index, port.links
+
+    def _add_tensor(self, tensor: gs.Tensor, times: int) -> None:
+        """Tables over the variables of the nodes that make and read a tensor, and of others."""
         name = tensor.name
         whole = Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
         maker = self.makers.get(name)
-        needs = list(
-            dict.fromkeys(self._end(port, whole, reads=True) for port in self.readers[name])
-        )
+        ends = (self._end(port, whole, reads=True) for port in self.readers[name])
+        needs = list(dict.fromkeys(ends))
         made = self._fed(name) if maker is None else self._end(maker, whole)
         asked = self._asked(name, made)
-        ways = _Ways(self.sharding, tensor, [made, asked, *needs])
+        ways = _Ways(self.sharding, tensor, [made, asked, *needs], self.known)
         if asked is not made:
-            self._add_table([made, asked], ways.paths(made, asked))
+            self._add_table([made, asked], times * ways.paths(made, asked))
         if len(needs) == 1:
-            self._add_table([asked, *needs], ways.paths(asked, needs[0]))
+            self._add_table([asked, *needs], times * ways.paths(asked, needs[0]))
         elif needs:
-            self._serve([self._distinct(end) for end in (asked, *needs)], ways)
+            self._serve([self._distinct(end) for end in (asked, *needs)], ways, times)
 
     def _end(self, port: _Port | None, whole: Placement, reads: bool = False) -> _End:
         """How a tensor is at a port, by the node's choice."""
@@ -147,13 +190,14 @@ class Problem:
         """What is fed, and what a state is, is as it suits: a variable of its own."""
         if name in self.sharding.pinned:
             return _End(None, (self.sharding.tensor_placement(name),))
-        if name not in self.held:
+        key = self._key(name)
+        if key not in self.held:
             whole = Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
             ends = [self._end(port, whole, reads=True) for port in self.readers[name]]
             placements = [p for end in ends for p in end.placements if not p.partial]
             candidates = tuple(dict.fromkeys((whole, *placements)))
-            self.held[name] = _End(self._add_variable(len(candidates)), candidates)
-        return self.held[name]
+            self.held[key] = _End(self._add_variable(len(candidates)), candidates)
+        return self.held[key]
 
     def _asked(self, name: str, made: _End) -> _End:
         """How a tensor is before anything reads it: as is asked for, as the state that it becomes,
@@ -178,21 +222,21 @@ class Problem:
         self.tables.append(Table((end.variable, variable), allowed))
         return _End(variable, distinct)
 
-    def _serve(self, ends: Sequence[_End], ways: _Ways) -> None:
+    def _serve(self, ends: Sequence[_End], ways: _Ways, times: int) -> None:
         """What several readers cost together."""
         if len(ends) <= 5 and math.prod(len(e.placements) for e in ends) <= MOST_TOGETHER:
-            self._add_table(ends, ways.tree(ends))
+            self._add_table(ends, times * ways.tree(ends))
             return
         made, *needs = ends
         placements = {p.reduced() for p in made.placements}
         placements |= {p for end in needs for p in end.placements if not p.partial}
         shared = tuple(sorted(placements, key=repr))
         common = _End(self._add_variable(len(shared)), shared)
-        self._add_table([made, common], ways.paths(made, common))
+        self._add_table([made, common], times * ways.paths(made, common))
         for need in needs:
             one = ways.paths(made, need)[:, None, :]
             other = ways.onward(common, need)[None, :, :]
-            self._add_table([made, common, need], np.minimum(one, other))
+            self._add_table([made, common, need], times * np.minimum(one, other))
 
     def _add_table(self, ends: Sequence[_End], values: Array) -> None:
         """A table with an axis for each end; those of no variable have one entry."""
@@ -204,14 +248,22 @@ class Problem:
 class _Ways:
     """Seconds between the placements of a tensor."""
 
-    def __init__(self, sharding: Sharding, tensor: gs.Tensor, ends: Sequence[_End]) -> None:
+    def __init__(
+        self,
+        sharding: Sharding,
+        tensor: gs.Tensor,
+        ends: Sequence[_End],
+        known: dict[Hashable, Array],
+    ) -> None:
         placements = list(dict.fromkeys(p for end in ends for p in end.placements))
         self.index = {p: i for i, p in enumerate(placements)}
         factors = sharding.factors.tensors[tensor.name]
-
         parts = partial(sharding.part_sizes, tensor.name) if sharding.parts else None
         size = element_bytes(tensor)
-        self.seconds = Placements(placements, factors, sharding.costs, size, parts).seconds()
+        key = (*placements, factors.dims, size, tensor.name if parts else None)
+        if key not in known:
+            known[key] = Placements(placements, factors, sharding.costs, size, parts).seconds()
+        self.seconds = known[key]
         pending = np.array([bool(p.partial) for p in placements])
         self.again = np.where(pending[:, None] & ~pending[None, :], np.inf, self.seconds)
 

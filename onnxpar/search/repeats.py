@@ -1,0 +1,73 @@
+"""Blocks that a graph repeats, so that one strategy is searched for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.arrays import Array
+from onnxpar.factors import OpFactors
+from onnxpar.search.choices import Kinds
+from onnxpar.sharding import Sharding
+
+LEAST_NODES = 4
+"""Nodes of the shortest block that counts."""
+LEAST_TIMES = 3
+"""How often a block must follow upon itself."""
+
+
+def tied(sharding: Sharding, kinds: Kinds) -> list[int]:
+    """A number for each node: nodes that take the same place in repeated blocks share theirs."""
+    ops = sharding.factors.ops
+    numbers: dict[Hashable, int] = {}
+    signs = [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
+    found = list(range(len(ops)))
+    for start, end, period in _runs(np.array(signs), 0):
+        for i in range(start + period, end):
+            found[i] = found[i - period]
+    return found
+
+
+def signature(op: OpFactors, sharding: Sharding, kinds: Kinds) -> Hashable:
+    """All that decides how a node may be split and what that costs."""
+    if op.bodies:
+        return (op.node.name,)
+    atoms: dict[int, int] = {}
+    leaves = [
+        (leaf.size, leaf.factor, atoms.setdefault(leaf.atom, len(atoms))) for leaf in op.leaves
+    ]
+    attrs = sorted((k, repr(v)) for k, v in op.node.attrs.items())
+    return (
+        (op.node.op, op.node.domain, tuple(attrs), tuple(leaves), op.inputs, op.outputs),
+        (op.apart, op.ties, tuple(sorted(op.whole.items())), tuple(sorted(op.rule.sizes.items()))),
+        tuple(map(str, sharding.ops[op.node.name])),
+        tuple(_operand(t, sharding, kinds) for t in (*op.node.inputs, *op.node.outputs)),
+    )
+
+
+def _operand(tensor: gs.Tensor, sharding: Sharding, kinds: Kinds) -> Hashable:
+    name = tensor.name
+    pinned = sharding.tensor_placement(name) if name in sharding.pinned else None
+    shape = None if tensor.shape is None else tuple(map(str, tensor.shape))
+    pending = tuple(sorted(kinds.get(name, ())))
+    return type(tensor).__name__, bool(name), shape, str(tensor.dtype), pending, pinned
+
+
+def _runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, period) of repetitions, the longest first, then those before and behind it."""
+    best = (0, 0, 0)
+    for period in range(LEAST_NODES, len(signs) // LEAST_TIMES + 1):
+        same = np.flatnonzero(signs[period:] != signs[:-period])
+        edges = np.concatenate(([-1], same, [len(signs) - period]))
+        i = int(np.diff(edges).argmax())
+        length = int(edges[i + 1] - edges[i] - 1)
+        if length >= period * (LEAST_TIMES - 1) and length + period > best[1] - best[0]:
+            start = int(edges[i] + 1)
+            best = (start, start + length + period, period)
+    start, end, period = best
+    if period:
+        yield offset + start, offset + end, period
+        yield from _runs(signs[:start], offset)
+        yield from _runs(signs[end:], offset + end)
