@@ -67,7 +67,14 @@ def parser() -> argparse.ArgumentParser:
 
     plan = _add(commands_of, "plan", "show what shard would do; nothing is written", commands.plan)
     _add_model(plan)
-    plan.add_argument("--json", action="store_true", help="the plan as JSON")
+    plan.add_argument(
+        "--compare",
+        metavar="TRACE",
+        help="what `onnxpar run --profile` has written: show, instead of the plan, what each op "
+        "and collective takes by the cost model (give --topology), beside what it took. The "
+        "other options must be those that shard was given",
+    )
+    plan.add_argument("--json", action="store_true", help="the plan, or the comparison, as JSON")
 
     annotate = _add(
         commands_of,

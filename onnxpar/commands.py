@@ -21,11 +21,13 @@ from tqdm import tqdm
 
 from onnxpar import op_table, pipeline
 from onnxpar.arguments import dims_of, states_of
+from onnxpar.comparison_lines import comparison_lines
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.manual import MANUAL
 from onnxpar.model import Model
 from onnxpar.pass_list import parse_passes
 from onnxpar.passes.differentiate import Differentiate
+from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
@@ -37,10 +39,11 @@ from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.runtime.replicas import compare_replicas
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
+from onnxpar.search.compare_trace import PlannedNode, compare_trace, planned_nodes
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
 from onnxpar.topology import Topology
-from onnxpar.trace import check_place
+from onnxpar.trace import check_place, read_trace
 from onnxpar.trace_lines import trace_lines
 from onnxpar.training.compare import compare_training, judge_compressed, judge_gradients
 from onnxpar.training.data import Data
@@ -61,11 +64,40 @@ def shard(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Prints what shard would do."""
+    if args.compare:
+        return _compare_trace(args)
     made, _ = pipeline.plan(args.model, _options(args))
     if args.json:
         print(made.text())
     else:
         _print_plan(made)
+    return 0
+
+
+def _compare_trace(args: argparse.Namespace) -> int:
+    """Prints what the plan predicts beside what a trace of it has."""
+    trace = read_trace(args.compare)
+    options = _options(args)
+    if options.preset == MANUAL:
+        raise StrategyError(
+            "--compare: of a manual program nothing is predicted; use `run --profile`"
+        )
+    nodes: dict[str, PlannedNode] = {}
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        if isinstance(step, FuseAllReduces):
+            apart = model.step.evaluation if model.step is not None else ()
+            nodes.update(planned_nodes(model.graph, ctx.sharding, apart))
+
+    made, _ = pipeline.plan(args.model, options, watch)
+    found = compare_trace(trace, made, nodes)
+    if args.json:
+        print(json.dumps(found.to_json(), indent=1))
+        return 0
+    print("\n".join(comparison_lines(found)))
+    if made.example:
+        sizes = ", ".join(f"{name}={size}" for name, size in made.example.items())
+        print(f"\nsizes are open; predictions are for {sizes}, whatever was run")
     return 0
 
 

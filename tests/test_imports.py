@@ -60,7 +60,7 @@ LAYERS = (
     ("summary", "text", "verify", "write_annotations"),
     ("replay", "open_ports"),
     ("pipeline",),
-    ("pass_list", "report", "op_table", "arguments", "trace_lines"),
+    ("pass_list", "report", "op_table", "arguments", "trace_lines", "comparison_lines"),
     ("runtime",),
     (
         "training.__init__",

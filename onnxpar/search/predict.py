@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
 from onnxpar.plan import part_bytes, reshards
+from onnxpar.reshard import LOCAL_STEPS
 from onnxpar.search.choices import Choice
+from onnxpar.search.cost import Costs
 from onnxpar.search.work import work_seconds
 from onnxpar.sharding import Sharding
 from onnxpar.subgraphs import all_nodes
+from onnxpar.topology import Level, Topology
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,29 @@ class Prediction:
 
 def predict(graph: gs.Graph, sharding: Sharding) -> Prediction:
     """What the nodes and the reshards of a graph take."""
-    compute = sum(
-        work_seconds(op, Choice(tuple(sharding.op_axes(op))), sharding)
-        for op in sharding.factors.ops
-    )
-    communication = sum(
-        reshard_seconds(node, sharding) for node in all_nodes(graph) if node.domain == DOMAIN
-    )
-    return Prediction(compute, communication)
+    each = predict_nodes(all_nodes(graph), sharding).values()
+    return Prediction(sum(p.compute for p in each), sum(p.communication for p in each))
+
+
+def predict_nodes(nodes: Iterable[gs.Node], sharding: Sharding) -> dict[str, Prediction]:
+    """What each node takes, by name. What ranks tell each other inside an op is communication; a
+    local cut is computing. What the rules do not know (a pass has added it) is left out."""
+    found: dict[str, Prediction] = {}
+    ops = {op.node.name: op for op in sharding.factors.ops}
+    device = sharding.costs.topology.device
+    at_once = Topology((Level("none", None, 0.0, math.inf),), device)
+    silent = replace(sharding, costs=Costs(at_once, sharding.mesh))
+    for node in nodes:
+        if node.domain == DOMAIN:
+            seconds = reshard_seconds(node, sharding)
+            is_local = node.op in LOCAL_STEPS
+            found[node.name] = Prediction(seconds, 0.0) if is_local else Prediction(0.0, seconds)
+        elif node.name in ops:
+            op = ops[node.name]
+            choice = Choice(tuple(sharding.op_axes(op)))
+            compute = work_seconds(op, choice, silent)
+            found[node.name] = Prediction(compute, work_seconds(op, choice, sharding) - compute)
+    return found
 
 
 def reshard_seconds(node: gs.Node, sharding: Sharding) -> float:
