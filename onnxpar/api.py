@@ -30,6 +30,7 @@ def shard(
     configuration: str | None = None,
     compression: str | None = None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
+    search: str | None = None,
 ) -> Plan:
     """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
 
@@ -44,6 +45,7 @@ def shard(
     configuration  which multi-device annotations of the model to follow, or "none"
     compression    how gradients of a training step travel: float16, bfloat16 or 2bit:THRESHOLD
     topology  what ranks run on: a file as `onnxpar calibrate` writes it, or the same in Python
+    search    auto: the fastest strategy by the cost model of that; see `onnxpar shard --help`
     Errors: OnnxparError, naming what is wrong and the remedy; nothing is left half-written.
     """
     options = _options(
@@ -57,6 +59,7 @@ def shard(
         verify,
         configuration,
         topology,
+        search,
         compression,
     )
     return pipeline.shard(Path(model), Path(output), options)
@@ -76,6 +79,7 @@ def make_plan(
     configuration: str | None = None,
     compression: str | None = None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
+    search: str | None = None,
 ) -> Plan:
     """What `shard` would do with the same options; nothing is written."""
     options = _options(
@@ -89,6 +93,7 @@ def make_plan(
         verify,
         configuration,
         topology,
+        search,
         compression,
     )
     return pipeline.plan(Path(model), options)[0]
@@ -108,11 +113,22 @@ def annotate(
     verify: bool = False,
     configuration: str | None = None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
+    search: str | None = None,
 ) -> Plan:
     """Writes the model with the plan that `shard` would follow as ONNX's multi-device annotations,
     which `shard` reads."""
     options = _options(
-        devices, mesh, preset, strategy, dims, states, strict, verify, configuration, topology
+        devices,
+        mesh,
+        preset,
+        strategy,
+        dims,
+        states,
+        strict,
+        verify,
+        configuration,
+        topology,
+        search,
     )
     return pipeline.annotate(Path(model), Path(output), options)
 
@@ -128,6 +144,7 @@ def _options(
     verify: bool,
     configuration: str | None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
+    search: str | None,
     compression: str | None = None,
 ) -> Options:
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
@@ -143,4 +160,5 @@ def _options(
         configuration,
         compression,
         topology=Topology.given(topology),
+        search=search,
     )

@@ -19,6 +19,7 @@ from onnxpar.pass_list import passes_help
 from onnxpar.passes.fuse_all_reduces import FUSIONS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 from onnxpar.search.presets import PRESETS
+from onnxpar.search.search import SEARCHES
 from onnxpar.training.batch_norm import STATISTICS
 from onnxpar.training.losses import IGNORED, LOSSES
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
@@ -208,6 +209,13 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         "hybrid for a mesh of dp and another axis. manual: the model is one rank's program, with "
         "onnxpar's collectives in it by hand, as the body of JAX's shard_map; a strategy's "
         "tensors say how inputs and weights are dealt and outputs put together, else whole",
+    )
+    to.add_argument(
+        "--search",
+        choices=SEARCHES,
+        help="auto: find the fastest strategy by the cost model of --topology, and the mesh where "
+        "none is given; what a strategy asks for is kept to. To compare with: a preset, all "
+        "strategies one after the other (of a small model), nothing but what was asked for",
     )
     to.add_argument(
         "--strategy",

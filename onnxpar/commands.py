@@ -266,6 +266,7 @@ def _options(args: argparse.Namespace) -> Options:
         bucket_bytes=None if args.bucket_mb is None else int(args.bucket_mb * (1 << 20)),
         compression=args.compression,
         topology=Topology.given(args.topology),
+        search=args.search,
     )
 
 

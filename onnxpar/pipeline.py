@@ -37,7 +37,7 @@ from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.plan import Plan
 from onnxpar.replay import replay
 from onnxpar.search.presets import choose_preset, preset_mesh
-from onnxpar.search.search import AUTO, best_mesh
+from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION, SEARCHES, best_mesh
 from onnxpar.sharding import Sharding
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
@@ -118,12 +118,17 @@ def _mesh_and_preset(
         return annotated_mesh(annotated, mesh), preset, annotated
     if devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
-    if options.search == AUTO:
+    search = options.search
+    if search is not None:
+        if search not in SEARCHES:
+            raise StrategyError(f"--search {search!r}: there are {', '.join(SEARCHES)}")
         if preset is not None:
-            raise StrategyError(f"--search {AUTO} and --preset {preset}: give one of them")
-        topology = options.topology
-        mesh = mesh or best_mesh(model.graph, factors, model.states, devices, topology).mesh
-        return mesh, AUTO, None
+            raise StrategyError(f"--search {search} and --preset {preset}: give one of them")
+        if search in (AUTO, EXHAUSTIVE) and mesh is None:
+            topology, states = options.topology, model.states
+            mesh = best_mesh(model.graph, factors, states, devices, topology, search).mesh
+        preset = None if search == PROPAGATION else search
+        return mesh or preset_mesh(preset, devices), preset, None
     if preset is None and strategy is None:
         preset = (
             "hybrid" if mesh is not None and "dp" in mesh.sizes and len(mesh.shape) > 1 else None

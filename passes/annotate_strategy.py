@@ -11,7 +11,7 @@ from onnxpar.annotated_strategy import annotation_seeds, check_agreement
 from onnxpar.errors import StrategyError
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.search.presets import default_rounds, preset_rounds
-from onnxpar.search.search import AUTO, solve
+from onnxpar.search.search import AUTO, EXHAUSTIVE, solve
 from onnxpar.strategy import Seed, seeds_of
 
 
@@ -48,8 +48,9 @@ class AnnotateStrategy(Pass):
             asked: list[Seed] = list(seeds_of(ctx.strategy, ctx.sharding))
             check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
             ctx.seeds.append(asked)
-        if ctx.preset == AUTO:
-            found = solve(graph, ctx.sharding, ctx.model.states, ctx.seeds)
+        if ctx.preset in (AUTO, EXHAUSTIVE):
+            states = ctx.model.states
+            found = solve(graph, ctx.sharding, states, ctx.seeds, ctx.preset)
             ctx.seeds.append(found.seeds)
         elif ctx.preset is None:
             ctx.seeds += default_rounds(graph, ctx.sharding, ctx.model.step)

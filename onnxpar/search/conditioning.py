@@ -11,7 +11,7 @@ from onnxpar.search.elimination import Table, minimize
 
 LIMIT = 1 << 22
 """Entries that the largest table of a round should have at most; in another order it has more."""
-PATIENCE = 12
+PATIENCE = 20
 """Rounds without a gain after which it is enough."""
 
 

@@ -42,6 +42,19 @@ def minimize(
     return _Elimination(sizes, tables, limit).run()
 
 
+def exhaust(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
+    """The same by trying every combination. Errors: TooLarge where there are too many."""
+    count = math.prod(sizes)
+    if count > LIMIT:
+        raise TooLarge(f"{count} combinations of {len(sizes)} variables")
+    scope = tuple(range(len(sizes)))
+    total: Array = np.zeros(sizes)
+    for table in tables:
+        total += _broadcast(_diagonal(table), scope)
+    best = np.unravel_index(int(total.argmin()), total.shape)
+    return float(total.min()), [int(i) for i in best]
+
+
 class _Elimination:
     def __init__(self, sizes: Sequence[int], tables: Iterable[Table], limit: int) -> None:
         self.sizes = sizes

@@ -20,7 +20,7 @@ from onnxpar.placements import Placements
 from onnxpar.plan import element_bytes
 from onnxpar.search.choices import Choice, choices_of, pending_kinds
 from onnxpar.search.conditioning import descend
-from onnxpar.search.elimination import Table, TooLarge, minimize
+from onnxpar.search.elimination import Table, TooLarge, exhaust, minimize
 from onnxpar.search.repeats import tied
 from onnxpar.search.work import work_seconds
 from onnxpar.sharding import Placement, Sharding
@@ -91,12 +91,20 @@ class Problem:
         for found in alike.values():
             self._add_tensor(found[0], len(found))
 
-    def solve(self) -> tuple[float, dict[str, Choice], dict[str, Placement]]:
+    def solve(
+        self, exhaustively: bool = False
+    ) -> tuple[float, dict[str, Choice], dict[str, Placement]]:
         """The least seconds of a run, the choice for each node by name, and how states are held;
-        where nodes depend on each other too much for that, few seconds."""
+        where nodes depend on each other too much for that, few seconds. Errors: TooLarge where all
+        strategies are to be tried, and there are too many."""
         try:
-            seconds, values = minimize(self.sizes, self.tables)
+            if exhaustively:
+                seconds, values = exhaust(self.sizes, self.tables)
+            else:
+                seconds, values = minimize(self.sizes, self.tables)
         except TooLarge:
+            if exhaustively:
+                raise
             first = dict.fromkeys(self.variable.values(), 0)
             seconds, values = descend(self.sizes, self.tables, first)
         chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}

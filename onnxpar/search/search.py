@@ -11,12 +11,15 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.factors import GraphFactors
 from onnxpar.mesh import Mesh
+from onnxpar.search.elimination import TooLarge
 from onnxpar.search.problem import Problem
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import NodeSeed, Seed, TensorSeed
 from onnxpar.topology import Topology
 
-AUTO = "auto"
+AUTO, EXHAUSTIVE, PROPAGATION = "auto", "exhaustive", "propagation"
+SEARCHES = (AUTO, "data-parallel", "tensor-parallel", EXHAUSTIVE, PROPAGATION)
+"""The search; two presets; every strategy, one after the other; and nothing but what was given."""
 BATCH, WIDTH = "dp", "tp"
 """Names of the axes that split the batch, and of others."""
 
@@ -35,15 +38,19 @@ def solve(
     sharding: Sharding,
     states: Sequence[tuple[str, str]],
     given: Iterable[Iterable[Seed]] = (),
+    how: str = AUTO,
 ) -> Solution:
     """The fastest strategy for the sharding's mesh that keeps to what is given. Errors:
-    StrategyError where nothing does."""
+    StrategyError where nothing does, or where there are too many strategies to try them all."""
     sketch = Sharding.open(sharding.mesh, sharding.factors, sharding.costs.topology)
     for seeds in given:
         for seed in seeds:
             seed.apply(sketch)
     problem = Problem(graph, sketch, states)
-    seconds, chosen, held = problem.solve()
+    try:
+        seconds, chosen, held = problem.solve(exhaustively=how == EXHAUSTIVE)
+    except TooLarge as error:
+        raise StrategyError(f"--search {how}: {error}; take {AUTO}") from None
     if math.isinf(seconds):
         raise StrategyError("no strategy agrees with all that is asked for; ask for less")
     seeds = [TensorSeed(name, placement.leaves) for name, placement in held.items()]
@@ -59,11 +66,11 @@ def best_mesh(
     states: Sequence[tuple[str, str]],
     devices: int,
     topology: Topology | None,
+    how: str = AUTO,
 ) -> Solution:
     """The fastest strategy over all meshes of so many ranks with one axis or two."""
-    found = [
-        solve(graph, Sharding.open(mesh, factors, topology), states) for mesh in meshes(devices)
-    ]
+    open_ones = (Sharding.open(mesh, factors, topology) for mesh in meshes(devices))
+    found = [solve(graph, sharding, states, how=how) for sharding in open_ones]
     return min(found, key=lambda solution: solution.seconds)
 
 

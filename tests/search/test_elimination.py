@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar.search.elimination import Table, TooLarge, minimize
+from onnxpar.search.elimination import Table, TooLarge, exhaust, minimize
 
 
 def brute_force(sizes: list[int], tables: list[Table]) -> float:
@@ -38,6 +38,7 @@ def test_as_brute_force(problem: tuple[list[int], list[Table]]) -> None:
     sizes, tables = problem
     least, chosen = minimize(sizes, tables)
     assert least == brute_force(sizes, tables)
+    assert exhaust(sizes, tables)[0] == least
     assert len(chosen) == len(sizes)
     assert least == sum(float(t.values[tuple(chosen[v] for v in t.scope)]) for t in tables)
 
@@ -59,3 +60,5 @@ def test_what_depends_on_too_much_is_refused() -> None:
     tables = [Table(pair, np.zeros((10, 10))) for pair in pairs]
     with pytest.raises(TooLarge, match="100000000 entries over 8 variables"):
         minimize([10] * 8, tables)
+    with pytest.raises(TooLarge, match="100000000 combinations of 8 variables"):
+        exhaust([10] * 8, tables)

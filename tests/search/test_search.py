@@ -1,0 +1,71 @@
+"""What the search chooses computes what the unsplit model does, and takes what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from agreement import check_agrees
+from committed import MODELS, STATIC
+
+from onnxpar import pipeline
+from onnxpar.errors import StrategyError
+from onnxpar.mesh import Mesh
+from onnxpar.passes.insert_collectives import InsertCollectives
+from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.search.predict import predict
+from onnxpar.search.search import solve
+from onnxpar.topology import Topology
+
+CHEAP = Topology.of(
+    {
+        "levels": [{"name": "host", "size": 16, "latency": 1e-7, "bandwidth": 1e10}],
+        "device": {"flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-8},
+    }
+)
+"""Talking costs so little that small models are worth splitting in every way."""
+
+
+def searched(mesh: str, topology: Topology | None = CHEAP) -> Options:
+    return Options(mesh=Mesh.parse(mesh), search="auto", topology=topology, verify=True)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("model", STATIC)
+def test_static(model: str, mesh: str, tmp_path: Path) -> None:
+    check_agrees(MODELS / model, tmp_path, searched(mesh))
+
+
+@pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("model", STATIC)
+def test_the_compiler_makes_what_is_predicted(model: str, mesh: str) -> None:
+    how = searched(mesh)
+    loaded = load_model(MODELS / model, how)
+    ctx = make_context(loaded, how)
+    found = solve(loaded.graph, ctx.sharding, loaded.states)
+    ctx.seeds = [found.seeds]
+    run_passes(loaded, ctx, [PropagateLayouts(), InsertCollectives()])
+    made = predict(loaded.graph, ctx.sharding).total
+    assert made == pytest.approx(found.seconds, rel=0.01)
+
+
+def test_small_models_are_not_worth_talking() -> None:
+    """By default a collective takes as long as ten of these nodes."""
+    for model in ("gpt2.dynamo.static.onnx", "dlrm.dynamo.static.onnx"):
+        made, _ = pipeline.plan(MODELS / model, Options(devices=4, search="auto"))
+        assert made.mesh.size == 4 and not made.collectives
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(devices=2, search="auto", preset="hybrid"), "--search auto and --preset hybrid"),
+        (Options(devices=2, search="best"), "--search 'best': there are auto, data-parallel"),
+        (Options(devices=2, search="exhaustive"), "--search exhaustive: .* combinations of"),
+        (Options(search="auto"), "how many ranks"),
+    ],
+)
+def test_what_cannot_be_searched(options: Options, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", options)
