@@ -75,7 +75,13 @@ def parser() -> argparse.ArgumentParser:
         "and collective takes by the cost model (give --topology), beside what it took. The "
         "other options must be those that shard was given",
     )
-    plan.add_argument("--json", action="store_true", help="the plan, or the comparison, as JSON")
+    plan.add_argument(
+        "--candidates",
+        action="store_true",
+        help="show, instead of the plan, what each strategy that applies takes by the cost model "
+        "(give --topology), what ranks send and hold, and why the fastest one wins",
+    )
+    plan.add_argument("--json", action="store_true", help="any of these as JSON")
 
     annotate = _add(
         commands_of,

@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from onnxpar import op_table, pipeline
 from onnxpar.arguments import dims_of, states_of
+from onnxpar.candidate_lines import candidate_lines
+from onnxpar.candidates import choices, fastest_first, try_candidate
 from onnxpar.comparison_lines import comparison_lines
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.manual import MANUAL
@@ -66,11 +68,23 @@ def plan(args: argparse.Namespace) -> int:
     """Prints what shard would do."""
     if args.compare:
         return _compare_trace(args)
+    if args.candidates:
+        return _compare_candidates(args)
     made, _ = pipeline.plan(args.model, _options(args))
     if args.json:
         print(made.text())
     else:
         _print_plan(made)
+    return 0
+
+
+def _compare_candidates(args: argparse.Namespace) -> int:
+    """Prints what each strategy that applies would take."""
+    options = replace(_options(args), verify=False)
+    tries = tqdm(choices(args.model, options), "strategies", disable=not _is_terminal())
+    found = fastest_first(args.model.name, [try_candidate(args.model, each) for each in tries])
+    lines = [json.dumps(found.to_json(), indent=1)] if args.json else candidate_lines(found)
+    print("\n".join(lines))
     return 0
 
 

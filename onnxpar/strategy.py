@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import yaml
 
+from onnxpar.dimension_text import is_cut, read_piece, read_pieces
 from onnxpar.errors import StrategyError
-from onnxpar.factors import OpFactors
+from onnxpar.factors import OpFactors, TensorFactors
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.sharding import Sharding, overlaps
@@ -23,8 +24,9 @@ from onnxpar.sharding import Sharding, overlaps
 class Strategy:
     """A strategy as written: entries of `shard` by node glob, of `tensors` by tensor glob.
 
-    An entry is a list per dimension (for `shard`, a list of those per input) of: null or 1
-    (whole), a number of parts, an axis name, a list of axis names, or {axis: [sizes by hand]}.
+    An entry is a list per dimension (for `shard`, a list of those per input, of which null says
+    nothing; or {factor: ...} of the node's rule) of: null or 1 (whole), a number of parts, an axis
+    name, a list of axis names, {axis: [sizes by hand]}, or text as layouts are printed.
     """
 
     mesh: Mesh | None = None
@@ -161,6 +163,8 @@ def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list
 
 def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
     what = f"{op.node.op} '{op.node.name}'"
+    if isinstance(entry, Mapping):
+        return _factor_seed(op, entry, sharding, what)
     if not isinstance(entry, Sequence) or isinstance(entry, str):
         raise StrategyError(f"{what}: a list of inputs, each a list of dimensions, is expected")
     if len(entry) > len(op.node.inputs):
@@ -173,10 +177,11 @@ def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
     for index, dims in enumerate(entry):
         tensor = sharding.factors.tensors.get(op.node.inputs[index].name)
         rank = len(tensor.dims) if tensor else 0
-        asks = [] if dims is None else dims
-        if not isinstance(asks, Sequence) or isinstance(asks, str) or len(asks) != rank:
+        if dims is None:
+            continue
+        if not isinstance(dims, Sequence) or isinstance(dims, str) or len(dims) != rank:
             raise StrategyError(f"{what}: input {index} has {rank} dimensions, strategy {dims!r}")
-        for axis, ask in enumerate(asks):
+        for axis, ask in enumerate(dims):
             assert tensor is not None
             at = [j for j, d in enumerate(tensor.dim_of_leaf) if d == axis]
             links = [op.inputs[index][j] for j in at]
@@ -184,20 +189,75 @@ def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
                 over = next((axes[k] for k in links if k is not None and axes.get(k)), ())
                 if parts_over(over) == ask:
                     continue  # this factor had its axes from an earlier operand
-            over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
             label = f"input {index} dimension {axis}"
-            spread = _spread(tensor.dims[axis], over, links, f"{what}: {label}", op, sharding)
-            known = {k: a for k, a in zip(links, spread, strict=True) if k is not None}
-            for leaf, given in known.items():
-                if axes.get(leaf) and given and axes[leaf] != given:
-                    raise StrategyError(f"{what}: {label} is asked for in two ways")
-                axes[leaf] = given or axes.get(leaf, ())
-            leaves = [-1 if k is None else k for k in links]
-            parts |= _hand_parts(what, leaves, spread, over, sizes, tensor.dims[axis])
-    for (i, a), (j, b) in combinations(axes.items(), 2):
-        if (i, j) not in op.apart and overlaps(a, b):
-            raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
+            seed = _Leaves(op, sharding, f"{what}: {label}", axes, parts)
+            pre = seed.decide(tensor.dims[axis], links, ask, pre)
+    _check_once(what, op, axes)
     return NodeSeed(op, axes, parts)
+
+
+def _factor_seed(
+    op: OpFactors, entry: Mapping[str, Any], sharding: Sharding, what: str
+) -> NodeSeed:
+    """What is asked of the factors of the node's rule, by name."""
+    axes: dict[int, Axes] = {}
+    parts: dict[int, tuple[int, ...]] = {}
+    pre = 1
+    for factor, ask in entry.items():
+        if factor not in op.trees:
+            raise StrategyError(f"{what} has no factor {factor!r}; its rule is {op.rule.text()}")
+        tree = op.trees[factor]
+        at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == factor]
+        links = [*at, *[None] * (_leaf_count(tree) - len(at))]
+        seed = _Leaves(op, sharding, f"{what}: factor {factor}", axes, parts)
+        pre = seed.decide(tree, links, ask, pre)
+    _check_once(what, op, axes)
+    return NodeSeed(op, axes, parts)
+
+
+@dataclass
+class _Leaves:
+    """The leaves of a node that its entry has decided so far."""
+
+    op: OpFactors
+    sharding: Sharding
+    what: str
+    axes: dict[int, Axes]
+    parts: dict[int, tuple[int, ...]]
+
+    def decide(self, dim: Dim, links: Sequence[int | None], ask: Any, pre: int) -> int:
+        """Takes one dimension's entry; returns how many flat parts are in use then."""
+        if is_cut(ask):
+            pieces = read_pieces(ask, dim, self.sharding.mesh, self.what)
+            spread = [over for over, _ in pieces]
+            blocked = any(over and k is None for over, k in zip(spread, links, strict=True))
+            hand = {k: p for k, (_, p) in zip(links, pieces, strict=True) if k is not None and p}
+            if blocked or not _fit(dim, spread):
+                raise StrategyError(f"{self.what}: {ask!r} splits what must stay whole")
+        else:
+            over, sizes, pre = read_ask(ask, self.sharding.mesh, self.what, pre)
+            spread = _spread(dim, over, links, self.what, self.op, self.sharding)
+            leaves = [-1 if k is None else k for k in links]
+            hand = _hand_parts(self.what, leaves, spread, over, sizes, dim)
+        known = {k: a for k, a in zip(links, spread, strict=True) if k is not None}
+        for leaf, given in known.items():
+            if self.axes.get(leaf) and given and self.axes[leaf] != given:
+                raise StrategyError(f"{self.what} is asked for in two ways")
+            self.axes[leaf] = given or self.axes.get(leaf, ())
+        self.parts |= hand
+        return pre
+
+
+def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int, Axes]) -> None:
+    for (i, a), (j, b) in combinations(axes.items(), 2):
+        if (i, j) not in factors.apart and overlaps(a, b):
+            raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
+
+
+def _fit(dim: Dim, spread: Sequence[Axes]) -> bool:
+    """Whether each leaf has an element for each part."""
+    sizes = (leaf.size for leaf in leaves(dim) if leaf.size > 1)
+    return all(parts_over(over) <= size for over, size in zip(spread, sizes, strict=True))
 
 
 def _counted(ask: Any) -> bool:
@@ -220,7 +280,7 @@ def _spread(
 
 def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ...] | None, int]:
     """Reads one dimension's entry: axes, sizes by hand, and how many flat parts are in use then."""
-    if ask is None or ask == 1:
+    if ask in (None, 1, "-"):
         return (), None, pre
     if isinstance(ask, int) and not isinstance(ask, bool):
         if ask < 1 or mesh.size % (pre * ask):
@@ -230,7 +290,7 @@ def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int
             )
         return mesh.flat(pre, ask), None, pre * ask
     if isinstance(ask, str):
-        return (mesh.axis(ask),), None, pre
+        return *read_piece(ask, mesh, what), pre
     if isinstance(ask, Mapping) and len(ask) == 1:
         name, sizes = next(iter(ask.items()))
         if isinstance(sizes, Sequence) and all(isinstance(s, int) and s > 0 for s in sizes):
@@ -252,19 +312,23 @@ def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
         )
     axes: list[Axes] = []
     parts: dict[int, tuple[int, ...]] = {}
-    used: list[Axis] = []
     pre = 1
     for i, (dim, ask) in enumerate(zip(factors.dims, entry, strict=True)):
-        over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
-        spread = spread_dim(dim, over)
-        if spread is None:
+        at = range(len(axes), len(axes) + _leaf_count(dim))
+        if is_cut(ask):
+            pieces = read_pieces(ask, dim, sharding.mesh, what)
+            over = tuple(dict.fromkeys(a for given, _ in pieces for a in given))
+            spread: list[Axes] | None = [given for given, _ in pieces]
+            parts |= {j: p for j, (_, p) in zip(at, pieces, strict=True) if p}
+        else:
+            over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
+            spread = spread_dim(dim, over)
+            if spread is not None:
+                parts |= _hand_parts(what, at, spread, over, sizes, dim)
+        if spread is None or not _fit(dim, spread):
             raise StrategyError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
-        if overlaps(over, used):
-            raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
-        at = list(range(len(axes), len(axes) + len(spread)))
-        parts |= _hand_parts(what, at, spread, over, sizes, dim)
-        used += over
         axes += spread
+    _check_once(what, factors, dict(enumerate(axes)))
     return TensorSeed(name, axes, parts, pin=True)
 
 

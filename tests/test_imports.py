@@ -60,7 +60,16 @@ LAYERS = (
     ("summary", "text", "verify", "write_annotations"),
     ("replay", "open_ports"),
     ("pipeline",),
-    ("pass_list", "report", "op_table", "arguments", "trace_lines", "comparison_lines"),
+    ("candidates",),
+    (
+        "pass_list",
+        "report",
+        "op_table",
+        "arguments",
+        "trace_lines",
+        "comparison_lines",
+        "candidate_lines",
+    ),
     ("runtime",),
     (
         "training.__init__",

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from onnxpar.search.elimination import Table, minimize
 
 LIMIT = 1 << 22
-"""Entries that the largest table of a round should have at most; in another order it has more."""
+"""Entries of the largest table of a round."""
 PATIENCE = 20
 """Rounds without a gain after which it is enough."""
 
@@ -25,44 +25,44 @@ def descend(
     values = [start.get(i, value) for i, value in enumerate(values)]
     left = PATIENCE
     while left:
-        kept = {v: values[v] for v in cutset(sizes, tables, draw)}
-        total, found = minimize(sizes, [_given(t, kept) for t in tables])
+        fixed, order = cutset(sizes, tables, draw)
+        kept = {v: values[v] for v in fixed}
+        total, found = minimize(sizes, [_given(t, kept) for t in tables], [*order, *fixed])
         left = PATIENCE if total < least * (1 - 1e-9) else left - 1
         if total < least:
             least, values = total, [kept.get(i, value) for i, value in enumerate(found)]
     return least, values
 
 
-def cutset(sizes: Sequence[int], tables: Sequence[Table], draw: random.Random) -> set[int]:
-    """Variables without which all others can be eliminated; which ones is up to chance."""
+def cutset(
+    sizes: Sequence[int], tables: Sequence[Table], draw: random.Random
+) -> tuple[list[int], list[int]]:
+    """Variables without which all others can be eliminated, and the order of those; which ones is
+    up to chance."""
     near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for table in tables:
         for v in table.scope:
             near[v] |= set(table.scope) - {v}
-    kept: set[int] = set()
+    entries = {v: _entries(v, near[v], sizes) for v in near}
+    kept: list[int] = []
+    order: list[int] = []
     while near:
-        entries = {v: _entries(v, near[v], sizes) for v in near}
         variable = min(near, key=lambda v: entries[v])
-        if entries[variable] > LIMIT:
+        is_kept = entries[variable] > LIMIT
+        if is_kept:
             variable = max(near, key=lambda v: len(near[v]) * sizes[v] * draw.random())
-            kept.add(variable)
-            _remove(variable, near, join=False)
-        else:
-            _remove(variable, near, join=True)
-    return kept
+        (kept if is_kept else order).append(variable)
+        around = near.pop(variable)
+        for v in around:
+            near[v].discard(variable)
+            if not is_kept:
+                near[v] |= around - {v}
+            entries[v] = _entries(v, near[v], sizes)
+    return kept, order
 
 
 def _entries(variable: int, near: Collection[int], sizes: Sequence[int]) -> int:
     return math.prod(sizes[v] for v in near) * sizes[variable]
-
-
-def _remove(variable: int, near: dict[int, set[int]], join: bool) -> None:
-    """Takes a variable out of the graph; what it stood between is joined if it is eliminated."""
-    around = near.pop(variable)
-    for v in around:
-        near[v].discard(variable)
-        if join:
-            near[v] |= around - {v}
 
 
 def _given(table: Table, values: Mapping[int, int]) -> Table:

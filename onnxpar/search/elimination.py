@@ -32,14 +32,15 @@ class TooLarge(Exception):
 
 
 def minimize(
-    sizes: Sequence[int], tables: Iterable[Table], limit: int = LIMIT
+    sizes: Sequence[int], tables: Iterable[Table], order: Iterable[int] | None = None
 ) -> tuple[float, list[int]]:
     """The least sum and a value for each variable, of which there are as many as `sizes` says.
 
     A variable may stand twice in a scope: then only the diagonal counts. Infinite where nothing is
-    allowed. Errors: TooLarge where an intermediate table would have more than `limit` entries.
+    allowed. `order` is that of elimination, by default one that keeps tables small. Errors:
+    TooLarge where an intermediate table would have more than LIMIT entries.
     """
-    return _Elimination(sizes, tables, limit).run()
+    return _Elimination(sizes, tables).run(order)
 
 
 def exhaust(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
@@ -56,9 +57,8 @@ def exhaust(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[
 
 
 class _Elimination:
-    def __init__(self, sizes: Sequence[int], tables: Iterable[Table], limit: int) -> None:
+    def __init__(self, sizes: Sequence[int], tables: Iterable[Table]) -> None:
         self.sizes = sizes
-        self.limit = limit
         self.constant = 0.0
         self.tables: dict[int, Table] = {}
         self.of: dict[int, set[int]] = defaultdict(set)
@@ -66,9 +66,9 @@ class _Elimination:
         for table in tables:
             self._add(_diagonal(table))
 
-    def run(self) -> tuple[float, list[int]]:
+    def run(self, order: Iterable[int] | None) -> tuple[float, list[int]]:
         """Eliminates all, and decides them in the opposite order."""
-        rules = [self._eliminate(variable) for variable in self._order()]
+        rules = [self._eliminate(v) for v in (self._order() if order is None else order)]
         values = [0] * len(self.sizes)
         for variable, scope, best in reversed(rules):
             values[variable] = int(best[tuple(values[v] for v in scope)])
@@ -111,7 +111,7 @@ class _Elimination:
         and which value of the variable that is."""
         scope = tuple(sorted(self._neighbours(variable) - {variable}))
         entries = math.prod(self.sizes[v] for v in (*scope, variable))
-        if entries > self.limit:
+        if entries > LIMIT:
             raise TooLarge(f"a table of {entries} entries over {len(scope) + 1} variables")
         total = np.zeros([self.sizes[v] for v in (*scope, variable)])
         for key in self.of.pop(variable, set()):

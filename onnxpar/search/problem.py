@@ -192,7 +192,10 @@ class Problem:
             return _End(None, (whole,))
         name = port.op.node.name
         placed = port.needed if reads else port.made
-        return _End(self.variable[name], tuple(placed(c) for c in self.choices[name]))
+        placements = tuple(placed(c) for c in self.choices[name])
+        if len(set(placements)) == 1:
+            return _End(None, placements[:1])
+        return _End(self.variable[name], placements)
 
     def _fed(self, name: str) -> _End:
         """What is fed, and what a state is, is as it suits: a variable of its own."""

@@ -22,9 +22,10 @@ def dense(variables: int, values: int, seed: int) -> tuple[list[int], list[Table
 
 def test_what_is_kept_makes_the_rest_small() -> None:
     sizes, tables = dense(12, 8, 0)
-    kept = cutset(sizes, tables, random.Random(0))
-    assert 12 - len(kept) == 7  # 8 ** 7 is the most that is allowed
-    assert kept != cutset(sizes, tables, random.Random(1))
+    kept, order = cutset(sizes, tables, random.Random(0))
+    assert len(order) == 7  # 8 ** 7 is the most that is allowed
+    assert sorted((*kept, *order)) == list(range(12))
+    assert kept != cutset(sizes, tables, random.Random(1))[0]
 
 
 def test_rounds_lead_close_to_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
