@@ -1,0 +1,195 @@
+"""Strategies beside each other: what each takes by the cost model, what ranks send and hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onnxpar import pipeline
+from onnxpar.errors import StrategyError
+from onnxpar.interchange import header_of
+from onnxpar.mesh import Mesh
+from onnxpar.model import Model, read_proto
+from onnxpar.passes.fuse_all_reduces import FuseAllReduces
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.pipeline import Options
+from onnxpar.search.compare_trace import planned_nodes
+from onnxpar.search.expert_parallel import EXPERT
+from onnxpar.search.predict import Prediction
+from onnxpar.search.presets import preset_mesh
+from onnxpar.search.search import AUTO, BATCH, WIDTH
+from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES
+from onnxpar.step import Step
+
+MOST_HYBRIDS = 6
+"""Meshes of two axes that are tried; of more factorizations, some from all over their range."""
+_SAME = 1e-9
+"""Seconds within which two predictions are the same."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that applies: seconds of a run, bytes that a rank sends by kind of collective, and
+    bytes that it holds."""
+
+    strategy: str
+    mesh: Mesh
+    predicted: Prediction
+    sent: dict[str, int]
+    memory: dict[str, int]
+
+    @property
+    def label(self) -> str:
+        """The strategy and its mesh."""
+        return f"{self.strategy} {self.mesh}"
+
+    @property
+    def held(self) -> int:
+        """Bytes of all that a rank holds at once."""
+        return sum(self.memory.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """As `plan --candidates --json` has it; times in seconds."""
+        return {
+            "strategy": self.strategy,
+            "mesh": [list(axis) for axis in self.mesh.shape],
+            "predicted": {"total": self.predicted.total, **asdict(self.predicted)},
+            "bytes": self.sent,
+            "memory": self.memory,
+        }
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that does not apply, and why."""
+
+    strategy: str
+    mesh: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What was tried for a model, the fastest first."""
+
+    model: str
+    ranks: int
+    found: list[Candidate]
+    refused: list[Refused]
+
+    @property
+    def winner(self) -> Candidate:
+        """The fastest; of several the one that holds least."""
+        return self.found[0]
+
+    @property
+    def why(self) -> str:
+        """What the winner saves against the first that is slower, in a sentence."""
+        best = self.winner
+        slower = [c for c in self.found if c.predicted.total > best.predicted.total + _SAME]
+        equal = [c.label for c in self.found[1 : len(self.found) - len(slower)]]
+        alike = f" (and as fast: {', '.join(equal)})" if equal else ""
+        if not slower:
+            return f"{best.label} wins{alike}: none is slower"
+        other = slower[0]
+        ahead = _ms(other.predicted.total - best.predicted.total)
+        parts = [
+            f"{_ms(abs(gain))} {'less' if gain > 0 else 'more'} {what}"
+            for gain, what in sorted(
+                [
+                    (other.predicted.compute - best.predicted.compute, "compute"),
+                    (
+                        other.predicted.communication - best.predicted.communication,
+                        "communication",
+                    ),
+                ],
+                reverse=True,
+            )
+            if abs(gain) > _SAME
+        ]
+        return f"{best.label} wins{alike}, {ahead} ahead of {other.label}: {', '.join(parts)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As `plan --candidates --json` prints it, the winner first."""
+        return {
+            "model": self.model,
+            "ranks": self.ranks,
+            "candidates": [c.to_json() for c in self.found],
+            "refused": [asdict(r) for r in self.refused],
+            "why": self.why,
+        }
+
+
+def choices(path: Path, options: Options) -> list[Options]:
+    """The options of each strategy to try: presets and the search, on the mesh that is given or on
+    meshes of their own. Errors: StrategyError where options name a strategy already."""
+    named = options.preset or options.search
+    if named is not None:
+        raise StrategyError(f"--candidates compares strategies: leave out {named!r}")
+    is_step = Step.of(header_of(read_proto(path))) is not None
+    names = ["data-parallel", "tensor-parallel", "hybrid"]
+    names += [*(ZERO_STAGES if is_step else ()), SEQUENCE, EXPERT]
+    mesh = options.mesh or (options.strategy.mesh if options.strategy is not None else None)
+    if mesh is not None:
+        made = [replace(options, preset=name, mesh=mesh) for name in names if name != "hybrid"]
+        if BATCH in mesh.sizes and len(mesh.shape) > 1:
+            made[1] = replace(made[1], preset="hybrid")
+    elif options.devices is None:
+        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+    else:
+        made = [
+            replace(options, preset=name, mesh=mesh)
+            for name in names
+            for mesh in _meshes(name, options.devices)
+        ]
+    return [*made, replace(options, search=AUTO)]
+
+
+def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
+    if preset != "hybrid":
+        yield preset_mesh(preset, devices)
+        return
+    sizes = [n for n in range(2, devices) if devices % n == 0]
+    count = min(len(sizes), MOST_HYBRIDS)
+    for i in range(count):
+        major = sizes[i * (len(sizes) - 1) // max(count - 1, 1)]
+        yield Mesh(((BATCH, major), (WIDTH, devices // major)))
+
+
+def try_candidate(path: Path, options: Options) -> Candidate | Refused:
+    """Plans one strategy, as `plan` does."""
+    strategy = options.preset or options.search or ""
+    nodes: list[Prediction] = []
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        if isinstance(step, FuseAllReduces):
+            apart = model.step.evaluation if model.step is not None else ()
+            planned = planned_nodes(model.graph, ctx.sharding, apart).values()
+            nodes.extend(node.predicted for node in planned if node.predicted is not None)
+
+    try:
+        plan, _ = pipeline.plan(path, options, watch)
+    except StrategyError as error:
+        return Refused(strategy, str(options.mesh or ""), str(error))
+    sent: dict[str, int] = {}
+    for entry in plan.collectives:
+        sent[entry.kind] = sent.get(entry.kind, 0) + entry.bytes
+    seconds = Prediction(sum(n.compute for n in nodes), sum(n.communication for n in nodes))
+    return Candidate(strategy, plan.mesh, seconds, sent, dict(plan.memory))
+
+
+def fastest_first(model: str, tried: Iterable[Candidate | Refused]) -> Candidates:
+    """Sorts candidates by predicted time. Errors: StrategyError where none applies."""
+    tried = list(tried)
+    refused = [t for t in tried if isinstance(t, Refused)]
+    found = [t for t in tried if isinstance(t, Candidate)]
+    if not found:
+        raise StrategyError(f"no strategy applies; {refused[0].strategy}: {refused[0].reason}")
+    found.sort(key=lambda c: (round(c.predicted.total / _SAME), c.held))
+    return Candidates(model, found[0].mesh.size, found, refused)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
