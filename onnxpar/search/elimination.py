@@ -3,7 +3,6 @@ variable after the other (Dechter, "Bucket elimination", 1999), in the (min, +) 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxpar.arrays import Array
+from onnxpar.search.orders import elimination_order
 
 LIMIT = 1 << 26
 """Entries of the largest table that is built: 512 MB."""
@@ -68,7 +68,9 @@ class _Elimination:
 
     def run(self, order: Iterable[int] | None) -> tuple[float, list[int]]:
         """Eliminates all, and decides them in the opposite order."""
-        rules = [self._eliminate(v) for v in (self._order() if order is None else order)]
+        if order is None:
+            order, _ = elimination_order(self.sizes, [t.scope for t in self.tables.values()])
+        rules = [self._eliminate(variable) for variable in order]
         values = [0] * len(self.sizes)
         for variable, scope, best in reversed(rules):
             values[variable] = int(best[tuple(values[v] for v in scope)])
@@ -85,26 +87,6 @@ class _Elimination:
 
     def _neighbours(self, variable: int) -> set[int]:
         return {v for key in self.of[variable] for v in self.tables[key].scope}
-
-    def _order(self) -> Iterable[int]:
-        """Always the variable whose elimination makes the smallest table."""
-
-        def weight(variable: int) -> int:
-            return math.prod(self.sizes[v] for v in self._neighbours(variable) | {variable})
-
-        known = {v: weight(v) for v in range(len(self.sizes))}
-        queue = [(w, v) for v, w in known.items()]
-        heapq.heapify(queue)
-        while queue:
-            cost, variable = heapq.heappop(queue)
-            if known.get(variable) != cost:
-                continue
-            near = self._neighbours(variable) - {variable}
-            del known[variable]
-            yield variable
-            for other in near:
-                known[other] = weight(other)
-                heapq.heappush(queue, (known[other], other))
 
     def _eliminate(self, variable: int) -> tuple[int, tuple[int, ...], Array]:
         """Replaces the tables of a variable by the least of their sum over it; returns its scope,

@@ -19,7 +19,7 @@ from onnxpar.factors import Links, OpFactors
 from onnxpar.placements import Placements
 from onnxpar.plan import element_bytes
 from onnxpar.search.choices import Choice, choices_of, pending_kinds
-from onnxpar.search.conditioning import descend
+from onnxpar.search.conditioning import minimize_in_parts
 from onnxpar.search.elimination import Table, TooLarge, exhaust, minimize
 from onnxpar.search.repeats import tied
 from onnxpar.search.work import work_seconds
@@ -106,7 +106,7 @@ class Problem:
             if exhaustively:
                 raise
             first = dict.fromkeys(self.variable.values(), 0)
-            seconds, values = descend(self.sizes, self.tables, first)
+            seconds, values, _ = minimize_in_parts(self.sizes, self.tables, first)
         chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}
         states = {n: self._fed(n) for n in self.states.values()}
         held = {n: e.placements[values[e.variable or 0]] for n, e in states.items()}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnxpar.search import conditioning
-from onnxpar.search.conditioning import cutset, descend
+from onnxpar.search.conditioning import cutset, minimize_in_parts
 from onnxpar.search.elimination import Table, minimize
 
 
@@ -23,7 +23,7 @@ def dense(variables: int, values: int, seed: int) -> tuple[list[int], list[Table
 def test_what_is_kept_makes_the_rest_small() -> None:
     sizes, tables = dense(12, 8, 0)
     kept, order = cutset(sizes, tables, random.Random(0))
-    assert len(order) == 7  # 8 ** 7 is the most that is allowed
+    assert len(order) == 8  # 8 ** 8 is the most that is allowed
     assert sorted((*kept, *order)) == list(range(12))
     assert kept != cutset(sizes, tables, random.Random(1))[0]
 
@@ -36,9 +36,20 @@ def test_rounds_lead_close_to_the_least(monkeypatch: pytest.MonkeyPatch) -> None
         least, _ = minimize(sizes, tables)
         start = dict.fromkeys(range(6), 0)
         first = sum(float(t.values[0, 0]) for t in tables)
-        total, values = descend(sizes, tables, start)
+        total, values, is_least = minimize_in_parts(sizes, tables, start)
+        assert not is_least
         again = sum(float(t.values[tuple(values[v] for v in t.scope)]) for t in tables)
         assert total == pytest.approx(again)
         assert least * (1 - 1e-12) <= total < first
         gaps.append(total / least)
     assert np.median(gaps) < 1.02 and max(gaps) < 1.2
+
+
+def test_few_cases_are_all_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditioning, "LIMIT", 8**4)
+    for seed in range(5):
+        sizes, tables = dense(6, 8, seed)
+        total, values, is_least = minimize_in_parts(sizes, tables, {})
+        assert is_least and total == pytest.approx(minimize(sizes, tables)[0])
+        again = sum(float(t.values[tuple(values[v] for v in t.scope)]) for t in tables)
+        assert total == pytest.approx(again)
