@@ -5,32 +5,67 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 EASY = 1 << 20
 """Entries of a largest table that is small enough."""
-TRIES = 40
-"""Orders that are drawn where the first is not."""
+WORK = 40_000
+"""Variables that are put in order in all, where the first order is not: so many are drawn."""
 
 
 def elimination_order(
-    sizes: Sequence[int], scopes: Iterable[Sequence[int]], seed: int = 0
+    sizes: Sequence[int], scopes: Iterable[Sequence[int]], draw: random.Random | None = None
 ) -> tuple[list[int], float]:
-    """An order of all variables, and the entries of the largest table that it makes."""
-    draw = random.Random(seed)
-    near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
-    for scope in scopes:
-        for v in scope:
-            near[v] |= set(scope) - {v}
+    """An order of all variables, and the entries of the largest table that it makes: one that is
+    drawn, or the best of many."""
+    near = _graph(len(sizes), scopes)
     bits = [math.log2(size) for size in sizes]
+    if draw is not None:
+        order, most = _greedy(bits, near, 1.0, draw)
+        return order, 2.0**most
+    draw = random.Random(0)
     order, most = _greedy(bits, near, 0.0, draw)
-    for _ in range(TRIES):
+    for _ in range(min(40, WORK // len(sizes))):
         if most <= math.log2(EASY):
             break
         other, larger = _greedy(bits, near, 1.0, draw)
         if larger < most:
             order, most = other, larger
     return order, 2.0**most
+
+
+def cutset(
+    sizes: Sequence[int], scopes: Iterable[Sequence[int]], order: Sequence[int], limit: int
+) -> list[int]:
+    """Variables without which eliminating the others in this order makes no table of more than
+    `limit` entries: again and again the one that is in the most of those."""
+    near = _graph(len(sizes), scopes)
+    bits = [math.log2(size) for size in sizes]
+    kept: list[int] = []
+    while True:
+        counts: Counter[int] = Counter()
+        graph = {v: near[v].difference(kept) for v in near if v not in kept}
+        for variable in order:
+            if variable in graph:
+                around = graph.pop(variable)
+                if bits[variable] + sum(bits[u] for u in around) > math.log2(limit):
+                    counts.update((variable, *around))
+                for v in around:
+                    graph[v] |= around - {v}
+                    graph[v].discard(variable)
+        if not counts:
+            return kept
+        kept.append(max(counts, key=lambda v: (counts[v] * bits[v], v)))
+
+
+def _graph(count: int, scopes: Iterable[Sequence[int]]) -> dict[int, set[int]]:
+    """The variables that stand in a table with each."""
+    near: dict[int, set[int]] = {v: set() for v in range(count)}
+    for scope in scopes:
+        for v in scope:
+            near[v] |= set(scope) - {v}
+    return near
 
 
 def _greedy(
