@@ -18,7 +18,7 @@ from onnxpar.pipeline import Options
 from onnxpar.search.compare_trace import planned_nodes
 from onnxpar.search.expert_parallel import EXPERT
 from onnxpar.search.predict import Prediction
-from onnxpar.search.presets import preset_mesh
+from onnxpar.search.presets import PRESETS, preset_mesh
 from onnxpar.search.search import AUTO, BATCH, WIDTH
 from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES
 from onnxpar.step import Step
@@ -49,6 +49,12 @@ class Candidate:
     def held(self) -> int:
         """Bytes of all that a rank holds at once."""
         return sum(self.memory.values())
+
+    def chosen(self, options: Options) -> Options:
+        """The options with this strategy and its mesh."""
+        if self.strategy in PRESETS:
+            return replace(options, preset=self.strategy, mesh=self.mesh)
+        return replace(options, search=self.strategy, mesh=self.mesh)
 
     def to_json(self) -> dict[str, Any]:
         """As `plan --candidates --json` has it; times in seconds."""

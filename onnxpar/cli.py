@@ -81,6 +81,13 @@ def parser() -> argparse.ArgumentParser:
         help="show, instead of the plan, what each strategy that applies takes by the cost model "
         "(give --topology), what ranks send and hold, and why the fastest one wins",
     )
+    plan.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page that stands alone: nodes by block with layouts, reshards and their "
+        "costs, a rank's time and memory, and the candidates if asked for, of which it then shows "
+        "the fastest (or what --preset or --search say)",
+    )
     plan.add_argument("--json", action="store_true", help="any of these as JSON")
 
     annotate = _add(

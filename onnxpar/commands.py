@@ -22,9 +22,10 @@ from tqdm import tqdm
 from onnxpar import op_table, pipeline
 from onnxpar.arguments import dims_of, states_of
 from onnxpar.candidate_lines import candidate_lines
-from onnxpar.candidates import choices, fastest_first, try_candidate
+from onnxpar.candidates import Candidates, choices, fastest_first, try_candidate
 from onnxpar.comparison_lines import comparison_lines
 from onnxpar.errors import InputError, StrategyError
+from onnxpar.explain import explain
 from onnxpar.manual import MANUAL
 from onnxpar.model import Model
 from onnxpar.pass_list import parse_passes
@@ -34,6 +35,7 @@ from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
 from onnxpar.report import plan_lines
+from onnxpar.report_page import write_page
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.compare import compare
 from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
@@ -66,10 +68,12 @@ def shard(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Prints what shard would do."""
+    if args.compare and (args.candidates or args.html):
+        raise StrategyError("--compare is of one plan that ran; leave out --candidates and --html")
     if args.compare:
         return _compare_trace(args)
-    if args.candidates:
-        return _compare_candidates(args)
+    if args.candidates or args.html:
+        return _explain(args)
     made, _ = pipeline.plan(args.model, _options(args))
     if args.json:
         print(made.text())
@@ -78,14 +82,32 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare_candidates(args: argparse.Namespace) -> int:
-    """Prints what each strategy that applies would take."""
+def _explain(args: argparse.Namespace) -> int:
+    """Prints what each strategy that applies would take, and writes the page of one."""
     options = replace(_options(args), verify=False)
-    tries = tqdm(choices(args.model, options), "strategies", disable=not _is_terminal())
-    found = fastest_first(args.model.name, [try_candidate(args.model, each) for each in tries])
-    lines = [json.dumps(found.to_json(), indent=1)] if args.json else candidate_lines(found)
-    print("\n".join(lines))
+    tried = _candidates(args, options) if args.candidates else None
+    if args.html:
+        is_open = tried is not None and options.preset is None and options.search is None
+        chosen = tried.winner.chosen(options) if tried is not None and is_open else options
+        explained = explain(args.model, chosen)
+        write_page(args.html, explained, tried)
+    if args.json:
+        print(json.dumps(tried.to_json(), indent=1) if tried is not None else explained.plan.text())
+        return 0
+    if tried is not None:
+        print("\n".join(candidate_lines(tried)))
+    else:
+        _print_plan(explained.plan, full=False)
+    if args.html:
+        print(f"written to {args.html}")
     return 0
+
+
+def _candidates(args: argparse.Namespace, options: Options) -> Candidates:
+    """The strategies that are tried; of one that is asked for, a page may show more."""
+    given = replace(options, preset=None, search=None) if args.html else options
+    tries = tqdm(choices(args.model, given), "strategies", disable=not _is_terminal())
+    return fastest_first(args.model.name, [try_candidate(args.model, each) for each in tries])
 
 
 def _compare_trace(args: argparse.Namespace) -> int:

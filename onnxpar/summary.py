@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import onnx_graphsurgeon as gs
 
@@ -166,16 +166,19 @@ def _flops(ctx: PassContext) -> dict[str, int]:
     }
 
 
-def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
-    """The most bytes of activations that are alive at once on rank 0, in graph order."""
+def activations(nodes: Iterable[gs.Node], ctx: PassContext) -> list[int]:
+    """The bytes of activations that are alive on rank 0 while each node of a graph runs, in this
+    order; of a node with bodies, without what they make."""
     mesh = ctx.sharding.mesh
+    nodes = list(nodes)
     last: dict[str, int] = {}
-    for i, node in enumerate(graph.nodes):
+    for i, node in enumerate(nodes):
         for tensor in node.inputs:
             last[tensor.name] = i
     ends: dict[int, list[int]] = {}
-    alive = peak = 0
-    for i, node in enumerate(graph.nodes):
+    alive = 0
+    found = []
+    for i, node in enumerate(nodes):
         for tensor in node.outputs:
             layout = ctx.layouts.get(tensor.name)
             if layout is None:
@@ -183,8 +186,17 @@ def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
             size = math.prod(local_size(d, mesh, 0) for d in layout.dims)
             size *= numpy_dtype(tensor).itemsize if tensor.dtype is not None else 4
             alive += size
-            ends.setdefault(last.get(tensor.name, len(graph.nodes)), []).append(size)
-        inside = [_peak_activations(body, ctx) for body in subgraphs(node)]
-        peak = max(peak, alive + max(inside, default=0))
+            ends.setdefault(last.get(tensor.name, len(nodes)), []).append(size)
+        found.append(alive)
         alive -= sum(ends.pop(i, []))
-    return peak
+    return found
+
+
+def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
+    """The most bytes of activations that are alive at once on rank 0, in graph order."""
+    alive = activations(graph.nodes, ctx)
+    inside = [
+        max((_peak_activations(body, ctx) for body in subgraphs(node)), default=0)
+        for node in graph.nodes
+    ]
+    return max((a + b for a, b in zip(alive, inside, strict=True)), default=0)

@@ -60,7 +60,7 @@ LAYERS = (
     ("summary", "text", "verify", "write_annotations"),
     ("replay", "open_ports"),
     ("pipeline",),
-    ("candidates",),
+    ("candidates", "explain"),
     (
         "pass_list",
         "report",
@@ -69,6 +69,8 @@ LAYERS = (
         "trace_lines",
         "comparison_lines",
         "candidate_lines",
+        "charts",
+        "report_page",
     ),
     ("runtime",),
     (

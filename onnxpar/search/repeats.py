@@ -24,7 +24,7 @@ def tied(sharding: Sharding, kinds: Kinds) -> list[int]:
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
     found = list(range(len(ops)))
-    for start, end, period in _runs(np.array(signs), 0):
+    for start, end, period in runs(np.array(signs), 0):
         for i in range(start + period, end):
             found[i] = found[i - period]
     return found
@@ -55,7 +55,7 @@ def _operand(tensor: gs.Tensor, sharding: Sharding, kinds: Kinds) -> Hashable:
     return type(tensor).__name__, bool(name), shape, str(tensor.dtype), pending, pinned
 
 
-def _runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
+def runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
     """(start, end, period) of repetitions, the longest first, then those before and behind it."""
     best = (0, 0, 0)
     for period in range(LEAST_NODES, len(signs) // LEAST_TIMES + 1):
@@ -69,5 +69,5 @@ def _runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
     start, end, period = best
     if period:
         yield offset + start, offset + end, period
-        yield from _runs(signs[:start], offset)
-        yield from _runs(signs[end:], offset + end)
+        yield from runs(signs[:start], offset)
+        yield from runs(signs[end:], offset + end)
