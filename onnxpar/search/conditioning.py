@@ -49,7 +49,7 @@ def _descend(
     left = PATIENCE
     while left:
         order, _ = elimination_order(sizes, scopes, draw)
-        kept = cutset(sizes, scopes, order, ROUND)
+        kept = cutset(sizes, scopes, order, ROUND, draw)
         total, found = _solve(sizes, tables, {v: values[v] for v in kept}, order)
         left = PATIENCE if total < least * (1 - 1e-9) else left - 1
         if total < least:

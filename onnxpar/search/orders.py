@@ -36,10 +36,15 @@ def elimination_order(
 
 
 def cutset(
-    sizes: Sequence[int], scopes: Iterable[Sequence[int]], order: Sequence[int], limit: int
+    sizes: Sequence[int],
+    scopes: Iterable[Sequence[int]],
+    order: Sequence[int],
+    limit: int,
+    draw: random.Random | None = None,
 ) -> list[int]:
     """Variables without which eliminating the others in this order makes no table of more than
-    `limit` entries: again and again the one that is in the most of those."""
+    `limit` entries: again and again the one that is in the most of those, or one that is drawn
+    among them."""
     near = _graph(len(sizes), scopes)
     bits = [math.log2(size) for size in sizes]
     kept: list[int] = []
@@ -56,7 +61,8 @@ def cutset(
                     graph[v].discard(variable)
         if not counts:
             return kept
-        kept.append(max(counts, key=lambda v: (counts[v] * bits[v], v)))
+        weight = {v: counts[v] * bits[v] * (draw.random() if draw else 1) for v in counts}
+        kept.append(max(weight, key=lambda v: (weight[v], v)))
 
 
 def _graph(count: int, scopes: Iterable[Sequence[int]]) -> dict[int, set[int]]:
