@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 from agreement import check_agrees
+from bench import llama_shape
 from committed import MODELS, STATIC
 
+import onnxpar
 from onnxpar import pipeline
 from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
@@ -48,6 +51,48 @@ def test_the_compiler_makes_what_is_predicted(model: str, mesh: str) -> None:
     run_passes(loaded, ctx, [PropagateLayouts(), InsertCollectives()])
     made = predict(loaded.graph, ctx.sharding).total
     assert made == pytest.approx(found.seconds, rel=0.01)
+
+
+NEAR = {
+    "levels": [{"name": "host", "latency": 5e-6, "bandwidth": 2e9}],
+    "device": {"flops": 2e10, "memory_bandwidth": 1e10, "launch": 1e-6},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_megatrons_two_all_reduces_in_a_layer(ranks: int, tmp_path: Path) -> None:
+    """Nobody names them: of one token, reading the weights is what takes the time."""
+    model = tmp_path / "decode.onnx"
+    sizes = {"hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 512}
+    llama_shape.write(model, layers=3, batch=1, seq=1, **sizes)
+    made = onnxpar.plan(model, devices=ranks, search="auto", topology=NEAR)
+    in_layers = [c for c in made.collectives if c.tensor.startswith("MatMul")]
+    assert [c.kind for c in in_layers] == ["AllReduce"] * 6
+    split = [w for w in made.weights if w.bytes > 1 << 16 and w.bytes_per_rank < w.bytes]
+    assert len(split) == 3 * 7 + 1  # and the head
+
+
+def test_a_large_batch_is_split(tmp_path: Path) -> None:
+    model = tmp_path / "batch.onnx"
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 64}
+    llama_shape.write(model, layers=3, batch=64, seq=8, **sizes)
+    made = onnxpar.plan(model, devices=8, search="auto", topology=NEAR)
+    layout = made.inputs[0].layout
+    assert not made.collectives and layout is not None
+    assert layout.local_shape(made.mesh, 0) == (8, 8)
+
+
+def test_what_is_asked_for_is_kept(tmp_path: Path) -> None:
+    model = tmp_path / "batch.onnx"
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 64}
+    llama_shape.write(model, layers=3, batch=64, seq=8, **sizes)
+    nodes = [n.name for n in onnx.load(model, load_external_data=False).graph.node]
+    product = next(name for name in nodes if name.startswith("MatMul"))
+    asked = {"shard": {product: [[None, None, None], [None, "tp"]]}}
+    made = onnxpar.plan(model, mesh="tp=2", search="auto", topology=NEAR, strategy=asked)
+    assert {w.name: w.layout for w in made.weights}["q.0"] == "[-, tp]"
+    free = onnxpar.plan(model, mesh="tp=2", search="auto", topology=NEAR)
+    assert {w.name: w.layout for w in free.weights}["q.0"] == "[-, -]"
 
 
 def test_small_models_are_not_worth_talking() -> None:
