@@ -62,12 +62,14 @@ def parser() -> argparse.ArgumentParser:
 
     shard = _add(commands_of, "shard", "write a sharded model", commands.shard)
     _add_model(shard)
+    _add_save(shard)
     shard.add_argument(
         "-o", "--output", required=True, metavar="DIR", help="folder to write: model.par"
     )
 
     plan = _add(commands_of, "plan", "show what shard would do; nothing is written", commands.plan)
     _add_model(plan)
+    _add_save(plan)
     plan.add_argument(
         "--compare",
         metavar="TRACE",
@@ -273,6 +275,15 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         f"(T should be near the largest elements, and is {THRESHOLD} by default); none",
     )
     to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
+
+
+def _add_save(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--save-strategy",
+        metavar="FILE",
+        help="write what was found (by --search, a preset, ...) as a strategy to read and to edit: "
+        "few entries, from which the rest follows; `--strategy FILE` alone gives the same plan",
+    )
 
 
 def _add_grad(to: argparse.ArgumentParser) -> None:

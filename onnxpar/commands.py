@@ -44,6 +44,7 @@ from onnxpar.runtime.replicas import compare_replicas
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
 from onnxpar.search.compare_trace import PlannedNode, compare_trace, planned_nodes
+from onnxpar.search.save import Saver
 from onnxpar.strategy import Strategy
 from onnxpar.text import graph_text
 from onnxpar.topology import Topology
@@ -60,26 +61,42 @@ NOTHING = "no output is held by several ranks, so there is nothing to compare"
 def shard(args: argparse.Namespace) -> int:
     """Writes a model.par."""
     with _progress("weights", _weight_bytes(args.model)) as progress:
-        made = pipeline.shard(args.model, args.output, _options(args), progress)
+        saver = _saver(args)
+        made = pipeline.shard(args.model, args.output, _options(args), progress, saver.watch)
+    saved = saver.write()
     _print_plan(made, full=False)
     print(f"written to {args.output}")
+    if saved:
+        print(saved)
     return 0
 
 
 def plan(args: argparse.Namespace) -> int:
     """Prints what shard would do."""
+    if args.save_strategy and (args.compare or args.candidates or args.html):
+        raise StrategyError("--save-strategy: leave out --compare, --candidates and --html")
     if args.compare and (args.candidates or args.html):
         raise StrategyError("--compare is of one plan that ran; leave out --candidates and --html")
     if args.compare:
         return _compare_trace(args)
     if args.candidates or args.html:
         return _explain(args)
-    made, _ = pipeline.plan(args.model, _options(args))
+    saver = _saver(args)
+    made, _ = pipeline.plan(args.model, _options(args), saver.watch)
+    saved = saver.write()
     if args.json:
         print(made.text())
-    else:
-        _print_plan(made)
+        return 0
+    _print_plan(made)
+    if saved:
+        print(f"\n{saved}")
     return 0
+
+
+def _saver(args: argparse.Namespace) -> Saver:
+    if args.save_strategy and args.preset == MANUAL:
+        raise StrategyError("--save-strategy: a manual program has its layouts in itself")
+    return Saver(args.save_strategy)
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -279,7 +279,8 @@ def plan(
 
 def _devices(options: Options) -> int:
     """How many elements an open dimension should have at least, to be split like a large one."""
-    return max(2, options.devices or 1, options.mesh.size if options.mesh else 1)
+    mesh = _wanted_mesh(options)
+    return max(2, options.devices or 1, mesh.size if mesh else 1)
 
 
 def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
@@ -307,6 +308,7 @@ def shard(
     output: str | Path,
     options: Options,
     progress: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
 ) -> Plan:
     """Writes the model as a folder `output`, which an InferenceSession runs. Errors:
     OnnxparError."""
@@ -315,7 +317,7 @@ def shard(
         raise OnnxparError(f"{output}: exists and is no sharded model; choose another -o")
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
-    made, ctx = plan(path, options)
+    made, ctx = plan(path, options, watch)
     folder = Path(tempfile.mkdtemp(prefix=".onnxpar-", dir=output.parent))
     try:
         extra: dict[str, Any] = {"progress": progress} if progress else {}

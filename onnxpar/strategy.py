@@ -14,7 +14,7 @@ import yaml
 
 from onnxpar.dimension_text import is_cut, read_piece, read_pieces
 from onnxpar.errors import StrategyError
-from onnxpar.factors import OpFactors, TensorFactors
+from onnxpar.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.sharding import Sharding, overlaps
@@ -22,7 +22,8 @@ from onnxpar.sharding import Sharding, overlaps
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy as written: entries of `shard` by node glob, of `tensors` by tensor glob.
+    """A strategy as written: entries of `shard` by node glob, of `tensors` by tensor glob. A node
+    is also known by the weights and inputs that it reads.
 
     An entry is a list per dimension (for `shard`, a list of those per input, of which null says
     nothing; or {factor: ...} of the node's rule) of: null or 1 (whole), a number of parts, an axis
@@ -140,14 +141,31 @@ def seeds_of(strategy: Strategy, sharding: Sharding) -> list[NodeSeed | TensorSe
     node or tensor and the remedy.
     """
     seeds: list[NodeSeed | TensorSeed] = []
+    ops = {op.node.name: op for op in sharding.factors.ops}
+    readers = readers_of_fed(sharding.factors)
     for pattern, entry in strategy.shard.items():
-        ops = {op.node.name: op for op in sharding.factors.ops}
-        for name in matching(str(pattern), ops, "node", strategy.source):
-            seeds.append(_node_seed(ops[name], entry, sharding))
+        nodes = (*ops, *([] if _matches(str(pattern), ops) else readers))
+        for name in matching(str(pattern), nodes, "node", strategy.source):
+            named = [ops[name]] if name in ops else readers[name]
+            seeds += [_node_seed(op, entry, sharding) for op in named]
     for pattern, entry in strategy.tensors.items():
         for name in matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
             seeds.append(_tensor_seed(name, entry, sharding))
     return seeds
+
+
+def readers_of_fed(factors: GraphFactors) -> dict[str, list[OpFactors]]:
+    """The nodes that read each weight and input of the graph, by its name."""
+    readers: dict[str, list[OpFactors]] = {}
+    for op in factors.ops:
+        for tensor in op.node.inputs:
+            if tensor.name in factors.tensors and not tensor.inputs:
+                readers.setdefault(tensor.name, []).append(op)
+    return readers
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for name in names)
 
 
 def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:

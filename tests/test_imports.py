@@ -43,6 +43,8 @@ LAYERS = (
     ),
     (
         "standard_shardings",
+        "dimension_text",
+        "write_strategy",
         "placements",
         "reshard",
         "pending",
@@ -58,7 +60,7 @@ LAYERS = (
     ("training",),
     ("passes",),
     ("summary", "text", "verify", "write_annotations"),
-    ("replay", "open_ports"),
+    ("replay", "open_ports", "search.save"),
     ("pipeline",),
     ("candidates", "explain"),
     (

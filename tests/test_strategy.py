@@ -93,6 +93,11 @@ def layouts(plan: Plan) -> list[str]:
         ("a=2", [[{"a": [9, 1]}, None], [None, None]], ["[a{9,1}, -]", "[a{9,1}, -]"]),
         ("a=2", [[None, None], [None, {"a": [2, 7]}]], ["[-, -]", "[-, a{2,7}]"]),
         ("a=2", [[None, {"a": [1, 6]}], [None, None]], ["[-, a{1,6}]", "[-, -]"]),
+        ("a=2", [["a{9,1}", "-"], ["-", "-"]], ["[a{9,1}, -]", "[a{9,1}, -]"]),
+        ("a=4", [["a:(1)2", None], [None, "a:(2)2"]], ["[a:(1)2, -]", "[a:(1)2, a:(2)2]"]),
+        ("a=2,b=4", [["a.b:(2)2", None], None], ["[a.b:(2)2, -]", "[a.b:(2)2, -]"]),
+        ("a=2", {"n": "a"}, ["[-, -]", "[-, a]"]),
+        ("a=2,b=2", {"m": ["a", "b"]}, ["[a.b, -]", "[a.b, -]"]),
     ],
 )
 def test_entries_of_a_node(mesh: str, entry: Any, found: list[str], tmp_path: Path) -> None:
@@ -123,6 +128,36 @@ def test_globs_match_nodes_and_tensors(tmp_path: Path) -> None:
     plan = check(TWO_MATMULS, tmp_path, "tp=2", strategy)
     assert plan.collectives == []
     assert layouts(plan) == ["[tp, -]", "[tp, -]"]
+
+
+HEADS = """heads (float[4,6] x, float[6,24] w) => (float[4,2,3,4] z)
+{ [mm] y = MatMul(x, w) shape = Constant <value = int64[4] {4, 2, 3, 4}> ()
+  [heads] z = Reshape(y, shape) }"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weight", "result"),
+    [
+        ({"shard": {"mm": [None, [None, "tp*3*4"]]}}, "[-, tp]", "[-, tp, -, -]"),
+        ({"shard": {"mm": {"n": "(2*3)*tp"}}}, "[-, 6*tp]", "[-, -, -, tp]"),
+        ({"shard": {"w": [[None, None], [None, "2*tp*4"]]}}, "[-, 2*tp{8,4}]", "[-, -, tp, -]"),
+        ({"tensors": {"w": [None, "2*-*tp"]}}, "[-, 6*tp]", "[-, -, -, tp]"),
+        ({"tensors": {"w": [None, "2*3*tp{1,3}"]}}, "[-, 6*tp{1,3}]", "[-, -, -, tp{1,3}]"),
+    ],
+)
+def test_a_dimension_in_pieces(
+    strategy: Mapping[str, Any], weight: str, result: str, tmp_path: Path
+) -> None:
+    plan = check(HEADS, tmp_path, "tp=2", strategy)
+    assert {w.name: w.layout for w in plan.weights}["w"] == weight
+    assert layouts(plan)[1] == result
+
+
+def test_nodes_are_known_by_what_they_read(tmp_path: Path) -> None:
+    strategy = {"shard": {"[wv]": [None, [None, "tp"]]}}
+    plan = check(TWO_MATMULS, tmp_path, "tp=2", strategy)
+    assert [w.layout for w in plan.weights] == ["[-, tp]", "[-, tp]"]
+    assert [c.kind for c in plan.collectives] == ["AllGather"]
 
 
 def test_what_stays_open_is_data_parallel(tmp_path: Path) -> None:
@@ -157,6 +192,12 @@ def test_a_file_and_its_mesh(tmp_path: Path) -> None:
         ({"shard": {"fc": [[0, 1]]}}, ["Gemm 'fc'"]),
         ({"shard": {"fc": [[1, "tp"], [1, "tp"]]}}, ["Gemm 'fc'", "use each axis once"]),
         ({"tensors": {"x": [1]}}, ["'x'", "2 dimensions"]),
+        ({"tensors": {"x": ["tp*5", 1]}}, ["'x'", "'tp*5' is not how", "made: 10"]),
+        ({"tensors": {"x": ["tp*!", 1]}}, ["'x'", "'tp*!'", "see '!'"]),
+        ({"tensors": {"x": ["tp:(1)3", 1]}}, ["'x'", "no part of the axis tp=2"]),
+        ({"tensors": {"x": ["t p", 1]}}, ["'x'", "'t p' is no axis"]),
+        ({"shard": {"fc": {"q": "tp"}}}, ["Gemm 'fc'", "no factor 'q'", "m k, k n"]),
+        ({"shard": {"fc": {"m": "tp", "n": "tp"}}}, ["Gemm 'fc'", "use each axis once"]),
         ({"shard": {"fc": [[1, 1]]}, "sharding": {}}, ["'sharding'", "use mesh, shard, tensors"]),
     ],
 )
