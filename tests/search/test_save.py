@@ -15,11 +15,13 @@ from committed import MODELS
 
 from onnxpar import cli, pipeline
 from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
+from onnxpar.pipeline import Options, load_model, make_context
 from onnxpar.plan import Plan
 from onnxpar.search.save import Saver, widest_pattern
-from onnxpar.strategy import Strategy
+from onnxpar.search.search import solve
+from onnxpar.strategy import NodeSeed, Strategy, seeds_of
 from onnxpar.topology import Topology
+from onnxpar.write_strategy import factor_entry, node_entry
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import llama_shape
@@ -68,6 +70,25 @@ def test_what_the_search_finds(model: str, exporter: str, mesh: str, tmp_path: P
     path = MODELS / f"{model}.{exporter}.static.onnx"
     entries = check(path, searched(mesh), tmp_path)
     assert entries <= len(onnx.load(path).graph.node) / 3
+
+
+def test_entries_say_all_that_can_be() -> None:
+    """Of every node, by the factors of its rule: pieces of dimensions and of axes among them."""
+    how = searched("tp=8")
+    loaded = load_model(MODELS / "llama_decode.legacy.static.onnx", how)
+    sharding = make_context(loaded, how).sharding
+    found = solve(loaded.graph, sharding, loaded.states)
+    entries = {}
+    for seed in found.seeds:
+        if isinstance(seed, NodeSeed):
+            pieces = [(seed.axes[i], None) for i in range(len(seed.op.leaves))]
+            entries[seed.op.node.name] = entry = factor_entry(seed.op, pieces, sharding.mesh)
+            (again,) = seeds_of(Strategy(shard={seed.op.node.name: entry}), sharding)
+            assert isinstance(again, NodeSeed) and again.axes == seed.axes
+            listed = {seed.op.node.name: node_entry(seed.op, pieces, sharding)}
+            (again,) = seeds_of(Strategy(shard=listed), sharding)
+            assert isinstance(again, NodeSeed) and again.axes.items() <= seed.axes.items()
+    assert "tp:(1)4*tp:(4)2*(3+3)" in str(entries)
 
 
 @pytest.mark.parametrize(
