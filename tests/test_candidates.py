@@ -18,6 +18,7 @@ from onnxpar.candidates import (
     Refused,
     choices,
     fastest_first,
+    try_candidate,
 )
 from onnxpar.cli import main
 from onnxpar.errors import StrategyError
@@ -101,6 +102,13 @@ def test_thousands_of_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["ranks"] == 4096
     refused = {row["strategy"]: row["reason"] for row in found["refused"]}
     assert "the batch has 8 elements" in refused["data-parallel"]
+
+
+def test_an_axis_is_shared_by_leaves_apart() -> None:
+    """Where 64 ranks are more than a dimension has, no leaf takes both shares of an axis."""
+    model = Path(__file__).parents[1] / "models" / "dlrm.dynamo.static.onnx"
+    found = try_candidate(model, Options(devices=64, search="auto"))
+    assert isinstance(found, Candidate) and found.mesh.size == 64
 
 
 def test_a_training_step_has_presets_of_its_own(model: Path, tmp_path: Path) -> None:

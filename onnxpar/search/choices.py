@@ -150,7 +150,8 @@ def _splits(
         major = Axis(axis.name, share, axis.pre)
         minor = Axis(axis.name, rest, axis.pre * share)
         for other in slots if share > 1 else ():
-            if size[other] >= rest and all(any((i, j) in beside for j in other) for i in slot):
+            is_beside = all(any((i, j) in beside for j in other) for i in slot)
+            if size[other] >= rest and is_beside and slot.isdisjoint(other):
                 both = [*((i, major) for i in slot), *((j, minor) for j in other)]
                 yield _Split(tuple(sorted(both)))
 
