@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.factors import Links, OpFactors
+from onnxpar.mesh import Axes
 from onnxpar.placements import Placements
 from onnxpar.plan import element_bytes
 from onnxpar.search.choices import Choice, choices_of, pending_kinds
@@ -71,7 +72,9 @@ class Problem:
         self, graph: gs.Graph, sharding: Sharding, states: Sequence[tuple[str, str]] = ()
     ) -> None:
         self.sharding = sharding
-        self.states = {after: before for before, after in states}
+        known = sharding.factors.tensors
+        self.after = {a: b for a, b in states if a in known and b in known}
+        self.states = {after: before for before, after in self.after.items()}
         self.sizes: list[int] = []
         self.tables: list[Table] = []
         self.choices: dict[str, list[Choice]] = {}
@@ -109,7 +112,10 @@ class Problem:
             seconds, values, _ = minimize_in_parts(self.sizes, self.tables, first)
         chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}
         states = {n: self._fed(n) for n in self.states.values()}
-        held = {n: e.placements[values[e.variable or 0]] for n, e in states.items()}
+        held = {
+            name: end.placements[0 if end.variable is None else values[end.variable]]
+            for name, end in states.items()
+        }
         return seconds, chosen, held
 
     def _add_variable(self, size: int) -> int:
@@ -206,6 +212,8 @@ class Problem:
             whole = Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
             ends = [self._end(port, whole, reads=True) for port in self.readers[name]]
             placements = [p for end in ends for p in end.placements if not p.partial]
+            if name in self.after:
+                placements = [self._as_state(p, name, name) for p in placements]
             candidates = tuple(dict.fromkeys((whole, *placements)))
             self.held[key] = _End(self._add_variable(len(candidates)), candidates)
         return self.held[key]
@@ -216,10 +224,27 @@ class Problem:
         if name in self.sharding.pinned:
             return _End(None, (self.sharding.tensor_placement(name),))
         if name in self.states:
-            return self._fed(self.states[name])
+            state = self._fed(self.states[name])
+            held = (self._as_state(p, self.states[name], name) for p in state.placements)
+            return _End(state.variable, tuple(held))
         if name in self.outputs:
             return _End(made.variable, tuple(p.reduced() for p in made.placements))
         return made
+
+    def _as_state(self, placement: Placement, source: str, target: str) -> Placement:
+        """A placement of the input of a state pair as one of either end: what grows is whole."""
+        tensors = self.sharding.factors.tensors
+        before, after = tensors[source], tensors[self.after[source]]
+        by_dim: dict[int, list[Axes]] = defaultdict(list)
+        for axes, dim in zip(placement.leaves, tensors[source].dim_of_leaf, strict=True):
+            by_dim[dim].append(axes)
+        leaves: list[Axes] = []
+        for dim in dict.fromkeys(tensors[target].dim_of_leaf):
+            if before.dims[dim] == after.dims[dim]:
+                leaves += by_dim[dim]
+            else:
+                leaves += [()] * tensors[target].dim_of_leaf.count(dim)
+        return Placement(tuple(leaves))
 
     def _distinct(self, end: _End) -> _End:
         """The same by a variable whose values are the placements, where these are fewer."""

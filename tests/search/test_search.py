@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -93,6 +94,21 @@ def test_what_is_asked_for_is_kept(tmp_path: Path) -> None:
     assert {w.name: w.layout for w in made.weights}["q.0"] == "[-, tp]"
     free = onnxpar.plan(model, mesh="tp=2", search="auto", topology=NEAR)
     assert {w.name: w.layout for w in free.weights}["q.0"] == "[-, -]"
+
+
+@pytest.mark.parametrize("past", [1, 7])
+def test_caches_that_grow(past: int, tmp_path: Path) -> None:
+    """Also from one element, which has no leaf that could be split."""
+    how = replace(searched("dp=2,tp=2"), dims={"batch": 4, "past": past})
+    check_agrees(MODELS / "llama_decode.dynamo.dynamic.onnx", tmp_path, how)
+
+
+def test_a_cache_whose_layout_is_asked_for() -> None:
+    asked = {"tensors": {"past_key_0": [None, "tp", None, None]}}
+    model = MODELS / "llama_decode.dynamo.static.onnx"
+    made = onnxpar.plan(model, mesh="tp=2", search="auto", strategy=asked, verify=True)
+    layouts = {p.name: p.layout.text(made.mesh) for p in made.inputs if p.layout}
+    assert layouts["past_key_0"] == "[-, tp, -, -]"
 
 
 def test_small_models_are_not_worth_talking() -> None:
