@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import accumulate
@@ -14,6 +12,7 @@ from onnxpar.charts import memory_curve, timeline
 from onnxpar.errors import OnnxparError
 from onnxpar.explain import COLLECTIVE, CUT, NODE, Block, Explained, Operand, Step
 from onnxpar.report import size_text
+from onnxpar.write_file import whole_file
 
 NODES_ROOM, COLLECTIVES_ROOM = 1_300_000, 300_000
 """Characters of rows; of what is longer, the page tells how much is left out."""
@@ -69,15 +68,8 @@ def write_page(path: str | Path, explained: Explained, candidates: Candidates | 
     if not path.parent.is_dir():
         raise OnnxparError(f"{path.parent}: no such folder for the page")
     text = page(explained, candidates)
-    handle, scratch = tempfile.mkstemp(prefix=".onnxpar-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except OSError as error:
-        os.unlink(scratch)
-        raise OnnxparError(f"{path}: {error.strerror}") from None
+    with whole_file(path) as file:
+        file.write(text)
 
 
 def page(explained: Explained, candidates: Candidates | None = None) -> str:

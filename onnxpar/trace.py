@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.errors import InputError
+from onnxpar.write_file import whole_file
 
 FORMAT = 1
 NODE, RUN = "Node", "Run"
@@ -135,7 +135,7 @@ class Trace:
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes a trace; nothing is left half-written. Errors: OnnxparError."""
+    """Writes a trace; nothing is left half-written. Errors: InputError."""
     file = Path(path)
     check_place(file)
     head = {
@@ -149,17 +149,11 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
             "dropped": trace.dropped,
         },
     }
-    try:
-        with tempfile.TemporaryDirectory(prefix=".onnxpar-", dir=file.parent) as folder:
-            written = Path(folder) / "trace"
-            with written.open("w", encoding="utf-8") as sink:
-                sink.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
-                for i, event in enumerate(_chrome(trace)):
-                    sink.write((",\n" if i else "") + json.dumps(event))
-                sink.write("\n]}\n")
-            os.replace(written, file)
-    except OSError as error:
-        raise OnnxparError(f"{file}: {error.strerror or error}") from None
+    with whole_file(file) as sink:
+        sink.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+        for i, event in enumerate(_chrome(trace)):
+            sink.write((",\n" if i else "") + json.dumps(event))
+        sink.write("\n]}\n")
 
 
 def check_place(path: str | os.PathLike[str]) -> None:

@@ -4,17 +4,13 @@ same."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from onnxpar.dimension_text import Piece, dim_text, piece_text
-from onnxpar.errors import InputError
 from onnxpar.factors import OpFactors
 from onnxpar.layout import Dim, Factor
 from onnxpar.mesh import Axes, Mesh, merge_axes
@@ -123,20 +119,3 @@ def _value(entry: Any) -> str:
     """In flow style, on one line."""
     text: str = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=1 << 20)
     return text.strip()
-
-
-def write_strategy(path: str | os.PathLike[str], text: str) -> None:
-    """Writes the file in one go. Errors: InputError."""
-    file = Path(path)
-    try:
-        descriptor, written = tempfile.mkstemp(prefix=".onnxpar-", dir=file.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-                out.write(text)
-            os.chmod(written, 0o644)
-            os.replace(written, file)
-        except BaseException:
-            os.unlink(written)
-            raise
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from None

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("arrays", "errors", "origin", "packing", "symbols", "quantities", "trace"),
+    ("arrays", "errors", "origin", "packing", "symbols", "quantities", "trace", "write_file"),
     ("mesh", "rank_table", "topology"),
     ("layout", "annotations", "device_lists"),
     ("rules.rule",),
@@ -166,6 +166,7 @@ BELOW = {
     "step",
     "symbols",
     "trace",
+    "write_file",
 }
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 from tqdm import tqdm
@@ -15,6 +13,7 @@ from onnxpar.calibration.measure import measure
 from onnxpar.errors import InputError
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.launch import launched_rank
+from onnxpar.write_file import whole_file
 
 MOST_RANKS = 8
 """By default: what more of them would show takes long."""
@@ -41,21 +40,10 @@ def calibrate(args: argparse.Namespace) -> int:
     with tqdm(total=1.0, desc="measured", disable=is_quiet, leave=False) as bar:
         found = measure(ranks, args.seconds, args.timeout, bar.update)
     topology = fit(found)
-    _write(output, file_text(found, topology))
+    with whole_file(output) as file:
+        file.write(file_text(found, topology))
     print("\n".join(lines(found, topology)))
     print()
     print(topology.text(), end="")
     print(f"written to {output}")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing. Errors: InputError where it cannot be written."""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=".onnxpar-", dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None

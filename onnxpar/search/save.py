@@ -25,12 +25,12 @@ from onnxpar.sharding import Sharding
 from onnxpar.strategy import NodeSeed, Seed, Strategy, TensorSeed, readers_of_fed, seeds_of
 from onnxpar.subgraphs import captured, constants
 from onnxpar.trace import check_place
+from onnxpar.write_file import whole_file
 from onnxpar.write_strategy import (
     factor_entry,
     node_entry,
     strategy_text,
     tensor_entry,
-    write_strategy,
 )
 
 SHARD, TENSORS = "shard", "tensors"
@@ -65,7 +65,8 @@ class Saver:
         """Returns what to tell the user. Errors: InputError."""
         if self.path is None:
             return None
-        write_strategy(self.path, self.text)
+        with whole_file(self.path) as file:
+            file.write(self.text)
         return f"the strategy is in {self.path}, for --strategy"
 
 
