@@ -6,6 +6,7 @@ becomes a `Layout` once the leaves are put back into their dimensions.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -120,6 +121,22 @@ class Sharding:
         """How a node needs an operand, or makes a result, apart from what is pending."""
         axes = self.op_axes(op)
         return Placement(tuple(() if link is None else axes[link] for link in links))
+
+    def state_leaves(
+        self, leaves: Sequence[Axes], source: str, result: str, name: str
+    ) -> tuple[Axes, ...]:
+        """Axes for the leaves of `name`, one end of a state pair, where the input `source` has
+        these; dimensions that grow are whole."""
+        tensors = self.factors.tensors
+        by_dim: dict[int, list[Axes]] = defaultdict(list)
+        for axes, dim in zip(leaves, tensors[source].dim_of_leaf, strict=True):
+            by_dim[dim].append(axes)
+        found: list[Axes] = []
+        for dim in dict.fromkeys(tensors[name].dim_of_leaf):
+            grows = tensors[source].dims[dim] != tensors[result].dims[dim]
+            count = tensors[name].dim_of_leaf.count(dim)
+            found += [()] * count if grows else by_dim[dim]
+        return tuple(found)
 
     def pending(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
         """The axes over which the node's own results are partial, and the reduction."""

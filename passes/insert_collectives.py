@@ -12,7 +12,6 @@ import onnx_graphsurgeon as gs
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
 from onnxpar.factors import BodyFactors, OpFactors
-from onnxpar.mesh import Axes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pending import Pending, choose_pending
 from onnxpar.placements import Step
@@ -137,26 +136,10 @@ class _Insertion:
             if source not in tensors or result not in tensors:
                 continue
             axes = self.sharding.tensor_placement(source).leaves
-            by_dim: dict[int, list[Axes]] = defaultdict(list)
-            for over, dim in zip(axes, tensors[source].dim_of_leaf, strict=True):
-                by_dim[dim].append(over)
             for name in (source, result):
-                dims = dict.fromkeys(tensors[name].dim_of_leaf)
-                self.sharding.tensors[name] = [
-                    axes
-                    for d in dims
-                    for axes in (
-                        by_dim[d]
-                        if self._pairs(source, result, d)
-                        else [()] * tensors[name].dim_of_leaf.count(d)
-                    )
-                ]
+                leaves = self.sharding.state_leaves(axes, source, result, name)
+                self.sharding.tensors[name] = list(leaves)
                 self.sharding.pinned.add(name)
-
-    def _pairs(self, source: str, result: str, dim: int) -> bool:
-        """Whether a dimension is cut alike in both tensors of a state pair."""
-        a, b = (self.sharding.factors.tensors[n] for n in (source, result))
-        return a.dims[dim] == b.dims[dim]
 
     def _place_input(self, tensor: gs.Variable) -> None:
         """An input is fed as its readers need it; one that is needed in several layouts as serves

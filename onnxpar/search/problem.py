@@ -16,7 +16,6 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.factors import Links, OpFactors
-from onnxpar.mesh import Axes
 from onnxpar.placements import Placements
 from onnxpar.plan import element_bytes
 from onnxpar.search.choices import Choice, choices_of, pending_kinds
@@ -231,20 +230,10 @@ class Problem:
             return _End(made.variable, tuple(p.reduced() for p in made.placements))
         return made
 
-    def _as_state(self, placement: Placement, source: str, target: str) -> Placement:
-        """A placement of the input of a state pair as one of either end: what grows is whole."""
-        tensors = self.sharding.factors.tensors
-        before, after = tensors[source], tensors[self.after[source]]
-        by_dim: dict[int, list[Axes]] = defaultdict(list)
-        for axes, dim in zip(placement.leaves, tensors[source].dim_of_leaf, strict=True):
-            by_dim[dim].append(axes)
-        leaves: list[Axes] = []
-        for dim in dict.fromkeys(tensors[target].dim_of_leaf):
-            if before.dims[dim] == after.dims[dim]:
-                leaves += by_dim[dim]
-            else:
-                leaves += [()] * tensors[target].dim_of_leaf.count(dim)
-        return Placement(tuple(leaves))
+    def _as_state(self, placement: Placement, source: str, name: str) -> Placement:
+        """A placement of the input of a state pair as one of either end."""
+        result = self.after[source]
+        return Placement(self.sharding.state_leaves(placement.leaves, source, result, name))
 
     def _distinct(self, end: _End) -> _End:
         """The same by a variable whose values are the placements, where these are fewer."""
