@@ -66,3 +66,11 @@ def needed(graph: gs.Graph, outputs: Collection[str]) -> list[gs.Node]:
             wanted |= {t.name for t in node.inputs} | {t.name for t, _, _ in captured(node)}
             found.append(node)
     return found[::-1]
+
+
+def nodes_of_run(graph: gs.Graph, apart: Collection[str]) -> list[gs.Node]:
+    """The nodes that a run computes, in order: without what only outputs that are computed `apart`
+    need."""
+    outputs = [t.name for t in graph.outputs]
+    kept = [name for name in outputs if name not in apart]
+    return list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar import pipeline
-from onnxpar.clone import needed
+from onnxpar.clone import nodes_of_run
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
 from onnxpar.manual import MANUAL
@@ -125,11 +125,8 @@ def explain(path: str | Path, options: Options) -> Explained:
 def _steps(model: Model, ctx: PassContext) -> Iterator[Step]:
     """The nodes of the graph behind insert-collectives, but for what is computed apart."""
     graph = model.graph
-    apart = set(model.step.evaluation) if model.step is not None else set()
-    outputs = [t.name for t in graph.outputs]
-    kept = [name for name in outputs if name not in apart]
-    nodes = list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)
-    within = list(_within(nodes, ctx))
+    apart = model.step.evaluation if model.step is not None else ()
+    within = list(_within(nodes_of_run(graph, apart), ctx))
     predicted = predict_nodes((node for node, _, _ in within), ctx.sharding)
     blocks = _Blocks()
     for node, depth, alive in within:

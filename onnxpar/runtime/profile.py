@@ -25,16 +25,6 @@ Record = dict[str, Any]
 
 WEIGHTS = "session.optimized_model_external_initializers_file_name"
 LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
-_COLLECTIVES = (
-    "AllReduce",
-    "AllGather",
-    "ReduceScatter",
-    "AllToAll",
-    "Broadcast",
-    "Send",
-    "Recv",
-    "NeighborExchange",
-)
 _ERRORS = 3
 _SUFFIX = "_kernel_time"
 
@@ -150,10 +140,11 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
 
 
 def _meeting(node: NodeProto) -> dict[str, Any]:
-    """Of a collective, its group, which is empty where all ranks meet, and its root."""
-    if node.domain != "onnxpar" or node.op_type not in _COLLECTIVES:
-        return {}
+    """Of a collective, which is what has a tag, its group, which is empty where all ranks meet, and
+    its root."""
     attributes = {a.name: a for a in node.attribute}
+    if node.domain != "onnxpar" or "tag" not in attributes:
+        return {}
     group, root = attributes.get("group"), attributes.get("root")
     return {"group": list(group.ints) if group else [], "root": root.i if root else 0}
 

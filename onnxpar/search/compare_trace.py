@@ -7,13 +7,13 @@ the global graph: the smallest of which each event of the trace lies in one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.clone import needed
+from onnxpar.clone import nodes_of_run
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.plan import Plan
@@ -42,13 +42,11 @@ class PlannedNode:
 
 
 def planned_nodes(
-    graph: gs.Graph, sharding: Sharding, apart: Iterable[str] = ()
+    graph: gs.Graph, sharding: Sharding, apart: Collection[str] = ()
 ) -> dict[str, PlannedNode]:
     """The nodes of a graph, by name. Requires reshard nodes (insert-collectives). Outputs `apart`
     are no part of a run, nor is what they alone need."""
-    outputs = [t.name for t in graph.outputs]
-    kept = [n for n in outputs if n not in set(apart)]
-    nodes = list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)
+    nodes = nodes_of_run(graph, apart)
     within = list(nodes_within(nodes))
     predicted = predict_nodes(within, sharding)
     outer = {node.name for node in nodes}

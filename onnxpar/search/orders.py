@@ -53,16 +53,22 @@ def cutset(
         graph = {v: near[v].difference(kept) for v in near if v not in kept}
         for variable in order:
             if variable in graph:
-                around = graph.pop(variable)
+                around = _eliminate(graph, variable)
                 if bits[variable] + sum(bits[u] for u in around) > math.log2(limit):
                     counts.update((variable, *around))
-                for v in around:
-                    graph[v] |= around - {v}
-                    graph[v].discard(variable)
         if not counts:
             return kept
         weight = {v: counts[v] * bits[v] * (draw.random() if draw else 1) for v in counts}
         kept.append(max(weight, key=lambda v: (weight[v], v)))
+
+
+def _eliminate(graph: dict[int, set[int]], variable: int) -> set[int]:
+    """Takes a variable out, joins those that it stood beside, and returns them."""
+    around = graph.pop(variable)
+    for v in around:
+        graph[v] |= around - {v}
+        graph[v].discard(variable)
+    return around
 
 
 def _graph(count: int, scopes: Iterable[Sequence[int]]) -> dict[int, set[int]]:
@@ -91,12 +97,9 @@ def _greedy(
     order, most = [], 0.0
     while graph:
         variable = min(graph, key=weights.__getitem__)
-        around = graph.pop(variable)
+        around = _eliminate(graph, variable)
         order.append(variable)
         most = max(most, bits[variable] + sum(bits[u] for u in around))
-        for v in around:
-            graph[v] |= around - {v}
-            graph[v].discard(variable)
         for v in around.union(*(graph[v] for v in around)):
             weights[v] = weight(v)
     return order, most
