@@ -8,4 +8,5 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 PATH=$PWD/.venv/bin:$PATH
 cd "$scratch" # so that the installed package runs, not the checkout
+onnxpar check "$OLDPWD/$model" --devices 4
 onnxpar check "$OLDPWD/$model" --devices 4 --preset tensor-parallel

@@ -11,6 +11,7 @@ from onnxpar import pipeline
 from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
+from onnxpar.search.aim import Aim
 from onnxpar.strategy import Strategy
 from onnxpar.topology import Topology
 
@@ -31,6 +32,9 @@ def shard(
     compression: str | None = None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
     search: str | None = None,
+    objective: str | None = None,
+    memory_limit: float | str | None = None,
+    untied: bool = False,
 ) -> Plan:
     """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
 
@@ -45,7 +49,11 @@ def shard(
     configuration  which multi-device annotations of the model to follow, or "none"
     compression    how gradients of a training step travel: float16, bfloat16 or 2bit:THRESHOLD
     topology  what ranks run on: a file as `onnxpar calibrate` writes it, or the same in Python
-    search    auto: the fastest strategy by the cost model of that; see `onnxpar shard --help`
+    search    auto: the fastest strategy by the cost model of that, which is the default without a
+              preset, a strategy and annotations; see `onnxpar shard --help`
+    objective      what auto finds the best for: latency, the default, or throughput
+    memory_limit   bytes that a rank may hold at any time, or text as "16GB"
+    untied         decide each of several repeated blocks by itself
     Errors: OnnxparError, naming what is wrong and the remedy; nothing is left half-written.
     """
     options = _options(
@@ -60,6 +68,9 @@ def shard(
         configuration,
         topology,
         search,
+        objective,
+        memory_limit,
+        untied,
         compression,
     )
     return pipeline.shard(Path(model), Path(output), options)
@@ -80,6 +91,9 @@ def make_plan(
     compression: str | None = None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
     search: str | None = None,
+    objective: str | None = None,
+    memory_limit: float | str | None = None,
+    untied: bool = False,
 ) -> Plan:
     """What `shard` would do with the same options; nothing is written."""
     options = _options(
@@ -94,6 +108,9 @@ def make_plan(
         configuration,
         topology,
         search,
+        objective,
+        memory_limit,
+        untied,
         compression,
     )
     return pipeline.plan(Path(model), options)[0]
@@ -114,6 +131,9 @@ def annotate(
     configuration: str | None = None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
     search: str | None = None,
+    objective: str | None = None,
+    memory_limit: float | str | None = None,
+    untied: bool = False,
 ) -> Plan:
     """Writes the model with the plan that `shard` would follow as ONNX's multi-device annotations,
     which `shard` reads."""
@@ -129,6 +149,9 @@ def annotate(
         configuration,
         topology,
         search,
+        objective,
+        memory_limit,
+        untied,
     )
     return pipeline.annotate(Path(model), Path(output), options)
 
@@ -145,6 +168,9 @@ def _options(
     configuration: str | None,
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
     search: str | None,
+    objective: str | None,
+    memory_limit: float | str | None,
+    untied: bool,
     compression: str | None = None,
 ) -> Options:
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
@@ -161,4 +187,5 @@ def _options(
         compression,
         topology=Topology.given(topology),
         search=search,
+        aim=Aim.given(objective, memory_limit, untied),
     )

@@ -7,6 +7,7 @@ from textwrap import wrap
 
 from onnxpar.candidates import Candidates
 from onnxpar.report import WIDTH, size_text, table
+from onnxpar.search.aim import LATENCY
 
 _TIMES = ("run", "compute", "talk")
 _MEMORY = {
@@ -19,7 +20,8 @@ _MEMORY = {
 def candidate_lines(candidates: Candidates) -> Iterator[str]:
     """Times and memory, then bytes by kind of collective, then what does not apply."""
     yield f"{candidates.model} over {candidates.ranks} ranks, the fastest strategy first"
-    yield "milliseconds of a run, computing and talking, by the cost model; memory of a rank:"
+    run = "a run," if candidates.objective == LATENCY else "a run, the longer of"
+    yield f"milliseconds of {run} computing and talking, by the cost model; memory of a rank:"
     held = [k for k in _MEMORY if any(c.memory.get(k) for c in candidates.found)]
     heads = [*_TIMES, *(_MEMORY[k] for k in held), "in all"]
     rows = [
@@ -31,7 +33,7 @@ def candidate_lines(candidates: Candidates) -> Iterator[str]:
         )
         for candidate in candidates.found
         for p in [candidate.predicted]
-        for times in [(p.total, p.compute, p.communication)]
+        for times in [(candidate.seconds, p.compute, p.communication)]
     ]
     yield from _right(rows, ("strategy", *heads))
     yield ""

@@ -17,9 +17,10 @@ from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.search.compare_trace import planned_nodes
 from onnxpar.search.expert_parallel import EXPERT
+from onnxpar.search.meshes import BATCH, WIDTH
 from onnxpar.search.predict import Prediction
 from onnxpar.search.presets import PRESETS, preset_mesh
-from onnxpar.search.search import AUTO, BATCH, WIDTH
+from onnxpar.search.search import AUTO
 from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES
 from onnxpar.step import Step
 
@@ -31,12 +32,13 @@ _SAME = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that applies: seconds of a run, bytes that a rank sends by kind of collective, and
-    bytes that it holds."""
+    """A strategy that applies: seconds of a run, and what the objective makes of them; bytes that a
+    rank sends by kind of collective, and bytes that it holds."""
 
     strategy: str
     mesh: Mesh
     predicted: Prediction
+    seconds: float
     sent: dict[str, int]
     memory: dict[str, int]
 
@@ -62,6 +64,7 @@ class Candidate:
             "strategy": self.strategy,
             "mesh": [list(axis) for axis in self.mesh.shape],
             "predicted": {"total": self.predicted.total, **asdict(self.predicted)},
+            "seconds": self.seconds,
             "bytes": self.sent,
             "memory": self.memory,
         }
@@ -78,10 +81,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was tried for a model, the fastest first."""
+    """What was tried for a model, the fastest first; `objective` says what counts."""
 
     model: str
     ranks: int
+    objective: str
     found: list[Candidate]
     refused: list[Refused]
 
@@ -94,13 +98,13 @@ class Candidates:
     def why(self) -> str:
         """What the winner saves against the first that is slower, in a sentence."""
         best = self.winner
-        slower = [c for c in self.found if c.predicted.total > best.predicted.total + _SAME]
+        slower = [c for c in self.found if c.seconds > best.seconds + _SAME]
         equal = [c.label for c in self.found[1 : len(self.found) - len(slower)]]
         alike = f" (and as fast: {', '.join(equal)})" if equal else ""
         if not slower:
             return f"{best.label} wins{alike}: none is slower"
         other = slower[0]
-        ahead = _ms(other.predicted.total - best.predicted.total)
+        ahead = _ms(other.seconds - best.seconds)
         parts = [
             f"{_ms(abs(gain))} {'less' if gain > 0 else 'more'} {what}"
             for gain, what in sorted(
@@ -122,6 +126,7 @@ class Candidates:
         return {
             "model": self.model,
             "ranks": self.ranks,
+            "objective": self.objective,
             "candidates": [c.to_json() for c in self.found],
             "refused": [asdict(r) for r in self.refused],
             "why": self.why,
@@ -183,18 +188,20 @@ def try_candidate(path: Path, options: Options) -> Candidate | Refused:
     for entry in plan.collectives:
         sent[entry.kind] = sent.get(entry.kind, 0) + entry.bytes
     seconds = Prediction(sum(n.compute for n in nodes), sum(n.communication for n in nodes))
-    return Candidate(strategy, plan.mesh, seconds, sent, dict(plan.memory))
+    counted = options.aim.seconds(seconds.compute, seconds.communication)
+    return Candidate(strategy, plan.mesh, seconds, counted, sent, dict(plan.memory))
 
 
-def fastest_first(model: str, tried: Iterable[Candidate | Refused]) -> Candidates:
-    """Sorts candidates by predicted time. Errors: StrategyError where none applies."""
+def fastest_first(model: str, objective: str, tried: Iterable[Candidate | Refused]) -> Candidates:
+    """Sorts candidates by what the objective makes of the predicted times. Errors: StrategyError
+    where none applies."""
     tried = list(tried)
     refused = [t for t in tried if isinstance(t, Refused)]
     found = [t for t in tried if isinstance(t, Candidate)]
     if not found:
         raise StrategyError(f"no strategy applies; {refused[0].strategy}: {refused[0].reason}")
-    found.sort(key=lambda c: (round(c.predicted.total / _SAME), c.held))
-    return Candidates(model, found[0].mesh.size, found, refused)
+    found.sort(key=lambda c: (round(c.seconds / _SAME), c.held))
+    return Candidates(model, found[0].mesh.size, objective, found, refused)
 
 
 def _ms(seconds: float) -> str:

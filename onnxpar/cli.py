@@ -18,6 +18,7 @@ from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
 from onnxpar.passes.fuse_all_reduces import FUSIONS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
+from onnxpar.search.aim import LATENCY, OBJECTIVES
 from onnxpar.search.presets import PRESETS
 from onnxpar.search.search import SEARCHES
 from onnxpar.training.batch_norm import STATISTICS
@@ -220,17 +221,38 @@ def _add_model(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--preset",
         choices=PRESETS,
-        help="default: data-parallel where the batch divides by N, else tensor-parallel; "
-        "hybrid for a mesh of dp and another axis. manual: the model is one rank's program, with "
+        help="instead of the search: data-parallel, tensor-parallel; hybrid for a mesh of dp and "
+        "another axis, and so on. manual: the model is one rank's program, with "
         "onnxpar's collectives in it by hand, as the body of JAX's shard_map; a strategy's "
         "tensors say how inputs and weights are dealt and outputs put together, else whole",
     )
     to.add_argument(
         "--search",
         choices=SEARCHES,
-        help="auto: find the fastest strategy by the cost model of --topology, and the mesh where "
-        "none is given; what a strategy asks for is kept to. To compare with: a preset, all "
+        help="auto, the default without --preset, --strategy and annotations: find the fastest "
+        "strategy by the cost model of --topology, and the mesh where none is given; what a "
+        "strategy asks for is kept to. To compare with: a preset, all "
         "strategies one after the other (of a small model), nothing but what was asked for",
+    )
+    to.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="what a rank may hold at any time, as 16GB: weights, states, and what nodes make. The "
+        "search keeps to it; where nothing does, or another strategy holds more, that is an error",
+    )
+    to.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default=LATENCY,
+        help="of the search. latency: the time of a run; throughput: the time from one run to the "
+        "next where several are under way, so that talking hides behind computing, or this behind "
+        "that. Default: %(default)s",
+    )
+    to.add_argument(
+        "--untied",
+        action="store_true",
+        help="the search decides each of several repeated blocks by itself: worth the time where a "
+        "limit on memory binds, and some layers need not pay for it",
     )
     to.add_argument(
         "--strategy",

@@ -43,6 +43,7 @@ from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.runtime.replicas import compare_replicas
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
+from onnxpar.search.aim import Aim
 from onnxpar.search.compare_trace import PlannedNode, compare_trace, planned_nodes
 from onnxpar.search.save import Saver
 from onnxpar.strategy import Strategy
@@ -124,7 +125,8 @@ def _candidates(args: argparse.Namespace, options: Options) -> Candidates:
     """The strategies that are tried; of one that is asked for, a page may show more."""
     given = replace(options, preset=None, search=None) if args.html else options
     tries = tqdm(choices(args.model, given), "strategies", disable=not _is_terminal())
-    return fastest_first(args.model.name, [try_candidate(args.model, each) for each in tries])
+    tried = [try_candidate(args.model, each) for each in tries]
+    return fastest_first(args.model.name, args.objective, tried)
 
 
 def _compare_trace(args: argparse.Namespace) -> int:
@@ -320,6 +322,7 @@ def _options(args: argparse.Namespace) -> Options:
         compression=args.compression,
         topology=Topology.given(args.topology),
         search=args.search,
+        aim=Aim.given(args.objective, args.memory_limit, args.untied),
     )
 
 

@@ -79,6 +79,12 @@ def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[s
     return found
 
 
+def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
+    """The names of gradients, and of what becomes parts of them and nothing else."""
+    named = {tensor: parameter for parameter, tensor in gradients.items()}
+    return {*named, *_parts(graph, named)}
+
+
 def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
     """Parameters by tensors that become parts of their gradients, and nothing else."""
     carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}

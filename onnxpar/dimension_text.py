@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onnxpar.errors import StrategyError
@@ -91,3 +91,14 @@ def piece_text(piece: Piece, mesh: Mesh) -> str:
     axes, parts = piece
     sizes = "{" + ",".join(map(str, parts)) + "}" if parts and axes else ""
     return ".".join(map(mesh.text, axes)) + sizes
+
+
+def axis_names(entry: object) -> Iterator[str]:
+    """The axes that an entry names, as text, in lists, or as keys of sizes by hand."""
+    if isinstance(entry, str):
+        yield from re.findall(r"[^\W\d]\w*", entry)
+    elif isinstance(entry, Mapping):
+        yield from map(str, entry)
+    elif isinstance(entry, Sequence):
+        for part in entry:
+            yield from axis_names(part)

@@ -21,8 +21,8 @@ from onnxpar.model import Model
 from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
+from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import Plan, reshards
-from onnxpar.reshard import LOCAL_STEPS
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 from onnxpar.subgraphs import subgraphs
@@ -126,7 +126,7 @@ def _steps(model: Model, ctx: PassContext) -> Iterator[Step]:
     """The nodes of the graph behind insert-collectives, but for what is computed apart."""
     graph = model.graph
     apart = model.step.evaluation if model.step is not None else ()
-    within = list(_within(nodes_of_run(graph, apart), ctx))
+    within = list(_within(graph, nodes_of_run(graph, apart), ctx))
     predicted = predict_nodes((node for node, _, _ in within), ctx.sharding)
     blocks = _Blocks()
     for node, depth, alive in within:
@@ -144,13 +144,17 @@ def _steps(model: Model, ctx: PassContext) -> Iterator[Step]:
 
 
 def _within(
-    nodes: Sequence[gs.Node], ctx: PassContext, depth: int = 0, around: int = 0
+    graph: gs.Graph,
+    nodes: Sequence[gs.Node],
+    ctx: PassContext,
+    depth: int = 0,
+    around: int = 0,
 ) -> Iterator[tuple[gs.Node, int, int]]:
     """Nodes and those of their subgraphs, with their depth and the bytes that are alive."""
-    for node, alive in zip(nodes, activations(nodes, ctx), strict=True):
+    for node, alive in zip(nodes, activations(graph, nodes, ctx), strict=True):
         yield node, depth, around + alive
         for body in subgraphs(node):
-            yield from _within(body.nodes, ctx, depth + 1, around + alive)
+            yield from _within(body, body.nodes, ctx, depth + 1, around + alive)
 
 
 def _kind(node: gs.Node) -> str:

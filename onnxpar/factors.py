@@ -10,7 +10,7 @@ never cut inside an atom that some op treats as one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -51,12 +51,14 @@ Pairs = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class TensorFactors:
-    """Dimensions of a tensor as unsplit trees, and their splittable leaves in order."""
+    """Dimensions of a tensor as unsplit trees, and their splittable leaves in order; `open` are
+    those of dimensions whose size only a run can tell."""
 
     dims: tuple[Dim, ...]
     leaves: tuple[Leaf, ...]
     dim_of_leaf: tuple[int, ...]
     apart: Pairs = frozenset()
+    open: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,11 @@ class OpFactors:
 @dataclass(eq=False)
 class GraphFactors:
     """The factors of all tensors (by name) and all nodes (in graph order, those of bodies before
-    the node that they belong to)."""
+    the node that they belong to); the size of `open_atoms` only a run can tell."""
 
     tensors: dict[str, TensorFactors]
     ops: list[OpFactors]
+    open_atoms: frozenset[int] = frozenset()
 
     def op(self, name: str) -> OpFactors:
         """The factors of the node of that name."""
@@ -127,6 +130,21 @@ class GraphFactors:
 
     def __post_init__(self) -> None:
         self._by_name = {op.node.name: op for op in self.ops}
+
+    def opened(self, other: GraphFactors) -> GraphFactors:
+        """The same, told what is open by the same graph at other sizes."""
+        sizes = {leaf.atom: leaf.size for op in other.ops for leaf in op.leaves}
+        leaves = [leaf for op in self.ops for leaf in op.leaves]
+        atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
+        tensors = {name: replace(t, open=_open(t, atoms)) for name, t in self.tensors.items()}
+        return GraphFactors(tensors, self.ops, atoms)
+
+
+def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
+    """The leaves of dimensions in which an open atom stands."""
+    each = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
+    dims = {dim for leaf, dim in each if leaf.atom in atoms}
+    return frozenset(i for i, (_, dim) in enumerate(each) if dim in dims)
 
 
 def analyse(

@@ -19,6 +19,27 @@ def flops(op: OpFactors, sharding: Sharding | None = None) -> int:
     return flops_on_rank_0(op, sharding.op_axes(op), sharding.mesh)
 
 
+def flops_of_ranks(op: OpFactors, sharding: Sharding, ranks: Sequence[int]) -> list[int]:
+    """Those of the parts of several ranks."""
+    axes = sharding.op_axes(op)
+    held: dict[str, list[int]] = {}
+    for name in op.rule.sizes.keys() - op.whole.keys():
+        at = [(i, leaf) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+        over = [(axes[i], sharding.parts.get((leaf.atom, axes[i]))) for i, leaf in at]
+        if any(split for split, _ in over):
+            tree = with_axes(op.trees[name], iter(over))
+            held[name] = [local_size(tree, sharding.mesh, rank) for rank in ranks]
+    known: dict[tuple[int, ...], int] = {}
+    found = []
+    for sizes in zip(*held.values(), strict=True) if held else [()] * len(ranks):
+        if sizes not in known:
+            known[sizes] = 2 * _products(
+                op.rule, {**op.rule.sizes, **dict(zip(held, sizes, strict=True))}
+            )
+        found.append(known[sizes])
+    return found
+
+
 def flops_on_rank_0(op: OpFactors, axes: Sequence[Axes], mesh: Mesh) -> int:
     """Those of rank 0's part where the leaves of the node are split over these axes."""
     sizes = dict(op.rule.sizes)

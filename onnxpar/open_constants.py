@@ -75,10 +75,14 @@ class Lowered:
         """By name."""
         return {n.name: n for n in self.graph.nodes}
 
-    def value(self, name: str, rank: int) -> Array:
+    def value(self, name: str, rank: int, mesh: Mesh) -> Array:
         """What a constant is on a rank."""
         by_rank = self.per_rank.constants.get(name)
-        return np.asarray(self.constants[name].values if by_rank is None else by_rank(rank))
+        if by_rank is not None:
+            return np.asarray(by_rank(rank))
+        whole = np.asarray(self.constants[name].values)
+        layout = self.layouts.get(name)
+        return whole if layout is None else np.asarray(layout.take(whole, mesh, rank))
 
     def attribute(self, node: str, key: str, rank: int) -> Any:
         """What an attribute is on a rank."""
@@ -115,12 +119,19 @@ class OpenConstants:
         for name, tensor in self.base.constants.items():
             is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and name in stored
             if is_lazy and tensor.shape and np.prod(tensor.shape) > MOST:
+                self._check_stored(name)
                 continue  # a weight
+            whole = tensor.values
             by_rank = name in self.base.per_rank.constants
-            if by_rank or any(
-                not _equal(self.base.value(name, 0), other.value(name, 0)) for other in self.all[1:]
-            ):
+            if by_rank or any(not _equal(whole, o.constants[name].values) for o in self.all[1:]):
                 yield name
+
+    def _check_stored(self, name: str) -> None:
+        """A weight is cut once. Errors: StrategyError where open sizes decide its parts."""
+        for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
+            found = [[(f.size, f.axes) for f in leaves(dim)] for dim in dims]
+            if any(axes for _, axes in found[0]) and any(f != found[0] for f in found):
+                raise self.needs_sizes(name)
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
         """The constants of a rank that open sizes decide."""
@@ -132,7 +143,7 @@ class OpenConstants:
         ]
         found = {}
         for name in self.varying:
-            values = [each.value(name, rank) for each in self.all]
+            values = [each.value(name, rank, self.mesh) for each in self.all]
             if all(_equal(values[0], v) for v in values[1:]):
                 continue
             found[name] = self._fitted(name, values, variables, probes)

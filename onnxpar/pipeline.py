@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from onnxpar.compression import NONE
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
+from onnxpar.memory_limit import kept_aim
 from onnxpar.mesh import Mesh
 from onnxpar.model import InferTypes, Model, load
 from onnxpar.open_ports import open_ports
@@ -35,12 +36,15 @@ from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.plan import Plan
-from onnxpar.replay import replay
-from onnxpar.search.presets import choose_preset, preset_mesh
-from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION, SEARCHES, best_mesh
+from onnxpar.replay import opened, replay
+from onnxpar.search.aim import Aim
+from onnxpar.search.choices import Kept
+from onnxpar.search.meshes import best_mesh
+from onnxpar.search.presets import preset_mesh
+from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION, SEARCHES, Solution, solve
 from onnxpar.sharding import Sharding
 from onnxpar.step import Step
-from onnxpar.strategy import Strategy
+from onnxpar.strategy import Seed, Strategy
 from onnxpar.summary import summarize
 from onnxpar.topology import Topology
 from onnxpar.verify import verify
@@ -88,6 +92,7 @@ class Options:
     bucket_bytes: int | None = None
     topology: Topology | None = None
     search: str | None = None
+    aim: Aim = field(default_factory=Aim)
 
 
 def make_context(model: Model, options: Options) -> PassContext:
@@ -96,45 +101,55 @@ def make_context(model: Model, options: Options) -> PassContext:
     if manual is not None:
         nothing = Sharding.open(manual.mesh, GraphFactors({}, []), options.topology)
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
+    options.aim.check(model.step)
     refuse_collectives(model.graph)
-    factors = analyse(model.graph, model.states, in_bodies=model.sizes is None)
-    mesh, preset, annotated = _mesh_and_preset(model, options, factors)
+    factors = opened(model, analyse(model.graph, model.states, in_bodies=model.sizes is None))
+    mesh, preset, annotated, found = _mesh_and_preset(model, options, factors)
     return PassContext(
         model,
         Sharding.open(mesh, factors, options.topology),
         strategy=options.strategy,
         preset=preset,
         annotated=annotated,
+        aim=options.aim,
+        found=found,
     )
 
 
 def _mesh_and_preset(
     model: Model, options: Options, factors: GraphFactors
-) -> tuple[Mesh, str | None, Configuration | None]:
-    mesh, preset, strategy = _wanted_mesh(options), options.preset, options.strategy
+) -> tuple[Mesh, str | None, Configuration | None, list[Seed] | None]:
+    """The mesh, the preset or search, the annotations to follow, and what was found with a mesh."""
+    mesh, how = _wanted_mesh(options), _preset_or_search(options)
     devices = mesh.size if mesh is not None else options.devices
     annotated = choose_configuration(model.annotations, options.configuration, devices)
     if annotated is not None:
-        return annotated_mesh(annotated, mesh), preset, annotated
+        return annotated_mesh(annotated, mesh), how, annotated, None
     if devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
-    search = options.search
-    if search is not None:
-        if search not in SEARCHES:
-            raise StrategyError(f"--search {search!r}: there are {', '.join(SEARCHES)}")
-        if preset is not None:
-            raise StrategyError(f"--search {search} and --preset {preset}: give one of them")
-        if search in (AUTO, EXHAUSTIVE) and mesh is None:
-            topology, states = options.topology, model.states
-            mesh = best_mesh(model.graph, factors, states, devices, topology, search).mesh
-        preset = None if search == PROPAGATION else search
-        return mesh or preset_mesh(preset, devices), preset, None
-    if preset is None and strategy is None:
-        preset = (
-            "hybrid" if mesh is not None and "dp" in mesh.sizes and len(mesh.shape) > 1 else None
-        )
-        preset = preset or choose_preset(model.graph, devices)
-    return mesh or preset_mesh(preset, devices), preset, None
+    if how is None and options.strategy is None and options.search is None:
+        how = AUTO
+    if how not in (AUTO, EXHAUSTIVE) or mesh is not None:
+        return mesh or preset_mesh(how, devices), how, None, None
+
+    def on_mesh(sharding: Sharding, given: Sequence[Sequence[Seed]], kept: Kept | None) -> Solution:
+        states, aim = model.states, options.aim
+        return solve(model.graph, sharding, states, given, how, kept, aim, model.step)
+
+    best = best_mesh(model, factors, devices, options.topology, on_mesh, options.strategy)
+    return best.mesh, how, None, best.seeds
+
+
+def _preset_or_search(options: Options) -> str | None:
+    """What decides beside the strategy, if anything is named. Errors: StrategyError."""
+    search, preset = options.search, options.preset
+    if search is None:
+        return preset
+    if search not in SEARCHES:
+        raise StrategyError(f"--search {search!r}: there are {', '.join(SEARCHES)}")
+    if preset is not None:
+        raise StrategyError(f"--search {search} and --preset {preset}: give one of them")
+    return None if search == PROPAGATION else search
 
 
 def _wanted_mesh(options: Options) -> Mesh | None:
@@ -253,11 +268,29 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-@_no_collector()
 def plan(
     path: str | Path, options: Options, watch: Watch | None = None
 ) -> tuple[Plan, PassContext]:
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
+    return _plan(path, _within_limit(path, options), watch)
+
+
+def _within_limit(path: str | Path, options: Options) -> Options:
+    """The same with an aim of which the plan keeps to the limit on memory, if there is one."""
+    if options.aim.memory is None:
+        return options
+
+    def make(aim: Aim, devices: int | None) -> tuple[Plan, PassContext]:
+        return _plan(path, replace(options, aim=aim, devices=devices))
+
+    may_grow = options.devices is not None and _wanted_mesh(options) is None
+    return replace(options, aim=kept_aim(options.aim, options.devices, may_grow, make))
+
+
+@_no_collector()
+def _plan(
+    path: str | Path, options: Options, watch: Watch | None = None
+) -> tuple[Plan, PassContext]:
     model = load_model(path, options)
     ctx = make_context(model, options)
     steps = passes_of(options, model)
@@ -288,6 +321,7 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError("annotations are of a global program, which a manual one is not")
+    options = _within_limit(path, options)
     model = load_model(path, options)
     ctx = make_context(model, options)
     names = operand_names(ctx.sharding)

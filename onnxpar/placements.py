@@ -22,8 +22,9 @@ from scipy.sparse.csgraph import dijkstra
 
 from onnxpar.arrays import Array
 from onnxpar.factors import TensorFactors, with_axes
-from onnxpar.layout import Dim, ReduceOp, local_size
+from onnxpar.layout import Dim, Factor, Product, ReduceOp, local_size
 from onnxpar.mesh import Axes, Axis, merge_axes, parts_over
+from onnxpar.rows import rows_within
 from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement, covered_axes
 
@@ -34,9 +35,13 @@ Where = Slot | ReduceOp | None
 Move = tuple[str, Axes, Where, Where]
 """A collective or a cut: its kind, the pieces that it moves, from where to where."""
 
-
+LOCAL_STEPS = ("LocalSlice", "Select")
+"""Steps that move nothing between ranks."""
 STEP = 1e-16
 """Seconds that are added to each step, so that of ways that cost the same the shorter is taken."""
+
+MOST_DETOURS = 1 << 12
+"""Placements of a tensor, above which axes go nowhere but where some wanted placement has them."""
 
 PartSizes = Callable[[int, Axes], tuple[int, ...]]
 """Sizes of the parts of a leaf that is split over axes."""
@@ -47,13 +52,15 @@ class Step:
     """One collective, or a local cut: `kind` over `axes`, between two placements.
 
     LocalSlice keeps this rank's part; Select keeps the value on coordinate 0 of `axes` and the
-    neutral element of the reduction elsewhere (from whole to partial).
+    neutral element of the reduction elsewhere (from whole to partial). `rows` are those that it
+    moves, as `rows_moved` has them.
     """
 
     kind: str
     axes: Axes
     before: Placement
     after: Placement
+    rows: int = 0
 
 
 class Placements:
@@ -75,16 +82,20 @@ class Placements:
         self.factors = factors
         self.costs = costs
         self.parts = parts
-        cuts = _cuts([a for p in wanted for a in (*p.leaves, p.partial)])
+        idle = [(costs.mesh.axis(name),) for name, size in costs.mesh.shape if size > 1]
+        cuts = _cuts([*(a for p in wanted for a in (*p.leaves, p.partial)), *idle])
         found = [_places(p, cuts, factors) for p in self.wanted]
-        self.pieces = _ordered([_refined(axes, cuts) for p in wanted for axes in p.leaves], found)
-        self.wheres: list[list[Where]] = [
-            list(dict.fromkeys([None, *(places.get(piece) for places in found)]))
-            for piece in self.pieces
-        ]
+        others = [dict.fromkeys(_refined(axes, cuts)) for axes in idle]
+        chains = [_refined(axes, cuts) for p in wanted for axes in p.leaves]
+        self.pieces = _ordered(chains, [*found, *others])
+        self.wheres = self._wheres(found, detours=True)
+        if math.prod(map(len, self.wheres)) > MOST_DETOURS:
+            self.wheres = self._wheres(found, detours=False)
         counts = [len(wheres) for wheres in self.wheres]
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.states: Array = np.indices(counts).reshape(len(counts), math.prod(counts)).T
+        self.extents: list[Array] = []
+        self.rows: list[Array] = []
         self.bytes, self.valid = self._sizes(itemsize)
         self.at = [
             sum(
@@ -94,10 +105,34 @@ class Placements:
             for places in found
         ]
 
+    def _wheres(self, found: Sequence[Mapping[Axis, Where]], detours: bool) -> list[list[Where]]:
+        """Where each piece may be: as in what is wanted, or on a leaf in between."""
+        leaves = set(range(len(self.factors.leaves) if detours else 0)) - self.factors.open
+        wheres: list[list[Where]] = []
+        for piece in self.pieces:
+            wanted = [places.get(piece) for places in found]
+            between = [(i,) for i in sorted(leaves) if self.factors.leaves[i].size >= piece.size]
+            wheres.append(list(dict.fromkeys([None, *wanted, *between])))
+        return wheres
+
     def seconds(self) -> Array:
         """Seconds from each wanted placement (rows) to each (columns), by the cheapest way."""
         found: Array = dijkstra(self.graph, indices=self.at)[:, self.at]
         return found
+
+    def seconds_apart(self) -> Array:
+        """The same as two matrices: seconds of local cuts, and of collectives."""
+        local: Array = np.zeros((len(self.at), len(self.at)))
+        seconds, before = dijkstra(self.graph, indices=self.at, return_predecessors=True)
+        now = np.broadcast_to(np.array(self.at), local.shape).copy()
+        while True:
+            last = np.take_along_axis(before, now, 1)
+            rows, columns = np.nonzero(last >= 0)
+            if not len(rows):
+                return np.stack((local, seconds[:, self.at] - local))
+            steps = last[rows, columns], now[rows, columns]
+            local[rows, columns] += self.local_steps[steps]
+            now[rows, columns] = steps[0]
 
     def steps(self, start: Placement, goal: Placement) -> list[Step]:
         """The cheapest way from one wanted placement to another."""
@@ -105,7 +140,8 @@ class Placements:
         _, before = dijkstra(self.graph, indices=first, return_predecessors=True)
         steps: list[Step] = []
         while last != first:
-            assert before[last] >= 0, (start, goal)
+            if before[last] < 0:
+                raise Unordered
             steps.append(self._step(int(before[last]), last))
             last = int(before[last])
         return steps[::-1]
@@ -113,16 +149,27 @@ class Placements:
     @cached_property
     def graph(self) -> Any:
         """Seconds of each single step, as a sparse matrix over all placements."""
+        return self._matrix(self.moves())
+
+    @cached_property
+    def local_steps(self) -> Any:
+        """The same, of local cuts alone."""
+        return self._matrix(move for move in self.moves() if move[0] in LOCAL_STEPS)
+
+    def _matrix(self, moves: Iterable[Move]) -> Any:
         count = len(self.states)
         rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-        for kind, axes, source, target in self.moves():
+        sizes, numbers = np.unique(self.bytes, return_inverse=True)
+        for kind, axes, source, target in moves:
             start, end = self._edges(axes, source, target)
-            larger = np.maximum(self.bytes[start], self.bytes[end])
-            sizes, which = np.unique(larger, return_inverse=True)
-            steps = np.array([self.costs.step(kind, axes, size) + STEP for size in sizes])
+            larger = np.maximum(numbers[start], numbers[end])
+            steps = np.zeros(len(sizes))
+            for i in np.flatnonzero(np.bincount(larger)):
+                steps[i] = self.costs.step(kind, axes, sizes[i]) + STEP
+            moved = self._rows(source, target, start, end)
             rows.append(start)
             columns.append(end)
-            values.append(steps[which] if len(start) else np.zeros(0))
+            values.append(steps[larger] + self.costs.rows(1) * moved)
         ends = (np.concatenate(rows), np.concatenate(columns))
         return csr_array((np.concatenate(values), ends), shape=(count, count))
 
@@ -134,7 +181,9 @@ class Placements:
         source, target = (self.wheres[run[0]][at[run[0]]] for at in (before, after))
         kind = self._kind(axes, source, target)
         assert kind is not None
-        return Step(kind, merge_axes(axes), self._placement(before), self._placement(after))
+        rows = self._rows(source, target, np.array([start]), np.array([end]))
+        placements = self._placement(before), self._placement(after)
+        return Step(kind, merge_axes(axes), *placements, int(rows[0]))
 
     def _placement(self, state: Array) -> Placement:
         leaves: list[Axes] = [()] * len(self.factors.leaves)
@@ -163,14 +212,14 @@ class Placements:
 
     def _kind(self, axes: Axes, source: Where, target: Where) -> str | None:
         """The collective that moves axes from here to there in one step, if one does."""
-        if source == target:
+        if source == target or not (self._is_told(source) and self._is_told(target)):
             return None
         if source is None:
             return "Select" if isinstance(target, str) else "LocalSlice"
         if isinstance(source, str):
             if target is None:
                 return "AllReduce"
-            scatters = isinstance(target, tuple) and self._covers(target, axes)
+            scatters = isinstance(target, tuple) and self._may_scatter(target, axes)
             return "ReduceScatter" if scatters else None
         if target is None:
             return "AllGather"
@@ -178,7 +227,7 @@ class Placements:
             return None
         dims = self.factors.dim_of_leaf
         if dims[source[0]] != dims[target[0]]:
-            covers = self._covers(source, axes) and self._covers(target, axes)
+            covers = self._covers(source, axes) and self._may_scatter(target, axes)
             return "AllToAll" if covers else None
         if set(source) > set(target):
             return "AllGather"
@@ -203,6 +252,35 @@ class Placements:
         legal = self.valid[start + shift]
         return start[legal], start[legal] + shift
 
+    def _rows(self, source: Where, target: Where, start: Array, end: Array) -> Array:
+        """The rows that a step moves, as `rows_moved` has them."""
+        changed = {self.factors.dim_of_leaf[leaf] for leaf in _leaves(source) ^ _leaves(target)}
+        rows: Array = np.zeros(len(start))
+        outer: Array = np.ones(len(start))
+        for dim in range(max(changed, default=-1) + 1):
+            if dim in changed:
+                rows += outer * np.maximum(self.rows[dim][start], self.rows[dim][end])
+            outer = outer * np.maximum(self.extents[dim][start], self.extents[dim][end])
+        return rows
+
+    def _is_told(self, where: Where) -> bool:
+        """Whether each part of a dimension is one run, if only a run can tell its size: of others
+        nothing says where they start."""
+        if self.factors.open.isdisjoint(_leaves(where)):
+            return True
+        assert isinstance(where, tuple)
+        dim = self.factors.dims[self.factors.dim_of_leaf[where[0]]]
+        major = next(c for c in dim.children if c.size > 1) if isinstance(dim, Product) else dim
+        first = self.factors.dim_of_leaf.index(self.factors.dim_of_leaf[where[0]])
+        return where == (first,) and isinstance(major, Factor)
+
+    def _may_scatter(self, slot: Slot, axes: Axes) -> bool:
+        """Whether a collective deals out parts of a slot: all elements, and where only a run can
+        tell the size, parts as equal as can be."""
+        dim = self.factors.dims[self.factors.dim_of_leaf[slot[0]]]
+        is_even = isinstance(dim, Factor) and len(axes) == 1
+        return self._covers(slot, axes) and (is_even or self.factors.open.isdisjoint(slot))
+
     def _covers(self, slot: Slot, axes: Axes) -> bool:
         """Whether axes on a slot split every element of its dimension."""
         given = iter([(axes if i in slot else (), None) for i in range(len(self.factors.leaves))])
@@ -219,12 +297,18 @@ class Placements:
             leaves = range(first, first + count)
             first += count
             kept = [self._kept(i, set(leaves)) for i in range(len(self.pieces))]
-            keys = np.zeros((len(self.states), len(kept)), int)
+            numbers = np.zeros(len(self.states), int)
             for i, places in enumerate(kept):
-                keys[:, i] = np.array(places)[self.states[:, i]]
-            unique, which = np.unique(keys, axis=0, return_inverse=True)
-            extents = [self._extent(dim, leaves, key) for key in unique]
-            sizes *= np.array(extents)[which.reshape(-1)]
+                numbers = numbers * (len(places) + 1) + np.array(places)[self.states[:, i]] + 1
+            _, examples, which = np.unique(numbers, return_index=True, return_inverse=True)
+            keys = (
+                [places[at] for places, at in zip(kept, state, strict=True)]
+                for state in self.states[examples]
+            )
+            extents, rows = np.array([self._extent(dim, leaves, key) for key in keys]).T
+            self.extents.append(extents[which.reshape(-1)])
+            self.rows.append(rows[which.reshape(-1)])
+            sizes *= self.extents[-1]
         valid = ~np.isnan(sizes)
         for i, j in combinations(range(len(self.pieces)), 2):
             for a, b in product(self.wheres[i], self.wheres[j]):
@@ -239,8 +323,9 @@ class Placements:
         wheres = self.wheres[piece]
         return [i if _leaves(where) & leaves else -1 for i, where in enumerate(wheres)]
 
-    def _extent(self, dim: Dim, leaves: Sequence[int], key: Sequence[int]) -> float:
-        """How many elements of a dimension the fullest rank holds, NaN where there are too few."""
+    def _extent(self, dim: Dim, leaves: Sequence[int], key: Sequence[int]) -> tuple[float, float]:
+        """How many elements of a dimension the fullest rank holds, NaN where there are too few, and
+        the rows within it."""
         given: list[tuple[Axes, tuple[int, ...] | None]] = []
         for leaf in leaves:
             held = [
@@ -250,9 +335,10 @@ class Placements:
             ]
             axes = merge_axes(tuple(held))
             if parts_over(axes) > self.factors.leaves[leaf].size:
-                return math.nan
+                return math.nan, math.nan
             given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
-        return float(local_size(with_axes(dim, iter(given)), self.costs.mesh, 0))
+        split = with_axes(dim, iter(given))
+        return local_size(split, self.costs.mesh, 0), rows_within(split, self.costs.mesh)
 
 
 def _leaves(where: Where) -> set[int]:
@@ -260,7 +346,8 @@ def _leaves(where: Where) -> set[int]:
 
 
 class Unordered(Exception):
-    """Placements of which no order of all pieces is that on every leaf."""
+    """Placements of which no order of all pieces is that on every leaf, or between which single
+    steps do not lead."""
 
 
 Cuts = dict[str, list[int]]

@@ -40,6 +40,16 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
     model.sizes = replace(model.sizes, bindings=[model.sizes.bindings[i] for i in kept])
 
 
+def opened(model: Model, factors: GraphFactors) -> GraphFactors:
+    """The factors, told which sizes are open by those at another binding."""
+    for i in range(1, len(model.sizes.bindings) if model.sizes is not None else 0):
+        assert model.sizes is not None
+        other = analyse(model.sizes.graph(i), model.states, in_bodies=False)
+        if not _difference(factors, other):
+            return factors.opened(other)
+    return factors
+
+
 def _difference(have: GraphFactors, other: GraphFactors) -> str:
     """The first tensor or node whose dimensions consist of other factors; empty where none is."""
     for name, tensor in other.tensors.items():

@@ -67,8 +67,16 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         f"per rank: weights {size_text(memory['weights_per_rank'])}, "
         + (f"states {size_text(states)}, " if states else "")
         + f"activations at most {size_text(memory['activations_per_rank'])}, "
-        f"{flops['per_rank']:,} FLOPs of {flops['model']:,}"
+        f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
     )
+
+
+def _balance(flops: Mapping[str, int]) -> str:
+    """How much more than on average the rank computes that has most to do."""
+    mean = flops.get("mean", flops["per_rank"])
+    if mean == flops["per_rank"]:
+        return ", the same on all"
+    return f", {flops['per_rank'] / mean:.2f} times the mean"
 
 
 def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

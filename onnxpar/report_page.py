@@ -127,7 +127,7 @@ def _candidates(candidates: Candidates) -> Iterator[str]:
     for candidate in candidates.found:
         seconds, sent = candidate.predicted, candidate.sent
         cells = [(escape(candidate.strategy), ""), (str(candidate.mesh), "")]
-        for each in (seconds.total, seconds.compute, seconds.communication):
+        for each in (candidate.seconds, seconds.compute, seconds.communication):
             cells.append(_number(_ms(each)))
         cells.append(_number(size_text(candidate.held)))
         cells += [_number(size_text(sent[k]) if k in sent else "-") for k in kinds]

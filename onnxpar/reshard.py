@@ -14,9 +14,6 @@ from onnxpar.placements import PartSizes, Placements, Step, Unordered
 from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement
 
-LOCAL_STEPS = ("LocalSlice", "Select")
-"""Steps that move nothing between ranks."""
-
 Bytes = Callable[[Placement], float]
 """Bytes that the fullest rank holds under a placement."""
 
@@ -104,7 +101,10 @@ def _sizes(
 
 def cost(steps: Sequence[Step], size: Bytes, costs: Costs) -> float:
     """Seconds for the steps, by the cost model."""
-    return sum(costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) for s in steps)
+    return sum(
+        costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) + costs.rows(s.rows)
+        for s in steps
+    )
 
 
 def plan_tree(

@@ -8,7 +8,7 @@ import heapq
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
-from onnxpar.subgraphs import captured, scopes
+from onnxpar.subgraphs import read_by, scopes
 
 _GROWS = ("AllGather", "Broadcast")
 
@@ -29,7 +29,7 @@ class _Schedule:
         self.graph = graph
         self.nodes = list(graph.nodes)
         self.makers = {id(t): node for node in self.nodes for t in node.outputs if t.name}
-        self.reads = {id(node): _read(node) for node in self.nodes}
+        self.reads = {id(node): read_by(node) for node in self.nodes}
         self.readers: dict[int, list[gs.Node]] = {}
         for node in self.nodes:
             for tensor in self.reads[id(node)]:
@@ -87,8 +87,3 @@ class _Schedule:
     def _makers(self, node: gs.Node) -> list[gs.Node]:
         found = [self.makers.get(id(t)) for t in self.reads[id(node)]]
         return [maker for maker in found if maker is not None]
-
-
-def _read(node: gs.Node) -> list[gs.Tensor]:
-    """The operands of a node, and what its subgraphs read of the graph."""
-    return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]

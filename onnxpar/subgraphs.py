@@ -103,3 +103,8 @@ def detach(node: gs.Node) -> None:
     node.inputs.clear()
     for inner in [n for graph in subgraphs(node) for n in graph.nodes]:
         detach(inner)
+
+
+def read_by(node: gs.Node) -> list[gs.Tensor]:
+    """The operands of a node, and what its subgraphs read of the graph."""
+    return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import Links, OpFactors
-from onnxpar.flops import flops
+from onnxpar.flops import flops, flops_of_ranks
 from onnxpar.interchange import declared_shape, default_of, type_text
-from onnxpar.layout import leaves, local_size
+from onnxpar.layout import leaves
 from onnxpar.packing import stored_bits
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import (
@@ -27,7 +27,7 @@ from onnxpar.plan import (
 )
 from onnxpar.ranges import integer_ranges
 from onnxpar.search.tensor_parallel import is_contraction
-from onnxpar.subgraphs import captured, constants, subgraphs
+from onnxpar.subgraphs import captured, constants, read_by, subgraphs
 
 _MAKE_WHOLE = ("AllGather", "AllReduce")
 
@@ -110,6 +110,12 @@ def _sample(ranks: int) -> list[int]:
     return list(range(ranks)) if ranks <= 64 else [0, ranks - 1]
 
 
+def _spread(ranks: int) -> list[int]:
+    """Ranks that stand for all: of many, 64 at all places along each axis."""
+    step = ranks // 64
+    return list(range(ranks)) if ranks <= 64 else [i * step + i % step for i in range(64)]
+
+
 def whole_nodes(ctx: PassContext) -> list[Whole]:
     """Nodes for which split operands were gathered because their rule wants them whole, and matrix
     products and the like of which nothing is split."""
@@ -158,43 +164,51 @@ def _is_made_whole(node: gs.Node, links: Links) -> bool:
 
 
 def _flops(ctx: PassContext) -> dict[str, int]:
-    """Multiplications and additions of the contractions: in all, and on rank 0."""
+    """Multiplications and additions of the contractions: in all, on the rank that has most of them,
+    and on average."""
     ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
+    ranks = _spread(ctx.sharding.mesh.size)
+    columns = [flops_of_ranks(op, ctx.sharding, ranks) for op in ops]
+    by_rank = [sum(column) for column in zip(*columns, strict=True)] or [0]
     return {
         "model": sum(flops(op) for op in ops),
-        "per_rank": sum(flops(op, ctx.sharding) for op in ops),
+        "per_rank": max(by_rank),
+        "mean": round(sum(by_rank) / len(by_rank)),
     }
 
 
-def activations(nodes: Iterable[gs.Node], ctx: PassContext) -> list[int]:
-    """The bytes of activations that are alive on rank 0 while each node of a graph runs, in this
-    order; of a node with bodies, without what they make."""
-    mesh = ctx.sharding.mesh
-    nodes = list(nodes)
+def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> list[int]:
+    """The bytes of activations that are alive on rank 0 while each of these nodes of a graph runs,
+    in this order: what is fed, what nodes make until its last reader has run, and results to the
+    end. Of a node with bodies, without what they make."""
+    kept = {source for source, _ in ctx.model.states}
+    alive = sum(_held(t, ctx) for t in graph.inputs if t.name not in kept)
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
-        for tensor in node.inputs:
+        for tensor in read_by(node):
             last[tensor.name] = i
+    last.update((tensor.name, len(nodes)) for tensor in graph.outputs)
     ends: dict[int, list[int]] = {}
-    alive = 0
     found = []
     for i, node in enumerate(nodes):
         for tensor in node.outputs:
-            layout = ctx.layouts.get(tensor.name)
-            if layout is None:
-                continue
-            size = math.prod(local_size(d, mesh, 0) for d in layout.dims)
-            size *= numpy_dtype(tensor).itemsize if tensor.dtype is not None else 4
+            size = _held(tensor, ctx)
             alive += size
-            ends.setdefault(last.get(tensor.name, len(nodes)), []).append(size)
+            ends.setdefault(last.get(tensor.name, i), []).append(size)
         found.append(alive)
         alive -= sum(ends.pop(i, []))
     return found
 
 
+def _held(tensor: gs.Tensor, ctx: PassContext) -> int:
+    """Bytes of an activation on rank 0; 0 where its sizes are unknown."""
+    layout = ctx.layouts.get(tensor.name)
+    return 0 if layout is None else part_bytes(tensor, layout, ctx.sharding.mesh)
+
+
 def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
     """The most bytes of activations that are alive at once on rank 0, in graph order."""
-    alive = activations(graph.nodes, ctx)
+    alive = activations(graph, graph.nodes, ctx)
     inside = [
         max((_peak_activations(body, ctx) for body in subgraphs(node)), default=0)
         for node in graph.nodes

@@ -49,6 +49,10 @@ NETWORK = Link(100e-6, 1e9)
 """Between hosts of which nothing is known: an Ethernet of 10 Gbit/s that few ranks share."""
 
 
+ROW_BYTES = 100
+"""Of contiguous memory, which take about as long as what each row costs beside its bytes."""
+
+
 @dataclass(frozen=True)
 class Device:
     """What a rank computes with. By default about one core of 2020.
@@ -57,18 +61,30 @@ class Device:
     memory_bandwidth  bytes per second that are read or written
     launch            seconds that any op takes, however little it does
     memory            bytes for a rank; None: unknown
+    convolution       flops of convolutions; None: as of matrix products
+    row               seconds for each run of contiguous elements that is copied, multiplied or
+                      normalized by itself; None: those of ROW_BYTES
     """
 
     flops: float = 2e10
     memory_bandwidth: float = 1e10
     launch: float = 5e-6
     memory: float | None = None
+    convolution: float | None = None
+    row: float | None = None
 
 
 KINDS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send",
          "NeighborExchange")  # fmt: skip
 """Collectives that a level may have links for."""
-_DEVICE_UNITS = {"flops": "FLOP/s", "memory_bandwidth": "B/s", "launch": "s", "memory": "B"}
+_DEVICE_UNITS = {
+    "flops": "FLOP/s",
+    "convolution": "FLOP/s",
+    "memory_bandwidth": "B/s",
+    "row": "s",
+    "launch": "s",
+    "memory": "B",
+}
 _LINK_UNITS = {"latency": "s", "bandwidth": "B/s"}
 
 

@@ -49,9 +49,12 @@ class AnnotateStrategy(Pass):
             check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
             ctx.seeds.append(asked)
         if ctx.preset in (AUTO, EXHAUSTIVE):
-            states = ctx.model.states
-            found = solve(graph, ctx.sharding, states, ctx.seeds, ctx.preset)
-            ctx.seeds.append(found.seeds)
+            found = ctx.found
+            if found is None:
+                model, how, aim = ctx.model, ctx.preset, ctx.aim
+                given = (ctx.seeds, how, None, aim, model.step)
+                found = solve(graph, ctx.sharding, model.states, *given).seeds
+            ctx.seeds.append(found)
         elif ctx.preset is None:
             ctx.seeds += default_rounds(graph, ctx.sharding, ctx.model.step)
         else:

@@ -11,8 +11,8 @@ from onnxpar.collective import DOMAIN
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.origin import note_origin
 from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import collective_of, inner_collective
-from onnxpar.reshard import LOCAL_STEPS
 from onnxpar.rules.lowering import localize_node
 from onnxpar.rules.rule import tensor_shape
 from onnxpar.subgraphs import subgraphs

@@ -13,6 +13,7 @@ from onnxpar.collective import PerRank
 from onnxpar.layout import Layout
 from onnxpar.manual import Manual
 from onnxpar.model import Model
+from onnxpar.search.aim import Aim
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Seed, Strategy
 
@@ -43,6 +44,8 @@ class PassContext:
 
     strategy     what the user wrote; `preset` by name; `annotated`, what the model asks for
     manual       how tensors are dealt, where the model is each rank's program already
+    aim          what a search judges strategies by
+    found        what a search has chosen with the mesh, beside what is asked for
     seeds        annotations in rounds of falling priority
     sharding     axes per leaf, while they are being decided
     layouts      the layout of every tensor, from insert-collectives on
@@ -61,6 +64,8 @@ class PassContext:
     preset: str | None = None
     annotated: Configuration | None = None
     manual: Manual | None = None
+    aim: Aim = field(default_factory=Aim)
+    found: list[Seed] | None = None
     seeds: list[list[Seed]] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
     per_rank: PerRank = field(default_factory=PerRank)

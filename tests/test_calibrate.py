@@ -39,13 +39,15 @@ def test_what_follows_the_formula_is_found_again() -> None:
     links = {kind: (1e-5 * (i + 1), 1e9 * (i + 1)) for i, kind in enumerate(KINDS)}
     talk = tuple(took(*case[:3], *links[case[0]]) for case in cases(4))
     product = 2 * 256 * 768**2 / 5e10 + 2e-6
-    found = fit(Measurements(4, 1, Work(product, 2 * LARGE / 8e9 + 2e-6, 2e-6), talk))
+    bottleneck = 2 * 28**2 * (256 * 64 + 9 * 64 * 64 + 64 * 256) / 3e10 + 3 * 2e-6
+    copy, picks = 2 * LARGE / 8e9 + 2e-6, 65536 * 5e-9 + 2e-6
+    found = fit(Measurements(4, 1, Work(product, bottleneck, copy, picks, 2e-6), talk))
     (level,) = found.levels
     for kind, (latency, bandwidth) in links.items():
         assert level.link(kind).latency == pytest.approx(latency, rel=1e-3)
         assert level.link(kind).bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert 1e-5 < level.latency < 5e-5 and 1e9 < level.bandwidth < 5e9
-    assert found.device == Device(flops=5e10, memory_bandwidth=8e9, launch=2e-6)
+    assert found.device == Device(5e10, 8e9, 2e-6, convolution=3e10, row=5e-9)
     for one in talk:
         assert predicted(one, found) == pytest.approx(one.seconds, rel=1e-3)
 
@@ -92,10 +94,11 @@ def test_collectives_run_one_after_the_other(kind: str, three: list[World]) -> N
 
     def run(world: World) -> tuple[int, int]:
         made = models.collective(kind, size, range(3), 5)
-        assert [n.op_type for n in made.graph.node] == [kind] * 5
+        assert [n.op_type for n in made.graph.node] == ["MatMul", "Gate", kind] * 5
         opened = session(world, made.SerializeToString())
         (shape,) = [i.shape for i in opened.get_inputs() if i.name == "X"]
         feeds = {"X": np.zeros(shape, np.float32), "token0": np.zeros(0, np.bool_)}
+        feeds["Z0"] = np.zeros(models.BETWEEN, np.float32)
         (token,) = opened.run(None, feeds)
         return int(np.prod(shape)) * 4, token.size
 
@@ -103,7 +106,9 @@ def test_collectives_run_one_after_the_other(kind: str, three: list[World]) -> N
 
 
 @pytest.mark.parametrize(
-    "make,kind", [(models.products, "MatMul"), (models.tiny_ops, "Neg"),
+    "make,kind", [(models.products, "MatMul"), (models.tiny_ops, "Neg"), (models.rows, "Gather"),
+                  (models.work_between, "MatMul"),
+                  (lambda turns: models.convolutions(turns // 3), "Conv"),
                   (lambda turns: models.copies(4096, turns), "Neg")],
 )  # fmt: skip
 def test_ops_are_a_chain(make: Callable[[int], object], kind: str) -> None:
@@ -160,7 +165,7 @@ def test_under_a_launcher_it_is_refused(
 def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = models.tiny_ops(2)
     broken.graph.node[0].op_type = "NoSuchOp"
-    monkeypatch.setattr("onnxpar.calibration.measure._WORK", ((lambda turns: broken, 2),))
+    monkeypatch.setattr("onnxpar.calibration.measure._WORK", ((lambda turns: broken, 2, {}),))
     with pytest.raises(RankError, match=r"a case .*rank \d failed: .*NoSuchOp"):
         measure(2, 0.01)
 
@@ -175,6 +180,6 @@ def test_ranks_that_are_left_over_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_has_every_case() -> None:
     talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
-    found = Measurements(2, 1, Work(1e-3, 1e-3, 1e-6), talk)
+    found = Measurements(2, 1, Work(1e-3, 1e-3, 1e-3, 1e-3, 1e-6), talk)
     table = list(lines(found, fit(found)))
     assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))

@@ -24,6 +24,7 @@ from onnxpar.cli import main
 from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Options
+from onnxpar.search.aim import LATENCY, THROUGHPUT, Aim
 from onnxpar.search.predict import Prediction
 from onnxpar.search.training_presets import ZERO_STAGES
 
@@ -32,7 +33,7 @@ TEXT = """m (float[8,4,16] x, float[16,32] w1, float[32,16] w2) => (float[8,4,16
   d = MatMul(s, w1)  e = Relu(d)  f = MatMul(e, w2)  y = Add(f, s) }"""
 TOPOLOGY = {
     "levels": [{"name": "host", "latency": "1 ms", "bandwidth": "1 MB/s"}],
-    "device": {"flops": "1 MFLOP/s", "memory_bandwidth": "1 GB/s", "launch": "0 s"},
+    "device": {"flops": "1 MFLOP/s", "memory_bandwidth": "1 GB/s", "launch": "0 s", "row": "0 s"},
 }
 
 
@@ -152,17 +153,22 @@ def test_errors(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_applies_nowhere() -> None:
     with pytest.raises(StrategyError, match="no strategy applies; zero1: none"):
-        fastest_first("m", [Refused("zero1", "dp=2", "none"), Refused("zero2", "dp=2", "some")])
+        refused = [Refused("zero1", "dp=2", "none"), Refused("zero2", "dp=2", "some")]
+        fastest_first("m", LATENCY, refused)
 
 
-def candidate(name: str, compute: float, talk: float, held: int = 1) -> Candidate:
+def candidate(
+    name: str, compute: float, talk: float, held: int = 1, objective: str = LATENCY
+) -> Candidate:
     """One over two ranks; milliseconds."""
-    seconds = Prediction(compute * 1e-3, talk * 1e-3)
-    return Candidate(name, Mesh.parse("dp=2"), seconds, {}, {"weights_per_rank": held})
+    predicted = Prediction(compute * 1e-3, talk * 1e-3)
+    counts = Aim(objective).seconds(predicted.compute, predicted.communication)
+    memory = {"weights_per_rank": held}
+    return Candidate(name, Mesh.parse("dp=2"), predicted, counts, {}, memory)
 
 
 def why(*found: Candidate) -> str:
-    return fastest_first("m", found).why
+    return fastest_first("m", LATENCY, found).why
 
 
 def test_why() -> None:
@@ -177,6 +183,14 @@ def test_why() -> None:
     assert why(a) == "a dp=2 wins: none is slower"
 
 
+def test_throughput_counts_the_longer() -> None:
+    talks, computes = (candidate(*c, 1, THROUGHPUT) for c in (("a", 2.0, 2.0), ("b", 3.0, 0.0)))
+    found = fastest_first("m", THROUGHPUT, [computes, talks])
+    assert found.winner is talks
+    assert "a dp=2 wins, 1.000 ms ahead of b dp=2" in found.why
+    assert "the longer of computing and talking" in "\n".join(candidate_lines(found))
+
+
 def test_no_collective_anywhere() -> None:
-    found = Candidates("m", 2, [candidate("a", 1.0, 0.0)], [])
+    found = Candidates("m", 2, LATENCY, [candidate("a", 1.0, 0.0)], [])
     assert "kind of collective" not in "\n".join(candidate_lines(found))

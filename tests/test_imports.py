@@ -29,10 +29,12 @@ LAYERS = (
         "write_model",
         "clone",
         "gates",
+        "repetitions",
     ),
     ("factors", "pieces", "rules", "accumulators"),
     (
         "sharding",
+        "rows",
         "search.cost",
         "plan",
         "lower_reshard",
@@ -61,6 +63,7 @@ LAYERS = (
     ("passes",),
     ("summary", "text", "verify", "write_annotations"),
     ("replay", "open_ports", "search.save"),
+    ("memory_limit",),
     ("pipeline",),
     ("candidates", "explain"),
     (

@@ -1,4 +1,5 @@
-"""Every committed model, split by every preset that applies, computes what the whole one does."""
+"""Every committed model, split by the search and by every preset that applies, computes what the
+whole one does."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ LAYOUTS = [
     "tensor-parallel 3",
     "tensor-parallel 4",
     "tensor-parallel 8",
-    "data-parallel 2",
+    "2",
+    "4",
     "data-parallel 3",
-    "data-parallel 4",
     "hybrid dp=2,tp=2",
     "hybrid dp=2,tp=3",
     "hybrid dp=2,tp=4",
 ]
-"""The exports have a batch of 4, so that 3 ranks hold 2, 1 and 1 of it, and 8 are too many."""
+"""Of a number alone the search decides. The exports have a batch of 4, so that 3 ranks hold 2, 1
+and 1 of it, and 8 are too many."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

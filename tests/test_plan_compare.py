@@ -37,7 +37,7 @@ STRATEGY: dict[str, Any] = {
 }
 TOPOLOGY = {
     "levels": [{"name": "host", "latency": "1 ms", "bandwidth": "1 MB/s"}],
-    "device": {"flops": "1 MFLOP/s", "memory_bandwidth": "1 MB/s", "launch": "1 us"},
+    "device": {"flops": "1 MFLOP/s", "memory_bandwidth": "1 MB/s", "launch": "1 us", "row": "0 s"},
 }
 REPEAT = 4
 

@@ -8,10 +8,12 @@ import numpy as np
 from scipy.optimize import nnls
 
 from onnxpar.calibration.measure import KINDS, LARGE, Measurements, Talk
-from onnxpar.calibration.models import ROWS, WIDTH
+from onnxpar.calibration.models import NARROW, PICKED, PIXELS, ROWS, WIDE, WIDTH
 from onnxpar.search.cost import messages
 from onnxpar.topology import Device, Level, Link, Topology
 
+BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
+"""Multiplications and additions of its three convolutions."""
 FASTEST = 1e12
 """Bytes per second of a link of which the size of what goes over it shows nothing."""
 
@@ -23,8 +25,10 @@ def fit(found: Measurements) -> Topology:
     launch = _digits(found.work.tiny)
     device = Device(
         flops=_digits(2 * ROWS * WIDTH**2 / max(found.work.product - launch, 1e-9)),
+        convolution=_digits(BOTTLENECK / max(found.work.bottleneck - 3 * launch, 1e-9)),
         memory_bandwidth=_digits(2 * LARGE / max(found.work.copy - launch, 1e-9)),
         launch=launch,
+        row=_digits(max(found.work.picks - launch, 1e-9) / PICKED),
     )
     return Topology((Level("host", None, other.latency, other.bandwidth, links),), device)
 
@@ -49,7 +53,9 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
     work = found.work
     for what, seconds in (
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
+        (f"3 Conv of {WIDE} channels", work.bottleneck),
         (f"Neg of {LARGE >> 20} MiB", work.copy),
+        (f"Gather of {PICKED} elements", work.picks),
         ("Neg of one element", work.tiny),
     ):
         yield f"{what:<30}{seconds * 1e6:>9.1f} us"
@@ -70,7 +76,7 @@ def file_text(found: Measurements, topology: Topology) -> str:
 `host` has as many ranks as are wanted; give it a size, and add levels behind it (rack, ...) with
 latency and bandwidth, for more than this machine. A rank's memory, for example 16 GB, goes under
 device. Collectives have links of their own; latency and bandwidth of a level are for all others."""
-    table = ["Medians, and what the file says:", *lines(found, topology)]
+    table = ["What was measured, and what the file says:", *lines(found, topology)]
     return _comments(about.splitlines()) + topology.text() + _comments(table)
 
 

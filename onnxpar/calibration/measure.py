@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import onnx
 
 from onnxpar.calibration import models
@@ -29,19 +30,27 @@ ROUNDS = 5
 of each."""
 FEWEST, MOST = 3, 100
 """Runs of a case in a round."""
-_WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int], ...] = (
-    (models.products, 8),
-    (partial(models.copies, LARGE), 4),
-    (models.tiny_ops, 500),
+QUANTILE = 0.2
+"""Of the runs of a case, so many are faster than what counts: other work only adds."""
+LEAST = 0.1
+"""Of what a collective took with the work before it, if that has taken more than by itself."""
+_WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
+    (models.products, 4, {}),
+    (models.convolutions, 4, {"optimized": True}),
+    (partial(models.copies, LARGE), 4, {}),
+    (models.rows, 4, {}),
+    (models.tiny_ops, 500, {"cold": True}),
+    (models.work_between, 20, {}),
 )
-"""Models, and how often the op stands in each."""
+"""Models, how often the op stands in each, and how it is run: convolutions only get onnxruntime's
+blocked layout where it optimizes, and small ops stand among large ones, which fill the caches."""
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class Talk:
-    """What one collective took: median seconds of the slowest rank, of a tensor of `size` bytes
-    where it is largest, over groups of `ranks`."""
+    """What one collective took: seconds of the slowest rank, of a tensor of `size` bytes where it
+    is largest, over groups of `ranks`."""
 
     kind: str
     ranks: int
@@ -51,10 +60,13 @@ class Talk:
 
 @dataclass(frozen=True)
 class Work:
-    """What one op took: median seconds of the slowest rank, while all ranks do the same."""
+    """What one op took: seconds of the slowest rank, while all ranks do the same. Of `bottleneck`,
+    three convolutions."""
 
     product: float
+    bottleneck: float
     copy: float
+    picks: float
     tiny: float
 
 
@@ -86,10 +98,11 @@ def measure(
     timeout."""
     talks = cases(ranks)
     with _ranks(ranks, timeout) as (processes, folder):
-        each = [_Case(folder, [model(turns)] * ranks, turns) for model, turns in _WORK]
+        each = [_Case(folder, [model(turns)] * ranks, turns, **how) for model, turns, how in _WORK]
         for kind, members, size in talks:
-            turns = max(4, min(50, (16 << 20) // size))
-            each.append(_Case(folder, _of_groups(kind, size, members, ranks, turns), turns))
+            turns = max(2, min(20, (4 << 20) // size))
+            of_groups = _of_groups(kind, size, members, ranks, turns)
+            each.append(_Case(folder, of_groups, turns, talks=True))
         share = 1 / len(each) / ROUNDS
         for _ in range(ROUNDS):
             for case in each:
@@ -97,7 +110,10 @@ def measure(
                 note(share)
     taken = [case.seconds for case in each]
     work, talk = taken[: len(_WORK)], taken[len(_WORK) :]
-    found = tuple(Talk(*of, took) for of, took in zip(talks, talk, strict=True))
+    *work, between = work
+    found = tuple(
+        Talk(*of, max(took - between, took * LEAST)) for of, took in zip(talks, talk, strict=True)
+    )
     return Measurements(ranks, shares(ranks)[-1].threads, Work(*work), found)
 
 
@@ -137,7 +153,15 @@ def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
 class _Case:
     """A model for each rank in which an op stands `turns` times, and what its runs took."""
 
-    def __init__(self, folder: Path, each: Sequence[onnx.ModelProto | None], turns: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        each: Sequence[onnx.ModelProto | None],
+        turns: int,
+        optimized: bool = False,
+        cold: bool = False,
+        talks: bool = False,
+    ) -> None:
         files: dict[int, str] = {}
         for model in each:
             if model is not None and id(model) not in files:
@@ -145,6 +169,7 @@ class _Case:
                 onnx.save(model, path)
         self._paths = [files.get(id(model)) for model in each]
         self._turns = turns
+        self._how = {"optimized": optimized, "cold": cold, "talks": talks}
         self._runs = 0
         self._found: list[list[float]] = [[] for _ in each]
 
@@ -157,11 +182,12 @@ class _Case:
             found += more
 
     def _ask(self, processes: Processes, runs: int) -> list[list[float]]:
-        messages = [{"do": "time", "path": path, "runs": runs} for path in self._paths]
+        messages = [{"do": "time", "path": path, "runs": runs, **self._how} for path in self._paths]
         answers = processes.call(messages, "a case")
         return [answer["seconds"] for answer in answers]
 
     @property
     def seconds(self) -> float:
-        """What the op takes: the median of a rank's runs, on the slowest rank."""
-        return max(median(found) for found in self._found if found) / self._turns
+        """What the op takes on the slowest rank, when little else runs."""
+        slowest = max(np.quantile(found, QUANTILE) for found in self._found if found)
+        return float(slowest) / self._turns

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from math import gcd
+
+import onnx_graphsurgeon as gs
 
 from onnxpar.factors import OpFactors
 from onnxpar.layout import ReduceOp
@@ -49,6 +51,11 @@ class Choice:
     def leaves(self, links: tuple[int | None, ...]) -> tuple[Axes, ...]:
         """The axes of a tensor's leaves, by the node's leaves behind them."""
         return tuple(() if link is None else self.axes[link] for link in links)
+
+    def is_alike(self, axes: Set[str]) -> bool:
+        """Whether these axes of the mesh are all on the same leaves, or pass together."""
+        each = ({axis.name for axis in over} for over in (*self.axes, self.passed))
+        return all(names in (set(), axes) for names in each)
 
     def pending(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
         """What the node's own reductions leave pending."""
@@ -94,13 +101,26 @@ def pending_kinds(ops: Iterable[OpFactors]) -> Kinds:
     return kinds
 
 
-def choices_of(op: OpFactors, sharding: Sharding, kinds: Kinds) -> list[Choice]:
+@dataclass(frozen=True)
+class Kept:
+    """How nodes are split over axes of the mesh that another search has decided, by name."""
+
+    axes: frozenset[str]
+    choices: Mapping[str, Choice]
+
+
+def choices_of(
+    op: OpFactors, sharding: Sharding, kinds: Kinds, kept: Kept | None = None
+) -> list[Choice]:
     """All ways to split a node that agree with what is decided for its leaves."""
     mesh = sharding.mesh
     axes = [mesh.axis(name) for name, size in mesh.shape if size > 1]
     slots = _slots(op)
     per_axis: list[list[_Option]] = [
-        [*_splits(op, slots, axis, sharding), *_passes(op, kinds)] for axis in axes
+        [_kept(kept.choices[op.node.name], axis)]
+        if kept is not None and axis.name in kept.axes
+        else [*_splits(op, slots, axis, sharding), *_passes(op, kinds)]
+        for axis in axes
     ]
     found: dict[Choice, None] = {}
     for options in product(*per_axis):
@@ -108,6 +128,14 @@ def choices_of(op: OpFactors, sharding: Sharding, kinds: Kinds) -> list[Choice]:
         if choice is not None and _is_legal(op, choice, sharding):
             found[choice] = None
     return list(found)
+
+
+def _kept(choice: Choice, axis: Axis) -> _Option:
+    """What a choice does with an axis."""
+    if any(a.name == axis.name for a in choice.passed):
+        return _Pass(choice.group, choice.reduce)
+    parts = [(i, a) for i, axes in enumerate(choice.axes) for a in axes if a.name == axis.name]
+    return _Split(tuple(parts))
 
 
 def _slots(op: OpFactors) -> list[frozenset[int]]:
@@ -136,24 +164,32 @@ def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
 def _splits(
     op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: Sharding
 ) -> Iterator[_Split]:
-    """Nothing, each slot that has enough elements, and pairs of slots in a dimension of which the
-    first has too few and the second takes what is left of the axis."""
+    """Nothing, each slot that has enough elements, and slots of a dimension of which each but the
+    last has too few, and the next takes what is left of the axis. What is left of the only axis may
+    be idle, too; of several, another mesh says so."""
     yield _Split()
+    may_idle = sum(n > 1 for _, n in sharding.mesh.shape) == 1
     beside = _neighbours(op, sharding)
     size = {slot: min(op.leaves[i].size for i in slot) for slot in slots}
-    for slot in slots:
-        if size[slot] >= axis.size:
-            yield _Split(tuple((i, axis) for i in sorted(slot)))
-            continue
-        share = gcd(size[slot], axis.size)
-        rest = axis.size // share
-        major = Axis(axis.name, share, axis.pre)
-        minor = Axis(axis.name, rest, axis.pre * share)
+
+    def shares(slot: frozenset[int], axis: Axis) -> Iterator[frozenset[tuple[int, Axis]]]:
+        """The axis on a slot, or a share of it, and the rest on slots right behind it."""
+        share = axis.size if size[slot] >= axis.size else gcd(size[slot], axis.size)
+        own = frozenset((i, Axis(axis.name, share, axis.pre)) for i in slot)
+        if share == axis.size or (may_idle and share > 1):
+            yield own
+        if share == axis.size:
+            return
+        rest = Axis(axis.name, axis.size // share, axis.pre * share)
         for other in slots if share > 1 else ():
-            is_beside = all(any((i, j) in beside for j in other) for i in slot)
-            if size[other] >= rest and is_beside and slot.isdisjoint(other):
-                both = [*((i, major) for i in slot), *((j, minor) for j in other)]
-                yield _Split(tuple(sorted(both)))
+            if all(any((i, j) in beside for j in other) for i in slot):
+                for behind in shares(other, rest):
+                    if slot.isdisjoint(i for i, _ in behind):
+                        yield own | behind
+
+    for slot in slots:
+        for split in shares(slot, axis):
+            yield _Split(tuple(sorted(split)))
 
 
 def _neighbours(op: OpFactors, sharding: Sharding) -> set[tuple[int, int]]:
@@ -212,9 +248,23 @@ def _is_legal(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
     decided = sharding.ops[name]
     if any(have is not None and have != a for have, a in zip(decided, choice.axes, strict=True)):
         return False
+    if _cuts_open_weight(op, choice, sharding):
+        return False
     try:
         sharding.ops[name] = list(choice.axes)
         sharding.legalize(op)
         return tuple(sharding.ops[name]) == choice.axes
     finally:
         sharding.ops[name] = decided
+
+
+def _cuts_open_weight(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
+    """Whether the parts of a stored operand would have sizes that only a run can tell."""
+    factors = sharding.factors
+    return bool(factors.open_atoms) and any(
+        choice.axes[link] and op.leaves[link].atom in factors.open_atoms
+        for tensor, links in zip(op.node.inputs, op.inputs, strict=True)
+        if isinstance(tensor, gs.Constant)
+        for link in links
+        if link is not None
+    )

@@ -16,8 +16,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.clone import nodes_of_run
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import InputError, StrategyError
+from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import Plan
-from onnxpar.reshard import LOCAL_STEPS
 from onnxpar.search.comparison import Comparison, Computed, Talked, sum_known
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.sharding import Sharding

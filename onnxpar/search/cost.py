@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.mesh import Axes, Mesh, parts_over
-from onnxpar.topology import Level, Topology
+from onnxpar.topology import ROW_BYTES, Level, Topology
 
 DIRECT_BYTES = 384 * 1024
 """An all-reduce that sends no more is one round, everything to everyone, instead of two."""
@@ -107,8 +107,14 @@ class Costs:
         """A copy of `size` bytes: a cut, or a select."""
         return self.topology.device.launch + size / self.topology.device.memory_bandwidth
 
-    def compute(self, flops: float, size: float) -> float:
+    def rows(self, count: float) -> float:
+        """What so many rows take, each of which is moved or worked on by itself."""
+        device = self.topology.device
+        return count * (ROW_BYTES / device.memory_bandwidth if device.row is None else device.row)
+
+    def compute(self, flops: float, size: float, convolves: bool = False) -> float:
         """An op of so many multiplications and additions that reads and writes `size` bytes: the
         slower of the two (the roofline), behind the launch."""
         device = self.topology.device
-        return device.launch + max(flops / device.flops, size / device.memory_bandwidth)
+        rate = device.convolution if convolves and device.convolution else device.flops
+        return device.launch + max(flops / rate, size / device.memory_bandwidth)

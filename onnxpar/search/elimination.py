@@ -3,19 +3,21 @@ variable after the other (Dechter, "Bucket elimination", 1999), in the (min, +) 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from onnxpar.arrays import Array
-from onnxpar.search.orders import elimination_order
 
 LIMIT = 1 << 26
-"""Entries of the largest table that is built: 512 MB."""
+"""Combinations that are all tried: 512 MB."""
+ENTRIES = 1 << 20
+"""Entries of the largest table that is built."""
 
 
 @dataclass(frozen=True)
@@ -31,88 +33,149 @@ class TooLarge(Exception):
     """The variables depend on each other too much for tables of this size."""
 
 
-def minimize(
-    sizes: Sequence[int], tables: Iterable[Table], order: Iterable[int] | None = None
-) -> tuple[float, list[int]]:
+def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
     """The least sum and a value for each variable, of which there are as many as `sizes` says.
 
     A variable may stand twice in a scope: then only the diagonal counts. Infinite where nothing is
-    allowed. `order` is that of elimination, by default one that keeps tables small. Errors:
-    TooLarge where an intermediate table would have more than LIMIT entries.
+    allowed. Errors: TooLarge where an intermediate table would have more than ENTRIES entries.
     """
-    return _Elimination(sizes, tables).run(order)
+    elimination = Elimination(sizes, tables)
+    if not elimination.run(ENTRIES):
+        raise TooLarge(f"{len(elimination.left)} variables need tables of over {ENTRIES} entries")
+    return elimination.constant, elimination.decide({})
 
 
 def exhaust(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
     """The same by trying every combination. Errors: TooLarge where there are too many."""
+    total = every_sum(sizes, tables)
+    best = np.unravel_index(int(total.argmin()), total.shape)
+    return float(total.min()), [int(i) for i in best]
+
+
+def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
+    """The sum for every combination of values. Errors: TooLarge where there are too many."""
     count = math.prod(sizes)
     if count > LIMIT:
         raise TooLarge(f"{count} combinations of {len(sizes)} variables")
     scope = tuple(range(len(sizes)))
     total: Array = np.zeros(sizes)
     for table in tables:
-        total += _broadcast(_diagonal(table), scope)
-    best = np.unravel_index(int(total.argmin()), total.shape)
-    return float(total.min()), [int(i) for i in best]
+        total += _broadcast(diagonal(table), scope)
+    return total
 
 
-class _Elimination:
+class Elimination:
+    """The sum as far as variables are eliminated: `constant` and `tables`, over those `left`.
+
+    No table is over variables that all stand in another: the two are added up.
+    """
+
     def __init__(self, sizes: Sequence[int], tables: Iterable[Table]) -> None:
         self.sizes = sizes
         self.constant = 0.0
         self.tables: dict[int, Table] = {}
-        self.of: dict[int, set[int]] = defaultdict(set)
-        self.numbers = itertools.count()
+        self.left = {v for v, size in enumerate(sizes) if size > 1}
+        self._of: dict[int, set[int]] = defaultdict(set)
+        self._numbers = itertools.count()
+        self._rules: list[tuple[int, tuple[int, ...], Array]] = []
         for table in tables:
-            self._add(_diagonal(table))
+            self._add(_squeezed(diagonal(table)))
 
-    def run(self, order: Iterable[int] | None) -> tuple[float, list[int]]:
-        """Eliminates all, and decides them in the opposite order."""
-        if order is None:
-            order, _ = elimination_order(self.sizes, [t.scope for t in self.tables.values()])
-        rules = [self._eliminate(variable) for variable in order]
-        values = [0] * len(self.sizes)
-        for variable, scope, best in reversed(rules):
-            values[variable] = int(best[tuple(values[v] for v in scope)])
-        return self.constant, values
+    def run(self, limit: int, growth: float = math.inf) -> bool:
+        """Eliminates variables, always the one with the smallest table, while that has at most
+        `limit` entries; returns whether all are gone. None are whose tables become one of more
+        than `growth` entries, and more than they had."""
+        queue = [(self._entries(v), v) for v in self.left]
+        heapq.heapify(queue)
+        while queue:
+            known, variable = heapq.heappop(queue)
+            entries = self._entries(variable) if variable in self.left else 0
+            if entries > known:
+                heapq.heappush(queue, (entries, variable))
+            elif entries > limit:
+                break
+            elif entries and self._grows(variable, entries) <= growth:
+                around = self._eliminate(variable)
+                for v in around:
+                    heapq.heappush(queue, (self._entries(v), v))
+        return not self.left
+
+    def decide(self, values: Mapping[int, int]) -> list[int]:
+        """The best value of each variable, where those that are left have these."""
+        found = [values.get(v, 0) for v in range(len(self.sizes))]
+        for variable, scope, best in reversed(self._rules):
+            found[variable] = int(best[tuple(found[v] for v in scope)])
+        return found
 
     def _add(self, table: Table) -> None:
-        if not table.scope:
+        """Joins a table with one that has all of its variables, or with those of which it has."""
+        scope = set(table.scope)
+        if not scope:
             self.constant += float(table.values)
             return
-        key = next(self.numbers)
-        self.tables[key] = table
-        for variable in table.scope:
-            self.of[variable].add(key)
+        for key in self._of[table.scope[0]]:
+            have = self.tables[key]
+            if scope <= set(have.scope):
+                values = have.values + _broadcast(table, have.scope)
+                self.tables[key] = Table(have.scope, values)
+                return
+        values = table.values
+        for key in {key for v in scope for key in self._of[v]}:
+            if scope >= set(self.tables[key].scope):
+                values = values + _broadcast(self._take(key), table.scope)
+        key = next(self._numbers)
+        self.tables[key] = Table(table.scope, values)
+        for variable in scope:
+            self._of[variable].add(key)
 
-    def _neighbours(self, variable: int) -> set[int]:
-        return {v for key in self.of[variable] for v in self.tables[key].scope}
+    def _take(self, key: int) -> Table:
+        table = self.tables.pop(key)
+        for v in table.scope:
+            self._of[v].discard(key)
+        return table
 
-    def _eliminate(self, variable: int) -> tuple[int, tuple[int, ...], Array]:
-        """Replaces the tables of a variable by the least of their sum over it; returns its scope,
-        and which value of the variable that is."""
-        scope = tuple(sorted(self._neighbours(variable) - {variable}))
-        entries = math.prod(self.sizes[v] for v in (*scope, variable))
-        if entries > LIMIT:
-            raise TooLarge(f"a table of {entries} entries over {len(scope) + 1} variables")
-        total = np.zeros([self.sizes[v] for v in (*scope, variable)])
-        for key in self.of.pop(variable, set()):
-            table = self.tables.pop(key)
-            for v in table.scope:
-                self.of[v].discard(key)
-            total += _broadcast(table, (*scope, variable))
+    def _around(self, variable: int) -> set[int]:
+        return {v for key in self._of[variable] for v in self.tables[key].scope} - {variable}
+
+    def _entries(self, variable: int) -> int:
+        """Entries of the table in which a variable is eliminated."""
+        return self.sizes[variable] * math.prod(self.sizes[v] for v in self._around(variable))
+
+    def _grows(self, variable: int, entries: int) -> float:
+        """Entries of what a variable's tables become; zero where they have as many."""
+        result = entries / self.sizes[variable]
+        before = sum(self.tables[key].values.size for key in self._of[variable])
+        return result if result > before else 0
+
+    def _eliminate(self, variable: int) -> tuple[int, ...]:
+        """Replaces the tables of a variable by the least of their sum over it; returns the others
+        in these."""
+        around = tuple(sorted(self._around(variable)))
+        scope = (*around, variable)
+        total: Array = np.zeros([self.sizes[v] for v in scope])
+        for key in list(self._of[variable]):
+            total += _broadcast(self._take(key), scope)
         best = total.argmin(axis=-1)
-        self._add(Table(scope, np.take_along_axis(total, best[..., None], -1)[..., 0]))
-        return variable, scope, best.astype(np.int32)
+        self._rules.append((variable, around, best.astype(np.int32)))
+        self.left.discard(variable)
+        self._add(Table(around, np.take_along_axis(total, best[..., None], -1)[..., 0]))
+        return around
 
 
-def _diagonal(table: Table) -> Table:
+def diagonal(table: Table) -> Table:
     """The same with each variable once."""
     scope = tuple(dict.fromkeys(table.scope))
     if len(scope) == len(table.scope):
         return table
     letters = [scope.index(v) for v in table.scope]
     return Table(scope, np.einsum(table.values, letters, list(range(len(scope)))))
+
+
+def _squeezed(table: Table) -> Table:
+    """The same without variables of one value."""
+    sizes = table.values.shape
+    scope = tuple(v for v, size in zip(table.scope, sizes, strict=True) if size > 1)
+    return Table(scope, table.values.reshape([size for size in sizes if size > 1]))
 
 
 def _broadcast(table: Table, scope: Sequence[int]) -> Array:

@@ -26,6 +26,18 @@ EXPERT = "expert-parallel"
 def expert_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[SplitExperts]:
     """Splits what works on experts' own weights by expert. Errors: StrategyError where the model
     has no experts, or fewer than parts."""
+    atoms = expert_atoms(graph, sharding)
+    seeds = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
+    fitting = [s for s in seeds if s.size >= parts_over(axes)]
+    if not fitting:
+        most = max((s.size for s in seeds), default=0)
+        has = f"at most {most} experts" if most else "no weights of experts, a matrix for each"
+        raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
+    return fitting
+
+
+def expert_atoms(graph: gs.Graph, sharding: Sharding) -> dict[int, list[OpFactors]]:
+    """What numbers experts, and the products with a matrix for each."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # bodies and the backward pass read copies
         if op.node.op == "Identity" and op.node.inputs[0].name in weights:
@@ -34,13 +46,7 @@ def expert_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[SplitE
     for op in sharding.factors.ops:
         for atom in _batched(op, weights):
             atoms[atom].append(op)
-    seeds = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
-    fitting = [s for s in seeds if s.size >= parts_over(axes)]
-    if not fitting:
-        most = max((s.size for s in seeds), default=0)
-        has = f"at most {most} experts" if most else "no weights of experts, a matrix for each"
-        raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
-    return fitting
+    return atoms
 
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:

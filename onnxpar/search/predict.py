@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
+from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import part_bytes, reshards
-from onnxpar.reshard import LOCAL_STEPS
+from onnxpar.repetitions import repetitions
+from onnxpar.rows import rows_moved
 from onnxpar.search.choices import Choice
-from onnxpar.search.cost import Costs
-from onnxpar.search.work import work_seconds
+from onnxpar.search.work import work
 from onnxpar.sharding import Sharding
 from onnxpar.subgraphs import all_nodes
-from onnxpar.topology import Level, Topology
 
 
 @dataclass(frozen=True)
@@ -39,31 +38,33 @@ def predict(graph: gs.Graph, sharding: Sharding) -> Prediction:
 
 
 def predict_nodes(nodes: Iterable[gs.Node], sharding: Sharding) -> dict[str, Prediction]:
-    """What each node takes, by name. What ranks tell each other inside an op is communication; a
-    local cut is computing. What the rules do not know (a pass has added it) is left out."""
+    """What each node takes, by name, in all turns of the loops around it. What ranks tell each
+    other inside an op is communication; a local cut is computing. What the rules do not know (a
+    pass has added it) is left out."""
+    nodes = list(nodes)
+    times = repetitions(nodes)
     found: dict[str, Prediction] = {}
     ops = {op.node.name: op for op in sharding.factors.ops}
-    device = sharding.costs.topology.device
-    at_once = Topology((Level("none", None, 0.0, math.inf),), device)
-    silent = replace(sharding, costs=Costs(at_once, sharding.mesh))
     for node in nodes:
         if node.domain == DOMAIN:
-            seconds = reshard_seconds(node, sharding)
+            seconds = reshard_seconds(node, sharding) * times[node.name]
             is_local = node.op in LOCAL_STEPS
             found[node.name] = Prediction(seconds, 0.0) if is_local else Prediction(0.0, seconds)
         elif node.name in ops:
             op = ops[node.name]
             choice = Choice(tuple(sharding.op_axes(op)))
-            compute = work_seconds(op, choice, silent)
-            found[node.name] = Prediction(compute, work_seconds(op, choice, sharding) - compute)
+            seconds, talk = work(op, choice, sharding)
+            found[node.name] = Prediction(seconds * times[node.name], talk * times[node.name])
     return found
 
 
 def reshard_seconds(node: gs.Node, sharding: Sharding) -> float:
     """What a collective or a local cut between two layouts takes."""
     mesh = sharding.mesh
+    costs = sharding.costs
     size = sum(
         max(part_bytes(tensor, before, mesh), part_bytes(tensor, after, mesh))
         for tensor, before, after in reshards(node)
     )
-    return sharding.costs.step(node.op, node.attrs["axes"], size)
+    rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in reshards(node))
+    return costs.step(node.op, node.attrs["axes"], size) + costs.rows(rows)

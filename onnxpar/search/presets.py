@@ -52,16 +52,6 @@ def default_rounds(
     return [list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))]
 
 
-def choose_preset(graph: gs.Graph, devices: int) -> str:
-    """What `--devices N` alone does: data-parallel where the batch divides by N, else
-    tensor-parallel.
-
-    A rule, not a search: a batch that divides needs no collective where outputs are per sample.
-    """
-    size = _batch_size(graph)
-    return "data-parallel" if size and size % devices == 0 else "tensor-parallel"
-
-
 def preset_rounds(
     graph: gs.Graph, sharding: Sharding, preset: str | None, step: Step | None = None
 ) -> list[list[Seed]]:
@@ -110,12 +100,31 @@ def batch_seeds(
             f"data-parallel over {parts}: the batch has {size or 'no'} elements; export or bind "
             f"(--dim) a batch of at least {parts}, or use tensor-parallel"
         )
+    for name, factors in _batched(graph, sharding, step):
+        yield TensorSeed(name, _batch_axes(factors, axes, step.turns if step else 1))
+
+
+def batch_atoms(graph: gs.Graph, sharding: Sharding, step: Step | None = None) -> set[int]:
+    """What numbers the samples of a batch."""
+    return {
+        leaf.atom
+        for _, factors in _batched(graph, sharding, step)
+        for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
+        if dim == 0
+    }
+
+
+def _batched(
+    graph: gs.Graph, sharding: Sharding, step: Step | None
+) -> Iterator[tuple[str, TensorFactors]]:
+    """Inputs whose first dimension is the batch: that of the first input, and all of its extent."""
+    size = _batch_size(graph)
     states = {slot.input for slot in step.slots} if step else set()
-    for tensor in graph.inputs:
+    for tensor in graph.inputs if size is not None else ():
         is_data = not is_weight(tensor) and tensor.name not in states
         factors = sharding.factors.tensors.get(tensor.name) if is_data else None
         if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
-            yield TensorSeed(tensor.name, _batch_axes(factors, axes, step.turns if step else 1))
+            yield tensor.name, factors
 
 
 def _batch_axes(factors: TensorFactors, axes: Axes, turns: int) -> list[Axes | None]:

@@ -6,40 +6,49 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import permutations
+from operator import itemgetter
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.factors import Links, OpFactors
-from onnxpar.placements import Placements
-from onnxpar.plan import element_bytes
-from onnxpar.search.choices import Choice, choices_of, pending_kinds
-from onnxpar.search.conditioning import minimize_in_parts
-from onnxpar.search.elimination import Table, TooLarge, exhaust, minimize
+from onnxpar.repetitions import repetitions, turns
+from onnxpar.search.aim import THROUGHPUT, Aim
+from onnxpar.search.choices import Choice, Kept, choices_of, pending_kinds
+from onnxpar.search.columns import minimize_within
+from onnxpar.search.elimination import Table, TooLarge, diagonal, minimize
+from onnxpar.search.gradient_sums import GradientSums
+from onnxpar.search.holdings import Holdings, Life
+from onnxpar.search.limits import Limit, exhaust_within
+from onnxpar.search.pruning import among, minimize_in_parts
 from onnxpar.search.repeats import tied
-from onnxpar.search.work import work_seconds
+from onnxpar.search.ways import End, Ways, faster
+from onnxpar.search.work import work
 from onnxpar.sharding import Placement, Sharding
+from onnxpar.step import Step
 from onnxpar.subgraphs import captured, constants
 
 MOST_TOGETHER = 1 << 16
 """Entries of a table over the maker and all readers of a tensor. Where it would have more, each is
 served by itself, from what is made or from one placement that is made of it for all: of up to two
 readers that is exact, of more nearly."""
+PASSING = 1e-12
+"""Seconds that are added to a node that a sum passes pending, as the compiler lets sums pass only
+where that gains something."""
 
 
 @dataclass(frozen=True)
 class _Port:
     """Where a node makes or reads a tensor; `index` is None where a body is handed it, or hands it
-    back."""
+    back. What bodies that take no part read `is_whole`."""
 
     op: OpFactors
     index: int | None
     links: Links = ()
+    is_whole: bool = False
 
     def made(self, choice: Choice) -> Placement:
         """How the node makes it."""
@@ -54,61 +63,77 @@ class _Port:
         return choice.operand(self.op, self.index)
 
 
-@dataclass(frozen=True)
-class _End:
-    """A tensor's placement by the value of a variable; of no variable there is but one value."""
-
-    variable: int | None
-    placements: tuple[Placement, ...]
-
-
 class Problem:
     """Everything that a strategy decides about a graph, and what it costs. Nodes that take the same
     place in repeated blocks are one variable, tensors between such nodes one table, times their
-    number."""
+    number. Of another search, what is `kept` stands. Of a training `step`, sums over ranks of
+    gradients take what they do when they are fused.
+
+    sums      lists of tables: seconds of a run, or those of computing and those of talking
+    holdings  what is held when, where that has a limit
+    """
 
     def __init__(
-        self, graph: gs.Graph, sharding: Sharding, states: Sequence[tuple[str, str]] = ()
+        self,
+        graph: gs.Graph,
+        sharding: Sharding,
+        states: Sequence[tuple[str, str]] = (),
+        kept: Kept | None = None,
+        aim: Aim | None = None,
+        step: Step | None = None,
     ) -> None:
         self.sharding = sharding
+        self.kept = kept
+        self.aim = aim = aim or Aim()
         known = sharding.factors.tensors
         self.after = {a: b for a, b in states if a in known and b in known}
         self.states = {after: before for before, after in self.after.items()}
         self.sizes: list[int] = []
-        self.tables: list[Table] = []
+        self.sums: list[list[Table]] = [[] for _ in range(2 if self._is_apart else 1)]
         self.choices: dict[str, list[Choice]] = {}
         self.variable: dict[str, int] = {}
         self.outputs = {t.name for t in graph.outputs}
         self.makers: dict[str, _Port] = {}
-        self.readers: dict[str, list[_Port | None]] = defaultdict(list)
-        self.held: dict[Hashable, _End] = {}
+        self.readers: dict[str, list[_Port]] = defaultdict(list)
+        self.held: dict[Hashable, End] = {}
         self.known: dict[Hashable, Array] = {}
+        self.fused = GradientSums.of(graph, step, sharding.costs)
+        self.known_fused: dict[Hashable, Array] = {}
+        self.ends: dict[Hashable, End] = {}
+        self.holdings = Holdings(graph)
+        self.times = repetitions(graph.nodes)
         self._add_nodes()
         weights = {t.name for t in constants(graph)} - sharding.pinned
         tensors = {t.name: t for op in sharding.factors.ops for t, _ in op.operands()}
-        alike: dict[Hashable, list[gs.Tensor]] = defaultdict(list)
+        alike: dict[tuple[bool, Hashable], list[gs.Tensor]] = defaultdict(list)
         for name, tensor in tensors.items():
-            if name in sharding.factors.tensors and name not in weights:
-                alike[self._key(name)].append(tensor)
-        for found in alike.values():
-            self._add_tensor(found[0], len(found))
+            if name in sharding.factors.tensors:
+                alike[name in weights, self._key(name)].append(tensor)
+        for (is_weight, _), found in alike.items():
+            if not is_weight:
+                self._add_tensor(found)
+            elif aim.memory is not None:
+                self._add_weight(found)
+
+    @property
+    def _is_apart(self) -> bool:
+        return self.aim.objective == THROUGHPUT
 
     def solve(
         self, exhaustively: bool = False
     ) -> tuple[float, dict[str, Choice], dict[str, Placement]]:
         """The least seconds of a run, the choice for each node by name, and how states are held;
         where nodes depend on each other too much for that, few seconds. Errors: TooLarge where all
-        strategies are to be tried, and there are too many."""
-        try:
-            if exhaustively:
-                seconds, values = exhaust(self.sizes, self.tables)
-            else:
-                seconds, values = minimize(self.sizes, self.tables)
-        except TooLarge:
-            if exhaustively:
-                raise
-            first = dict.fromkeys(self.variable.values(), 0)
-            seconds, values, _ = minimize_in_parts(self.sizes, self.tables, first)
+        strategies are to be tried, and there are too many; TooMuch and Undecided where nothing is
+        found within the limit."""
+        demands, most = self.holdings.demands, self.aim.memory
+        limit = Limit(most or 1.0, self.holdings.steps, demands if most is not None else [])
+        if exhaustively:
+            seconds, values = exhaust_within(self.sizes, self.sums, limit)
+        elif most is None and not self._is_apart:
+            seconds, values, _ = self._minimum(self.sums[0])
+        else:
+            seconds, values = minimize_within(self.sizes, self.sums, limit, self._minimum)
         chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}
         states = {n: self._fed(n) for n in self.states.values()}
         held = {
@@ -116,6 +141,28 @@ class Problem:
             for name, end in states.items()
         }
         return seconds, chosen, held
+
+    def _minimum(self, tables: Sequence[Table]) -> tuple[float, list[int], bool]:
+        """A small sum of tables over the variables, and whether it is the least."""
+        try:
+            return *minimize(self.sizes, tables), True
+        except TooLarge:
+            return minimize_in_parts(self.sizes, tables, self._start(tables))
+
+    def _start(self, tables: Sequence[Table]) -> dict[int, int]:
+        """Values of the nodes' variables that are good where all axes of the mesh split alike, as
+        one axis would; the first where there is no such choice, or but one axis."""
+        first = dict.fromkeys(self.variable.values(), 0)
+        axes = {name for name, size in self.sharding.mesh.shape if size > 1}
+        kept = {v: np.arange(size) for v, size in enumerate(self.sizes)}
+        for name, v in self.variable.items():
+            alike = [c.is_alike(axes) for c in self.choices[name]]
+            kept[v] = np.flatnonzero(alike)
+        if len(axes) < 2 or not all(map(len, kept.values())):
+            return first
+        sizes = [len(kept[v]) for v in range(len(self.sizes))]
+        _, found, _ = minimize_in_parts(sizes, among(map(diagonal, tables), kept), first)
+        return {v: int(kept[v][found[v]]) for v in first}
 
     def _add_variable(self, size: int) -> int:
         self.sizes.append(size)
@@ -126,13 +173,18 @@ class Problem:
         ops = self.sharding.factors.ops
         kinds = pending_kinds(ops)
         classes: dict[int, list[OpFactors]] = defaultdict(list)
-        for number, op in zip(tied(self.sharding, kinds), ops, strict=True):
+        numbers = range(len(ops)) if self.aim.untied else tied(self.sharding, kinds)
+        for number, op in zip(numbers, ops, strict=True):
             classes[number].append(op)
         for alike in classes.values():
-            choices = choices_of(alike[0], self.sharding, kinds)
+            choices = choices_of(alike[0], self.sharding, kinds, self.kept)
             variable = self._add_variable(len(choices))
-            work = [work_seconds(alike[0], choice, self.sharding) for choice in choices]
-            self.tables.append(Table((variable,), len(alike) * np.array(work)))
+            seconds = np.array([work(alike[0], choice, self.sharding) for choice in choices]).T
+            seconds[0] += [PASSING * bool(choice.passed) for choice in choices]
+            rows = seconds if self._is_apart else seconds.sum(0, keepdims=True)
+            self._add_table(
+                [End(variable, ())], sum(self.times[op.node.name] for op in alike) * rows
+            )
             for op in alike:
                 self.choices[op.node.name] = choices
                 self.variable[op.node.name] = variable
@@ -150,7 +202,7 @@ class Problem:
             for tensor, links in zip(body.graph.outputs, body.outputs, strict=True):
                 self.readers[tensor.name].append(_Port(op, None, links))
         for tensor, _, _ in [] if op.bodies else captured(op.node):
-            self.readers[tensor.name].append(None)
+            self.readers[tensor.name].append(_Port(op, None, is_whole=True))
 
     def _key(self, name: str) -> Hashable:
         """What tensors have in common that are one table: their factors, and where they are made
@@ -165,69 +217,119 @@ class Problem:
             self.sharding.tensor_placement(name) if pinned else None,
             None if maker is None else self._place(maker),
             frozenset(readers.items()),
-            name in self.outputs,
+            (name in self.outputs, name in self.fused.tensors),
             self._key(self.states[name]) if name in self.states else None,
         )
 
-    def _place(self, port: _Port | None) -> Hashable:
-        if port is None:
+    def _place(self, port: _Port) -> Hashable:
+        if port.is_whole:
             return None
         return self.variable[port.op.node.name], port.index, port.links
 
-    def _add_tensor(self, tensor: gs.Tensor, times: int) -> None:
-        """Tables over the variables of the nodes that make and read a tensor, and of others."""
-        name = tensor.name
-        whole = Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
+    def _add_tensor(self, found: Sequence[gs.Tensor]) -> None:
+        """Tables for tensors that are alike, over the variables of the nodes that make and read
+        them, and of others."""
+        name, times = found[0].name, sum(self._turns(tensor.name) for tensor in found)
+        needs = list(
+            dict.fromkeys(self._end(port, name, reads=True) for port in self.readers[name])
+        )
         maker = self.makers.get(name)
-        ends = (self._end(port, whole, reads=True) for port in self.readers[name])
-        needs = list(dict.fromkeys(ends))
-        made = self._fed(name) if maker is None else self._end(maker, whole)
+        made = self._fed(name) if maker is None else self._end(maker, name)
         asked = self._asked(name, made)
-        ways = _Ways(self.sharding, tensor, [made, asked, *needs], self.known)
+        known = self.known_fused if name in self.fused.tensors else self.known
+        sharding = self.fused.within(self.sharding, name)
+        ways = Ways(sharding, found[0], [made, asked, *needs], known, self._is_apart)
         if asked is not made:
             self._add_table([made, asked], times * ways.paths(made, asked))
+        at = {end: end for end in (asked, *needs)}
+        common = None
         if len(needs) == 1:
             self._add_table([asked, *needs], times * ways.paths(asked, needs[0]))
         elif needs:
-            self._serve([self._distinct(end) for end in (asked, *needs)], ways, times)
+            at = {end: self._distinct(end) for end in at}
+            common = self._serve([at[asked], *(at[need] for need in needs)], ways, times)
+        if self.aim.memory is not None:
+            lives = [self._life(tensor.name, at) for tensor in found]
+            self.holdings.add_made(ways, made, asked, lives)
+            self.holdings.add_copies(ways, at[asked], common, lives)
 
-    def _end(self, port: _Port | None, whole: Placement, reads: bool = False) -> _End:
+    def _turns(self, name: str) -> int:
+        """How often a tensor is made: where a body is handed it, in each turn."""
+        maker = self.makers.get(name)
+        if maker is None:
+            return 1
+        around = self.times[maker.op.node.name]
+        return around if maker.index is not None else around * turns(maker.op.node)
+
+    def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
+        """What is held of weights that are alike."""
+        name = found[0].name
+        needs = list(
+            dict.fromkeys(self._end(port, name, reads=True) for port in self.readers[name])
+        )
+        ways = Ways(self.sharding, found[0], needs, self.known, self._is_apart)
+        self.holdings.add_weight(ways, needs, len(found))
+
+    def _life(self, name: str, at: Mapping[End, End]) -> Life:
+        """When a tensor is there and read, each time by one of these ends."""
+        first, last = self.holdings.first, self.holdings.last
+        reads = [
+            (
+                (first if port.index is not None or port.is_whole else last)[port.op.node.name],
+                at[self._end(port, name, reads=True)],
+            )
+            for port in self.readers[name]
+        ]
+        reads.sort(key=itemgetter(0))
+        maker = self.makers.get(name)
+        start = 0 if maker is None else first[maker.op.node.name]
+        end = max([start, *(step for step, _ in reads)])
+        if name in self.outputs or maker is None:
+            end = self.holdings.steps - 1
+        return Life((start, end), reads)
+
+    def _whole(self, name: str) -> Placement:
+        return Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
+
+    def _end(self, port: _Port, tensor: str, reads: bool = False) -> End:
         """How a tensor is at a port, by the node's choice."""
-        if port is None:
-            return _End(None, (whole,))
-        name = port.op.node.name
-        placed = port.needed if reads else port.made
-        placements = tuple(placed(c) for c in self.choices[name])
-        if len(set(placements)) == 1:
-            return _End(None, placements[:1])
-        return _End(self.variable[name], placements)
+        if port.is_whole:
+            return End(None, (self._whole(tensor),))
+        key = self._place(port), reads
+        if key not in self.ends:
+            name = port.op.node.name
+            placed = port.needed if reads else port.made
+            placements = tuple(placed(c) for c in self.choices[name])
+            is_one = len(set(placements)) == 1
+            one = End(None, placements[:1])
+            self.ends[key] = one if is_one else End(self.variable[name], placements)
+        return self.ends[key]
 
-    def _fed(self, name: str) -> _End:
+    def _fed(self, name: str) -> End:
         """What is fed, and what a state is, is as it suits: a variable of its own."""
         if name in self.sharding.pinned:
-            return _End(None, (self.sharding.tensor_placement(name),))
+            return End(None, (self.sharding.tensor_placement(name),))
         key = self._key(name)
         if key not in self.held:
-            whole = Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
-            ends = [self._end(port, whole, reads=True) for port in self.readers[name]]
+            ends = [self._end(port, name, reads=True) for port in self.readers[name]]
             placements = [p for end in ends for p in end.placements if not p.partial]
             if name in self.after:
                 placements = [self._as_state(p, name, name) for p in placements]
-            candidates = tuple(dict.fromkeys((whole, *placements)))
-            self.held[key] = _End(self._add_variable(len(candidates)), candidates)
+            candidates = tuple(dict.fromkeys((self._whole(name), *placements)))
+            self.held[key] = End(self._add_variable(len(candidates)), candidates)
         return self.held[key]
 
-    def _asked(self, name: str, made: _End) -> _End:
+    def _asked(self, name: str, made: End) -> End:
         """How a tensor is before anything reads it: as is asked for, as the state that it becomes,
         with nothing pending where it is a result of the graph, else as it is made."""
         if name in self.sharding.pinned:
-            return _End(None, (self.sharding.tensor_placement(name),))
+            return End(None, (self.sharding.tensor_placement(name),))
         if name in self.states:
             state = self._fed(self.states[name])
             held = (self._as_state(p, self.states[name], name) for p in state.placements)
-            return _End(state.variable, tuple(held))
+            return End(state.variable, tuple(held))
         if name in self.outputs:
-            return _End(made.variable, tuple(p.reduced() for p in made.placements))
+            return End(made.variable, tuple(p.reduced() for p in made.placements))
         return made
 
     def _as_state(self, placement: Placement, source: str, name: str) -> Placement:
@@ -235,7 +337,7 @@ class Problem:
         result = self.after[source]
         return Placement(self.sharding.state_leaves(placement.leaves, source, result, name))
 
-    def _distinct(self, end: _End) -> _End:
+    def _distinct(self, end: End) -> End:
         """The same by a variable whose values are the placements, where these are fewer."""
         distinct = tuple(dict.fromkeys(end.placements))
         if end.variable is None or len(distinct) == len(end.placements):
@@ -244,92 +346,29 @@ class Problem:
         allowed = np.full((len(end.placements), len(distinct)), np.inf)
         for i, placement in enumerate(end.placements):
             allowed[i, distinct.index(placement)] = 0
-        self.tables.append(Table((end.variable, variable), allowed))
-        return _End(variable, distinct)
+        self.sums[0].append(Table((end.variable, variable), allowed))
+        return End(variable, distinct)
 
-    def _serve(self, ends: Sequence[_End], ways: _Ways, times: int) -> None:
-        """What several readers cost together."""
+    def _serve(self, ends: Sequence[End], ways: Ways, times: int) -> End | None:
+        """What several readers cost together; returns the placement for all, if there is one."""
         if len(ends) <= 5 and math.prod(len(e.placements) for e in ends) <= MOST_TOGETHER:
             self._add_table(ends, times * ways.tree(ends))
-            return
+            return None
         made, *needs = ends
         placements = {p.reduced() for p in made.placements}
         placements |= {p for end in needs for p in end.placements if not p.partial}
         shared = tuple(sorted(placements, key=repr))
-        common = _End(self._add_variable(len(shared)), shared)
+        common = End(self._add_variable(len(shared)), shared)
         self._add_table([made, common], times * ways.paths(made, common))
         for need in needs:
-            one = ways.paths(made, need)[:, None, :]
-            other = ways.onward(common, need)[None, :, :]
-            self._add_table([made, common, need], times * np.minimum(one, other))
+            one = ways.paths(made, need)[:, :, None, :]
+            other = ways.onward(common, need)[:, None, :, :]
+            self._add_table([made, common, need], times * faster(one, other))
+        return common
 
-    def _add_table(self, ends: Sequence[_End], values: Array) -> None:
-        """A table with an axis for each end; those of no variable have one entry."""
+    def _add_table(self, ends: Sequence[End], rows: Array) -> None:
+        """A table for each sum, with an axis for each end; those of no variable have one entry."""
         fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
         scope = tuple(end.variable for end in ends if end.variable is not None)
-        self.tables.append(Table(scope, np.squeeze(values, axis=fixed)))
-
-
-class _Ways:
-    """Seconds between the placements of a tensor."""
-
-    def __init__(
-        self,
-        sharding: Sharding,
-        tensor: gs.Tensor,
-        ends: Sequence[_End],
-        known: dict[Hashable, Array],
-    ) -> None:
-        placements = list(dict.fromkeys(p for end in ends for p in end.placements))
-        self.index = {p: i for i, p in enumerate(placements)}
-        factors = sharding.factors.tensors[tensor.name]
-        parts = partial(sharding.part_sizes, tensor.name) if sharding.parts else None
-        size = element_bytes(tensor)
-        key = (*placements, factors.dims, size, tensor.name if parts else None)
-        if key not in known:
-            known[key] = Placements(placements, factors, sharding.costs, size, parts).seconds()
-        self.seconds = known[key]
-        pending = np.array([bool(p.partial) for p in placements])
-        self.again = np.where(pending[:, None] & ~pending[None, :], np.inf, self.seconds)
-
-    def at(self, end: _End) -> Array:
-        """The placements of an end by number."""
-        return np.array([self.index[p] for p in end.placements])
-
-    def paths(self, start: _End, goal: _End) -> Array:
-        """Seconds from each placement as it is made to each goal."""
-        found: Array = self.seconds[np.ix_(self.at(start), self.at(goal))]
-        return found
-
-    def onward(self, start: _End, goal: _End) -> Array:
-        """The same from what was resharded already, where a sum is reduced only once."""
-        found: Array = self.again[np.ix_(self.at(start), self.at(goal))]
-        return found
-
-    def tree(self, ends: Sequence[_End]) -> Array:
-        """Seconds to serve all but the first of several ends from that, each from whatever is there
-        by then, in the best order."""
-        count = len(ends)
-        best: Array = np.full([len(end.placements) for end in ends], np.inf)
-        for order in permutations(range(1, count)):
-            total: Array = np.zeros([1] * count)
-            for n, goal in enumerate(order):
-                paths = [_spread(self.paths(ends[0], ends[goal]), 0, goal, count)]
-                for source in order[:n]:
-                    onward = self.onward(ends[source], ends[goal])
-                    paths.append(_spread(onward, source, goal, count))
-                step = paths[0]
-                for path in paths[1:]:
-                    step = np.minimum(step, path)
-                total = total + step
-            best = np.minimum(best, total)
-        return best
-
-
-def _spread(values: Array, row: int, column: int, count: int) -> Array:
-    """A matrix as an array of `count` axes, of which two are its own."""
-    if row > column:
-        values, row, column = values.T, column, row
-    shape = [1] * count
-    shape[row], shape[column] = values.shape
-    return values.reshape(shape)
+        for tables, values in zip(self.sums, rows, strict=True):
+            tables.append(Table(scope, np.squeeze(values, axis=fixed)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
-from onnxpar.factors import OpFactors
+from onnxpar.factors import Leaf, OpFactors
 from onnxpar.layout import leaves
 from onnxpar.mesh import Axes, parts_over
+from onnxpar.plan import numpy_dtype
 from onnxpar.search.covering import covering
 from onnxpar.sharding import Sharding, overlaps
 from onnxpar.step import Step
@@ -32,16 +34,37 @@ def sequence_seeds(
 ) -> list[Seed]:
     """Splits the second dimension of the first input wherever tensor parallelism adds up parts of
     an activation, and from there on. Errors: StrategyError where there is no such dimension."""
-    data = [t for t in graph.inputs if step is None or t.name in step.data]
-    first = next((t for t in data if len(t.shape or ()) > 1), None)
-    factors = sharding.factors.tensors.get(first.name) if first is not None else None
-    at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
-    if factors is None or len(at) != 1 or factors.leaves[at[0]].size < parts_over(axes):
+    leaf = _second_dimension(_first_input(graph, step), sharding)
+    if leaf is None or leaf.size < parts_over(axes):
         raise StrategyError(
             f"{SEQUENCE} over {parts_over(axes)}: the first input has no sequence of at least that "
             "length as its second dimension"
         )
-    return [SplitSums(factors.leaves[at[0]].atom, axes)]
+    return [SplitSums(leaf.atom, axes)]
+
+
+def sequence_atom(graph: gs.Graph, sharding: Sharding, step: Step | None) -> int | None:
+    """What numbers the places of a sequence, where the first input has one: of token ids, or of
+    features for each place."""
+    first = _first_input(graph, step)
+    leaf = _second_dimension(first, sharding)
+    if first is None or leaf is None:
+        return None
+    is_ids = len(first.shape) == 2 and np.issubdtype(numpy_dtype(first), np.integer)
+    return leaf.atom if is_ids or len(first.shape) == 3 else None
+
+
+def _first_input(graph: gs.Graph, step: Step | None) -> gs.Variable | None:
+    """The first input of more than one dimension that is data."""
+    data = (t for t in graph.inputs if step is None or t.name in step.data)
+    return next((t for t in data if len(t.shape or ()) > 1), None)
+
+
+def _second_dimension(tensor: gs.Variable | None, sharding: Sharding) -> Leaf | None:
+    """Its leaf, where it is one."""
+    factors = sharding.factors.tensors.get(tensor.name) if tensor is not None else None
+    at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
+    return factors.leaves[at[0]] if factors is not None and len(at) == 1 else None
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import OpFactors
 from onnxpar.flops import flops_on_rank_0
+from onnxpar.mesh import parts_over
 from onnxpar.plan import part_bytes
 from onnxpar.search.choices import Choice
+from onnxpar.search.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.tensor_parallel import is_contraction
 from onnxpar.sharding import Placement, Sharding
 
@@ -19,42 +23,115 @@ _VIEWS = frozenset(
 """Ops that move no bytes."""
 _LOOK_UP = frozenset(("Gather", "GatherND", "GatherElements"))
 """Ops that read as much of their first operand as they return."""
+_ROW_AXIS = {
+    "Gather": 0,
+    "Split": 0,
+    "Concat": 0,
+    "Softmax": -1,
+    "LogSoftmax": -1,
+    "LayerNormalization": -1,
+    "RMSNormalization": -1,
+}
+"""The axis, where none is given, of ops that take what stands behind one as a row."""
+_STEPS = 4
+"""Ops that one is lowered to where it is split over what it works across or looks up, each of which
+reads and writes as much as it returns."""
 _ROUNDS = 2
-"""Small collectives that ranks exchange within a node that is split over what it works across."""
+"""Small all-reduces in it."""
 
 
-def work_seconds(op: OpFactors, choice: Choice, sharding: Sharding) -> float:
-    """Seconds of a node on the rank with the largest part: the roofline of its operations and the
-    bytes that it reads and writes, and what the ranks say to each other inside it."""
+@dataclass(frozen=True)
+class _Part:
+    """What the fullest rank holds of a tensor; of one of unknown shape, nothing is known."""
+
+    shape: tuple[int, ...] = ()
+    bytes: float = 0.0
+
+
+def work(op: OpFactors, choice: Choice, sharding: Sharding) -> tuple[float, float]:
+    """Seconds of a node on the rank with the largest part: of computing, the roofline of its
+    operations and the bytes that it reads and writes, and its rows; and of what ranks say to each
+    other in it."""
     if op.bodies:
-        return 0.0
-    sizes = [
-        _bytes(t, choice.operand(op, i), sharding) for i, t in enumerate(op.node.inputs) if t.name
-    ]
-    results = [
-        _bytes(t, choice.result(op, i), sharding) for i, t in enumerate(op.node.outputs) if t.name
-    ]
-    if op.node.op in _VIEWS:
-        moved = 0.0
-    elif op.node.op in _LOOK_UP:
-        moved = sum(results) * 2 + sum(sizes[1:])
-    else:
-        moved = sum(sizes) + sum(results)
-    count = flops_on_rank_0(op, choice.axes, sharding.mesh) if is_contraction(op) else 0
-    return sharding.costs.compute(count, moved) + _talk(
-        op, choice, sharding, max(results, default=0)
+        return 0.0, 0.0
+    node, costs = op.node, sharding.costs
+    held = [_part(t, choice.operand(op, i), sharding) for i, t in enumerate(node.inputs)]
+    made = [_part(t, choice.result(op, i), sharding) for i, t in enumerate(node.outputs)]
+    read, written = sum(part.bytes for part in held), sum(part.bytes for part in made)
+    if node.op in _VIEWS:
+        read = written = 0.0
+    elif node.op in _LOOK_UP:
+        read = written + sum(part.bytes for part in held[1:])
+    count = 0
+    if is_recurrence(node):
+        weights = sum(math.prod(held[i].shape) for i in WEIGHTS)
+        count = 2 * weights * math.prod(held[0].shape[:2])
+    elif is_contraction(op):
+        count = flops_on_rank_0(op, choice.axes, sharding.mesh)
+    seconds = costs.compute(count, read + written, _convolves(op)) + costs.rows(
+        _rows(op, held, made)
     )
+    split = [i for i, over in enumerate(choice.axes) if over]
+    lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
+    tied = lowered.intersection(i for group in op.ties for i in group)
+    if tied:
+        return seconds + costs.local("Concat", 2 * read), _halo(op, choice, sharding, tied, read)
+    if lowered:
+        turns = _turns(op)
+        seconds += (_STEPS * turns - 1) * costs.compute(0, 2 * written / turns)
+    return seconds, _talk(op, choice, sharding, max((part.bytes for part in made), default=0.0))
 
 
-def _bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> float:
+def _part(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> _Part:
     if tensor.name not in sharding.factors.tensors:
-        return 0.0
+        return _Part()
     layout = sharding.layout(tensor, placement)
-    return part_bytes(tensor, layout, sharding.mesh)
+    shape = layout.local_shape(sharding.mesh, 0)
+    return _Part(shape, part_bytes(tensor, layout, sharding.mesh))
+
+
+def _turns(op: OpFactors) -> int:
+    """How often a recurrence goes through its cell; 1 for all else."""
+    return op.rule.sizes["s"] or 1 if is_recurrence(op.node) else 1
+
+
+def _convolves(op: OpFactors) -> bool:
+    return "Conv" in op.node.op
+
+
+def _rows(op: OpFactors, held: Sequence[_Part], made: Sequence[_Part]) -> int:
+    """The runs of contiguous elements that a node works on one by one."""
+    node, shape = op.node, made[0].shape if made else ()
+    if not shape:
+        return 0
+    if is_contraction(op):
+        return 0 if _convolves(op) else math.prod(shape[:-1])
+    if node.op == "Transpose":
+        perm = node.attrs.get("perm", range(len(shape))[::-1])
+        last = max((i for i, source in enumerate(perm) if i != source), default=-1)
+        return math.prod(shape[: last + 1]) if last < len(shape) - 1 else 0
+    if node.op not in _ROW_AXIS or not held[0].shape:
+        return 0
+    axis = node.attrs.get("axis", _ROW_AXIS[node.op]) % len(held[0].shape)
+    rows = math.prod(held[0].shape[:axis])
+    if node.op == "Gather":
+        return rows * math.prod(held[1].shape)
+    return rows * max(len(made), len(held) if node.op == "Concat" else 1)
+
+
+def _halo(
+    op: OpFactors, choice: Choice, sharding: Sharding, leaves: set[int], size: float
+) -> float:
+    """What it takes to fetch the neighbours' edges: about one position of each split dimension."""
+    axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in choice.axes[i]))
+    extent = max(op.leaves[i].size for i in leaves)
+    edge = size * parts_over(axes) / extent
+    return sharding.costs.collective("NeighborExchange", axes, edge)
 
 
 def _talk(op: OpFactors, choice: Choice, sharding: Sharding, result: float) -> float:
-    """What it takes to work across a split factor: partial results travel, without that factor."""
+    """What it takes to work across a split factor: partial results travel, without that factor; of
+    a recurrence, the state in each turn."""
     axes = tuple(
         a
         for a in dict.fromkeys(
@@ -66,9 +143,13 @@ def _talk(op: OpFactors, choice: Choice, sharding: Sharding, result: float) -> f
     )
     if not axes:
         return 0.0
+    if is_recurrence(op.node):
+        state = result / _turns(op)
+        return _turns(op) * sharding.costs.collective("AllGather", axes, state * parts_over(axes))
     across = math.prod(
         leaf.size
         for leaf, over in zip(op.leaves, choice.axes, strict=True)
         if over and leaf.factor in op.rule.across
     )
-    return _ROUNDS * sharding.costs.collective("AllReduce", axes, result / across)
+    whole = result * parts_over(axes) / across
+    return _ROUNDS * sharding.costs.collective("AllReduce", axes, whole)

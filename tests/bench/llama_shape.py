@@ -11,10 +11,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 class Builder:
-    """Collects nodes and streams weights to one external file."""
+    """Collects nodes and streams weights to one external file; `sparse`: zeros that take no
+    room."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, sparse: bool = False) -> None:
         self.data = data.open("wb")
+        self.sparse = sparse
         self.location = data.name
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[TensorProto] = []
@@ -26,8 +28,10 @@ class Builder:
         offset = -(-self.data.tell() // 4096) * 4096
         self.data.seek(offset)
         block = self.block * np.float32(shape[0] ** -0.5 if len(shape) > 1 else 1)
-        for start in range(0, size, block.size):
+        for start in range(0, 0 if self.sparse else size, block.size):
             self.data.write(block[: min(block.size, size - start)].tobytes())
+        if self.sparse:
+            self.data.seek(self.data.truncate(offset + size * 4))
         tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape)
         tensor.data_location = TensorProto.EXTERNAL
         for key, value in (("location", self.location), ("offset", offset), ("length", size * 4)):
@@ -58,10 +62,11 @@ def write(
     vocab: int = 32000,
     batch: int = 1,
     seq: int = 16,
+    sparse: bool = False,
 ) -> int:
     """Writes `path` and `path.data`; returns the bytes of the weights. The defaults are TinyLlama's
-    1.1 billion parameters, 4.4 GB."""
-    b = Builder(path.with_suffix(".onnx.data"))
+    1.1 billion parameters, 4.4 GB; of `sparse` ones, which are zeros, none are written."""
+    b = Builder(path.with_suffix(".onnx.data"), sparse)
     depth = hidden // heads
     x = b.add("Gather", b.weight("embed", vocab, hidden), "input_ids")
     two, eps = b.constant("two", 2.0, np.float32), b.constant("eps", 1e-5, np.float32)

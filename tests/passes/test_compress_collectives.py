@@ -61,7 +61,7 @@ def test_golden(to: str, tmp_path: Path, request: pytest.FixtureRequest) -> None
         "annotate-strategy,propagate-layouts,insert-collectives,"
         f"compress-collectives{{to={to} least-bytes=0}}"
     )
-    given = Options(mesh=Mesh.parse("dp=2"))
+    given = Options(mesh=Mesh.parse("dp=2"), preset="data-parallel")
     model = pipeline.load_model(write_step(PRODUCT, tmp_path, "mse"), given)
     shown: list[str] = []
 

@@ -141,7 +141,8 @@ class Worker:
     def _send(self, number: int, skip: int) -> Any:
         if self._process is None:
             shared = Path("/dev/shm")
-            self._folder = tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None)
+            where = shared if shared.is_dir() else None
+            self._folder = tempfile.TemporaryDirectory(prefix="peer-", dir=where)
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
             arguments = (theirs, self._steps, self._folder.name)

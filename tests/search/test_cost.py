@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import onnx
+import onnx.parser
 import pytest
 
 from onnxpar.errors import StrategyError
+from onnxpar.layout import Concat, Dim, Factor, Product
 from onnxpar.mesh import Axes, Axis, Mesh
+from onnxpar.pipeline import Options, load_model, make_context
+from onnxpar.rows import rows_moved, rows_within
+from onnxpar.search.choices import choices_of, pending_kinds
 from onnxpar.search.cost import DEALT_BYTES, DIRECT_BYTES, Costs, messages
+from onnxpar.search.work import work
 from onnxpar.topology import Device, Level, Link, Topology
 
 HOSTS = Topology(
@@ -18,7 +26,7 @@ HOSTS = Topology(
         Level("rack", 2, 1e-5, 2e9),
         Level("cluster", None, 1e-4, 1e9, {"AllGather": Link(5e-4, 5e8)}),
     ),
-    Device(flops=1e9, memory_bandwidth=1e8, launch=1e-6),
+    Device(flops=1e9, memory_bandwidth=1e8, launch=1e-6, convolution=5e8, row=1e-9),
 )
 
 
@@ -127,6 +135,10 @@ def test_cuts_are_copies_and_ops_have_a_roofline() -> None:
     assert costs.compute(1e9, 1e6) == 1e-6 + 1.0  # of computing
     assert costs.compute(1e6, 1e8) == 1e-6 + 1.0  # of memory
     assert costs.compute(0, 0) == 1e-6
+    assert costs.compute(1e9, 1e6, convolves=True) == 1e-6 + 2.0
+    assert Costs(Topology.default(), Mesh.parse("tp=2")).compute(2e10, 0, True) == 1 + 5e-6
+    assert costs.rows(1000) == pytest.approx(1e-6)
+    assert Costs(Topology.default(), costs.mesh).rows(1000) == pytest.approx(1e-5)  # of 100 bytes
 
 
 def test_there_are_as_many_ranks_as_the_mesh_has() -> None:
@@ -135,3 +147,86 @@ def test_there_are_as_many_ranks_as_the_mesh_has() -> None:
     with pytest.raises(StrategyError, match=r"the topology has 8 ranks, the mesh 9; .* 'rack'"):
         Costs(full, Mesh.parse("dp=9"))
     Costs(HOSTS, Mesh.parse("dp=4096"))  # the outermost level grows
+
+
+@pytest.mark.parametrize(
+    "before,after,rows",
+    [
+        ((0, 1, 0), (0, 0, 0), 8),  # one for each index before
+        ((1, 0, 0), (0, 0, 0), 1),
+        ((1, 0, 0), (0, 0, 1), 1 + 8 * 6),
+        ((0, 0, 1), (0, 0, 1), 0),
+    ],
+)
+def test_rows_are_the_runs_that_a_step_moves(
+    before: Sequence[int], after: Sequence[int], rows: int
+) -> None:
+    mesh = Mesh.parse("tp=2")
+
+    def dims(split: Sequence[int]) -> list[Dim]:
+        tp = (mesh.axis("tp"),)
+        return [
+            Factor(n, tp if is_split else ()) for n, is_split in zip((8, 6, 4), split, strict=True)
+        ]
+
+    assert rows_moved(dims(before), dims(after), mesh) == rows
+
+
+def test_rows_within_a_dimension() -> None:
+    mesh = Mesh.parse("tp=2")
+    tp = (mesh.axis("tp"),)
+    assert rows_within(Factor(6, tp), mesh) == 1
+    assert rows_within(Product((Factor(3), Factor(4, tp))), mesh) == 3
+    assert rows_within(Product((Factor(4, tp), Factor(3))), mesh) == 1
+    assert rows_within(Concat((Factor(1), Factor(6, tp))), mesh) == 4  # picked one by one
+
+
+FLAT = Topology(
+    (Level("host", None, 1.0, 1e3),), Device(flops=1e3, memory_bandwidth=1e6, launch=1e-3, row=0)
+)
+
+
+def work_of(text: str, path: Path, split: str) -> tuple[float, float]:
+    """What the one node of a model takes where that factor is split over two ranks."""
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}'), path)
+    options = Options(mesh=Mesh.parse("tp=2"), preset="tensor-parallel", topology=FLAT)
+    model = load_model(path, options)
+    sharding = make_context(model, options).sharding
+    (op,) = sharding.factors.ops
+    (found,) = [
+        choice
+        for choice in choices_of(op, sharding, pending_kinds([op]))
+        if split in {leaf.factor for leaf, a in zip(op.leaves, choice.axes, strict=True) if a}
+    ]
+    return work(op, found, sharding)
+
+
+LSTM = """m (float[{0},3,4] x, float[1,32,4] w, float[1,32,8] r) => (float[{0},1,3,8] y)
+{{ y = LSTM <hidden_size = 8> (x, w, r) }}"""
+
+
+@pytest.mark.parametrize("steps", [10, 20])
+def test_a_recurrence_talks_in_every_step(steps: int, tmp_path: Path) -> None:
+    flops = 2 * steps * 3 * 32 * (4 + 8) / 2
+    compute, talk = work_of(LSTM.format(steps), tmp_path / "m.onnx", "h")
+    assert talk == pytest.approx(steps * (1.0 + 3 * 8 * 4 / 2 / 1e3))
+    lowered = (4 * steps - 1) * (1e-3 + 2 * 3 * 4 * 4 / 1e6)  # reads and writes what each makes
+    assert compute == pytest.approx(1e-3 + flops / 1e3 + lowered, rel=1e-9)
+    assert work_of(LSTM.format(steps), tmp_path / "m.onnx", "b")[1] == 0.0
+
+
+def test_a_softmax_across_parts_is_several_ops_and_two_rounds(tmp_path: Path) -> None:
+    text = "m (float[6,8] x) => (float[6,8] y) { y = Softmax <axis = 1> (x) }"
+    compute, talk = work_of(text, tmp_path / "m.onnx", "d1")
+    assert talk == pytest.approx(2 * (1.0 + 6 * 4 / 1e3))
+    assert compute == pytest.approx(4 * (1e-3 + 2 * 6 * 4 * 4 / 1e6))
+    assert work_of(text, tmp_path / "m.onnx", "d0") == pytest.approx((1e-3 + 192 / 1e6, 0.0))
+
+
+def test_a_window_across_parts_fetches_an_edge(tmp_path: Path) -> None:
+    text = """m (float[1,2,8,8] x) => (float[1,2,8,8] y)
+    { y = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x) }"""
+    compute, talk = work_of(text, tmp_path / "m.onnx", "h0")
+    part = 2 * 4 * 8 * 4
+    assert talk == pytest.approx(1.0 + part / 4 / 1e3)
+    assert compute == pytest.approx(2 * (1e-3 + 2 * part / 1e6))  # and a copy

@@ -7,40 +7,36 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from search.small_sums import Sum, every_total, sums, total
 
-from onnxpar.search.elimination import Table, TooLarge, exhaust, minimize
-
-
-def brute_force(sizes: list[int], tables: list[Table]) -> float:
-    everything = itertools.product(*map(range, sizes))
-    return min(
-        sum(float(t.values[tuple(x[v] for v in t.scope)]) for t in tables) for x in everything
-    )
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[list[int], list[Table]]:
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    tables = []
-    for _ in range(draw(st.integers(0, 8))):
-        scope = draw(st.lists(st.integers(0, len(sizes) - 1), max_size=3))
-        values = random.integers(0, 9, [sizes[v] for v in scope]).astype(float)
-        values[random.random(values.shape) < draw(st.sampled_from([0, 0.3]))] = np.inf
-        tables.append(Table(tuple(scope), values))
-    return sizes, tables
+from onnxpar.search.elimination import Elimination, Table, TooLarge, exhaust, minimize
 
 
 @settings(deadline=None, max_examples=300)
-@given(problems())
-def test_as_brute_force(problem: tuple[list[int], list[Table]]) -> None:
+@given(sums())
+def test_as_brute_force(problem: Sum) -> None:
     sizes, tables = problem
     least, chosen = minimize(sizes, tables)
-    assert least == brute_force(sizes, tables)
+    assert least == every_total(sizes, tables).min()
     assert exhaust(sizes, tables)[0] == least
     assert len(chosen) == len(sizes)
-    assert least == sum(float(t.values[tuple(chosen[v] for v in t.scope)]) for t in tables)
+    assert least == total(tables, chosen)
+
+
+@settings(deadline=None, max_examples=200)
+@given(sums())
+def test_what_is_left_has_the_same_sums(problem: Sum) -> None:
+    sizes, tables = problem
+    elimination = Elimination(sizes, tables)
+    elimination.run(16)
+    left = sorted(elimination.left)
+    others = tuple(v for v in range(len(sizes)) if v not in elimination.left)
+    least = every_total(sizes, tables).min(axis=others)
+    for values in itertools.product(*(range(sizes[v]) for v in left)):
+        known = dict(zip(left, values, strict=True))
+        rest = [known.get(v, 0) for v in range(len(sizes))]
+        assert elimination.constant + total(elimination.tables.values(), rest) == least[values]
+        assert total(tables, elimination.decide(known)) == least[values]
 
 
 def test_a_long_chain() -> None:
@@ -51,14 +47,24 @@ def test_a_long_chain() -> None:
     for table in tables:
         best = (best[:, None] + table.values).min(axis=0)
     assert least == pytest.approx(best.min(), rel=1e-12)
-    total = sum(t.values[chosen[i], chosen[i + 1]] for i, t in enumerate(tables))
-    assert total == pytest.approx(least, rel=1e-12)
+    assert total(tables, chosen) == pytest.approx(least, rel=1e-12)
 
 
 def test_what_depends_on_too_much_is_refused() -> None:
     pairs = itertools.combinations(range(8), 2)
     tables = [Table(pair, np.zeros((10, 10))) for pair in pairs]
-    with pytest.raises(TooLarge, match="100000000 entries over 8 variables"):
+    with pytest.raises(TooLarge, match="8 variables need tables of over 1048576 entries"):
         minimize([10] * 8, tables)
     with pytest.raises(TooLarge, match="100000000 combinations of 8 variables"):
         exhaust([10] * 8, tables)
+
+
+def test_no_table_grows_unless_it_stays_small() -> None:
+    """A chain shrinks from its ends, a star only from its leaves."""
+    pairs = itertools.combinations(range(4), 2)
+    dense = [Table(pair, np.zeros((5, 5))) for pair in pairs]
+    chain = [Table((i, i + 1), np.zeros((5, 5))) for i in range(3, 9)]
+    elimination = Elimination([5] * 10, [*dense, *chain])
+    assert not elimination.run(1 << 20, growth=124)
+    assert elimination.left == {0, 1, 2, 3}
+    assert elimination.run(1 << 20, growth=125)

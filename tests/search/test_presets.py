@@ -30,15 +30,6 @@ def test_uneven_batch_has_no_collective(model: str) -> None:
     assert [layout.local_shape(plan.mesh, r)[0] for r in range(2)] == [3, 2]
 
 
-def test_devices_alone_choose_by_the_batch() -> None:
-    model = MODELS / "resnet.dynamo.static.onnx"
-    for ranks, preset in ((2, "data-parallel"), (4, "data-parallel"), (3, "tensor-parallel")):
-        plan, _ = pipeline.plan(model, Options(devices=ranks))
-        assert plan.preset == preset
-    plan, _ = pipeline.plan(model, options("dp=2,tp=2"))
-    assert plan.preset == "hybrid"
-
-
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import onnx
@@ -21,12 +21,15 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import element_bytes, part_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
+from onnxpar.search.aim import LATENCY, OBJECTIVES, Aim
 from onnxpar.search.choices import Choice
+from onnxpar.search.limits import TooMuch
 from onnxpar.search.predict import predict
 from onnxpar.search.problem import Problem
-from onnxpar.search.work import work_seconds
+from onnxpar.search.work import work
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.strategy import NodeSeed
 from onnxpar.subgraphs import constants
@@ -35,77 +38,144 @@ from onnxpar.topology import Topology
 MOST = 20_000
 
 
+Chosen = Mapping[str, Choice]
+Fed = dict[str, Placement]
+
+
 class BruteForce:
-    """Seconds of a strategy, from the cost of single reshards alone, without any table."""
+    """What a strategy costs, from the cost of single reshards alone, without any table."""
 
     def __init__(self, graph: gs.Graph, sharding: Sharding) -> None:
         self.sharding = sharding
+        self.ops = sharding.factors.ops
         self.outputs = {t.name for t in graph.outputs}
-        self.fed = {t.name for t in graph.inputs}
+        self.fed = [t.name for t in graph.inputs]
         self.weights = {t.name for t in constants(graph)}
-        self.known: dict[tuple[object, ...], float] = {}
+        self.tensors = {t.name: t for op in self.ops for t, _ in op.operands()}
+        self.known: dict[tuple[object, ...], tuple[float, float]] = {}
 
-    def seconds(self, chosen: Mapping[str, Choice]) -> float:
-        total = 0.0
-        made: dict[str, Placement] = {}
-        needs: dict[str, list[Placement]] = {}
-        tensors: dict[str, gs.Tensor] = {}
-        for op in self.sharding.factors.ops:
-            choice = chosen[op.node.name]
-            total += self.work(op, choice)
-            for i, t in enumerate(op.node.inputs):
-                needs.setdefault(t.name, []).append(choice.operand(op, i))
-                tensors[t.name] = t
-            for i, t in enumerate(op.node.outputs):
-                made[t.name] = choice.result(op, i)
-                tensors[t.name] = t
-        for name, tensor in tensors.items():
+    def strategies(self, choices: Mapping[str, Sequence[Choice]]) -> Iterator[tuple[Chosen, Fed]]:
+        """Every way to split the nodes, with every way to feed what some node could read so."""
+        names = list(choices)
+        fed = []
+        for name in self.fed:
+            reads = [
+                (op, i) for op in self.ops for i, t in enumerate(op.node.inputs) if t.name == name
+            ]
+            needs = [c.operand(op, i) for op, i in reads for c in choices[op.node.name]]
+            fed.append({self.whole(name), *(need for need in needs if not need.partial)})
+        for combination in product(*choices.values()):
+            for placements in product(*fed):
+                chosen = dict(zip(names, combination, strict=True))
+                yield chosen, dict(zip(self.fed, placements, strict=True))
+
+    def whole(self, name: str) -> Placement:
+        return Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
+
+    def seconds(self, chosen: Chosen, fed: Fed) -> tuple[float, float]:
+        """Seconds of computing and of talking."""
+        made, needs = self.placements(chosen, fed)
+        spent = [self.work(op, chosen[op.node.name]) for op in self.ops]
+        for name, goals in needs.items():
             if name in self.weights:
-                continue
-            goals = needs.get(name, [])
-            if name in self.fed:
-                plain = [g for g in goals if not g.partial] + [
-                    Placement(((),) * len(goals[0].leaves))
-                ]
-                total += min(self.tree(tensor, start, goals) for start in plain)
                 continue
             start = made[name]
             if name in self.outputs:
-                total += self.path(tensor, start, start.reduced())
+                spent.append(self.path(name, start, start.reduced()))
                 start = start.reduced()
-            total += self.tree(tensor, start, goals)
-        return total
+            spent.append(self.tree(name, start, goals))
+        compute, talk = zip(*spent, strict=True)
+        return sum(compute), sum(talk)
 
-    def work(self, op: OpFactors, choice: Choice) -> float:
+    def placements(
+        self, chosen: Chosen, fed: Fed
+    ) -> tuple[dict[str, Placement], dict[str, list[Placement]]]:
+        """How tensors are made, and how each reader needs them."""
+        made = dict(fed)
+        needs: dict[str, list[Placement]] = {name: [] for name in self.tensors}
+        for op in self.ops:
+            choice = chosen[op.node.name]
+            for i, t in enumerate(op.node.inputs):
+                needs[t.name].append(choice.operand(op, i))
+            for i, t in enumerate(op.node.outputs):
+                made[t.name] = choice.result(op, i)
+        return made, needs
+
+    def most_held(self, chosen: Chosen, fed: Fed) -> float:
+        """Bytes at the step at which a rank holds the most."""
+        made, needs = self.placements(chosen, fed)
+        at = {op.node.name: step for step, op in enumerate(self.ops)}
+        held = [0.0] * len(self.ops)
+        for name in self.tensors:
+            steps = [at[op.node.name] for op in self.ops for t in op.node.inputs if t.name == name]
+            if name in self.weights:
+                stored = [
+                    need
+                    for need, before in zip(needs[name], [None, *needs[name][:-1]], strict=True)
+                    if need != before
+                ]
+                self.hold(held, 0, len(held) - 1, sum(self.size(name, need) for need in stored))
+                continue
+            maker = next(
+                (at[o.node.name] for o in self.ops for t in o.node.outputs if t.name == name), 0
+            )
+            stays = name in self.outputs or name in fed
+            asked = made[name].reduced() if name in self.outputs else made[name]
+            self.hold(held, maker, len(held) - 1 if stays else max(steps), self.size(name, asked))
+            if asked != made[name]:
+                self.hold(held, maker, maker, self.size(name, made[name]))
+            reads = [*zip(steps, needs[name], strict=True)]
+            for i, (step, need) in enumerate(reads):
+                if need != asked and (i == 0 or reads[i - 1] != (step, need)):
+                    self.hold(held, step, step, self.size(name, need))
+            for (step, need), (then, other) in pairwise(reads):
+                if need == other != asked:
+                    self.hold(held, step + 1, then - 1, self.size(name, need))
+        return max(held)
+
+    @staticmethod
+    def hold(held: list[float], first: int, last: int, size: float) -> None:
+        for step in range(first, last + 1):
+            held[step] += size
+
+    def work(self, op: OpFactors, choice: Choice) -> tuple[float, float]:
         key = (op.node.name, choice)
         if key not in self.known:
-            self.known[key] = work_seconds(op, choice, self.sharding)
+            self.known[key] = work(op, choice, self.sharding)
         return self.known[key]
 
-    def tree(self, tensor: gs.Tensor, start: Placement, goals: Sequence[Placement]) -> float:
-        best = math.inf
+    def tree(self, name: str, start: Placement, goals: Sequence[Placement]) -> tuple[float, float]:
+        best = (math.inf, 0.0)
         for order in permutations(dict.fromkeys(g for g in goals if g != start)):
-            have, total = [start], 0.0
+            have, local, talk = [start], 0.0, 0.0
             for goal in order:
                 sources = [s for s in have if s is start or not s.partial or goal.partial]
-                total += min(self.path(tensor, s, goal) for s in sources)
+                step = min((self.path(name, s, goal) for s in sources), key=sum)
+                local, talk = local + step[0], talk + step[1]
                 have.append(goal)
-            best = min(best, total)
+            best = min(best, (local, talk), key=sum)
         return best
 
-    def path(self, tensor: gs.Tensor, start: Placement, goal: Placement) -> float:
-        key = (tensor.name, start, goal)
+    def path(self, name: str, start: Placement, goal: Placement) -> tuple[float, float]:
+        key = (name, start, goal)
         if key not in self.known:
-            sharding = self.sharding
-
-            def size(placement: Placement) -> float:
-                return part_bytes(tensor, sharding.layout(tensor, placement), sharding.mesh)
-
-            factors = sharding.factors.tensors[tensor.name]
-            about = Tensor(factors, sharding.costs, element_bytes(tensor))
+            factors = self.sharding.factors.tensors[name]
+            about = Tensor(factors, self.sharding.costs, element_bytes(self.tensors[name]))
             steps = plan_steps(start, goal, about)
-            self.known[key] = cost(steps, size, sharding.costs)
+            local, talk = (
+                cost(
+                    [s for s in steps if (s.kind in LOCAL_STEPS) == is_local],
+                    lambda at: self.size(name, at),
+                    self.sharding.costs,
+                )
+                for is_local in (True, False)
+            )
+            self.known[key] = local, talk
         return self.known[key]
+
+    def size(self, name: str, placement: Placement) -> float:
+        tensor = self.tensors[name]
+        return part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
 
 
 def context(path: Path, mesh: str, topology: Topology) -> tuple[gs.Graph, PassContext]:
@@ -114,13 +184,7 @@ def context(path: Path, mesh: str, topology: Topology) -> tuple[gs.Graph, PassCo
     return model.graph, make_context(model, options)
 
 
-def assignments(problem: Problem) -> Iterator[dict[str, Choice]]:
-    names = list(problem.choices)
-    for combination in product(*problem.choices.values()):
-        yield dict(zip(names, combination, strict=True))
-
-
-def compiled(path: Path, mesh: str, topology: Topology, chosen: Mapping[str, Choice]) -> float:
+def compiled(path: Path, mesh: str, topology: Topology, chosen: Chosen) -> float:
     """What the compiler's own graph takes."""
     graph, ctx = context(path, mesh, topology)
     ops = ctx.sharding.factors.ops
@@ -129,21 +193,62 @@ def compiled(path: Path, mesh: str, topology: Topology, chosen: Mapping[str, Cho
     return predict(graph, ctx.sharding).total
 
 
-@settings(
+SETTINGS = settings(
     deadline=None,
     max_examples=150,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+@SETTINGS
 @given(graphs(), st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]), topologies())
 def test_no_strategy_is_faster(model: onnx.ModelProto, mesh: str, topology: Topology) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save(model, Path(folder) / "m.onnx")
         graph, ctx = context(path, mesh, topology)
         problem = Problem(graph, ctx.sharding)
+        judge = BruteForce(graph, ctx.sharding)
         assume(math.prod(map(len, problem.choices.values())) <= MOST)
         seconds, chosen, _ = problem.solve()
-        judge = BruteForce(graph, ctx.sharding)
-        least = min(map(judge.seconds, assignments(problem)))
+        everything = list(judge.strategies(problem.choices))
+        least = min(sum(judge.seconds(*strategy)) for strategy in everything)
         assert seconds == pytest.approx(least, rel=1e-9)
-        assert judge.seconds(chosen) == pytest.approx(least, rel=1e-9)
+        own = [strategy for strategy in everything if strategy[0] == chosen]
+        assert min(sum(judge.seconds(*s)) for s in own) == pytest.approx(least, rel=1e-9)
         assert compiled(path, mesh, topology, chosen) <= least * (1 + 1e-9)
+
+
+@SETTINGS
+@given(
+    graphs(),
+    st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]),
+    topologies(),
+    st.sampled_from(OBJECTIVES),
+    st.floats(0, 1),
+)
+def test_no_strategy_that_fits_is_better(
+    model: onnx.ModelProto, mesh: str, topology: Topology, objective: str, share: float
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(model, Path(folder) / "m.onnx")
+        graph, ctx = context(path, mesh, topology)
+    judge = BruteForce(graph, ctx.sharding)
+    choices = Problem(graph, ctx.sharding).choices
+    assume(math.prod(map(len, choices.values())) <= MOST // 10)
+    everything = list(judge.strategies(choices))
+    measured = [(judge.seconds(*s), judge.most_held(*s)) for s in everything]
+    peaks = sorted({peak for _, peak in measured})
+    limit = peaks[int(share * (len(peaks) - 1))] if share else peaks[0] - 1
+    value = sum if objective == LATENCY else max
+    fitting = [value(seconds) for seconds, peak in measured if peak <= limit]
+    for exhaustively in (False, True):
+        problem = Problem(graph, ctx.sharding, aim=Aim(objective, limit))
+        if not fitting:
+            with pytest.raises(TooMuch):
+                problem.solve(exhaustively)
+            continue
+        seconds, chosen, _ = problem.solve(exhaustively)
+        assert seconds == pytest.approx(min(fitting), rel=1e-9)
+        own = [m for (c, _), m in zip(everything, measured, strict=True) if c == chosen]
+        best = min(value(s) for s, peak in own if peak <= limit)
+        assert best == pytest.approx(seconds, rel=1e-9)

@@ -17,6 +17,8 @@ from onnxpar.training import grad
 from onnxpar.training.compare import CLOSE, _losses, _state
 
 LAYOUTS = (
+    "2",
+    "dp=2,tp=2",
     "data-parallel 2",
     "data-parallel 3",
     "data-parallel 4",

@@ -373,6 +373,7 @@ def test_a_comparison_judges_what_comes_before_the_first_update(to: str, tmp_pat
 
 
 def test_check(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(step), "--devices", "2", "--compression", TWO_BIT]) == 0
+    how = ["--devices", "2", "--preset", "data-parallel", "--compression", TWO_BIT]
+    assert main(["check", str(step), *how]) == 0
     out = capsys.readouterr().out
     assert "w1.residual" in out and "all outputs agree" in out

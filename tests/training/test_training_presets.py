@@ -71,9 +71,10 @@ def test_buckets_cut_the_all_reduce(tmp_path: Path) -> None:
     step = write_step(WIDE, tmp_path, "mse")
     fused = large(plan_of(step, "data-parallel 2"))
     assert [len(c.tensor.split()) for c in fused] == [4]
-    by_size, _ = pipeline.plan(step, Options(devices=2, bucket_bytes=BYTES["w1"] + BYTES["w2"]))
+    how = Options(devices=2, preset="data-parallel", bucket_bytes=BYTES["w1"] + BYTES["w2"])
+    by_size, _ = pipeline.plan(step, how)
     assert [len(c.tensor.split()) for c in large(by_size)] == [2, 2]
-    none, _ = pipeline.plan(step, Options(devices=2, fusion="none"))
+    none, _ = pipeline.plan(step, Options(devices=2, preset="data-parallel", fusion="none"))
     assert [c.bytes for c in large(none)] == [BYTES[n] for n in ("w3", "w4", "w1", "w2")]
 
 

@@ -1,0 +1,60 @@
+"""What a strategy is judged by, and what it must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxpar.errors import StrategyError
+from onnxpar.quantities import quantity
+from onnxpar.step import Step
+
+LATENCY, THROUGHPUT = "latency", "throughput"
+OBJECTIVES = (LATENCY, THROUGHPUT)
+"""The time of a run, computing and talking one after the other; and the time from one run to the
+next where several are under way, so that only the longer of the two counts."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The objective, and the bytes that a rank may hold at any time. Repeated blocks are split
+    alike, unless `untied`."""
+
+    objective: str = LATENCY
+    memory: float | None = None
+    untied: bool = False
+
+    @classmethod
+    def given(
+        cls, objective: str | None, memory_limit: float | str | None, untied: bool = False
+    ) -> Aim:
+        """As users write it: bytes, or text as 16GB. Errors: StrategyError."""
+        memory = None if memory_limit is None else quantity(memory_limit, "B", "--memory-limit")
+        if memory is not None and memory <= 0:
+            raise StrategyError(f"--memory-limit {memory_limit}: must be more than nothing")
+        return cls(objective or LATENCY, memory, untied)
+
+    def check(self, step: Step | None) -> None:
+        """Errors: StrategyError where there is no such objective, or none of a training step."""
+        if self.objective not in OBJECTIVES:
+            known = ", ".join(OBJECTIVES)
+            raise StrategyError(f"--objective {self.objective!r}: there are {known}")
+        if step is not None and self.objective != LATENCY:
+            raise StrategyError(
+                f"--objective {self.objective}: one training step waits for the other, so only its "
+                "time counts; leave it out"
+            )
+
+    def seconds(self, compute: float, communication: float) -> float:
+        """What the objective makes of both."""
+        if self.objective == THROUGHPUT:
+            return max(compute, communication)
+        return compute + communication
+
+
+class OverLimit(StrategyError):
+    """No strategy was found that keeps to the limit on memory; `least` bytes are needed at least,
+    where that is known."""
+
+    def __init__(self, message: str, least: float | None) -> None:
+        super().__init__(message)
+        self.least = least

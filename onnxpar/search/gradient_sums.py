@@ -1,0 +1,60 @@
+"""What sums over ranks take that are for gradients, as they are fused into buckets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.buckets import BUCKET_BYTES
+from onnxpar.compression import gradient_tensors
+from onnxpar.mesh import Axes
+from onnxpar.plan import element_bytes
+from onnxpar.rules.rule import tensor_shape
+from onnxpar.search.cost import Costs
+from onnxpar.sharding import Sharding
+from onnxpar.step import Step
+from onnxpar.subgraphs import all_nodes
+
+
+@dataclass(frozen=True)
+class BucketCosts(Costs):
+    """The same, but that an all-reduce takes its share of one of `bucket` bytes."""
+
+    bucket: float = 0.0
+
+    def step(self, kind: str, axes: Axes, size: float) -> float:
+        """One step of a reshard."""
+        if kind == "AllReduce" and size < self.bucket:
+            return self.collective(kind, axes, self.bucket) * size / self.bucket
+        return super().step(kind, axes, size)
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """Tensors by name of which sums over ranks are fused, and what they cost."""
+
+    tensors: frozenset[str] = frozenset()
+    costs: Costs | None = None
+
+    @classmethod
+    def of(cls, graph: gs.Graph, step: Step | None, costs: Costs) -> GradientSums:
+        """Those of a training step: its gradients, all together or in full buckets."""
+        if step is None:
+            return cls()
+        ends = set(step.gradients.values())
+        made = {t.name: t for node in all_nodes(graph) for t in node.outputs if t.name in ends}
+        total = sum(
+            math.prod(size or 1 for size in tensor_shape(t) or ()) * element_bytes(t)
+            for t in made.values()
+        )
+        bucket = min(total, BUCKET_BYTES)
+        names = frozenset(gradient_tensors(graph, step.gradients))
+        return cls(names, BucketCosts(costs.topology, costs.mesh, bucket=bucket))
+
+    def within(self, sharding: Sharding, tensor: str) -> Sharding:
+        """The sharding with the costs of a tensor's reshards."""
+        if tensor not in self.tensors or self.costs is None:
+            return sharding
+        return replace(sharding, costs=self.costs)

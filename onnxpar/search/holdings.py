@@ -1,0 +1,92 @@
+"""What a rank holds at each step of a run, by how tensors are placed: weights, states and what is
+fed all the time, what nodes make until it was last read, and copies for readers that need others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.arrays import Array
+from onnxpar.search.limits import Demand
+from onnxpar.search.ways import End, Ways
+from onnxpar.subgraphs import nodes_within
+
+Span = tuple[int, int]
+"""A first and a last step."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """When a tensor is there, and at which steps it is read, and how, in order."""
+
+    span: Span
+    reads: Sequence[tuple[int, End]]
+
+
+class Holdings:
+    """Collects demands on memory. A step is a node that runs, those of bodies once."""
+
+    def __init__(self, graph: gs.Graph) -> None:
+        self.demands: list[Demand] = []
+        nodes = list(nodes_within(graph.nodes))
+        self.first = {node.name: i for i, node in enumerate(nodes)}
+        self.last = {n.name: i + len(list(nodes_within([n]))) - 1 for i, n in enumerate(nodes)}
+        self.steps = max(len(nodes), 1)
+
+    def add_weight(self, ways: Ways, needs: Sequence[End], count: int) -> None:
+        """A weight, or as many that are alike: it is stored once for each placement that it is
+        read in; of those, neighbours are compared."""
+        span = [(0, self.steps - 1)] * count
+        if needs:
+            self._add(needs[:1], ways.sizes(needs[0]), span)
+        for before, need in pairwise(needs):
+            self._add([before, need], ways.sizes(need) * ways.differ(before, need), span)
+
+    def add_made(self, ways: Ways, made: End, asked: End, lives: Iterable[Life]) -> None:
+        """A tensor as it is asked for, and while it is made, as that is."""
+        lives = list(lives)
+        self._add([asked], ways.sizes(asked), [life.span for life in lives])
+        if asked is not made:
+            size = ways.sizes(made)[:, None] * ways.differ(made, asked)
+            self._add([made, asked], size, [(life.span[0], life.span[0]) for life in lives])
+
+    def add_copies(self, ways: Ways, asked: End, common: End | None, lives: Iterable[Life]) -> None:
+        """What a tensor becomes for its readers, while these run, and from one to the next that
+        reads the same; `common` is there from the first reader to the last."""
+        at: dict[End, list[Span]] = defaultdict(list)
+        between: dict[tuple[End, End], list[Span]] = defaultdict(list)
+        through: list[Span] = []
+        for life in lives:
+            for step, need in life.reads:
+                at[need].append((step, step))
+            for (step, need), (then, other) in pairwise(life.reads):
+                if then > step + 1:
+                    between[need, other].append((step + 1, then - 1))
+            if life.reads:
+                through.append((life.reads[0][0], life.reads[-1][0]))
+        if common is not None:
+            self._add([asked, common], ways.sizes(common) * ways.differ(asked, common), through)
+        for need, spans in at.items():
+            size = ways.sizes(need) * ways.differ(asked, need)
+            if common is None:
+                self._add([asked, need], size, spans)
+            else:
+                is_own = ways.differ(common, need)
+                self._add([asked, common, need], size[:, None, :] * is_own[None], spans)
+        for (need, other), spans in between.items() if common is None else ():
+            copies = ways.sizes(need) * ways.differ(asked, need)
+            same = ~ways.differ(need, other)
+            self._add([asked, need, other], copies[:, :, None] * same[None], spans)
+
+    def _add(self, ends: Sequence[End], values: Array, spans: Sequence[Span]) -> None:
+        if not spans or not values.any():
+            return
+        fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
+        scope = tuple(end.variable for end in ends if end.variable is not None)
+        self.demands.append(Demand(scope, np.squeeze(values, axis=fixed), np.array(spans)))

@@ -1,0 +1,246 @@
+"""The mesh that the search finds: which ones are tried, and what their axes are called then."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice, permutations
+from itertools import count as numbers
+
+from onnxpar.dimension_text import axis_names
+from onnxpar.errors import StrategyError
+from onnxpar.factors import GraphFactors
+from onnxpar.mesh import Axes, Mesh
+from onnxpar.model import Model
+from onnxpar.search.aim import OverLimit
+from onnxpar.search.choices import Choice, Kept
+from onnxpar.search.expert_parallel import expert_atoms
+from onnxpar.search.presets import batch_atoms, preset_mesh
+from onnxpar.search.search import Solution
+from onnxpar.search.training_presets import sequence_atom
+from onnxpar.search.work import work
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import NodeSeed, Seed, Strategy, TensorSeed, seeds_of
+from onnxpar.topology import Topology
+
+BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
+"""Names of axes by what they split most, width being all else."""
+ORDER = (BATCH, EXPERTS, SEQUENCE, WIDTH)
+"""Of axes, the major first, where it decides nothing."""
+TOGETHER = 2
+"""Axes over which everything is decided at once."""
+MOST_AXES = 3
+"""Axes of a mesh, where one of those that were decided together is split further."""
+SAME = 1e-6
+"""What is slower by this share is as fast; then the mesh with fewer axes is taken."""
+WORTH = 0.01
+"""The share of the time that an axis more than TOGETHER must save."""
+_NAMING = 0.1
+"""The share of an axis's use that may name it."""
+
+Solve = Callable[[Sharding, Sequence[Sequence[Seed]], Kept | None], Solution]
+"""The fastest strategy on a mesh, given seeds, and what is kept of a strategy for another."""
+
+
+def best_mesh(
+    model: Model,
+    factors: GraphFactors,
+    devices: int,
+    topology: Topology | None,
+    solve: Solve,
+    strategy: Strategy | None = None,
+) -> Solution:
+    """The fastest strategy over the meshes of so many ranks that keeps to what is asked for, on the
+    axes that are named there. Errors: StrategyError where there is none."""
+    search = _Meshes(factors, devices, topology or Topology.default(), solve, strategy)
+    best = search.refined(search.fastest())
+    sharding = Sharding.open(best.mesh, factors, search.topology)
+    names = _names(best.mesh, _uses(best, model, sharding), search.asked)
+    return _renamed(best, names, search.is_even)
+
+
+class _Meshes:
+    """Tries meshes for one model."""
+
+    def __init__(
+        self,
+        factors: GraphFactors,
+        devices: int,
+        topology: Topology,
+        solve: Solve,
+        strategy: Strategy | None,
+    ) -> None:
+        self.factors = factors
+        self.one_axis = preset_mesh(None, devices)
+        self.topology = topology
+        self.solve = solve
+        self.strategy = strategy
+        self.asked = asked_axes(strategy) if strategy is not None else ()
+        # whether all ranks are at the same distance, so that the order of axes decides nothing
+        self.is_even = not any(unit < devices for unit in topology.units())
+        self.refused: list[tuple[Mesh, StrategyError]] = []
+
+    def fastest(self) -> Solution:
+        """Of the meshes of few axes, over which everything is decided at once."""
+        found = [s for mesh in self._coarse() if (s := self._try(mesh)) is not None]
+        if not found:
+            raise self._why()
+        least = min(solution.seconds for solution in found)
+        return next(s for s in found if s.seconds <= least * (1 + SAME))
+
+    def refined(self, best: Solution) -> Solution:
+        """The same with an axis as two, while that is worth it: how nodes are split over the other
+        axes is kept."""
+        while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
+            finer = [s for s in self._finer(best) if s.seconds < best.seconds * (1 - WORTH)]
+            if not finer:
+                break
+            best = min(finer, key=lambda s: s.seconds)
+        return best
+
+    def _coarse(self) -> Iterator[Mesh]:
+        """One axis, then two of all sizes; of more, where a strategy names more."""
+        devices = self.one_axis.size
+        for count in range(max(1, len(self.asked)), max(TOGETHER, len(self.asked)) + 1):
+            names = (*self.asked, *_free(count - len(self.asked), self.asked))
+            for sizes in [(devices,)] if count == 1 else self._sizes(devices, count):
+                for order in permutations(names) if self.asked else [names]:
+                    yield Mesh(tuple(zip(order, sizes, strict=True)))
+
+    def _finer(self, best: Solution) -> Iterator[Solution]:
+        """With each axis that nobody has named as two of all sizes."""
+        shape = best.mesh.shape
+        for at, (name, size) in enumerate(shape):
+            if name in self.asked:
+                continue
+            others = [n for n, _ in shape if n != name]
+            kept = Kept(frozenset(others), best.chosen)
+            for sizes in self._sizes(size, 2):
+                parts = zip(_free(2, [*others, name]), sizes, strict=True)
+                found = self._try(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept)
+                if found is not None:
+                    yield found
+
+    def _sizes(self, size: int, count: int) -> Iterator[tuple[int, ...]]:
+        """So many factors of two and more; in all orders, where that decides anything."""
+        for sizes in _products(size, count):
+            if not self.is_even or list(sizes) == sorted(sizes):
+                yield sizes
+
+    def _try(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
+        sharding = Sharding.open(mesh, self.factors, self.topology)
+        try:
+            given = [seeds_of(self.strategy, sharding)] if self.strategy is not None else []
+            return self.solve(sharding, given, kept)
+        except StrategyError as error:
+            self.refused.append((mesh, error))
+            return None
+
+    def _why(self) -> StrategyError:
+        """Why no mesh applies: where one would but for the limit on memory, by how much least."""
+        devices = self.one_axis.size
+        if not self.refused:
+            return StrategyError(
+                f"{devices} ranks have no mesh with the axes {', '.join(self.asked)}, which "
+                f"{self.strategy.source if self.strategy else ''} names; give one by --mesh"
+            )
+        over = [error for _, error in self.refused if isinstance(error, OverLimit)]
+        if over:
+            return min(over, key=lambda error: error.least or math.inf)
+        mesh, error = self.refused[0]
+        return StrategyError(
+            f"no mesh of {devices} ranks does what is asked for; on {mesh}: {error}"
+        )
+
+
+def asked_axes(strategy: Strategy) -> tuple[str, ...]:
+    """The axes that the entries of a strategy name, once each."""
+    entries: list[object] = list(strategy.tensors.values())
+    for entry in strategy.shard.values():
+        entries += entry.values() if isinstance(entry, Mapping) else [entry]
+    return tuple(dict.fromkeys(name for entry in entries for name in axis_names(entry)))
+
+
+def _products(size: int, count: int) -> Iterator[tuple[int, ...]]:
+    """So many factors of two and more of which `size` is the product."""
+    if count == 1:
+        yield (size,)
+        return
+    for first in range(2, size // 2 + 1):
+        if size % first == 0:
+            for rest in _products(size // first, count - 1):
+                yield first, *rest
+
+
+def _free(count: int, taken: Iterable[str]) -> tuple[str, ...]:
+    """So many names of axes that are not taken, until it is known what they split."""
+    names = chain((WIDTH,) if count == 1 else (BATCH, WIDTH), (f"axis{i}" for i in numbers()))
+    return tuple(islice((name for name in names if name not in set(taken)), count))
+
+
+def _uses(best: Solution, model: Model, sharding: Sharding) -> dict[str, dict[str, float]]:
+    """Seconds that the nodes would take, whole, which each axis splits, by what it splits."""
+    roles: dict[int | None, str] = {sequence_atom(model.graph, sharding, model.step): SEQUENCE}
+    roles |= dict.fromkeys(expert_atoms(model.graph, sharding), EXPERTS)
+    roles |= dict.fromkeys(batch_atoms(model.graph, sharding, model.step), BATCH)
+    uses: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for op in sharding.factors.ops:
+        over = best.chosen[op.node.name].axes
+        compute, _ = work(op, Choice(tuple(() for _ in over)), sharding)
+        for leaf, axes in zip(op.leaves, over, strict=True):
+            for axis in axes:
+                uses[axis.name][roles.get(leaf.atom, WIDTH)] += compute
+    return uses
+
+
+def _names(
+    mesh: Mesh, uses: Mapping[str, Mapping[str, float]], asked: Sequence[str]
+) -> dict[str, str]:
+    """A name for each axis by its use, the most used first; those that are asked for keep theirs,
+    and of several of one use the others are numbered."""
+    names = {name: name for name in asked}
+    ranked = sorted(
+        (-seconds, axis, role)
+        for axis, by_role in uses.items()
+        for role, seconds in by_role.items()
+        if seconds >= _NAMING * sum(by_role.values())
+    )
+    for _, axis, role in ranked:
+        if axis not in names and role not in names.values():
+            names[axis] = role
+    for axis, _ in mesh.shape:
+        if axis not in names:
+            role = max(uses[axis], key=uses[axis].__getitem__) if uses.get(axis) else WIDTH
+            numbered = (role, *(f"{role}{i}" for i in range(2, len(mesh.shape) + 2)))
+            names[axis] = next(name for name in numbered if name not in names.values())
+    return names
+
+
+def _renamed(best: Solution, names: Mapping[str, str], is_even: bool) -> Solution:
+    """The solution with other names of axes, and its mesh in ORDER where that decides nothing."""
+    shape = [(names[name], size) for name, size in best.mesh.shape]
+    if is_even:
+        shape.sort(key=lambda axis: _place(axis[0]))
+
+    def named(axes: Axes) -> Axes:
+        return tuple(replace(axis, name=names[axis.name]) for axis in axes)
+
+    def seed(one: Seed) -> Seed:
+        if isinstance(one, NodeSeed):
+            return replace(one, axes={leaf: named(axes) for leaf, axes in one.axes.items()})
+        assert isinstance(one, TensorSeed)
+        return replace(one, axes=[None if a is None else named(a) for a in one.axes])
+
+    chosen = {
+        node: replace(c, axes=tuple(map(named, c.axes)), passed=named(c.passed))
+        for node, c in best.chosen.items()
+    }
+    seeds = [seed(one) for one in best.seeds]
+    return replace(best, mesh=Mesh(tuple(shape)), seeds=seeds, chosen=chosen)
+
+
+def _place(name: str) -> int:
+    kind = name.rstrip("0123456789")
+    return ORDER.index(kind) if kind in ORDER else len(ORDER)

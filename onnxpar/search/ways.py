@@ -1,0 +1,140 @@
+"""Seconds between the placements of a tensor: to each, and to several together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.arrays import Array
+from onnxpar.placements import LOCAL_STEPS, Placements, Unordered
+from onnxpar.plan import element_bytes, part_bytes
+from onnxpar.reshard import Tensor, cost, plan_steps
+from onnxpar.sharding import Placement, Sharding
+
+
+@dataclass(frozen=True)
+class End:
+    """A tensor's placement by the value of a variable; of no variable there is but one value."""
+
+    variable: int | None
+    placements: tuple[Placement, ...]
+
+
+class Ways:
+    """Seconds between placements, the cheapest way, as rows: all of them, or `apart`, those of
+    computing and those of talking."""
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        tensor: gs.Tensor,
+        ends: Sequence[End],
+        known: dict[Hashable, Array],
+        apart: bool,
+    ) -> None:
+        self.sharding, self.tensor = sharding, tensor
+        placements = list(dict.fromkeys(p for end in ends for p in end.placements))
+        self.index = {p: i for i, p in enumerate(placements)}
+        self.known, self.apart = known, apart
+
+    @cached_property
+    def seconds(self) -> Array:
+        """Seconds from each placement to each."""
+        sharding, name = self.sharding, self.tensor.name
+        factors = sharding.factors.tensors[name]
+        parts = partial(sharding.part_sizes, name) if sharding.parts else None
+        size = element_bytes(self.tensor)
+        key = (*self.index, factors.dims, size, name if parts else None)
+        if key not in self.known:
+            try:
+                found = Placements(list(self.index), factors, sharding.costs, size, parts)
+                self.known[key] = found.seconds_apart() if self.apart else found.seconds()[None]
+            except Unordered:
+                self.known[key] = self._one_by_one(Tensor(factors, sharding.costs, size, parts))
+        return self.known[key]
+
+    def _one_by_one(self, about: Tensor) -> Array:
+        """The same where all placements have no common refinement."""
+        seconds = np.zeros((2, len(self.index), len(self.index)))
+        for start, goal in permutations(self.index, 2):
+            for step in plan_steps(start, goal, about):
+                took = cost([step], self._size, about.costs)
+                row = 0 if step.kind in LOCAL_STEPS else 1
+                seconds[row, self.index[start], self.index[goal]] += took
+        return seconds if self.apart else seconds.sum(0, keepdims=True)
+
+    @cached_property
+    def again(self) -> Array:
+        """The same from what was resharded already: a sum is reduced only once."""
+        pending = np.array([bool(p.partial) for p in self.index])
+        return np.where(pending[:, None] & ~pending[None, :], np.inf, self.seconds)
+
+    def paths(self, start: End, goal: End) -> Array:
+        """Seconds from each placement as it is made to each goal."""
+        found: Array = self.seconds[self._pairs(start, goal)]
+        return found
+
+    def onward(self, start: End, goal: End) -> Array:
+        """The same from what was resharded already."""
+        found: Array = self.again[self._pairs(start, goal)]
+        return found
+
+    def tree(self, ends: Sequence[End]) -> Array:
+        """Seconds to serve all but the first of several ends from that, each from whatever is there
+        by then, in the best order."""
+        count = len(ends)
+        best: Array | None = None
+        for order in permutations(range(1, count)):
+            total: Array = np.zeros([len(self.seconds), *[1] * count])
+            for n, goal in enumerate(order):
+                step = _spread(self.paths(ends[0], ends[goal]), 0, goal, count)
+                for source in order[:n]:
+                    onward = self.onward(ends[source], ends[goal])
+                    step = faster(step, _spread(onward, source, goal, count))
+                total = total + step
+            best = total if best is None else faster(best, total)
+        assert best is not None
+        return best
+
+    def sizes(self, end: End) -> Array:
+        """Bytes that a rank holds under each placement of an end."""
+        return np.array([self._size(placement) for placement in end.placements])
+
+    def _size(self, placement: Placement) -> float:
+        layout = self.sharding.layout(self.tensor, placement)
+        return float(part_bytes(self.tensor, layout, self.sharding.mesh))
+
+    def differ(self, one: End, other: End) -> Array:
+        """Which placements of two ends are not the same."""
+        found: Array = self._at(one)[:, None] != self._at(other)[None, :]
+        return found
+
+    def _pairs(self, start: End, goal: End) -> Any:
+        """Where the seconds from the placements of one end to those of another are."""
+        return slice(None), self._at(start)[:, None], self._at(goal)[None, :]
+
+    def _at(self, end: End) -> Array:
+        """The placements of an end by number."""
+        return np.array([self.index[p] for p in end.placements])
+
+
+def faster(one: Array, other: Array) -> Array:
+    """Of rows of seconds that belong together, those of which the sum is smaller."""
+    if len(one) == 1:
+        return np.minimum(one, other)
+    return np.where(one.sum(0) <= other.sum(0), one, other)
+
+
+def _spread(values: Array, row: int, column: int, count: int) -> Array:
+    """Rows of matrices as rows of arrays of `count` axes, of which two are their own."""
+    if row > column:
+        values, row, column = values.swapaxes(1, 2), column, row
+    shape = [1] * count
+    shape[row], shape[column] = values.shape[1:]
+    return values.reshape(len(values), *shape)

@@ -1,0 +1,122 @@
+"""No rank holds more than it may, or the user is told what would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from agreement import check_agrees
+from bench import llama_shape
+from committed import MODELS
+from onnx import helper
+from tiny_models import W, model, port, write
+
+from onnxpar import pipeline
+from onnxpar.cli import main
+from onnxpar.errors import StrategyError
+from onnxpar.mesh import Mesh
+from onnxpar.pipeline import Options
+from onnxpar.search.aim import Aim
+from onnxpar.search.enough_devices import enough_devices
+from onnxpar.search.search import solve
+
+GPT2 = MODELS / "gpt2.dynamo.static.onnx"
+KB = 1000.0
+TINY = model(
+    [helper.make_node("MatMul", ["x", "w"], ["y"], "mm")],
+    [port("x", [6, 4])],
+    [port("y", [6, 6])],
+    {"w": W},
+)
+
+
+def limited(memory: float, **more: object) -> Options:
+    return Options(aim=Aim(memory=memory), verify=True, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [400 * KB, 200 * KB, 175 * KB])
+def test_ranks_hold_no_more(limit: float, tmp_path: Path) -> None:
+    mesh = Mesh.parse("dp=2,tp=2")
+    how = limited(limit, mesh=mesh)
+    made, _ = pipeline.plan(GPT2, how)
+    free, _ = pipeline.plan(GPT2, Options(mesh=mesh, search="auto"))
+    assert sum(made.memory.values()) <= limit < sum(free.memory.values())
+    check_agrees(GPT2, tmp_path, how)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert.legacy.static.onnx", "resnet.dynamo.static.onnx", "dlrm.dynamo.static.onnx"]
+)
+def test_of_other_models(name: str, tmp_path: Path) -> None:
+    mesh, path = Mesh.parse("tp=4"), MODELS / name
+    free, _ = pipeline.plan(path, Options(mesh=mesh, search="auto"))
+    limit = 0.6 * sum(free.memory.values())
+    made, _ = pipeline.plan(path, limited(limit, mesh=mesh))
+    assert sum(made.memory.values()) <= limit
+    check_agrees(path, tmp_path, limited(limit, mesh=mesh))
+
+
+def test_annotations_keep_to_it(tmp_path: Path) -> None:
+    how = limited(200 * KB, mesh=Mesh.parse("tp=4"))
+    made = pipeline.annotate(GPT2, tmp_path / "m.onnx", how)
+    assert sum(made.memory.values()) <= 200 * KB
+    again, _ = pipeline.plan(tmp_path / "m.onnx", Options(devices=4))
+    assert again.memory == made.memory
+
+
+def test_the_fewest_ranks_that_do() -> None:
+    with pytest.raises(StrategyError, match=r"over tp=2, .*, or give --devices 3, the fewest"):
+        pipeline.plan(GPT2, limited(250 * KB, devices=2))
+    made, _ = pipeline.plan(GPT2, limited(250 * KB, devices=3))
+    assert sum(made.memory.values()) <= 250 * KB
+
+
+def test_a_mesh_that_is_given_does_not_grow() -> None:
+    with pytest.raises(StrategyError, match="a mesh of more ranks"):
+        pipeline.plan(GPT2, limited(50 * KB, mesh=Mesh.parse("tp=2")))
+
+
+def test_untied_layers_need_not_all_pay(tmp_path: Path) -> None:
+    path = tmp_path / "llama.onnx"
+    llama_shape.write(path, layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=128)
+    how = Options(mesh=Mesh.parse("tp=2"))
+    loaded = pipeline.load_model(path, how)
+    sharding = pipeline.make_context(loaded, how).sharding
+    tied, untied = (
+        solve(loaded.graph, sharding, loaded.states, aim=Aim(memory=612 * KB, untied=is_untied))
+        for is_untied in (False, True)
+    )
+    assert untied.seconds < 0.95 * tied.seconds
+
+
+def test_a_preset_that_holds_more_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"data-parallel over dp=2: a rank would hold .* auto"):
+        pipeline.plan(GPT2, limited(250 * KB, devices=2, preset="data-parallel"))
+
+
+def test_what_no_number_of_ranks_can_do(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="up to 32 ranks do not help"):
+        pipeline.plan(write(TINY, tmp_path), limited(64.0, devices=2))
+
+
+@pytest.mark.parametrize(("needed", "first"), [(3, 3), (7, 3), (40, 3), (1000, 9), (4096, 2)])
+def test_enough_devices(needed: int, first: int) -> None:
+    assert enough_devices(lambda n: n >= needed, first, 4096) == needed
+
+
+def test_never_enough_devices() -> None:
+    assert enough_devices(lambda n: False, 3, 100) is None
+
+
+@pytest.mark.parametrize("size", ["16 horses", "0"])
+def test_what_is_no_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(GPT2), "--devices", "2", "--memory-limit", size]) == 2
+    assert "--memory-limit" in capsys.readouterr().err
+
+
+def test_a_step_has_no_throughput() -> None:
+    path = MODELS / "bert.legacy.training.onnx"
+    made, _ = pipeline.plan(path, Options(devices=2, aim=Aim("throughput")))
+    assert made.step is None
+    with pytest.raises(StrategyError, match="objective"):
+        pipeline.plan(path, Options(devices=2, aim=Aim("fastest")))
