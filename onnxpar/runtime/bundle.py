@@ -43,7 +43,7 @@ class Port:
 
     `type` is onnxruntime's text; `dtype` that of a tensor, of objects where the elements are
     strings. An input that `has_default` need not be fed. Where sizes are open, `layout` is None
-    and `open_layout` its JSON with texts for them.
+    and `open_layout` its JSON with polynomials for them.
     """
 
     name: str
@@ -248,17 +248,29 @@ def _port(data: Mapping[str, Any]) -> Port:
     if layout is not None and layout.shape != sizes:
         raise ModelError(f"{name!r}: its shape {shape} is not that of its layout, {layout.shape}")
     has_default = data.get("default", False)
-    opened = tree if is_open else None
+    opened = _opened(tree) if is_open else None
     return Port(name, np.dtype(dtype), sizes, layout, type_, has_default, opened)
+
+
+def _opened(tree: Any) -> Any:
+    """The JSON of a layout, its open sizes parsed: here, once, as CPython's parser, which reads
+    them, fails at times where several threads are in it (3.11: "recursion depth mismatch")."""
+    if isinstance(tree, list):
+        return [_opened(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    out = {key: _opened(value) for key, value in tree.items()}
+    if isinstance(out.get("size"), str):
+        out["size"] = Polynomial.parse(out["size"])
+    return out
 
 
 def _resolved(tree: Any, sizes: Mapping[str, int]) -> Any:
     """The JSON of a layout with numbers for its open sizes."""
+    if isinstance(tree, Polynomial):
+        return tree.at(sizes)
     if isinstance(tree, list):
         return [_resolved(item, sizes) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    out = {key: _resolved(value, sizes) for key, value in tree.items()}
-    if isinstance(out.get("size"), str):
-        out["size"] = Polynomial.parse(out["size"]).at(sizes)
-    return out
+    if isinstance(tree, dict):
+        return {key: _resolved(value, sizes) for key, value in tree.items()}
+    return tree
