@@ -28,7 +28,7 @@ from onnxpar.topology import Topology
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
 """Names of axes by what they split most, width being all else."""
 ORDER = (BATCH, EXPERTS, SEQUENCE, WIDTH)
-"""Of axes, the major first, where it decides nothing."""
+"""Of axes of a mesh, the major first, where it decides nothing."""
 TOGETHER = 2
 """Axes over which everything is decided at once."""
 MOST_AXES = 3
@@ -78,7 +78,8 @@ class _Meshes:
         self.solve = solve
         self.strategy = strategy
         self.asked = asked_axes(strategy) if strategy is not None else ()
-        # whether all ranks are at the same distance, so that the order of axes decides nothing
+        # whether all ranks are at the same distance: once leaves say in which order they are split,
+        # that of the mesh decides nothing
         self.is_even = not any(unit < devices for unit in topology.units())
         self.refused: list[tuple[Mesh, StrategyError]] = []
 
@@ -105,7 +106,7 @@ class _Meshes:
         devices = self.one_axis.size
         for count in range(max(1, len(self.asked)), max(TOGETHER, len(self.asked)) + 1):
             names = (*self.asked, *_free(count - len(self.asked), self.asked))
-            for sizes in [(devices,)] if count == 1 else self._sizes(devices, count):
+            for sizes in [(devices,)] if count == 1 else _products(devices, count):
                 for order in permutations(names) if self.asked else [names]:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
@@ -117,17 +118,11 @@ class _Meshes:
                 continue
             others = [n for n, _ in shape if n != name]
             kept = Kept(frozenset(others), best.chosen)
-            for sizes in self._sizes(size, 2):
+            for sizes in _products(size, 2):
                 parts = zip(_free(2, [*others, name]), sizes, strict=True)
                 found = self._try(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept)
                 if found is not None:
                     yield found
-
-    def _sizes(self, size: int, count: int) -> Iterator[tuple[int, ...]]:
-        """So many factors of two and more; in all orders, where that decides anything."""
-        for sizes in _products(size, count):
-            if not self.is_even or list(sizes) == sorted(sizes):
-                yield sizes
 
     def _try(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
         sharding = Sharding.open(mesh, self.factors, self.topology)

@@ -90,14 +90,15 @@ class Recording:
         return best_mesh(self.model, self.factors, self.devices, self.topology, self.solve)
 
 
-def test_the_order_of_axes_is_tried_where_it_matters(tmp_path: Path) -> None:
+def test_both_orders_of_axes_are_tried(tmp_path: Path) -> None:
+    """Of a dimension that two split, the second alone can be gathered, so that the order decides
+    something also where all ranks are equally far."""
     path = matmuls(tmp_path, 4)
     one, two = Recording(path, 8, Topology.of(ONE)), Recording(path, 8, Topology.of(TWO))
-    one.best()
-    assert set(one.found) == {(8,), (2, 4)}
-    best = two.best()
-    assert set(two.found) == {(8,), (2, 4), (4, 2)}
-    assert best.seconds == min(two.found.values())
+    for tried in (one, two):
+        best = tried.best()
+        assert set(tried.found) == {(8,), (2, 4), (4, 2)}
+        assert best.seconds == min(tried.found.values())
     assert two.found[2, 4] != two.found[4, 2]
     inside = Recording(path, 2, Topology.of(TWO))
     inside.best()
