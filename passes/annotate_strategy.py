@@ -51,9 +51,15 @@ class AnnotateStrategy(Pass):
         if ctx.preset in (AUTO, EXHAUSTIVE):
             found = ctx.found
             if found is None:
-                model, how, aim = ctx.model, ctx.preset, ctx.aim
-                given = (ctx.seeds, how, None, aim, model.step)
-                found = solve(graph, ctx.sharding, model.states, *given).seeds
+                found = solve(
+                    graph,
+                    ctx.sharding,
+                    ctx.model.states,
+                    given=ctx.seeds,
+                    how=ctx.preset,
+                    aim=ctx.aim,
+                    step=ctx.model.step,
+                ).seeds
             ctx.seeds.append(found)
         elif ctx.preset is None:
             ctx.seeds += default_rounds(graph, ctx.sharding, ctx.model.step)

@@ -45,7 +45,8 @@ def minimize_within(
         return math.inf, [0] * len(sizes)
     if columns.best is None:
         columns.find_some()
-    bound = columns.find_least() if columns.find_room() else 0.0
+    has_mixture = columns.best is not None or columns.find_room()
+    bound = columns.find_least() if has_mixture else 0.0
     if columns.value > bound + CLOSE * abs(bound):
         try:
             found = integer_program(sizes, sums, limit, columns.steps)
@@ -111,8 +112,8 @@ class _Columns:
     def find_room(self) -> bool:
         """Looks for something within the limit: what holds the least at the step where it holds the
         most. Returns whether at least a mixture is. Errors: TooMuch."""
-        least = 0.0 if self.best is not None else math.inf
-        for turn in range(TURNS if self.best is None else 0):
+        least = math.inf
+        for turn in range(TURNS):
             mixture = self._mix(for_room=True)
             least = mixture.value
             even = 0.5 ** (1 + turn / 3)
@@ -169,7 +170,7 @@ class _Columns:
         value, values, is_least = self.minimum([*tables, *self.limit.priced(prices)])
         if math.isinf(value):
             return value
-        sums = np.array([sum(_entry(table, values) for table in tables) for tables in self.sums])
+        sums = np.array([sum(table.at(values) for table in tables) for tables in self.sums])
         column = _Column(values, sums, self.limit.held(values))
         self.found.append(column)
         worst = int(column.held.argmax())
@@ -225,7 +226,3 @@ def _scaled(tables: Sequence[Table], price: float) -> list[Table]:
         Table(t.scope, np.where(np.isinf(t.values), np.inf, price * values))
         for t, values in zip(tables, allowed, strict=True)
     ]
-
-
-def _entry(table: Table, values: Sequence[int]) -> float:
-    return float(table.values[tuple(values[v] for v in table.scope)])

@@ -28,6 +28,10 @@ class Table:
     scope: tuple[int, ...]
     values: Array
 
+    def at(self, values: Sequence[int] | Mapping[int, int]) -> float:
+        """The entry at a value of each variable, by its number."""
+        return float(self.values[tuple(values[v] for v in self.scope)])
+
 
 class TooLarge(Exception):
     """The variables depend on each other too much for tables of this size."""
@@ -43,13 +47,6 @@ def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list
     if not elimination.run(ENTRIES):
         raise TooLarge(f"{len(elimination.left)} variables need tables of over {ENTRIES} entries")
     return elimination.constant, elimination.decide({})
-
-
-def exhaust(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
-    """The same by trying every combination. Errors: TooLarge where there are too many."""
-    total = every_sum(sizes, tables)
-    best = np.unravel_index(int(total.argmin()), total.shape)
-    return float(total.min()), [int(i) for i in best]
 
 
 def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:

@@ -14,8 +14,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.search.limits import Demand
-from onnxpar.search.ways import End, Ways
-from onnxpar.subgraphs import nodes_within
+from onnxpar.search.ways import End, Ways, table_of
+from onnxpar.subgraphs import subgraphs
 
 Span = tuple[int, int]
 """A first and a last step."""
@@ -34,10 +34,18 @@ class Holdings:
 
     def __init__(self, graph: gs.Graph) -> None:
         self.demands: list[Demand] = []
-        nodes = list(nodes_within(graph.nodes))
-        self.first = {node.name: i for i, node in enumerate(nodes)}
-        self.last = {n.name: i + len(list(nodes_within([n]))) - 1 for i, n in enumerate(nodes)}
-        self.steps = max(len(nodes), 1)
+        self.first: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+        self._number(graph)
+        self.steps = max(len(self.first), 1)
+
+    def _number(self, graph: gs.Graph) -> None:
+        """The steps of the nodes of a graph, each before those of its bodies."""
+        for node in graph.nodes:
+            self.first[node.name] = len(self.first)
+            for body in subgraphs(node):
+                self._number(body)
+            self.last[node.name] = len(self.first) - 1
 
     def add_weight(self, ways: Ways, needs: Sequence[End], count: int) -> None:
         """A weight, or as many that are alike: it is stored once for each placement that it is
@@ -87,6 +95,4 @@ class Holdings:
     def _add(self, ends: Sequence[End], values: Array, spans: Sequence[Span]) -> None:
         if not spans or not values.any():
             return
-        fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
-        scope = tuple(end.variable for end in ends if end.variable is not None)
-        self.demands.append(Demand(scope, np.squeeze(values, axis=fixed), np.array(spans)))
+        self.demands.append(Demand(table_of(ends, values), np.array(spans)))

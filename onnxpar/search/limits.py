@@ -13,11 +13,10 @@ from onnxpar.search.elimination import Table, every_sum
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes that are held by what the variables of `scope` have as values, during `spans`: rows of
-    a first and a last step, of which a step may lie in several."""
+    """The bytes of a table that are held during `spans`: rows of a first and a last step, of which
+    a step may lie in several."""
 
-    scope: tuple[int, ...]
-    values: Array
+    table: Table
     spans: Array
 
     def weight(self, prices: Array) -> float:
@@ -38,15 +37,15 @@ class Limit:
         """Bytes at each step under an assignment."""
         change = np.zeros(self.steps + 1)
         for demand in self.demands:
-            size = demand.values[tuple(values[v] for v in demand.scope)]
+            size = demand.table.at(values)
             np.add.at(change, demand.spans[:, 0], size)
             np.add.at(change, demand.spans[:, 1] + 1, -size)
         return np.cumsum(change[:-1])
 
     def priced(self, prices: Array) -> list[Table]:
         """What is held as tables, where a byte at each step has its price."""
-        priced = ((demand, demand.weight(prices)) for demand in self.demands)
-        return [Table(d.scope, d.values * weight) for d, weight in priced if weight]
+        priced = ((demand.table, demand.weight(prices)) for demand in self.demands)
+        return [Table(t.scope, t.values * weight) for t, weight in priced if weight]
 
 
 class TooMuch(Exception):

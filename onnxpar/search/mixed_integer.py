@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -33,9 +33,12 @@ def integer_program(
 ) -> tuple[float, list[int]] | None:
     """The least that the largest sum can be within the limit, and an assignment; None where it
     found none. `steps` are those that are likely to hold too much. Errors: TooMuch."""
-    program = _Program(sizes, [[diagonal(t) for t in tables] for tables in sums], limit)
-    if program.count > MOST_ENTRIES:
+    sums = [[diagonal(table) for table in tables] for tables in sums]
+    demands = [diagonal(demand.table) for demand in limit.demands]
+    entries = {t.scope: t.values.size for t in (*itertools.chain(*sums), *demands)}
+    if sum(entries.values()) > MOST_ENTRIES:
         return None
+    program = _Program(sizes, sums, demands, limit)
     steps = list(steps)
     while True:
         values = program.solve(steps)
@@ -54,14 +57,19 @@ class _Program:
     """A column for each value of each variable, for each entry over each scope of several, and for
     the largest sum."""
 
-    def __init__(self, sizes: Sequence[int], sums: Sequence[Sequence[Table]], limit: Limit) -> None:
-        self.sizes, self.sums = sizes, sums
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        sums: Sequence[Sequence[Table]],
+        demands: Sequence[Table],
+        limit: Limit,
+    ) -> None:
+        self.sizes, self.sums, self.demands = sizes, sums, demands
         self.limit = limit
-        self.demands = [diagonal(Table(d.scope, d.values)) for d in limit.demands]
         self.first = np.concatenate(([0], np.cumsum(sizes))).astype(int)
         self.count = int(self.first[-1])
         self.columns: dict[tuple[int, ...], Array] = {}
-        tables = [*(table for several in sums for table in several), *self.demands]
+        tables = [*itertools.chain(*sums), *demands]
         for scope in dict.fromkeys(table.scope for table in tables):
             if len(scope) == 1:
                 self.columns[scope] = np.arange(*self.first[[scope[0], scope[0] + 1]])
@@ -91,17 +99,16 @@ class _Program:
             raise TooMuch(self.limit.bytes, math.inf)
         if solved.x is None:
             return None
-        ends = pairwise(self.first)
+        ends = itertools.pairwise(self.first)
         return [int(np.argmax(solved.x[start:end])) for start, end in ends]
 
     def value(self, values: Sequence[int]) -> float:
         """The largest sum of an assignment."""
-        each = ([t.values[tuple(values[v] for v in t.scope)] for t in s] for s in self.sums)
-        return max(float(sum(entries)) for entries in each)
+        return max(sum(table.at(values) for table in tables) for tables in self.sums)
 
     def _one_value_each(self) -> Iterator[_Row]:
         """Each variable has one value, and entries over several are those of their values."""
-        for start, end in pairwise(self.first):
+        for start, end in itertools.pairwise(self.first):
             yield _Row.of([(np.arange(start, end), np.ones(end - start))], 1, 1)
         for scope, columns in self.columns.items():
             if not scope:

@@ -25,7 +25,7 @@ from onnxpar.search.holdings import Holdings, Life
 from onnxpar.search.limits import Limit, exhaust_within
 from onnxpar.search.pruning import among, minimize_in_parts
 from onnxpar.search.repeats import tied
-from onnxpar.search.ways import End, Ways, faster
+from onnxpar.search.ways import End, Ways, faster, table_of
 from onnxpar.search.work import work
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.step import Step
@@ -126,8 +126,8 @@ class Problem:
         where nodes depend on each other too much for that, few seconds. Errors: TooLarge where all
         strategies are to be tried, and there are too many; TooMuch and Undecided where nothing is
         found within the limit."""
-        demands, most = self.holdings.demands, self.aim.memory
-        limit = Limit(most or 1.0, self.holdings.steps, demands if most is not None else [])
+        most = self.aim.memory
+        limit = Limit(most or 1.0, self.holdings.steps, self.holdings.demands)
         if exhaustively:
             seconds, values = exhaust_within(self.sizes, self.sums, limit)
         elif most is None and not self._is_apart:
@@ -230,9 +230,7 @@ class Problem:
         """Tables for tensors that are alike, over the variables of the nodes that make and read
         them, and of others."""
         name, times = found[0].name, sum(self._turns(tensor.name) for tensor in found)
-        needs = list(
-            dict.fromkeys(self._end(port, name, reads=True) for port in self.readers[name])
-        )
+        needs = self._needs(name)
         maker = self.makers.get(name)
         made = self._fed(name) if maker is None else self._end(maker, name)
         asked = self._asked(name, made)
@@ -264,9 +262,7 @@ class Problem:
     def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
         """What is held of weights that are alike."""
         name = found[0].name
-        needs = list(
-            dict.fromkeys(self._end(port, name, reads=True) for port in self.readers[name])
-        )
+        needs = self._needs(name)
         ways = Ways(self.sharding, found[0], needs, self.known, self._is_apart)
         self.holdings.add_weight(ways, needs, len(found))
 
@@ -291,6 +287,11 @@ class Problem:
     def _whole(self, name: str) -> Placement:
         return Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
 
+    def _needs(self, name: str) -> list[End]:
+        """How the readers of a tensor read it, each way once."""
+        ends = (self._end(port, name, reads=True) for port in self.readers[name])
+        return list(dict.fromkeys(ends))
+
     def _end(self, port: _Port, tensor: str, reads: bool = False) -> End:
         """How a tensor is at a port, by the node's choice."""
         if port.is_whole:
@@ -311,8 +312,7 @@ class Problem:
             return End(None, (self.sharding.tensor_placement(name),))
         key = self._key(name)
         if key not in self.held:
-            ends = [self._end(port, name, reads=True) for port in self.readers[name]]
-            placements = [p for end in ends for p in end.placements if not p.partial]
+            placements = [p for end in self._needs(name) for p in end.placements if not p.partial]
             if name in self.after:
                 placements = [self._as_state(p, name, name) for p in placements]
             candidates = tuple(dict.fromkeys((self._whole(name), *placements)))
@@ -368,7 +368,5 @@ class Problem:
 
     def _add_table(self, ends: Sequence[End], rows: Array) -> None:
         """A table for each sum, with an axis for each end; those of no variable have one entry."""
-        fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
-        scope = tuple(end.variable for end in ends if end.variable is not None)
         for tables, values in zip(self.sums, rows, strict=True):
-            tables.append(Table(scope, np.squeeze(values, axis=fixed)))
+            tables.append(table_of(ends, values))

@@ -165,7 +165,7 @@ class _Search:
         found = values
         for level in reversed(self.levels):
             found = level.decide(found)
-        total = sum(float(t.values[tuple(found[v] for v in t.scope)]) for t in self.given)
+        total = sum(table.at(found) for table in self.given)
         if total < self.total:
             self.total, self.values = total, [found[v] for v in range(len(self.values))]
             self.here = {v: values[v] for v in self.levels[-1].elimination.left}

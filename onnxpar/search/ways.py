@@ -15,6 +15,7 @@ from onnxpar.arrays import Array
 from onnxpar.placements import LOCAL_STEPS, Placements, Unordered
 from onnxpar.plan import element_bytes, part_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
+from onnxpar.search.elimination import Table
 from onnxpar.sharding import Placement, Sharding
 
 
@@ -24,6 +25,13 @@ class End:
 
     variable: int | None
     placements: tuple[Placement, ...]
+
+
+def table_of(ends: Sequence[End], values: Array) -> Table:
+    """Values by an axis for each end as a table; an end of no variable has but one."""
+    fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
+    scope = tuple(end.variable for end in ends if end.variable is not None)
+    return Table(scope, np.squeeze(values, axis=fixed))
 
 
 class Ways:

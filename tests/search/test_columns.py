@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[list[Table]], list[Demand
     for scope in draw(st.lists(variables, min_size=1, max_size=6)):
         shape = [sizes[v] for v in scope]
         spans = np.sort(rng.integers(0, steps, (rng.integers(1, 3), 2)), axis=1)
-        demands.append(Demand(tuple(scope), rng.integers(0, 50, shape).astype(float), spans))
+        demands.append(Demand(Table(tuple(scope), rng.integers(0, 50, shape).astype(float)), spans))
     return sizes, sums, demands, steps
 
 
@@ -50,7 +50,7 @@ def held(demands: Sequence[Demand], steps: int, values: Values) -> Array:
     found: Array = np.zeros(steps)
     for demand in demands:
         for first, last in demand.spans:
-            found[first : last + 1] += demand.values[tuple(values[v] for v in demand.scope)]
+            found[first : last + 1] += total([demand.table], values)
     return found
 
 
