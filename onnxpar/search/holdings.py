@@ -4,6 +4,7 @@ fed all the time, what nodes make until it was last read, and copies for readers
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.search.limits import Demand
-from onnxpar.search.ways import End, Ways, table_of
+from onnxpar.search.ways import MOST_TOGETHER, End, Ways, table_of
 from onnxpar.subgraphs import subgraphs
 
 Span = tuple[int, int]
@@ -49,12 +50,14 @@ class Holdings:
 
     def add_weight(self, ways: Ways, needs: Sequence[End], count: int) -> None:
         """A weight, or as many that are alike: it is stored once for each placement that it is
-        read in; of those, neighbours are compared."""
+        read in, as far as MOST_TOGETHER of these are compared, else only neighbours."""
         span = [(0, self.steps - 1)] * count
         if needs:
             self._add(needs[:1], ways.sizes(needs[0]), span)
-        for before, need in pairwise(needs):
-            self._add([before, need], ways.sizes(need) * ways.differ(before, need), span)
+        for i, need in enumerate(needs[1:], 1):
+            together = math.prod(len(end.placements) for end in needs[: i + 1])
+            ends = needs[: i + 1] if together <= MOST_TOGETHER else [needs[i - 1], need]
+            self._add(ends, ways.sizes(need) * ways.differ(*ends), span)
 
     def add_made(self, ways: Ways, made: End, asked: End, lives: Iterable[Life]) -> None:
         """A tensor as it is asked for, and while it is made, as that is."""
@@ -66,31 +69,30 @@ class Holdings:
 
     def add_copies(self, ways: Ways, asked: End, common: End | None, lives: Iterable[Life]) -> None:
         """What a tensor becomes for its readers, while these run, and from one to the next that
-        reads the same; `common` is there from the first reader to the last."""
+        reads the same, but once where both are one node; `common` is there from the first reader to
+        the last."""
         at: dict[End, list[Span]] = defaultdict(list)
-        between: dict[tuple[End, End], list[Span]] = defaultdict(list)
+        between: dict[tuple[End, End, int], list[Span]] = defaultdict(list)
         through: list[Span] = []
         for life in lives:
             for step, need in life.reads:
                 at[need].append((step, step))
             for (step, need), (then, other) in pairwise(life.reads):
                 if then > step + 1:
-                    between[need, other].append((step + 1, then - 1))
+                    between[need, other, 1].append((step + 1, then - 1))
+                elif then == step:
+                    between[need, other, -1].append((step, step))
             if life.reads:
                 through.append((life.reads[0][0], life.reads[-1][0]))
         if common is not None:
             self._add([asked, common], ways.sizes(common) * ways.differ(asked, common), through)
         for need, spans in at.items():
-            size = ways.sizes(need) * ways.differ(asked, need)
-            if common is None:
-                self._add([asked, need], size, spans)
-            else:
-                is_own = ways.differ(common, need)
-                self._add([asked, common, need], size[:, None, :] * is_own[None], spans)
-        for (need, other), spans in between.items() if common is None else ():
+            ends = [asked, need] if common is None else [asked, common, need]
+            self._add(ends, ways.sizes(need) * ways.differ(*ends), spans)
+        for (need, other, sign), spans in between.items() if common is None else ():
             copies = ways.sizes(need) * ways.differ(asked, need)
             same = ~ways.differ(need, other)
-            self._add([asked, need, other], copies[:, :, None] * same[None], spans)
+            self._add([asked, need, other], sign * copies[:, :, None] * same[None], spans)
 
     def _add(self, ends: Sequence[End], values: Array, spans: Sequence[Span]) -> None:
         if not spans or not values.any():

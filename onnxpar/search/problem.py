@@ -25,16 +25,12 @@ from onnxpar.search.holdings import Holdings, Life
 from onnxpar.search.limits import Limit, exhaust_within
 from onnxpar.search.pruning import among, minimize_in_parts
 from onnxpar.search.repeats import tied
-from onnxpar.search.ways import End, Ways, faster, table_of
+from onnxpar.search.ways import MOST_TOGETHER, End, Ways, faster, table_of
 from onnxpar.search.work import work
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.step import Step
 from onnxpar.subgraphs import captured, constants
 
-MOST_TOGETHER = 1 << 16
-"""Entries of a table over the maker and all readers of a tensor. Where it would have more, each is
-served by itself, from what is made or from one placement that is made of it for all: of up to two
-readers that is exact, of more nearly."""
 PASSING = 1e-12
 """Seconds that are added to a node that a sum passes pending, as the compiler lets sums pass only
 where that gains something."""
@@ -350,7 +346,9 @@ class Problem:
         return End(variable, distinct)
 
     def _serve(self, ends: Sequence[End], ways: Ways, times: int) -> End | None:
-        """What several readers cost together; returns the placement for all, if there is one."""
+        """What several readers cost together. Where tables would be too large, each is served by
+        itself, from what is made or from one placement that is made of it for all, which is
+        returned: of up to two readers that is exact, of more nearly."""
         if len(ends) <= 5 and math.prod(len(e.placements) for e in ends) <= MOST_TOGETHER:
             self._add_table(ends, times * ways.tree(ends))
             return None

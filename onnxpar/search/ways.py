@@ -18,6 +18,9 @@ from onnxpar.reshard import Tensor, cost, plan_steps
 from onnxpar.search.elimination import Table
 from onnxpar.sharding import Placement, Sharding
 
+MOST_TOGETHER = 1 << 16
+"""Entries of a table over the maker and all readers of a tensor."""
+
 
 @dataclass(frozen=True)
 class End:
@@ -118,9 +121,10 @@ class Ways:
         layout = self.sharding.layout(self.tensor, placement)
         return float(part_bytes(self.tensor, layout, self.sharding.mesh))
 
-    def differ(self, one: End, other: End) -> Array:
-        """Which placements of two ends are not the same."""
-        found: Array = self._at(one)[:, None] != self._at(other)[None, :]
+    def differ(self, *ends: End) -> Array:
+        """Where the placement of the last of several ends is none of the others."""
+        *others, last = np.ix_(*map(self._at, ends))
+        found: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
         return found
 
     def _pairs(self, start: End, goal: End) -> Any:

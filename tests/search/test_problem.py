@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, permutations, product
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from onnx import helper
 from search.small_graphs import graphs, save, topologies
+from tiny_models import model, port, write
 
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Mesh
@@ -26,9 +29,10 @@ from onnxpar.plan import element_bytes, part_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
 from onnxpar.search.aim import LATENCY, OBJECTIVES, Aim
 from onnxpar.search.choices import Choice
-from onnxpar.search.limits import TooMuch
+from onnxpar.search.limits import Limit, TooMuch
 from onnxpar.search.predict import predict
 from onnxpar.search.problem import Problem
+from onnxpar.search.ways import faster
 from onnxpar.search.work import work
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.strategy import NodeSeed
@@ -56,7 +60,12 @@ class BruteForce:
 
     def strategies(self, choices: Mapping[str, Sequence[Choice]]) -> Iterator[tuple[Chosen, Fed]]:
         """Every way to split the nodes, with every way to feed what some node could read so."""
-        names = list(choices)
+        fed = list(self.ways_to_feed(choices))
+        for combination in product(*choices.values()):
+            for one in fed:
+                yield dict(zip(choices, combination, strict=True)), one
+
+    def ways_to_feed(self, choices: Mapping[str, Sequence[Choice]]) -> Iterator[Fed]:
         fed = []
         for name in self.fed:
             reads = [
@@ -64,10 +73,8 @@ class BruteForce:
             ]
             needs = [c.operand(op, i) for op, i in reads for c in choices[op.node.name]]
             fed.append({self.whole(name), *(need for need in needs if not need.partial)})
-        for combination in product(*choices.values()):
-            for placements in product(*fed):
-                chosen = dict(zip(names, combination, strict=True))
-                yield chosen, dict(zip(self.fed, placements, strict=True))
+        for placements in product(*fed):
+            yield dict(zip(self.fed, placements, strict=True))
 
     def whole(self, name: str) -> Placement:
         return Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
@@ -101,20 +108,16 @@ class BruteForce:
                 made[t.name] = choice.result(op, i)
         return made, needs
 
-    def most_held(self, chosen: Chosen, fed: Fed) -> float:
-        """Bytes at the step at which a rank holds the most."""
+    def holds(self, chosen: Chosen, fed: Fed) -> list[float]:
+        """Bytes that a rank holds at each step."""
         made, needs = self.placements(chosen, fed)
         at = {op.node.name: step for step, op in enumerate(self.ops)}
         held = [0.0] * len(self.ops)
         for name in self.tensors:
             steps = [at[op.node.name] for op in self.ops for t in op.node.inputs if t.name == name]
             if name in self.weights:
-                stored = [
-                    need
-                    for need, before in zip(needs[name], [None, *needs[name][:-1]], strict=True)
-                    if need != before
-                ]
-                self.hold(held, 0, len(held) - 1, sum(self.size(name, need) for need in stored))
+                stored = sum(self.size(name, need) for need in set(needs[name]))
+                self.hold(held, 0, len(held) - 1, stored)
                 continue
             maker = next(
                 (at[o.node.name] for o in self.ops for t in o.node.outputs if t.name == name), 0
@@ -131,7 +134,7 @@ class BruteForce:
             for (step, need), (then, other) in pairwise(reads):
                 if need == other != asked:
                     self.hold(held, step + 1, then - 1, self.size(name, need))
-        return max(held)
+        return held
 
     @staticmethod
     def hold(held: list[float], first: int, last: int, size: float) -> None:
@@ -236,7 +239,7 @@ def test_no_strategy_that_fits_is_better(
     choices = Problem(graph, ctx.sharding).choices
     assume(math.prod(map(len, choices.values())) <= MOST // 10)
     everything = list(judge.strategies(choices))
-    measured = [(judge.seconds(*s), judge.most_held(*s)) for s in everything]
+    measured = [(judge.seconds(*s), max(judge.holds(*s))) for s in everything]
     peaks = sorted({peak for _, peak in measured})
     limit = peaks[int(share * (len(peaks) - 1))] if share else peaks[0] - 1
     value = sum if objective == LATENCY else max
@@ -252,3 +255,43 @@ def test_no_strategy_that_fits_is_better(
         own = [m for (c, _), m in zip(everything, measured, strict=True) if c == chosen]
         best = min(value(s) for s, peak in own if peak <= limit)
         assert best == pytest.approx(seconds, rel=1e-9)
+
+
+def check_held(graph: gs.Graph, sharding: Sharding, decide: Callable[[int], int]) -> None:
+    """What a strategy holds at each step, of which `decide` says a number below that of choices."""
+    problem = Problem(graph, sharding, aim=Aim(memory=1.0))
+    judge = BruteForce(graph, sharding)
+    drawn = {v: decide(problem.sizes[v]) for v in problem.variable.values()}
+    chosen = {n: problem.choices[n][drawn[v]] for n, v in problem.variable.items()}
+    limit = Limit(1.0, problem.holdings.steps, problem.holdings.demands)
+    every = product(*([drawn[v]] if v in drawn else range(n) for v, n in enumerate(problem.sizes)))
+    tables = problem.sums[0]
+    legal = (values for values in every if all(math.isfinite(t.at(values)) for t in tables))
+    fed = judge.ways_to_feed(problem.choices)
+    assert {tuple(limit.held(v)) for v in legal} == {tuple(judge.holds(chosen, f)) for f in fed}
+
+
+@SETTINGS
+@given(graphs(), st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]), st.data())
+def test_what_any_strategy_holds(model: onnx.ModelProto, mesh: str, data: st.DataObject) -> None:
+    """Also of those that are never the best: copies that stay from one reader to a later one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(model, Path(folder) / "m.onnx")
+        graph, ctx = context(path, mesh, Topology.default())
+    check_held(graph, ctx.sharding, lambda size: data.draw(st.integers(0, size - 1)))
+
+
+def test_a_weight_that_several_read_is_stored_once_for_each_way(tmp_path: Path) -> None:
+    ends = [port(name, [6, 4]) for name in "xabc"]
+    nodes = [helper.make_node("MatMul", [x, "w"], [y], y) for x, y in pairwise("xabc")]
+    path = write(model(nodes, ends[:1], ends[1:], {"w": np.ones((4, 4), np.float32)}), tmp_path)
+    graph, ctx = context(path, "tp=2", Topology.default())
+    for number in range(64):
+        digits = (number // 4**i % 4 for i in range(3))
+        check_held(graph, ctx.sharding, lambda size, digits=digits: next(digits) % size)
+
+
+def test_rows_of_seconds_belong_together() -> None:
+    """Of two ways the one that is faster in all counts, not what each is faster in."""
+    one, other = np.array([[1.0, 5.0], [4.0, 0.0]]), np.array([[3.0, 3.0], [1.0, 6.0]])
+    assert faster(one, other).tolist() == [[3.0, 5.0], [1.0, 0.0]]
