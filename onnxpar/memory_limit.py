@@ -19,15 +19,17 @@ SLACK, LEAST = 0.005, 0.5
 MORE = 16
 """Times as many ranks are tried at most."""
 
-Make = Callable[[Aim, int | None], tuple[Plan, PassContext]]
+Made = tuple[Plan, PassContext]
+Make = Callable[[Aim, int | None], Made]
 """The plan for an aim, over so many ranks."""
 
 
-def kept_aim(aim: Aim, devices: int | None, may_grow: bool, make: Make) -> Aim:
-    """The aim of which the plan keeps to the limit of `aim`. Errors: StrategyError where there is
-    none, with the fewest ranks that would do where their number `may_grow`."""
+def within_limit(aim: Aim, devices: int | None, may_grow: bool, make: Make) -> tuple[Aim, Made]:
+    """The plan that keeps to the limit of `aim`, and the aim that it was made for. Errors:
+    StrategyError where there is none, with the fewest ranks that would do where their number
+    `may_grow`."""
     try:
-        return _lowered(aim, devices, make)
+        return _lower(aim, devices, make)
     except OverLimit as error:
         more = f"{error}, more than --memory-limit {text_of(aim.memory or 0, 'B')}: raise it"
         if not may_grow or devices is None:
@@ -40,19 +42,20 @@ def kept_aim(aim: Aim, devices: int | None, may_grow: bool, make: Make) -> Aim:
         ) from None
 
 
-def _lowered(aim: Aim, devices: int | None, make: Make) -> Aim:
+def _lower(aim: Aim, devices: int | None, make: Make) -> tuple[Aim, Made]:
     """The search reckons with what ranks hold before reshards are in their places, so that it may
     have to aim lower. Errors: OverLimit; StrategyError where something else decides."""
     limit = most = aim.memory or math.inf
     over: OverLimit | None = None
     while most >= LEAST * limit:
         try:
-            made, ctx = make(replace(aim, memory=most), devices)
+            lowered = replace(aim, memory=most)
+            made, ctx = make(lowered, devices)
         except OverLimit as error:
             raise over or error from None
         held = sum(made.memory.values())
         if held <= limit:
-            return replace(aim, memory=most)
+            return lowered, (made, ctx)
         decided = ctx.preset or PROPAGATION
         over = OverLimit(
             f"{decided} over {made.mesh}: a rank would hold {text_of(held, 'B')}", None
@@ -70,7 +73,7 @@ def _enough(aim: Aim, devices: int, make: Make, least: float) -> int | None:
 
     def fits(count: int) -> bool:
         try:
-            _lowered(aim, count, make)
+            _lower(aim, count, make)
         except StrategyError:
             return False
         return True

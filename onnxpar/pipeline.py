@@ -19,7 +19,7 @@ from onnxpar.compression import NONE
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
-from onnxpar.memory_limit import kept_aim
+from onnxpar.memory_limit import within_limit
 from onnxpar.mesh import Mesh
 from onnxpar.model import InferTypes, Model, load
 from onnxpar.open_ports import open_ports
@@ -272,19 +272,21 @@ def plan(
     path: str | Path, options: Options, watch: Watch | None = None
 ) -> tuple[Plan, PassContext]:
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
-    return _plan(path, _within_limit(path, options), watch)
-
-
-def _within_limit(path: str | Path, options: Options) -> Options:
-    """The same with an aim of which the plan keeps to the limit on memory, if there is one."""
     if options.aim.memory is None:
-        return options
+        return _plan(path, options, watch)
+    within, made = _within_limit(path, options)
+    return made if watch is None else _plan(path, within, watch)
+
+
+def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Plan, PassContext]]:
+    """The plan that keeps to the limit on memory, and with which aim it was made."""
 
     def make(aim: Aim, devices: int | None) -> tuple[Plan, PassContext]:
         return _plan(path, replace(options, aim=aim, devices=devices))
 
     may_grow = options.devices is not None and _wanted_mesh(options) is None
-    return replace(options, aim=kept_aim(options.aim, options.devices, may_grow, make))
+    aim, made = within_limit(options.aim, options.devices, may_grow, make)
+    return replace(options, aim=aim), made
 
 
 @_no_collector()
@@ -321,7 +323,8 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError("annotations are of a global program, which a manual one is not")
-    options = _within_limit(path, options)
+    if options.aim.memory is not None:
+        options, _ = _within_limit(path, options)
     model = load_model(path, options)
     ctx = make_context(model, options)
     names = operand_names(ctx.sharding)
