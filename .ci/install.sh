@@ -11,11 +11,18 @@ have g++ g++
 have mpirun openmpi-bin
 [ -e /usr/include/gloo/context.h ] || missing+=(libgloo-dev)
 python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
-if [ ${#missing[@]} -gt 0 ]; then
+browser=
+if [ "$extras" = test ]; then
+  command -v chromium chromium-browser google-chrome >/dev/null || browser=chromium
+fi
+if [ -n "${missing[*]}$browser" ]; then
   sudo=$([ "$(id -u)" = 0 ] || echo sudo)
-  echo "installing ${missing[*]}"
-  $sudo apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq "${missing[@]}" >/dev/null
+  apt() { DEBIAN_FRONTEND=noninteractive $sudo apt-get "$@" >/dev/null; }
+  echo "installing ${missing[*]} $browser"
+  apt update -qq
+  [ ${#missing[@]} = 0 ] || apt install -y -qq "${missing[@]}"
+  [ -z "$browser" ] || apt install -y -qq "$browser" ||
+    echo "no package $browser here: the test that opens a page in a browser is left out"
 fi
 
 [ -x .venv/bin/python ] || python3 -m venv .venv

@@ -337,7 +337,9 @@ def test_a_browser_shows_it(explained: Explained, tmp_path: Path) -> None:
 
 def browse(browser: str, folder: Path, *flags: str) -> str:
     """Opens the page in a browser without a window; returns what it prints."""
-    how = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    calm = ("background-networking", "component-update", "sync", "gpu")
+    how = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{it}" for it in calm)]
+    how.append(f"--user-data-dir={folder / 'profile'}")
     url = (folder / "r.html").as_uri()
     done = subprocess.run(
         [browser, *how, *flags, url], capture_output=True, text=True, timeout=60, check=True
