@@ -16,7 +16,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.factors import OpFactors
 from onnxpar.interchange import is_weight
 from onnxpar.mesh import Axes, parts_over
-from onnxpar.search.tensor_parallel import is_contraction
+from onnxpar.search.tensor_parallel import convolves, is_contraction
 from onnxpar.sharding import Sharding
 from onnxpar.subgraphs import constants
 
@@ -51,8 +51,8 @@ def expert_atoms(graph: gs.Graph, sharding: Sharding) -> dict[int, list[OpFactor
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
     """Atoms of a product that number the matrices of a stored operand, which the other operand and
-    the result have too."""
-    if not is_contraction(op) or len(op.inputs) < 2:
+    the result have too. The groups of a convolution are channels."""
+    if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
         return
     for this, other in ((0, 1), (1, 0)):
         if op.node.inputs[this].name in weights:

@@ -56,6 +56,11 @@ def is_contraction(op: OpFactors) -> bool:
     return multiplies and bool(op.rule.reduce or op.rule.across)
 
 
+def convolves(op: OpFactors) -> bool:
+    """Whether the node slides windows over an image."""
+    return "Conv" in op.node.op
+
+
 def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[list[Seed]]:
     """Seeds on the weights: first the covering atoms, then weights that no such atom covers."""
     if parts_over(axes) == 1:

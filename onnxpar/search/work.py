@@ -14,7 +14,7 @@ from onnxpar.mesh import parts_over
 from onnxpar.plan import part_bytes
 from onnxpar.search.choices import Choice
 from onnxpar.search.recurrences import WEIGHTS, is_recurrence
-from onnxpar.search.tensor_parallel import is_contraction
+from onnxpar.search.tensor_parallel import convolves, is_contraction
 from onnxpar.sharding import Placement, Sharding
 
 _VIEWS = frozenset(
@@ -68,7 +68,7 @@ def work(op: OpFactors, choice: Choice, sharding: Sharding) -> tuple[float, floa
         count = 2 * weights * math.prod(held[0].shape[:2])
     elif is_contraction(op):
         count = flops_on_rank_0(op, choice.axes, sharding.mesh)
-    seconds = costs.compute(count, read + written, _convolves(op)) + costs.rows(
+    seconds = costs.compute(count, read + written, convolves(op)) + costs.rows(
         _rows(op, held, made)
     )
     split = [i for i, over in enumerate(choice.axes) if over]
@@ -95,17 +95,13 @@ def _turns(op: OpFactors) -> int:
     return op.rule.sizes["s"] or 1 if is_recurrence(op.node) else 1
 
 
-def _convolves(op: OpFactors) -> bool:
-    return "Conv" in op.node.op
-
-
 def _rows(op: OpFactors, held: Sequence[_Part], made: Sequence[_Part]) -> int:
     """The runs of contiguous elements that a node works on one by one."""
     node, shape = op.node, made[0].shape if made else ()
     if not shape:
         return 0
     if is_contraction(op):
-        return 0 if _convolves(op) else math.prod(shape[:-1])
+        return 0 if convolves(op) else math.prod(shape[:-1])
     if node.op == "Transpose":
         perm = node.attrs.get("perm", range(len(shape))[::-1])
         last = max((i for i, source in enumerate(perm) if i != source), default=-1)

@@ -133,6 +133,18 @@ def test_experts_have_an_axis(tmp_path: Path) -> None:
     assert made.weights[0].layout == "[ep, -, -]"
 
 
+def test_channels_are_no_experts(tmp_path: Path) -> None:
+    """Each has a filter of its own."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], "depthwise", group=64, pads=[1, 1, 1, 1])]
+    ports = {"x": ([1, 64, 2, 2], TensorProto.FLOAT), "y": ([1, 64, 2, 2], TensorProto.FLOAT)}
+    path = write(tmp_path / "m.onnx", nodes, ports, {"w": [64, 1, 3, 3]})
+    made = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
+    assert str(made.mesh) == "tp=4"
+    assert made.weights[0].layout == "[tp, -, -, -]"
+    with pytest.raises(StrategyError, match="no weights of experts"):
+        onnxpar.plan(path, devices=4, preset="expert-parallel")
+
+
 def test_a_third_axis_where_two_do_not_reach() -> None:
     """4 samples of 16 places: of 16 ranks for a sample, some split the width instead."""
     text = Recording(MODELS / "bert_encoder.dynamo.static.onnx", 64, Topology.default())
