@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -23,7 +24,7 @@ from onnx import (
 )
 
 from onnxpar.errors import ModelError
-from onnxpar.stored import subgraphs_of
+from onnxpar.stored import ExternalValues, stored_proto, subgraphs_of
 
 gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that go around it
 _LISTS = {
@@ -99,9 +100,11 @@ def _element_text(element: int) -> str:
     return str(TensorProto.DataType.Name(element)).lower()
 
 
-def import_graph(model: onnx.ModelProto, defaults: Mapping[str, TensorProto]) -> gs.Graph:
+def import_graph(
+    model: onnx.ModelProto, defaults: Mapping[str, TensorProto], folder: Path
+) -> gs.Graph:
     """The graph of a model without functions; `defaults` are the values of inputs that may be
-    fed. The model is taken apart.
+    fed, external data is in `folder`. The model is taken apart.
 
     Strings, sequences, optionals and maps have no shape in it, so that they stay whole. Errors:
     ModelError for an attribute that graphs have no place for.
@@ -122,6 +125,10 @@ def import_graph(model: onnx.ModelProto, defaults: Mapping[str, TensorProto]) ->
         by_name = {port.name: port for port in declared}
         for tensor in (*inner.inputs, *inner.outputs):
             tensor.onnx_source = by_name[tensor.name]
+        for constant in _constants(inner):
+            stored = stored_proto(constant)
+            if stored is not None and stored.data_location == TensorProto.EXTERNAL:
+                constant._values = ExternalValues(stored, folder)
     for tensor in graph.inputs:
         tensor.onnx_default = defaults.get(tensor.name)
     graph.ir_version = model.ir_version

@@ -120,7 +120,7 @@ def load(
 
     def prepare(inferred: onnx.ModelProto) -> gs.Graph:
         _name_nodes(inferred.graph)
-        graph = import_graph(inferred, defaults)
+        graph = import_graph(inferred, defaults, path.parent)
         if not open_dims:
             split_sequences(graph)
         if not for_training:

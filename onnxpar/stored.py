@@ -69,6 +69,18 @@ def copy_with_stubs(
     return copy
 
 
+class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
+    """Values that are read from a file in the model's folder when something looks at them."""
+
+    def __init__(self, tensor: TensorProto, folder: Path) -> None:
+        super().__init__(tensor)
+        self.folder = folder
+
+    def load(self) -> np.ndarray[Any, Any]:
+        """Reads them."""
+        return numpy_helper.to_array(self.tensor, str(self.folder))
+
+
 def stored_proto(tensor: gs.Constant) -> TensorProto | None:
     """The reference behind a weight that has not been read, None for a value in memory."""
     values: Any = tensor._values

@@ -102,7 +102,7 @@ def test_attributes_survive(nested: bool) -> None:
     proto = model(nodes, inputs, [port("y", [2])], domains=["org.example"])
     wanted = onnx.ModelProto()
     wanted.CopyFrom(proto)
-    made = export_graph(import_graph(proto, {}), wanted)
+    made = export_graph(import_graph(proto, {}, Path()), wanted)
     pairs = zip(_all_nodes(wanted.graph), _all_nodes(made.graph), strict=True)
     for old, new in pairs:
         a, b = ({x.name: x for x in n.attribute if x.name not in _GRAPHS} for n in (old, new))

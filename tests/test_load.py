@@ -251,6 +251,16 @@ def external(name: str, array: np.ndarray, folder: Path) -> TensorProto:
     return tensor
 
 
+def test_indices_elsewhere_are_read_there(tmp_path: Path) -> None:
+    """By rules that go by their values, wherever one works."""
+    proto = product()
+    proto.graph.node[-1].output[0] = "z"
+    proto.graph.node.append(helper.make_node("GatherND", ["z", "k"], ["y"], "rows"))
+    proto.graph.initializer.append(external("k", np.arange(6).reshape(6, 1), tmp_path))
+    plan = agree(proto, tmp_path, {"x": X}, strategy=TP)
+    assert not plan.whole
+
+
 @pytest.mark.parametrize("inner", ["initializer", "constant", "captured", "shared"])
 def test_data_elsewhere_in_subgraphs(tmp_path: Path, inner: str) -> None:
     stored = external("k", RANDOM.standard_normal((6, 300)).astype(np.float32), tmp_path)
