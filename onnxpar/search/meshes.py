@@ -55,7 +55,7 @@ def best_mesh(
     """The fastest strategy over the meshes of so many ranks that keeps to what is asked for, on the
     axes that are named there. Errors: StrategyError where there is none."""
     search = _Meshes(factors, devices, topology or Topology.default(), solve, strategy)
-    best = search.refined(search.fastest())
+    best = search.best()
     sharding = Sharding.open(best.mesh, factors, search.topology)
     names = _names(best.mesh, _uses(best, model, sharding), search.asked)
     return _renamed(best, names, search.is_even)
@@ -83,22 +83,27 @@ class _Meshes:
         self.is_even = not any(unit < devices for unit in topology.units())
         self.refused: list[tuple[Mesh, StrategyError]] = []
 
-    def fastest(self) -> Solution:
-        """Of the meshes of few axes, over which everything is decided at once."""
+    def best(self) -> Solution:
+        """Of the meshes of few axes, over which everything is decided at once, or of those that the
+        fastest with most axes leads to."""
         found = [s for mesh in self._coarse() if (s := self._try(mesh)) is not None]
         if not found:
             raise self._why()
         least = min(solution.seconds for solution in found)
-        return next(s for s in found if s.seconds <= least * (1 + SAME))
+        best = next(s for s in found if s.seconds <= least * (1 + SAME))
+        most = max(len(solution.mesh.shape) for solution in found)
+        start = min((s for s in found if len(s.mesh.shape) == most), key=_seconds)
+        refined = self._refined(start)
+        return refined if refined.seconds < best.seconds * (1 - WORTH) else best
 
-    def refined(self, best: Solution) -> Solution:
+    def _refined(self, best: Solution) -> Solution:
         """The same with an axis as two, while that is worth it: how nodes are split over the other
         axes is kept."""
         while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
-            finer = [s for s in self._finer(best) if s.seconds < best.seconds * (1 - WORTH)]
-            if not finer:
+            finer = min(self._finer(best), key=_seconds, default=best)
+            if finer.seconds >= best.seconds * (1 - WORTH):
                 break
-            best = min(finer, key=lambda s: s.seconds)
+            best = finer
         return best
 
     def _coarse(self) -> Iterator[Mesh]:
@@ -148,6 +153,10 @@ class _Meshes:
         return StrategyError(
             f"no mesh of {devices} ranks does what is asked for; on {mesh}: {error}"
         )
+
+
+def _seconds(solution: Solution) -> float:
+    return solution.seconds
 
 
 def asked_axes(strategy: Strategy) -> tuple[str, ...]:

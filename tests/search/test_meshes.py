@@ -153,6 +153,14 @@ def test_a_third_axis_where_two_do_not_reach() -> None:
     assert best.seconds < 0.99 * min(text.found.values())
 
 
+def test_a_third_axis_where_two_are_as_fast_as_one() -> None:
+    text = Recording(MODELS / "bert.legacy.static.onnx", 64, Topology.default())
+    best = text.best()
+    assert text.found[64,] == pytest.approx(min(text.found.values()))
+    assert len(best.mesh.shape) == 3
+    assert best.seconds < 0.95 * min(text.found.values())
+
+
 def test_axes_of_a_strategy_without_a_mesh(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 8)
     asked = {"shard": {"up": [["rows", None], [None, "columns"]]}}
