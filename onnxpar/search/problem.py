@@ -232,7 +232,8 @@ class Problem:
         asked = self._asked(name, made)
         known = self.known_fused if name in self.fused.tensors else self.known
         sharding = self.fused.within(self.sharding, name)
-        ways = Ways(sharding, found[0], [made, asked, *needs], known, self._is_apart)
+        reduced = End(None, tuple(p.reduced() for p in asked.placements))
+        ways = Ways(sharding, found[0], [made, asked, *needs, reduced], known, self._is_apart)
         if asked is not made:
             self._add_table([made, asked], times * ways.paths(made, asked))
         at = {end: end for end in (asked, *needs)}

@@ -28,7 +28,7 @@ from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import element_bytes, part_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
 from onnxpar.search.aim import LATENCY, OBJECTIVES, Aim
-from onnxpar.search.choices import Choice
+from onnxpar.search.choices import Choice, Kept
 from onnxpar.search.limits import Limit, TooMuch
 from onnxpar.search.predict import predict
 from onnxpar.search.problem import Problem
@@ -289,6 +289,25 @@ def test_a_weight_that_several_read_is_stored_once_for_each_way(tmp_path: Path) 
     for number in range(64):
         digits = (number // 4**i % 4 for i in range(3))
         check_held(graph, ctx.sharding, lambda size, digits=digits: next(digits) % size)
+
+
+def test_a_sum_that_many_readers_scatter(tmp_path: Path) -> None:
+    """What is kept of dp leaves no placement of it whole."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "mm")]
+    nodes += [helper.make_node("Relu", ["h"], [f"y{i}"], f"y{i}") for i in range(6)]
+    ends = [port(f"y{i}", [4, 4]) for i in range(6)]
+    weights = {"w": np.ones((4, 4), np.float32)}
+    path = write(model(nodes, [port("x", [4, 4])], ends, weights), tmp_path)
+    graph, ctx = context(path, "dp=2,tp=2", Topology.default())
+    dp = (ctx.sharding.mesh.axis("dp"),)
+    kept = {
+        op.node.name: Choice(tuple(dp if leaf.factor == wanted else () for leaf in op.leaves))
+        for op in ctx.sharding.factors.ops
+        for wanted in [op.leaves[0].factor if op.node.op == "Relu" else next(iter(op.rule.reduce))]
+    }
+    problem = Problem(graph, ctx.sharding, kept=Kept(frozenset({"dp"}), kept))
+    seconds, chosen, _ = problem.solve()
+    assert compiled(path, "dp=2,tp=2", Topology.default(), chosen) == pytest.approx(seconds)
 
 
 def test_rows_of_seconds_belong_together() -> None:
