@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from onnxpar.factors import OpFactors, with_axes
-from onnxpar.layout import local_size
+from onnxpar.layout import estimated_size
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.rules.rule import Rule, Size, expr_vars
 from onnxpar.sharding import Sharding
@@ -28,7 +28,7 @@ def flops_of_ranks(op: OpFactors, sharding: Sharding, ranks: Sequence[int]) -> l
         over = [(axes[i], sharding.parts.get((leaf.atom, axes[i]))) for i, leaf in at]
         if any(split for split, _ in over):
             tree = with_axes(op.trees[name], iter(over))
-            held[name] = [local_size(tree, sharding.mesh, rank) for rank in ranks]
+            held[name] = [estimated_size(tree, sharding.mesh, rank) for rank in ranks]
     known: dict[tuple[int, ...], int] = {}
     found = []
     for sizes in zip(*held.values(), strict=True) if held else [()] * len(ranks):
@@ -45,7 +45,7 @@ def flops_on_rank_0(op: OpFactors, axes: Sequence[Axes], mesh: Mesh) -> int:
     sizes = dict(op.rule.sizes)
     for name in sizes.keys() - op.whole.keys():
         over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
-        sizes[name] = local_size(with_axes(op.trees[name], iter(over)), mesh, 0)
+        sizes[name] = estimated_size(with_axes(op.trees[name], iter(over)), mesh, 0)
     return 2 * _products(op.rule, sizes)
 
 

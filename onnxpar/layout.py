@@ -103,6 +103,12 @@ def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
     return math.prod(sizes) if isinstance(dim, Product) else sum(sizes)
 
 
+def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
+    """The same where costs are reckoned: a size that only data decides, which factors have as -1,
+    counts as 1."""
+    return abs(local_size(dim, mesh, rank))
+
+
 def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
     """The global positions that a rank holds, in the order in which it holds them (int64)."""
     if isinstance(dim, Factor):
@@ -226,6 +232,10 @@ class Layout:
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of a rank's part."""
         return tuple(local_size(d, mesh, rank) for d in self.dims)
+
+    def estimated_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The same where costs are reckoned."""
+        return tuple(estimated_size(d, mesh, rank) for d in self.dims)
 
     def take(self, whole: Array, mesh: Mesh, rank: int) -> Array:
         """A rank's part of a global array: a view where that is possible.

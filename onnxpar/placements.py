@@ -22,7 +22,7 @@ from scipy.sparse.csgraph import dijkstra
 
 from onnxpar.arrays import Array
 from onnxpar.factors import TensorFactors, with_axes
-from onnxpar.layout import Dim, Factor, Product, ReduceOp, local_size
+from onnxpar.layout import Dim, Factor, Product, ReduceOp, estimated_size
 from onnxpar.mesh import Axes, Axis, merge_axes, parts_over
 from onnxpar.rows import rows_within
 from onnxpar.search.cost import Costs
@@ -338,7 +338,7 @@ class Placements:
                 return math.nan, math.nan
             given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
         split = with_axes(dim, iter(given))
-        return local_size(split, self.costs.mesh, 0), rows_within(split, self.costs.mesh)
+        return estimated_size(split, self.costs.mesh, 0), rows_within(split, self.costs.mesh)
 
 
 def _leaves(where: Where) -> set[int]:

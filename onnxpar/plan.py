@@ -35,7 +35,7 @@ def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
 
 def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
     """Bytes of a rank's part; rank 0 has the largest of default parts."""
-    size = math.prod(layout.local_shape(mesh, rank))
+    size = math.prod(layout.estimated_shape(mesh, rank))
     return math.ceil(size * element_bytes(tensor))
 
 

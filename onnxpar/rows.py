@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onnxpar.layout import Dim, Factor, Product, dim_axes, local_size, normalize
+from onnxpar.layout import Dim, Factor, Product, dim_axes, estimated_size, normalize
 from onnxpar.mesh import Mesh
 
 
@@ -18,8 +18,10 @@ def rows_within(dim: Dim, mesh: Mesh) -> int:
         return 1
     if isinstance(dim, Product):
         split = [i for i, child in enumerate(dim.children) if dim_axes(child)]
-        return math.prod(local_size(c, mesh, 0) for c in dim.children[: split[-1] if split else 0])
-    return local_size(dim, mesh, 0)
+        return math.prod(
+            estimated_size(c, mesh, 0) for c in dim.children[: split[-1] if split else 0]
+        )
+    return estimated_size(dim, mesh, 0)
 
 
 def rows_moved(before: Sequence[Dim], after: Sequence[Dim], mesh: Mesh) -> int:
@@ -28,5 +30,5 @@ def rows_moved(before: Sequence[Dim], after: Sequence[Dim], mesh: Mesh) -> int:
     for b, a in zip(before, after, strict=True):
         if b != a:
             rows += outer * max(rows_within(b, mesh), rows_within(a, mesh))
-        outer *= max(local_size(b, mesh, 0), local_size(a, mesh, 0))
+        outer *= max(estimated_size(b, mesh, 0), estimated_size(a, mesh, 0))
     return rows

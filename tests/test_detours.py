@@ -7,6 +7,7 @@ import pytest
 from onnxpar.factors import Leaf, TensorFactors
 from onnxpar.layout import Factor
 from onnxpar.mesh import Mesh
+from onnxpar.placements import Placements
 from onnxpar.reshard import Tensor, plan_steps
 from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement
@@ -48,3 +49,14 @@ def test_hosts_send_each_other_parts(start: Placement, steps: list[str]) -> None
 def test_where_all_links_are_alike_nothing_goes_a_longer_way() -> None:
     assert kinds(ROWS, Topology.default()) == ["AllGather dp"]
     assert kinds(Placement(((), ()), (DP, TP)), Topology.default()) == ["AllReduce dp.tp"]
+
+
+def test_nothing_takes_less_than_no_time_where_sizes_are_not_known() -> None:
+    """Rows that only data decide: they count as one."""
+    rows = TensorFactors((Factor(-1), Factor(48)), (Leaf(0, 48),), (1,))
+    mesh = Mesh.parse("tp=16")
+    tp = (mesh.axis("tp"),)
+    wanted = [Placement(((),)), Placement((tp,)), Placement(((),), tp)]
+    found = Placements(wanted, rows, Costs(Topology.default(), mesh), 4)
+    assert (found.graph.data > 0).all()
+    assert found.bytes.max() == 48 * 4

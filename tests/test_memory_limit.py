@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,21 @@ def test_a_preset_that_holds_more_is_refused() -> None:
 def test_what_no_number_of_ranks_can_do(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="up to 32 ranks do not help"):
         pipeline.plan(write(TINY, tmp_path), limited(64.0, devices=2))
+
+
+def test_the_solver_prints_nothing(tmp_path: Path) -> None:
+    """Native code, which writes to the process's own stdout."""
+    machine = tmp_path / "machine.yaml"
+    host = {"name": "host", "size": 4, "latency": 1e-7, "bandwidth": 1e10}
+    rack = {"name": "rack", "latency": 1e-6, "bandwidth": 1e9}
+    device = {"flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-8}
+    machine.write_text(json.dumps({"levels": [host, rack], "device": device}))
+    how = ["--mesh", "tp=8", "--objective", "throughput", "--memory-limit", "60kB", "--json"]
+    args = ["plan", str(MODELS / "dlrm.legacy.static.onnx"), "--topology", str(machine), *how]
+    command = [sys.executable, "-m", "onnxpar", *args]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["mesh"] == [["tp", 8]]
 
 
 @pytest.mark.parametrize(("needed", "first"), [(3, 3), (7, 3), (40, 3), (1000, 9), (4096, 2)])

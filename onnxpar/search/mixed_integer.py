@@ -93,7 +93,8 @@ class _Program:
             integrality=whole,
             bounds=Bounds(0, self.most),
             constraints=self._stacked([*self._one_value_each(), *self._sums(), *self._held(steps)]),
-            options={"time_limit": MOST_SECONDS, "mip_rel_gap": 0.0},
+            # bringing solutions back from a presolved program, HiGHS 1.12 prints a line to stdout
+            options={"time_limit": MOST_SECONDS, "mip_rel_gap": 0.0, "presolve": False},
         )
         if solved.status == INFEASIBLE:
             raise TooMuch(self.limit.bytes, math.inf)

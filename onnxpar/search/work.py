@@ -86,7 +86,7 @@ def _part(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> _Part:
     if tensor.name not in sharding.factors.tensors:
         return _Part()
     layout = sharding.layout(tensor, placement)
-    shape = layout.local_shape(sharding.mesh, 0)
+    shape = layout.estimated_shape(sharding.mesh, 0)
     return _Part(shape, part_bytes(tensor, layout, sharding.mesh))
 
 
