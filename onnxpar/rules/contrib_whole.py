@@ -11,26 +11,31 @@ REASONS = {
         "FusedConv FusedGemm DynamicQuantizeMatMul MatMulIntegerToFloat"
     ),
     "onnxruntime has no CPU kernel for it": (
-        "BiasAdd BiasDropout BiasSoftmax BiasSplitGelu BitmaskBiasDropout BitmaskDropout ComplexMul"
-        " ComplexMulConj DecoderAttention DecoderMaskedSelfAttention DequantizeBFP"
-        " DequantizeWithOrder DynamicSparseAttention FusedMatMulActivation GatedDeltaNet"
-        " GatedRelativePositionBias GemmFastGelu GemmFloat8 GemmaRotaryEmbedding GroupNorm Irfft"
-        " IsAllFinite LongformerAttention MatMulBlockQuantizedFp4Weight"
-        " MatMulBlockQuantizedFp8Weight MatMulNBitsMlp MatMulNBitsQkv MulInteger NhwcConv"
-        " NhwcFusedConv PackedAttention PackedMultiHeadAttention PackedSparseAttentionIndexer"
-        " PagedAttention QLinearReduceMean QOrderedAttention QOrderedGelu"
-        " QOrderedLayerNormalization QOrderedLongformerAttention QOrderedMatMul QuantizeBFP"
-        " QuantizeWithOrder ReduceSumInteger RelativePositionBias RemovePadding RestorePadding"
-        " Rfft SkipGroupNorm SparseAttentionIndexer SparsePagedAttention TorchEmbedding"
-        " VarlenCausalConvWithState"
+        "BiasAdd BiasDropout BiasSoftmax BiasSplitGelu BitmaskBiasDropout BitmaskDropout"
+        " ComplexMul ComplexMulConj ConvStateReplay DecoderAttention DecoderMaskedSelfAttention"
+        " DequantizeBFP DequantizeWithOrder DynamicSparseAttention FusedMatMulActivation"
+        " GatedDeltaNetStateReplay GatedRelativePositionBias GemmFastGelu GemmFloat8"
+        " GemmaRotaryEmbedding GroupNorm HyperConnectionLowRankMix Irfft IsAllFinite"
+        " LongformerAttention Mamba2Verify MatMulBlockQuantizedFp4Weight"
+        " MatMulBlockQuantizedFp8Weight MatMulNBitsMlp MatMulNBitsQLoRA MatMulNBitsQkv"
+        " MatMulPacked MoEPacked MulInteger NhwcConv NhwcFusedConv PackedAttention"
+        " PackedMultiHeadAttention PackedSparseAttentionIndexer"
+        " PackedSparseAttentionIndexerMerge PagedAttention QLinearReduceMean QOrderedAttention"
+        " QOrderedGelu QOrderedLayerNormalization QOrderedLongformerAttention QOrderedMatMul"
+        " QuantizeBFP QuantizeWithOrder RMSNormRotary ReduceSumInteger RelativePositionBias"
+        " RemovePadding RestorePadding Rfft RouterGateUpProj SkipGroupNorm"
+        " SparseAttentionIndexer SparsePagedAttention SpeculativePrefixCommit SwiGLU"
+        " TorchEmbedding"
     ),
     "it runs a model of its own": "BeamSearch GreedySearch Sampling WhisperBeamSearch",
     "it belongs to another device": "EPContext Snpe",
+    "its rows are packed in formats of their own": "GatherPacked",
+    "it may project, score and select at once": "MoEGroupRouter",
     "its blocks run on from row to row": "MatMulBnb4 MatMulFpQ4",
     "its range is that of all elements at each step": "DynamicQuantizeLSTM",
     "every step needs all that came before": (
-        "AttnLSTM BifurcationDetector CausalConvWithState DynamicTimeWarping LinearAttention"
-        " NGramHashMapping VarlenNGramHashMapping"
+        "AttnLSTM BifurcationDetector CausalConvWithState DynamicTimeWarping GatedDeltaNet"
+        " LinearAttention NGramHashMapping VarlenCausalConvWithState VarlenNGramHashMapping"
     ),
     "which elements it makes depends on their values": "Tokenizer Unique SparseToDenseMatMul",
     "its values are global positions": "Range",

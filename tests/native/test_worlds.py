@@ -340,4 +340,5 @@ def test_mpirun_needs_no_environment_of_ours(tmp_path: Path) -> None:
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
     arguments = ["-c", PROGRAM, str(library_path()), str(model)]
     output = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
-    assert output.stdout.split("\n") == ["[2.0, 2.0, 2.0]", "[2.0, 2.0, 2.0]", ""], output.stderr
+    # mpirun may put what ranks print, and the ends of these lines, in any order
+    assert output.stdout.replace("\n", "") == "[2.0, 2.0, 2.0]" * 2, output.stderr
