@@ -201,7 +201,7 @@ def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> 
 
 
 def _held(tensor: gs.Tensor, ctx: PassContext) -> int:
-    """Bytes of an activation on rank 0; 0 where its sizes are unknown."""
+    """Bytes of an activation on rank 0; 0 where its rank is unknown."""
     layout = ctx.layouts.get(tensor.name)
     return 0 if layout is None else part_bytes(tensor, layout, ctx.sharding.mesh)
 

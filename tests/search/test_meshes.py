@@ -11,18 +11,15 @@ import onnx
 import pytest
 from committed import MODELS
 from onnx import TensorProto, helper, numpy_helper
+from search.recording import Recording
 
 import onnxpar
 from onnxpar import pipeline
 from onnxpar.errors import StrategyError
-from onnxpar.factors import analyse
 from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options, load_model
-from onnxpar.search.choices import Kept
-from onnxpar.search.meshes import asked_axes, best_mesh
-from onnxpar.search.search import Solution, solve
-from onnxpar.sharding import Sharding
-from onnxpar.strategy import Seed, Strategy
+from onnxpar.pipeline import Options
+from onnxpar.search.meshes import asked_axes
+from onnxpar.strategy import Strategy
 from onnxpar.topology import Topology
 
 FAST = {"flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-8}
@@ -66,28 +63,6 @@ def matmuls(folder: Path, rows: int, wide: int = 256) -> Path:
     ]
     ports = {"x": ([rows, 64], TensorProto.FLOAT), "y": ([rows, 64], TensorProto.FLOAT)}
     return write(folder / "m.onnx", nodes, ports, {"up": [64, wide], "down": [wide, 64]})
-
-
-class Recording:
-    """Solves, and keeps the meshes."""
-
-    def __init__(self, path: Path, devices: int, topology: Topology) -> None:
-        self.model = load_model(path, Options(devices=devices))
-        self.factors = analyse(self.model.graph)
-        self.topology = topology
-        self.devices = devices
-        self.found: dict[tuple[int, ...], float] = {}
-
-    def solve(
-        self, sharding: Sharding, given: Sequence[Sequence[Seed]], kept: Kept | None
-    ) -> Solution:
-        found = solve(self.model.graph, sharding, self.model.states, given, kept=kept)
-        if kept is None:
-            self.found[tuple(size for _, size in sharding.mesh.shape)] = found.seconds
-        return found
-
-    def best(self) -> Solution:
-        return best_mesh(self.model, self.factors, self.devices, self.topology, self.solve)
 
 
 def test_both_orders_of_axes_are_tried(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""The search for a mesh, which notes what it tries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from onnxpar.factors import analyse
+from onnxpar.pipeline import Options, load_model
+from onnxpar.search.choices import Kept
+from onnxpar.search.meshes import best_mesh
+from onnxpar.search.search import Solution, solve
+from onnxpar.sharding import Sharding
+from onnxpar.strategy import Seed
+from onnxpar.topology import Topology
+
+
+class Recording:
+    """Solves, and keeps the meshes."""
+
+    def __init__(self, path: Path, devices: int, topology: Topology) -> None:
+        self.model = load_model(path, Options(devices=devices))
+        self.factors = analyse(self.model.graph)
+        self.topology = topology
+        self.devices = devices
+        self.found: dict[tuple[int, ...], float] = {}
+
+    def solve(
+        self, sharding: Sharding, given: Sequence[Sequence[Seed]], kept: Kept | None
+    ) -> Solution:
+        found = solve(self.model.graph, sharding, self.model.states, given, kept=kept)
+        if kept is None:
+            self.found[tuple(size for _, size in sharding.mesh.shape)] = found.seconds
+        return found
+
+    def best(self) -> Solution:
+        return best_mesh(self.model, self.factors, self.devices, self.topology, self.solve)
