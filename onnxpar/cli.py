@@ -6,12 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from onnxpar import commands, training_commands
 from onnxpar.calibration import command as calibration
 from onnxpar.compression import THRESHOLD
+from onnxpar.error_line import Terminated, quiet_ends, report
 from onnxpar.errors import OnnxparError
 from onnxpar.manual import MANUAL
 from onnxpar.mesh import Mesh
@@ -26,29 +28,64 @@ from onnxpar.training.losses import IGNORED, LOSSES
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
 from onnxpar.training.precision import PRECISIONS
 from onnxpar.training.rates import SCHEDULES
+from onnxpar.write_file import cause
 
 EXAMPLES = """examples:
   onnxpar shard gpt2.onnx --devices 4 --preset tensor-parallel -o gpt2.par
   onnxpar run gpt2.par --inputs in.npz --outputs out.npz
   onnxpar check gpt2.onnx --mesh dp=2,tp=2 --dim batch=4
 
-exit status: 0 good, 1 mismatch, 2 bad input or failed run"""
+exit status: 0 good, 1 mismatch, 2 bad input or failed run; ONNXPAR_TRACEBACK=1 in the environment
+adds Python's traceback to an error"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     args = parser().parse_args(argv)
+    with quiet_ends():
+        return _status_of(args)
+
+
+def _status_of(args: argparse.Namespace) -> int:
+    """Runs a command. Whatever goes wrong is one line on standard error."""
     try:
-        return int(args.command(args))
-    except OnnxparError as error:
-        print(f"onnxpar: error: {error}", file=sys.stderr)
-        return 2
+        status = int(args.command(args))
+        failure: Exception | None = None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        status, failure = 0, None
     except KeyboardInterrupt:
         print("onnxpar: interrupted", file=sys.stderr)
         return 130
+    except Terminated:
+        print("onnxpar: terminated", file=sys.stderr)
+        return 143
+    except Exception as error:  # the outermost boundary: no traceback reaches a user
+        status, failure = 2, error
+    failure = _flush() or failure
+    if failure is not None:
+        report(failure)
+        return 2
+    return status
+
+
+def _flush() -> Exception | None:
+    """Writes what was printed now, as at the exit nobody could tell that it fails. Returns why."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        return OnnxparError(f"cannot write to the standard output: {cause(error)}")
+    return None
+
+
+def _drop_output() -> None:
+    """Lets the interpreter's last flush succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,6 +162,14 @@ def parser() -> argparse.ArgumentParser:
         "--inputs", metavar="NPZ", help="arrays by input name; made up where missing"
     )
     check.add_argument("--seed", type=int, default=0, help="for inputs that are made up")
+    for name, term in (("rtol", "X * |reference|"), ("atol", "X")):
+        check.add_argument(
+            f"--{name}",
+            type=_tolerance,
+            metavar="X",
+            help=f"each element may differ by {term}, as of numpy.allclose; both add up, and "
+            "replace the tolerances by dtype, which are of the largest element",
+        )
     check.add_argument(
         "--train",
         action="store_true",
@@ -297,6 +342,13 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         f"(T should be near the largest elements, and is {THRESHOLD} by default); none",
     )
     to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number that is not below 0")
+    return value
 
 
 def _add_save(to: argparse.ArgumentParser) -> None:

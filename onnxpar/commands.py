@@ -37,8 +37,8 @@ from onnxpar.plan import Plan
 from onnxpar.report import plan_lines
 from onnxpar.report_page import write_page
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.compare import compare
-from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
+from onnxpar.runtime.compare import Closeness, compare
+from onnxpar.runtime.feeds import make_feeds, read_feeds, read_given, write_arrays
 from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.runtime.replicas import compare_replicas
 from onnxpar.runtime.session import InferenceSession
@@ -55,6 +55,7 @@ from onnxpar.training.compare import compare_training, judge_compressed, judge_g
 from onnxpar.training.data import Data
 from onnxpar.training.replicas import compare_copies
 from onnxpar.training.trainer import Trainer
+from onnxpar.write_file import writing
 
 NOTHING = "no output is held by several ranks, so there is nothing to compare"
 
@@ -167,7 +168,7 @@ def annotate(args: argparse.Namespace) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """Prints the plan of a model.par."""
     Bundle.load(args.par)
-    data = json.loads((Path(args.par) / "plan.json").read_text())
+    data = json.loads((Path(args.par) / "plan.json").read_text(encoding="utf-8"))
     print(json.dumps(data, indent=1) if args.json else "\n".join(plan_lines(data)))
     return 0
 
@@ -216,23 +217,30 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Shards, runs and compares; 1 on a mismatch."""
+    close = None
+    if args.rtol is not None or args.atol is not None:
+        close = Closeness(args.rtol or 0.0, args.atol or 0.0)
     if args.train:
+        if close is not None:
+            raise InputError("--rtol, --atol: losses of --train have tolerances of their own")
         return _check_training(args)
     options = replace(_options(args), replicas=True)
     with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
         par = Path(folder) / "model.par"
         with _progress("weights", _weight_bytes(args.model)) as progress:
             made = pipeline.shard(args.model, par, options, progress)
-        feeds = _check_feeds(args, made, Bundle.load(par))
+        feeds, made_up = _check_feeds(args, made, Bundle.load(par))
         with _session(par, args) as session:
             if options.preset == MANUAL:
-                report = compare_replicas(session, feeds)
+                report = compare_replicas(session, feeds, close)
             else:
-                report = compare(args.model, session, feeds)
-    if made.step is not None:
+                report = compare(args.model, session, feeds, close=close, timed=True)
+    if made.step is not None and close is None:
         report = judge_compressed(judge_gradients(report, made.step), made.step)
     _print_plan(made)
     print()
+    if args.inputs and made_up:
+        print(f"made up: {'; '.join(made_up)}")
     print(report.text() if report.rows else NOTHING)
     return 0 if report.ok else 1
 
@@ -285,9 +293,10 @@ def opt(args: argparse.Namespace) -> int:
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         number = next(counter)
         if args.dump:
-            Path(args.dump).mkdir(parents=True, exist_ok=True)
             file = Path(args.dump) / f"{number:02d}-{step.name}.onnxtxt"
-            file.write_text(graph_text(model.graph, ctx))
+            with writing(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(graph_text(model.graph, ctx), encoding="utf-8")
         if "all" in args.print_after or step.name in args.print_after:
             print(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
 
@@ -340,32 +349,25 @@ def _input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int,
     ]
 
 
-def _check_feeds(args: argparse.Namespace, made: Plan, bundle: Bundle) -> dict[str, Any]:
-    """What is given, and random feeds for the rest; open sizes are those of what is given, else
-    the plan's examples."""
-    names = _npz_names(args.inputs) if args.inputs else set()
+def _check_feeds(
+    args: argparse.Namespace, made: Plan, bundle: Bundle
+) -> tuple[dict[str, Any], list[str]]:
+    """What is given, and random feeds for the rest, of which it tells name, type and shape; open
+    sizes are those of what is given, else the plan's examples."""
     specs = _input_specs(bundle.path)
-    given = [s for s in specs if s[0] in names or f"{s[0]}.0" in names]
-    feeds: dict[str, Any] = read_feeds(args.inputs, given) if given else {}
+    feeds = read_given(args.inputs, specs) if args.inputs else {}
     shapes = {name: a.shape for name, a in feeds.items() if isinstance(a, np.ndarray)}
     known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
     sizes = {s: known[s] or made.example[s] for s in bundle.symbols}
     rest: Any = [
         (name, kind, bundle.inputs[name].shape_at(sizes))
         for name, kind, _ in specs
-        if name not in {g[0] for g in given}
+        if name not in feeds
     ]
     unknown = {name for name, _, _ in rest}
     ranges = {name: r for name, r in made.ranges.items() if name in unknown}
-    return make_feeds(rest, ranges, args.seed) | feeds
-
-
-def _npz_names(path: str) -> set[str]:
-    try:
-        with np.load(path) as arrays:
-            return set(arrays.files)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
+    made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
+    return make_feeds(rest, ranges, args.seed) | feeds, made_up
 
 
 def _print_plan(made: Plan, full: bool = True) -> None:

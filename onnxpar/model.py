@@ -38,6 +38,7 @@ from onnxpar.subgraphs import all_nodes
 from onnxpar.symbols import Polynomial
 from onnxpar.unfuse import unfuse
 from onnxpar.upgrade import raise_opset, upgrade
+from onnxpar.write_file import unread
 
 _MAX_IR, MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
@@ -153,6 +154,8 @@ def read_proto(path: Path) -> onnx.ModelProto:
         raise ModelError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise ModelError(f"{path}: is a folder; give an .onnx file") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {unread(error)}") from None
     except (DecodeError, ValueError) as error:
         raise ModelError(f"{path}: not an ONNX model, or truncated ({error})") from None
     if not proto.HasField("graph") or not proto.opset_import:

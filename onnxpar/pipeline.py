@@ -49,6 +49,7 @@ from onnxpar.summary import summarize
 from onnxpar.topology import Topology
 from onnxpar.verify import verify
 from onnxpar.write_annotations import operand_names, original, save, write_annotations
+from onnxpar.write_file import writing
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
@@ -355,6 +356,15 @@ def shard(
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     made, ctx = plan(path, options, watch)
+    with writing(output):
+        _write(output, made, ctx, progress)
+    return made
+
+
+def _write(
+    output: Path, made: Plan, ctx: PassContext, progress: Callable[[int], None] | None
+) -> None:
+    """Writes a folder, which appears when all of it is there."""
     folder = Path(tempfile.mkdtemp(prefix=".onnxpar-", dir=output.parent))
     try:
         extra: dict[str, Any] = {"progress": progress} if progress else {}
@@ -366,4 +376,3 @@ def shard(
         folder.rename(output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return made

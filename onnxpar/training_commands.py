@@ -37,6 +37,7 @@ from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
 from onnxpar.training.picture import draw_losses
 from onnxpar.training.step import StepOptions
 from onnxpar.training.trainer import Trainer
+from onnxpar.write_file import writing
 
 
 def grad(args: argparse.Namespace) -> int:
@@ -93,7 +94,8 @@ def train(args: argparse.Namespace) -> int:
         if not trainer.leads:
             deque(records(trainer, data, run, held_out), maxlen=0)
         else:
-            logs.mkdir(parents=True, exist_ok=True)
+            with writing(logs):
+                logs.mkdir(parents=True, exist_ok=True)
             _follow(trainer, data, run, held_out, logs)
         trace = trainer.session.end_profile(args.profile, warm_up=1) if args.profile else None
     if trace is not None:
@@ -134,10 +136,12 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
                 row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
                 text = ", ".join(f"{n} is {v:.6g}" for n, v in record.evaluation.items())
                 bar.write(f"epoch: {record.epoch} evaluation: {text}", sys.stdout)
-            json.dump({**row, **record.values, "seconds": round(record.seconds, 6)}, sink)
-            sink.write("\n")
-            sink.flush()
-    draw_losses(metrics, logs / "loss.png")
+            with writing(metrics):
+                line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
+                sink.write(f"{line}\n")
+                sink.flush()
+    with writing(logs / "loss.png"):
+        draw_losses(metrics, logs / "loss.png")
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
     if run.checkpoint is not None:
         print(f"the last checkpoint is {newest(run.checkpoint)}")
@@ -147,7 +151,8 @@ def _forget(metrics: Path, first: int) -> None:
     """Takes the rows from this step on out of a file of metrics: they are told anew."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
-    metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    with writing(metrics):
+        metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def merge(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ from onnxpar.annotations import (
     annotate_node,
     clear_annotations,
 )
-from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.errors import StrategyError
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Axes
 from onnxpar.model import read_proto
@@ -39,6 +39,7 @@ from onnxpar.passes.pass_ import PassContext
 from onnxpar.sharding import Sharding
 from onnxpar.standard_shardings import axes_text, node_shardings
 from onnxpar.stored import external_location, stored_tensors
+from onnxpar.write_file import new_file
 
 CONFIGURATION = "onnxpar"
 Operands = Mapping[str, tuple[str, list[str]]]
@@ -59,15 +60,14 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
         for t in stored_tensors(model.graph)
         if t.data_location == onnx.TensorProto.EXTERNAL
     }
-    try:
+    with new_file(output) as written:
         for location in locations:
             there = output.parent / location
             if there.resolve() != (source.parent / location).resolve():
                 there.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source.parent / location, there)
-        output.write_bytes(model.SerializeToString())
-    except OSError as error:
-        raise OnnxparError(f"{output}: {error.strerror or error}") from None
+                with new_file(there) as copied:
+                    shutil.copyfile(source.parent / location, copied)
+        written.write_bytes(model.SerializeToString())
 
 
 def operand_names(sharding: Sharding) -> Operands:

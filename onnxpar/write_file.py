@@ -1,27 +1,75 @@
-"""Files that appear at once."""
+"""Files that appear at once, and why a file cannot be read or written."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, OnnxparError
+
+_REMEDIES: Mapping[int, str] = {
+    errno.ENOSPC: "free some space there, or choose another place",
+    errno.EDQUOT: "free some space there, or choose another place",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose another place",
+    errno.EACCES: "give this user the permission, or choose another place",
+    errno.EPERM: "give this user the permission, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.ENOENT: "make the folder first",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "a file stands where a folder is needed; choose another place",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "the machine has no memory left",
+}
+
+
+def cause(error: OSError) -> str:
+    """What the operating system says, with the remedy where one is known."""
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{unread(error)}; {remedy}" if remedy else unread(error)
+
+
+def unread(error: OSError) -> str:
+    """What the operating system says of a file that cannot be read."""
+    text = error.strerror or str(error) or type(error).__name__
+    return text[:1].lower() + text[1:]
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors: OnnxparError, naming `path`, where writing to it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OnnxparError(f"cannot write {os.fspath(path)}: {cause(error)}") from error
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A place to write a file to, which takes the name `path` when the block ends well; else
+    nothing is left of it. Errors: InputError where it cannot be written."""
+    file = Path(path)
+    is_device = file.exists() and not file.is_file()  # /dev/stdout, a pipe; a folder is an error
+    try:
+        beside = None if is_device else file.parent
+        with tempfile.TemporaryDirectory(prefix=".onnxpar-", dir=beside) as folder:
+            written = Path(folder) / "file"
+            yield written
+            if is_device:
+                file.write_bytes(written.read_bytes())
+            else:
+                os.replace(written, file)
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {cause(error)}") from error
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     """A text file to write to, which takes its place when all of it is there. Errors: InputError
     where it cannot be written; then nothing is left."""
-    file = Path(path)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".onnxpar-", dir=file.parent) as folder:
-            written = Path(folder) / "file"
-            with written.open("w", encoding="utf-8") as sink:
-                yield sink
-            os.replace(written, file)
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from None
+    with new_file(path) as written, written.open("w", encoding="utf-8") as sink:
+        yield sink

@@ -17,6 +17,7 @@ from onnxpar.errors import OnnxparError
 from onnxpar.interchange import default_of, export_graph
 from onnxpar.stored import external_location, stored_bytes, stored_tensors
 from onnxpar.subgraphs import all_nodes
+from onnxpar.write_file import cause
 
 ALIGN = 4096
 """Offsets of weights in the data file, so that a runtime can map them."""
@@ -55,7 +56,7 @@ def write_model(
                 os.replace(Path(folder) / "data", data)
             os.replace(Path(folder) / "model", output)
     except OSError as error:
-        raise OnnxparError(f"{output}: {error.strerror or error}") from None
+        raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
 
 
 def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:

@@ -93,6 +93,7 @@ LAYERS = (
     ),
     ("calibration",),
     ("api", "commands", "training_commands", "hvd"),
+    ("error_line",),
     ("cli",),
 )
 """From the lowest; a module imports from its own layer or below."""

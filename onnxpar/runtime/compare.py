@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ TOLERANCES: Mapping[str, float] = {
 What is not named here must be equal.
 """
 COLUMNS = 100
+TIMED_RUNS, TIMED_SECONDS = 5, 1.0
+"""Runs that are timed, or fewer where these take longer than that."""
 _ORT_ERRORS = (
     RuntimeError,
     ValueError,
@@ -75,10 +78,45 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Closeness:
+    """Numbers are close where they differ by at most `atol + rtol * abs(reference)`, element by
+    element, as of `numpy.allclose`. An error is then the largest difference as a share of that."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def error(self, given: Array, reference: Array) -> float:
+        """The largest share of what each element may differ by; at most 1 where all are close."""
+        a, b = given.astype(np.float64), reference.astype(np.float64)
+        finite = np.isfinite(b)
+        off, allowed = np.abs(a - b)[finite], self.atol + self.rtol * np.abs(b[finite])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(np.where(off == 0, 0.0, off / allowed).max(initial=0))
+
+
+@dataclass(frozen=True)
+class Times:
+    """The shortest of a few runs after the first, in seconds, of the unsplit model and of the
+    sharded one on so many ranks."""
+
+    unsplit: float
+    sharded: float
+    ranks: int
+
+    def text(self) -> str:
+        """One line that says whose times these are."""
+        return (
+            f"a run takes {self.unsplit * 1e3:.2f} ms unsplit, {self.sharded * 1e3:.2f} ms on "
+            f"{self.ranks} ranks (shortest of {TIMED_RUNS} or fewer, warm)"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """The comparison of every output."""
 
     rows: tuple[Comparison, ...]
+    times: Times | None = None
 
     @property
     def ok(self) -> bool:
@@ -98,6 +136,8 @@ class Report:
         verdict = "all outputs agree" if self.ok else "the outputs differ"
         worst = self.worst
         lines.append(f"{verdict}; the worst is {worst.name}: {worst.fault or f'{worst.error:.1e}'}")
+        if self.times is not None:
+            lines += ["", self.times.text()]
         return "\n".join(line[:COLUMNS] for line in lines)
 
 
@@ -106,36 +146,59 @@ def compare(
     par: str | os.PathLike[str] | Session,
     feeds: Mapping[str, Any],
     tolerances: Mapping[str, float] | None = None,
+    close: Closeness | None = None,
+    timed: bool = False,
 ) -> Report:
     """Runs the unsplit model and the sharded one on the same feeds and compares every output.
 
     `par` is a model.par folder or an open session. `tolerances` replace those of TOLERANCES, by
-    dtype. Errors: ModelError where the unsplit model does not load; InputError; RankError.
+    dtype; `close` replaces them all. With `timed`, both run a few times more. Errors: ModelError
+    where the unsplit model does not load; InputError; RankError.
     """
-    reference = run_unsplit(model, feeds)
-    if isinstance(par, Session):
-        outputs = _run(par, feeds)
-    else:
+    if not isinstance(par, Session):
         with InferenceSession(par) as session:
-            outputs = _run(session, feeds)
+            return compare(model, session, feeds, tolerances, close, timed)
+    par.check_feeds(feeds)
+    unsplit = Unsplit(model)
+    reference = unsplit.run(feeds)
+    seconds = shortest(lambda: unsplit.run(feeds)) if timed else 0.0
+    unsplit.close()  # the ranks may need its memory
+    outputs = _run(par, feeds)
+    times = None
+    if timed:
+        times = Times(seconds, shortest(lambda: _run(par, feeds)), par.ranks)
     allowed = {**TOLERANCES, **(tolerances or {})}
     wanted, given = (
         {k: a for n, v in values.items() for k, a in arrays_in(n, v).items()}
         for values in (reference, outputs)
     )
-    rows = [compare_arrays(n, given.get(n), array, allowed) for n, array in wanted.items()]
+    rows = [compare_arrays(n, given.get(n), array, allowed, close) for n, array in wanted.items()]
     extra = [
         Comparison(n, a.dtype.name, a.shape, 0.0, 0.0, "the unsplit model lacks it")
         for n, a in given.items()
         if n not in wanted
     ]
-    return Report((*rows, *extra))
+    return Report((*rows, *extra), times)
+
+
+def shortest(run: Callable[[], object]) -> float:
+    """The seconds of the shortest of a few runs."""
+    seconds: list[float] = []
+    while len(seconds) < TIMED_RUNS and sum(seconds) < TIMED_SECONDS:
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def compare_arrays(
-    name: str, given: Array | None, reference: Array, tolerances: Mapping[str, float] = TOLERANCES
+    name: str,
+    given: Array | None,
+    reference: Array,
+    tolerances: Mapping[str, float] = TOLERANCES,
+    close: Closeness | None = None,
 ) -> Comparison:
-    """Compares an output with its reference."""
+    """Compares an output with its reference; numbers as `close` says, where it is given."""
     dtype, shape = reference.dtype, reference.shape
     error, fault, off, largest = 0.0, "", 0.0, 0.0
     if given is None:
@@ -147,26 +210,44 @@ def compare_arrays(
     elif dtype.name in tolerances:
         off, largest, fault = _float_error(given, reference)
         error = off / largest if largest else math.inf if off else 0.0
-    else:
+    elif close is None or dtype.kind not in "iu":
         both_nan = (given != given) & (reference != reference)
         error = float(np.count_nonzero((given != reference) & ~both_nan)) / max(reference.size, 1)
     allowed = tolerances.get(dtype.name, 0.0)
+    if close is not None and not fault and (dtype.name in tolerances or dtype.kind in "iu"):
+        error, allowed = close.error(given, reference), 1.0  # type: ignore[arg-type]
     return Comparison(name, dtype.name, shape, error, allowed, fault, off, largest)
+
+
+class Unsplit:
+    """The unsplit model under a stock onnxruntime. Errors: ModelError where it does not load."""
+
+    def __init__(self, model: str | os.PathLike[str] | bytes) -> None:
+        self._session: ort.InferenceSession | None = open_unsplit(model)
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        self._session = None
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs by name. Errors: ModelError, InputError."""
+        session = self._session
+        assert session is not None, "closed"
+        ports = [*session.get_inputs(), *session.get_outputs()]
+        for argument in session.get_inputs():
+            if argument.name not in feeds and not is_optional(argument.type):
+                raise InputError(f"input {argument.name!r} of the unsplit model is not fed")
+        try:
+            if any(is_value(port.type) for port in ports):
+                return _run_values(session, feeds)
+            return _run_bound(session, feeds)
+        except _ORT_ERRORS as error:
+            raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
 
 
 def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any]) -> dict[str, Any]:
     """The outputs of the unsplit model, by name, run whole. Errors: ModelError, InputError."""
-    session = open_unsplit(model)
-    ports = [*session.get_inputs(), *session.get_outputs()]
-    for argument in session.get_inputs():
-        if argument.name not in feeds and not is_optional(argument.type):
-            raise InputError(f"input {argument.name!r} of the unsplit model is not fed")
-    try:
-        if any(is_value(port.type) for port in ports):
-            return _run_values(session, feeds)
-        return _run_bound(session, feeds)
-    except _ORT_ERRORS as error:
-        raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
+    return Unsplit(model).run(feeds)
 
 
 def open_unsplit(model: str | os.PathLike[str] | bytes) -> ort.InferenceSession:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 
 from onnxpar.arrays import Array
 from onnxpar.errors import InputError
+from onnxpar.write_file import new_file, unread
 
 InputSpec = tuple[str, str, Sequence[int]]
 """Name, dtype (NumPy's or ml_dtypes' name, else the type as onnxruntime writes it) and shape."""
@@ -49,8 +52,13 @@ def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
     What NumPy cannot name (bfloat16, float8) is read as what the input says, if the sizes agree.
     Errors: InputError for a file that is missing or no .npz, a missing or an unknown key.
     """
-    file = Path(path)
-    arrays = read_npz(file)
+    return _fed(Path(path), read_npz(Path(path)), inputs, [name for name, _, _ in inputs])
+
+
+def _fed(
+    file: Path, arrays: dict[str, Array], inputs: Sequence[InputSpec], known: Sequence[str]
+) -> dict[str, Any]:
+    """The values of `inputs`; no array may be left that is of none. `known` are all inputs."""
     lists = {name: _take_list(name, arrays, dtype) for name, dtype, _ in inputs if "(" in dtype}
     dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs if name not in lists}
     for name in dtypes:
@@ -58,22 +66,27 @@ def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
             raise InputError(f"{file} lacks input {name!r}; it has {_list(arrays)}")
     for name in arrays:
         if name not in dtypes:
-            raise InputError(f"{file} has {name!r}, but the inputs are {_list(dtypes)}")
+            raise InputError(f"{file} has {name!r}, but the inputs are {', '.join(known)}")
     return lists | {name: _typed(arrays[name], dtype) for name, dtype in dtypes.items()}
+
+
+def read_given(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
+    """The same where inputs may be missing: those that the file has. Errors: InputError for an
+    unknown key, too."""
+    arrays = read_npz(Path(path))
+    given = [i for i in inputs if i[0] in arrays or ("(" in i[1] and f"{i[0]}.0" in arrays)]
+    return _fed(Path(path), arrays, given, [name for name, _, _ in inputs])
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
     """Writes an .npz file that `read_feeds` reads. Errors: InputError where it cannot."""
-    try:
-        # A file object, as NumPy adds a suffix to a name, and `file` and others are its keywords.
-        with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
-            for name, array in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    plain = np.asanyarray(array)
-                    plain = plain.astype(str) if plain.dtype == object else plain
-                    np.lib.format.write_array(member, plain, allow_pickle=False)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error}") from error
+    # A file object, as NumPy adds a suffix to a name, and `file` and others are its keywords.
+    with new_file(path) as written, zipfile.ZipFile(written, "w", allowZip64=True) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                plain = np.asanyarray(array)
+                plain = plain.astype(str) if plain.dtype == object else plain
+                np.lib.format.write_array(member, plain, allow_pickle=False)
 
 
 def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] | None:
@@ -113,16 +126,34 @@ def _random(
 
 def read_npz(file: Path) -> dict[str, Array]:
     """The arrays of an .npz file, by name. Errors: InputError."""
+    name = ""
     try:
         loaded = np.load(file, allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
             raise InputError(f"{file} is a single array; write a .npz with one array per input")
+        arrays: dict[str, Array] = {}
         with loaded as archive:
-            return {name: archive[name] for name in archive.files}
+            for name in archive.files:
+                arrays[name] = archive[name]
+        return arrays
     except FileNotFoundError as error:
         raise InputError(f"there is no file {file}") from error
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise InputError(f"{file} is not a .npz file: {error}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {unread(error)}") from error
+    # NumPy's reader of headers raises these, too, where a file is damaged.
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, *_PARSING) as error:
+        what = f"array {name!r} of {file} cannot be read" if name else f"{file} is not a .npz file"
+        raise InputError(f"{what}: {_why(error)}; write it with numpy.savez") from error
+
+
+_PARSING = (SyntaxError, TypeError, NotImplementedError, tokenize.TokenError, RuntimeError)
+
+
+def _why(error: Exception) -> str:
+    text = str(error).rstrip(".")
+    if "allow_pickle" in text:
+        return "it holds Python objects; convert it to a dtype of numbers, bools or strings"
+    return text or "the file is empty"
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:

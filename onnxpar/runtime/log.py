@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from onnxpar.errors import OnnxparError
+from onnxpar.write_file import writing
 
 QUOTED_LINES = 15
 QUOTED_BYTES = 16384
@@ -30,8 +31,9 @@ class Log:
         if log_dir is None:
             return Log(tempfile.TemporaryFile(), tempfile.TemporaryFile(), None)
         folder = Path(log_dir) / f"rank.{rank}"
-        folder.mkdir(parents=True, exist_ok=True)
-        stdout, stderr = ((folder / f"{name}.log").open("w+b") for name in ("stdout", "stderr"))
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            stdout, stderr = ((folder / f"{name}.log").open("w+b") for name in ("stdout", "stderr"))
         return Log(stdout, stderr, folder)
 
     @property

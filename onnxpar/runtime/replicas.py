@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onnxpar.arrays import Array
-from onnxpar.runtime.compare import Report, compare_arrays
+from onnxpar.runtime.compare import Closeness, Report, compare_arrays
 from onnxpar.runtime.session import Session
 
 _SUFFIX = "@replicas"
 
 
-def compare_replicas(session: Session, feeds: Mapping[str, Array]) -> Report:
+def compare_replicas(
+    session: Session, feeds: Mapping[str, Array], close: Closeness | None = None
+) -> Report:
     """Runs a model that gathers copies of its outputs, and compares each copy with the first.
 
     Errors: InputError; RankError.
@@ -21,6 +23,6 @@ def compare_replicas(session: Session, feeds: Mapping[str, Array]) -> Report:
     rows = []
     for name, copies in zip(names, outputs, strict=True):
         own = name.removesuffix(_SUFFIX)
-        found = [compare_arrays(own, copy, copies[0]) for copy in copies[1:]]
+        found = [compare_arrays(own, copy, copies[0], close=close) for copy in copies[1:]]
         rows.append(max(found, key=lambda row: row.badness))
     return Report(tuple(rows))

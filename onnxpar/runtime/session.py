@@ -53,6 +53,15 @@ class Session(Closing):
         return [port.arg for port in self._bundle.outputs.values()]
 
     @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self._bundle.mesh.size
+
+    def check_feeds(self, feeds: Mapping[str, Any]) -> None:
+        """Errors: InputError where a run would refuse these feeds."""
+        check_feeds(self._bundle, feeds, self._kept)
+
+    @property
     def apart(self) -> frozenset[str]:
         """Outputs that evaluate a training step: they are not computed together with others."""
         return self._bundle.apart

@@ -19,6 +19,7 @@ from onnxpar.packing import stored_bits
 from onnxpar.runtime.bundle import Port
 from onnxpar.runtime.parts import Parts
 from onnxpar.runtime.tensors import is_packed
+from onnxpar.write_file import writing
 
 ALIGN = 64
 """Offsets of tensors in a file of states."""
@@ -27,6 +28,11 @@ ALIGN = 64
 def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> None:
     """Writes parts of states, one after the other, to a rank's files in a folder, to stay: they
     are on disk when this returns."""
+    with writing(folder):
+        _write_parts(folder, rank, parts)
+
+
+def _write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> None:
     index: dict[str, Any] = {}
     with (folder / f"rank_{rank:04d}.bin").open("wb") as sink:
         for name, part in parts:
@@ -67,7 +73,7 @@ class PartFiles:
                 entry["offset"],
                 (max(count * stored_bits(dtype) // 8, 1),),
             )
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise ModelError(f"{file}: does not have state {name!r} ({error})") from None
         part: Array = data[: count * dtype.itemsize].view(dtype).reshape(shape)
         return part

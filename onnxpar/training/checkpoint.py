@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.state_files import StateFiles
 from onnxpar.step import Slot, Step
+from onnxpar.write_file import unread, writing
 
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})")
@@ -75,8 +76,15 @@ class Checkpoint:
             layouts = {name: Layout.from_json(tree) for name, tree in data["layouts"].items()}
             slots = [Slot(**slot) for slot in data["slots"]]
             progress = Progress(**data["progress"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{folder / 'checkpoint.json'}: {error}") from None
+        except ModelError:
+            raise
+        except OSError as error:
+            raise ModelError(f"cannot read {folder / 'checkpoint.json'}: {unread(error)}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, OnnxparError) as error:
+            raise ModelError(
+                f"{folder / 'checkpoint.json'} is no checkpoint of onnxpar's, or damaged "
+                f"({type(error).__name__}: {error}); go on from another one"
+            ) from None
         return Checkpoint(folder, progress, slots, StateFiles(folder, mesh, layouts))
 
 
@@ -107,7 +115,8 @@ def begin(folder: Path, progress: Progress) -> None:
     that were not finished."""
     for left in folder.glob(".step_*.unfinished"):
         shutil.rmtree(left, ignore_errors=True)
-    unfinished(folder, progress).mkdir(parents=True)
+    with writing(folder):
+        unfinished(folder, progress).mkdir(parents=True)
 
 
 def finish(folder: Path, progress: Progress, bundle: Bundle, step: Step) -> None:
@@ -122,10 +131,11 @@ def finish(folder: Path, progress: Progress, bundle: Bundle, step: Step) -> None
     }
     written = unfinished(folder, progress)
     file = written / "checkpoint.json"
-    with file.open("w", encoding="utf-8") as sink:
-        json.dump(data, sink)
-        sink.flush()
-        os.fsync(sink.fileno())
     final = folder / progress.name
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(written, final)
+    with writing(final):
+        with file.open("w", encoding="utf-8") as sink:
+            json.dump(data, sink)
+            sink.flush()
+            os.fsync(sink.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(written, final)

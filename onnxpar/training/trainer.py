@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,12 @@ class Trainer(Closing):
         folder = Path(folder)
         if self.leads:
             begin(folder, progress)
-        self.session.states.save(unfinished(folder, progress))
+        try:
+            self.session.states.save(unfinished(folder, progress))
+        except BaseException:
+            if self.leads:
+                shutil.rmtree(unfinished(folder, progress), ignore_errors=True)
+            raise
         if self.leads:
             finish(folder, progress, self.bundle, self.spec)
 

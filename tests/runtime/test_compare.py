@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper, save
 from runtime.bundles import weight_of_k_split
 
 from onnxpar.errors import InputError, ModelError
-from onnxpar.runtime.compare import Report, compare, compare_arrays
+from onnxpar.runtime.compare import Closeness, Report, compare, compare_arrays
 from onnxpar.runtime.threads import ThreadSession
 
 NAN, INF = np.nan, np.inf
@@ -65,8 +65,25 @@ def test_a_wrong_model(par: Path, x: np.ndarray) -> None:
 def test_models_and_feeds_that_do_not_work(par: Path, tmp_path: Path, x: np.ndarray) -> None:
     with pytest.raises(ModelError, match="does not load the unsplit model"):
         compare(tmp_path / "nowhere.onnx", par, {"x": x})
-    with pytest.raises(InputError, match="input 'x' of the unsplit model is not fed"):
+    with pytest.raises(InputError, match="input 'x' is not fed; give float32"):
         compare(unsplit().SerializeToString(), par, {})
+
+
+def test_close_is_element_by_element() -> None:
+    reference = np.array([1.0, 1000.0], np.float32)
+    given = np.array([1.005, 1000.0], np.float32)
+    assert compare_arrays("y", given, reference).ok  # beside the largest element, it is little
+    for close in (Closeness(1e-3), Closeness(1e-3, 1e-3), Closeness(atol=4e-3)):
+        row = compare_arrays("y", given, reference, close=close)
+        allowed = np.allclose(given, reference, close.rtol, close.atol)
+        assert row.ok == allowed and not row.ok
+    row = compare_arrays("y", given, reference, close=Closeness(4e-3, 2e-3))
+    assert row.ok and row.error == pytest.approx(0.005 / 0.006, rel=1e-3)
+    assert not compare_arrays("i", np.array([3]), np.array([4]), close=Closeness(0.1)).ok
+    assert compare_arrays("i", np.array([3]), np.array([4]), close=Closeness(0.5)).ok
+    zero = np.zeros(2, np.float32)
+    assert not compare_arrays("z", zero + np.float32(1e-9), zero, close=Closeness(1.0)).ok
+    assert not compare_arrays("n", zero, np.array([0, NAN], np.float32), close=Closeness(1.0)).ok
 
 
 CASES = [

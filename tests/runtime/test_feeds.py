@@ -90,7 +90,9 @@ def test_files_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 'c', but the inputs are a, b"):
         read_feeds(file, two)
     np.savez(file, a=np.array([None], object))
-    with pytest.raises(InputError, match=r"is not a \.npz file"):
+    with pytest.raises(InputError, match=r"array 'a' of .*feeds\.npz .* holds Python objects"):
         read_feeds(file, one)
+    with pytest.raises(InputError, match=r"/dev/null is not a \.npz file: No data left in file"):
+        read_feeds("/dev/null", one)
     with pytest.raises(InputError, match="cannot write"):
         write_arrays(tmp_path / "no" / "folder.npz", {})

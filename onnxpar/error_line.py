@@ -1,0 +1,87 @@
+"""Turns any failure of a command into one line that names the thing and the remedy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from onnxpar.errors import OnnxparError, RankError
+from onnxpar.write_file import cause
+
+VARIABLE = "ONNXPAR_TRACEBACK"
+"""Set to 1 in the environment, it adds the traceback and the rest of a long message."""
+
+
+def wants_traceback() -> bool:
+    """Whether the user asked for tracebacks."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def error_line(error: BaseException) -> str:
+    """What a user is told of an error: one line."""
+    text = str(error)
+    if isinstance(error, RankError):
+        first, _, rest = text.partition("\n")
+        hint = f" ({VARIABLE}=1 shows what the other ranks say)"
+        text = first + hint if rest and not wants_traceback() else text
+    elif isinstance(error, OnnxparError):
+        pass
+    elif isinstance(error, OSError):
+        named = isinstance(error.filename, (str, bytes, os.PathLike))
+        # All other writes are named where they happen.
+        where = f"the standard output, or a file in {tempfile.gettempdir()}"
+        text = f"{os.fsdecode(error.filename) if named else where}: {cause(error)}"
+    elif isinstance(error, MemoryError):
+        text = f"not enough memory{': ' if text else ''}{text}; use a larger host"
+    else:
+        text = f"internal error: {type(error).__name__}: {text}; run again with {VARIABLE}=1 and "
+        text += "report what it prints"
+    return text if wants_traceback() else " ".join(text.split())
+
+
+def report(error: BaseException) -> None:
+    """Prints the line of an error, and its traceback where the user asked for it."""
+    if wants_traceback():
+        traceback.print_exception(error)
+    print(f"onnxpar: error: {error_line(error)}", file=sys.stderr)
+
+
+class Terminated(BaseException):
+    """The process was asked to end; raised so that what is half-written is removed first."""
+
+
+@contextmanager
+def quiet_ends() -> Iterator[None]:
+    """Within it, SIGTERM raises Terminated, and what goes wrong in other threads and in
+    destructors is one line, too."""
+    hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook = lambda args: _report_aside(args.exc_value)
+    sys.unraisablehook = lambda args: _report_aside(args.exc_value)
+    is_main = threading.current_thread() is threading.main_thread()
+    before: Any = signal.getsignal(signal.SIGTERM) if is_main else None
+    if before == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        threading.excepthook, sys.unraisablehook = hooks
+        if before == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; cleaning up takes a moment
+    raise Terminated
+
+
+def _report_aside(error: BaseException | None) -> None:
+    if error is not None and not isinstance(error, SystemExit):
+        report(error)
