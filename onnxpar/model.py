@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +14,30 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from onnxpar.annotations import Configuration, read_annotations
+from onnxpar.checker import MIN_IR, check_standard
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.inference import infer
+from onnxpar.input_sizes import bind_dims
 from onnxpar.interchange import header_of, import_graph
 from onnxpar.open_sizes import OpenSizes, infer_open
-from onnxpar.runtime_shapes import is_known
 from onnxpar.sequences import split_sequences
 from onnxpar.step import Step
 from onnxpar.stored import (
-    check_external,
-    copy_with_stubs,
+    check_stored,
     densify,
-    element_bits,
     is_folded,
     lift_constants,
     nodes_of,
-    stored_bytes,
     stored_tensors,
 )
 from onnxpar.subgraphs import all_nodes
-from onnxpar.symbols import Polynomial
+from onnxpar.tolerated import restate
 from onnxpar.unfuse import unfuse
 from onnxpar.upgrade import raise_opset, upgrade
 from onnxpar.write_file import unread
 
-_MAX_IR, MAX_OPSET = 13, 26
-"""What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
 TRAINING_OPSET = 18
 """Since then, all reductions take their axes as an operand, and gradients are written with it."""
-_MIN_IR = 4
-"""From here on, initializers need not be inputs."""
-_READ_AT_MOST = 1 << 16
-"""Bytes of an initializer that the checker may read."""
-_LENT = "com.microsoft"
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """What shapes are computed from."""
 
@@ -103,23 +92,25 @@ def load(
     path = Path(path)
     proto = read_proto(path)
     annotations = read_annotations(proto)
+    restate(proto)
     least = max([least, *(c.devices for c in annotations)])
     header = header_of(proto)
     proto = _inlined(proto, path)
     stored = {t.name for t in stored_tensors(proto.graph)} - {""}
-    _check(proto, path)
     for tensor in stored_tensors(proto.graph):
-        check_external(tensor, path)
+        check_stored(tensor, path)
+    check_standard(proto, path)
     densify(proto.graph, path.parent)
     lift_constants(proto.graph)
     defaults, fixed = _settle_defaults(proto, feedable=not for_training)
     proto = upgrade(proto, str(path))
     if for_training:
         proto = raise_opset(proto, TRAINING_OPSET, str(path))
-    open_dims = _bind_dims(proto.graph, dims or {}, path)
+    open_dims = bind_dims(proto.graph, dims or {}, path)
     unfuse(proto)
 
     def prepare(inferred: onnx.ModelProto) -> gs.Graph:
+        _check_outputs(inferred.graph, path)
         _name_nodes(inferred.graph)
         graph = import_graph(inferred, defaults, path.parent)
         if not open_dims:
@@ -163,64 +154,14 @@ def read_proto(path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _check(proto: onnx.ModelProto, path: Path) -> None:
-    opset = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    if opset > MAX_OPSET or proto.ir_version > _MAX_IR:
-        raise ModelError(
-            f"{path}: opset {opset}, IR {proto.ir_version}; onnxruntime loads up to opset "
-            f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
-        )
-    bare = copy_with_stubs(proto, partial(_unread, path))
-    for tensor in stored_tensors(bare.graph):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            tensor.CopyFrom(_inline_stub(tensor))
-    bare.ir_version = max(bare.ir_version, _MIN_IR)  # what the runtime does not mind
-    bare.graph.name = bare.graph.name or "graph"
-    for port in (*bare.graph.input, *bare.graph.output):
-        if port.type.HasField("tensor_type"):
-            port.type.tensor_type.shape.SetInParent()
-    _lend_domain(bare.graph, bare.opset_import)
-    try:
-        onnx.checker.check_model(bare)
-    except onnx.checker.ValidationError as error:
-        raise ModelError(
-            f"{path}: breaks the ONNX standard: {str(error).splitlines()[0]}"
-        ) from None
-
-
-def _lend_domain(graph: onnx.GraphProto, opsets: Any) -> None:
-    """Ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) move to one
-    that the checker does not look into."""
-    opset = next((o.version for o in opsets if o.domain in ("", "ai.onnx")), 1)
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-                _lend_domain(inner, opsets)
-        is_standard = node.domain in ("", "ai.onnx") and onnx.defs.has(node.op_type, opset)
-        if not is_standard and is_known(node.op_type, node.domain):
-            node.domain = _LENT
-            if all(o.domain != _LENT for o in opsets):
-                opsets.append(onnx.helper.make_opsetid(_LENT, 1))
-
-
-def _unread(path: Path, tensor: TensorProto) -> TensorProto | None:
-    """What the checker sees of a large initializer. Errors: ModelError where data lacks."""
-    if len(tensor.raw_data) <= _READ_AT_MOST:
-        return None
-    if len(tensor.raw_data) != stored_bytes(tensor):
-        raise ModelError(
-            f"{path}: initializer {tensor.name!r} has {len(tensor.raw_data)} bytes, its shape and "
-            f"type {stored_bytes(tensor)}"
-        )
-    return _inline_stub(tensor)
-
-
-def _inline_stub(tensor: TensorProto) -> TensorProto:
-    """A tensor of no elements, or a scalar: for the checker, which would copy the data, or look for
-    it in the working directory."""
-    dims, dtype = tensor.dims, tensor.data_type
-    data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
-    return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)
+def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:
+    """Errors: ModelError for an output whose type is neither declared nor inferred."""
+    for port in graph.output:
+        if port.type.WhichOneof("value") is None:
+            raise ModelError(
+                f"{path}: output {port.name!r} has no type, and none can be inferred; declare one "
+                "with onnx.helper.make_tensor_value_info"
+            )
 
 
 def _inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
@@ -252,7 +193,7 @@ def _settle_defaults(
     graph = proto.graph
     inputs = {i.name: i for i in graph.input}
     both = [t for t in graph.initializer if t.name in inputs]
-    fed = both if feedable and proto.ir_version >= _MIN_IR else []
+    fed = both if feedable and proto.ir_version >= MIN_IR else []
     fixed = [t.name for t in fed if is_folded(t) and t.data_type in _COUNTS]
     defaults = {t.name: t for t in fed if t.name not in fixed}
     for name, tensor in defaults.items():
@@ -261,51 +202,13 @@ def _settle_defaults(
     constants = {t.name for t in both} - defaults.keys()
     _keep(graph.input, [i for i in graph.input if i.name not in constants])
     _keep(graph.initializer, [t for t in graph.initializer if t.name not in defaults])
-    proto.ir_version = max(proto.ir_version, _MIN_IR)
+    proto.ir_version = max(proto.ir_version, MIN_IR)
     return defaults, fixed
 
 
 def _keep(field: Any, messages: list[Any]) -> None:
     del field[:]
     field.extend(messages)
-
-
-def _bind_dims(
-    graph: onnx.GraphProto, dims: Mapping[str, int], path: Path
-) -> dict[tuple[str, int], Polynomial]:
-    """Replaces symbols of the graph's inputs by sizes."""
-    found: dict[tuple[str, int], Polynomial] = {}
-    labels: dict[str, str] = {}
-    for tensor in graph.input:
-        for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
-            if dim.HasField("dim_value"):
-                continue
-            label = dim.dim_param or f"{tensor.name}.{axis}"
-            found[tensor.name, axis] = size = _size(label)
-            labels.update({symbol: symbol for symbol in size.variables})
-            labels[label] = size.symbol or label
-    unknown = sorted(dims.keys() - labels.keys())
-    if unknown:
-        have = ", ".join(sorted(labels)) or "none"
-        raise StrategyError(f"--dim {unknown[0]}: {path} has no such symbol; it has: {have}")
-    for label, value in dims.items():
-        number = Polynomial.constant(value)
-        found = {at: size.replace(labels[label], number) for at, size in found.items()}
-    for tensor in graph.input:
-        for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
-            bound = found.get((tensor.name, axis))
-            if bound is not None and not bound.variables:
-                dim.dim_value = bound.at({})
-                del found[tensor.name, axis]
-    return found
-
-
-def _size(label: str) -> Polynomial:
-    """What the name of a dimension says: a symbol, or a size made of symbols (`past + 1`)."""
-    try:
-        return Polynomial.parse(label)
-    except ValueError:
-        return Polynomial.variable(re.sub(r"\W", "_", label))
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:

@@ -21,7 +21,7 @@ import onnxpar.grad
 import onnxpar.rules
 from onnxpar.grad.vjp import registered as gradients
 from onnxpar.grad.vjp import without as without_gradient
-from onnxpar.model import MAX_OPSET
+from onnxpar.checker import MAX_OPSET
 from onnxpar.rules.rule import registered, whole_ops
 
 COUNTS = ("split", "gathered", "refused", "oracle")

@@ -48,10 +48,19 @@ def _refine(node: Piece, kind: str, sizes: tuple[int, ...]) -> list[Piece] | Non
     return list(node.children)
 
 
+def _only(node: Piece) -> Piece:
+    """The piece; where all but one of what it is made of is empty, that one."""
+    node = node.root()
+    pieces = flat(node, node.kind) if node.kind and node.size > 1 else [node]
+    if len(pieces) == 1 and pieces[0] is not node:
+        node.parent = pieces[0]
+    return node.root()
+
+
 def unify(a: Piece, b: Piece) -> bool:
     """Makes two pieces the same, refining both where they are cut differently; False where they
     cannot be, which leaves what was joined so far."""
-    a, b = a.root(), b.root()
+    a, b = _only(a), _only(b)
     if a is b:
         return True
     if a.size != b.size:

@@ -20,13 +20,14 @@ RUN_LIMIT = 1 << 22
 """Elements of all operands up to which a node is run for its shapes."""
 
 _STATE = ort.capi.onnxruntime_pybind11_state
-_REFUSED = (
+REFUSED = (
     _STATE.Fail,
     _STATE.InvalidArgument,
     _STATE.InvalidGraph,
     _STATE.NotImplemented,
     _STATE.RuntimeException,
 )
+"""What onnxruntime raises for a model that it cannot load or run."""
 _GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
 """Caches whose length an operand says; the runtime takes them for as long as those before."""
 _SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
@@ -103,7 +104,7 @@ def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
     options.log_severity_level = 4
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    except _REFUSED:
+    except REFUSED:
         return [None] * len(outputs)
     shapes: list[_Shape | None] = [list(o.shape) for o in session.get_outputs()]
     if any(not isinstance(s, int) for shape in shapes for s in shape or ()) or not all(shapes):
@@ -118,13 +119,35 @@ def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
 
 
 def _type(output: Any, shape: _Shape | None) -> TypeProto | None:
-    """`tensor(float)` and a shape as ONNX has them; None for what is no tensor."""
-    kind, _, element = output.type.partition("(")
-    if kind != "tensor":
-        return None
-    names = {"float": "FLOAT", "double": "DOUBLE"}
-    dtype = TensorProto.DataType.Value(names.get(element[:-1], element[:-1].upper()))
-    return onnx.helper.make_tensor_type_proto(dtype, shape)
+    """`tensor(float)` and a shape as ONNX has them; None for what is neither tensor, sequence,
+    map nor optional."""
+    kind, _, inner = output.type.removesuffix(")").partition("(")
+    return _of_text(output.type) if kind != "tensor" else _tensor_type(inner, shape)
+
+
+def _of_text(text: str) -> TypeProto | None:
+    """`seq(map(int64,tensor(float)))` as ONNX has it."""
+    kind, _, inner = text.removesuffix(")").partition("(")
+    if kind == "tensor":
+        return _tensor_type(inner, None)
+    if kind == "map":
+        key, _, value_text = inner.partition(",")
+        value = _of_text(value_text)
+        return value and onnx.helper.make_map_type_proto(_element(key), value)
+    made = {
+        "seq": onnx.helper.make_sequence_type_proto,
+        "optional": onnx.helper.make_optional_type_proto,
+    }
+    element = _of_text(inner) if kind in made else None
+    return element and made[kind](element)
+
+
+def _tensor_type(element: str, shape: _Shape | None) -> TypeProto:
+    return onnx.helper.make_tensor_type_proto(_element(element), shape)
+
+
+def _element(text: str) -> int:
+    return int(TensorProto.DataType.Value(text.upper()))
 
 
 def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
@@ -140,6 +163,6 @@ def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
         return None
     try:
         results = session.run(None, {n: np.zeros(dims, t) for n, (dims, t) in feeds.items()})
-    except _REFUSED:
+    except REFUSED:
         return None
     return [list(np.shape(r)) for r in results]

@@ -88,20 +88,52 @@ def stored_proto(tensor: gs.Constant) -> TensorProto | None:
 
 
 def external_location(tensor: TensorProto) -> tuple[str, int, int | None]:
-    """(location, offset, length) of external data, as the model states them."""
+    """(location, offset, length) of external data, as the model states them; the length is None
+    where it is all that the tensor needs. Errors: ValueError for what is no number."""
     entries = {e.key: e.value for e in tensor.external_data}
-    length = int(entries["length"]) if "length" in entries else None
+    length = int(entries.get("length", 0)) or None  # the runtime takes 0 for none
     return entries.get("location", ""), int(entries.get("offset", 0)), length
 
 
-def check_external(tensor: TensorProto, model: Path) -> None:
-    """Errors: ModelError where external data is missing, short, or outside the model's folder."""
-    if tensor.data_location != TensorProto.EXTERNAL:
+def check_stored(tensor: TensorProto, model: Path) -> None:
+    """Errors: ModelError where a tensor's data is not as much as its type and shape say, or is
+    missing, short or outside the model's folder."""
+    dtype = tensor.data_type
+    known = [n for n in TensorProto.DataType.values() if n != TensorProto.UNDEFINED]
+    if dtype not in known or min(tensor.dims, default=0) < 0:
+        raise ModelError(
+            f"{model}: weight {tensor.name!r} has data type {dtype} and shape {list(tensor.dims)}, "
+            "which no tensor has; write the model again"
+        )
+    if tensor.data_location == TensorProto.EXTERNAL:
+        _check_external(tensor, model)
         return
-    location, offset, length = external_location(tensor)
+    count = int(np.prod(tensor.dims, dtype=np.int64))
+    if tensor.HasField("raw_data"):
+        have, need, what = len(tensor.raw_data), stored_bytes(tensor), "bytes"
+    else:
+        have = len(getattr(tensor, helper.tensor_dtype_to_field(dtype)))
+        is_pair = dtype in (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
+        is_packed = 0 < element_bits(dtype) < 8
+        need = stored_bytes(tensor) if is_packed else count * (2 if is_pair else 1)
+        what = "elements"
+    if have != need:
+        raise ModelError(
+            f"{model}: weight {tensor.name!r} has {have} {what}, its shape and type {need}; the "
+            "file is damaged"
+        )
+
+
+def _check_external(tensor: TensorProto, model: Path) -> None:
+    try:
+        location, offset, length = external_location(tensor)
+    except ValueError as error:
+        raise ModelError(
+            f"{model}: offset or length of weight {tensor.name!r} is no number: {error}"
+        ) from None
     folder = model.parent.resolve()
     data = (folder / location).resolve()
-    if not data.is_relative_to(folder):
+    if Path(location).is_absolute() or not data.is_relative_to(folder):
         raise ModelError(
             f"{model}: weight {tensor.name!r} points to {location!r}, outside the model's folder"
         )
@@ -109,7 +141,7 @@ def check_external(tensor: TensorProto, model: Path) -> None:
         raise ModelError(f"{model}: external data {location!r} of {tensor.name!r} is missing")
     need = stored_bytes(tensor)
     have = data.stat().st_size - offset if length is None else length
-    if have < need or data.stat().st_size < offset + need:
+    if have < need or data.stat().st_size < offset + need or offset < 0:
         raise ModelError(
             f"{model}: external data {location!r} is too short for {tensor.name!r}: "
             f"{need} bytes from {offset}"

@@ -269,7 +269,7 @@ def open_unsplit(model: str | os.PathLike[str] | bytes) -> ort.InferenceSession:
 
 def _run_values(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:
     values = {n: as_fed(v) if isinstance(v, np.ndarray) else v for n, v in feeds.items()}
-    names = [argument.name for argument in session.get_outputs()]
+    names = list(dict.fromkeys(argument.name for argument in session.get_outputs()))
     return dict(zip(names, session.run(names, values), strict=True))
 
 
@@ -280,7 +280,7 @@ def _run_bound(session: ort.InferenceSession, feeds: Mapping[str, Array]) -> dic
     for argument in (*session.get_inputs(), *session.get_overridable_initializers()):
         if argument.name in held:
             bind_input(binding, argument.name, held[argument.name], memory[argument.name])
-    arguments = session.get_outputs()
+    arguments = list({argument.name: argument for argument in session.get_outputs()}.values())
     for argument in arguments:
         binding.bind_output(argument.name, "cpu")
     session.run_with_iobinding(binding)

@@ -11,7 +11,7 @@ from onnx import GraphProto, NodeProto
 from onnxpar.arrays import Array
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.model import read_proto
-from onnxpar.stored import check_external, stored_tensors
+from onnxpar.stored import check_stored, stored_tensors
 from onnxpar.training.checkpoint import Checkpoint
 from onnxpar.write_model import write_model
 
@@ -45,7 +45,7 @@ def merge(
         if name not in tensors:
             raise ModelError(f"{path}: has no weight {name!r}, which {found.path} has trained")
     for tensor in tensors.values():
-        check_external(tensor, path)
+        check_stored(tensor, path)
 
     def value(name: str) -> Array | None:
         if name not in trained:

@@ -1,0 +1,112 @@
+"""Holds a model against the ONNX standard, without reading its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+from onnx import GraphProto, TensorProto, helper
+
+from onnxpar.errors import ModelError
+from onnxpar.runtime_shapes import REFUSED, is_known
+from onnxpar.stored import copy_with_stubs, element_bits, nodes_of, stored_tensors, subgraphs_of
+
+_MAX_IR, MAX_OPSET = 13, 26
+"""What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
+MIN_IR = 4
+"""From here on, initializers need not be inputs."""
+_READ_AT_MOST = 1 << 16
+"""Bytes of an initializer that the checker may read."""
+_LENT = "com.microsoft"
+
+
+def check_standard(model: onnx.ModelProto, path: Path) -> None:
+    """Errors: ModelError where the model breaks the standard and onnxruntime does not load it
+    either. Its stored tensors have been checked."""
+    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    if opset > MAX_OPSET or model.ir_version > _MAX_IR:
+        raise ModelError(
+            f"{path}: opset {opset}, IR {model.ir_version}; onnxruntime loads up to opset "
+            f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
+        )
+    _check_types(model.graph, path)
+    try:
+        onnx.checker.check_model(_bare(model))
+    except onnx.checker.ValidationError as error:
+        if not _is_loaded(path):
+            reason = str(error).splitlines()[0]
+            raise ModelError(f"{path}: breaks the ONNX standard: {reason}") from None
+
+
+def _check_types(graph: GraphProto, path: Path) -> None:
+    """Errors: ModelError for an input whose type nothing else could tell."""
+    for port in graph.input:
+        kind = port.type.WhichOneof("value")
+        if kind is None or (kind == "tensor_type" and not port.type.tensor_type.elem_type):
+            raise ModelError(f"{path}: input {port.name!r} has no type; export the model again")
+
+
+def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as the checker is to see it: without large data, which it would copy, and without
+    what the runtime does not mind."""
+    bare = copy_with_stubs(model, _stub_of_large)
+    for tensor in stored_tensors(bare.graph):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            tensor.CopyFrom(_inline_stub(tensor))
+    bare.ir_version = max(bare.ir_version, MIN_IR)
+    bare.graph.name = bare.graph.name or "graph"
+    del bare.metadata_props[:]
+    for graph in _graphs(bare.graph):
+        for port in (*graph.input, *graph.output):
+            kind = port.type.WhichOneof("value")
+            if kind == "tensor_type":
+                port.type.tensor_type.shape.SetInParent()
+            elif kind is None and graph is bare.graph:
+                port.type.CopyFrom(helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    _lend_domain(bare.graph, bare.opset_import)
+    return bare
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in nodes_of(graph):
+        yield from subgraphs_of(node)
+
+
+def _is_loaded(path: Path) -> bool:
+    """Whether onnxruntime loads the file all the same."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+    except REFUSED:
+        return False
+    return True
+
+
+def _lend_domain(graph: GraphProto, opsets: Any) -> None:
+    """Ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) move to one
+    that the checker does not look into."""
+    opset = next((o.version for o in opsets if o.domain in ("", "ai.onnx")), 1)
+    for node in nodes_of(graph):
+        is_standard = node.domain in ("", "ai.onnx") and onnx.defs.has(node.op_type, opset)
+        if not is_standard and is_known(node.op_type, node.domain):
+            node.domain = _LENT
+            if all(o.domain != _LENT for o in opsets):
+                opsets.append(helper.make_opsetid(_LENT, 1))
+
+
+def _stub_of_large(tensor: TensorProto) -> TensorProto | None:
+    return _inline_stub(tensor) if len(tensor.raw_data) > _READ_AT_MOST else None
+
+
+def _inline_stub(tensor: TensorProto) -> TensorProto:
+    """A tensor of no elements, or a scalar: for the checker, which would copy the data, or look for
+    it in the working directory."""
+    dims, dtype = tensor.dims, tensor.data_type
+    data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
+    return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)
