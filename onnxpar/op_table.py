@@ -19,9 +19,9 @@ import onnx
 
 import onnxpar.grad
 import onnxpar.rules
+from onnxpar.checker import MAX_OPSET
 from onnxpar.grad.vjp import registered as gradients
 from onnxpar.grad.vjp import without as without_gradient
-from onnxpar.checker import MAX_OPSET
 from onnxpar.rules.rule import registered, whole_ops
 
 COUNTS = ("split", "gathered", "refused", "oracle")

@@ -167,7 +167,8 @@ class Bundle:
         for text, own, size in given:
             if any(v not in found for v in own.variables) or own.at(found) != size:
                 others = "; ".join(origin[v] for v in own.variables if v in origin)
-                raise InputError(f"{text}, which is {own} in the model; {others}")
+                remedy = "; where they may differ, give them different names" if others else ""
+                raise InputError(f"{text}, which is {own} in the model; {others}{remedy}")
         return tuple(found.get(s, 0) for s in self.symbols)
 
     def check_complete(self) -> None:

@@ -1,0 +1,354 @@
+"""What breaks the ONNX standard, or says less than it, and runs in onnxruntime all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
+from tiny_models import BOOL, RANDOM, TP, W, X, agree, model, port, product, write
+
+import onnxpar
+from onnxpar.errors import ModelError
+from onnxpar.runtime.threads import ThreadSession
+
+Build = Callable[[Path], onnx.ModelProto]
+CASES: dict[str, Build] = {}
+
+
+def case(build: Build) -> Build:
+    CASES[build.__name__] = build
+    return build
+
+
+def check(proto: onnx.ModelProto, folder: Path) -> None:
+    """On 2 ranks, with the batch split, and with the product's columns where there is one."""
+    feeds = {"x": X}
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    ort.InferenceSession(str(write(proto, folder)), options).run(None, feeds)
+    agree(proto, folder, feeds, preset="data-parallel")
+    if proto.graph.initializer:
+        agree(proto, folder, feeds, strategy=TP)
+
+
+# types and sizes
+
+
+@case
+def no_type(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.output[0].ClearField("type")
+    return proto
+
+
+@case
+def untyped_value_info(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.value_info.extend([ValueInfoProto(name="h"), ValueInfoProto()])
+    return proto
+
+
+@case
+def sizes_of_minus_one(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.input[0].CopyFrom(port("x", [-1, 4]))
+    proto.graph.output[0].CopyFrom(port("y", [-1, 6]))
+    proto.graph.value_info.append(port("h", [-1, -1]))
+    return proto
+
+
+@case
+def sizes_of_zero(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.output[0].CopyFrom(port("y", [0, 0]))
+    proto.graph.value_info.append(port("h", [0, 6]))
+    return proto
+
+
+@case
+def wrong_sizes(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.output[0].CopyFrom(port("y", [6, 7, 8]))
+    proto.graph.value_info.append(port("h", [5, 5]))
+    return proto
+
+
+# entries of the file
+
+
+@case
+def unnamed_weight(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.initializer.append(numpy_helper.from_array(W, ""))
+    return proto
+
+
+@case
+def weight_given_twice(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.initializer.append(numpy_helper.from_array(W * 2, "w"))
+    return proto
+
+
+@case
+def output_listed_twice(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.output.append(port("y", [6, 6]))
+    return proto
+
+
+@case
+def weight_with_raw_and_typed_data(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.initializer[0].float_data.extend(W.reshape(-1) * 2)
+    return proto
+
+
+@case
+def empty_location(_: Path) -> onnx.ModelProto:
+    """Of data that stands in the model itself."""
+    proto = product()
+    proto.graph.initializer[0].external_data.add(key="location", value="")
+    return proto
+
+
+@case
+def length_of_zero(folder: Path) -> onnx.ModelProto:
+    proto = product()
+    (folder / "w.bin").write_bytes(W.tobytes())
+    tensor = proto.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="w.bin")
+    tensor.external_data.add(key="length", value="0")
+    return proto
+
+
+@case
+def metadata_given_twice(_: Path) -> onnx.ModelProto:
+    proto = product()
+    for value in "ab":
+        proto.metadata_props.add(key="k", value=value)
+    return proto
+
+
+@case
+def domain_spelled_out(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.node[0].domain = "ai.onnx"
+    return proto
+
+
+@case
+def unsorted_nodes(_: Path) -> onnx.ModelProto:
+    proto = product()
+    nodes = [*proto.graph.node, helper.make_node("Neg", ["h"], ["n"], "neg")]
+    branch = helper.make_graph(
+        [helper.make_node("Abs", ["n"], ["t"])], "b", [], [port("t", [6, 6])]
+    )
+    nodes += [
+        helper.make_node("If", ["c"], ["z"], "if", then_branch=branch, else_branch=branch),
+        helper.make_node("Greater", ["one", "zero"], ["c"], "greater"),
+        helper.make_node("Identity", ["one"], ["unused"], "last"),
+    ]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes[::-1])
+    proto.graph.output.append(port("z", [6, 6]))
+    for name, value in (("one", 1), ("zero", 0)):
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
+    return proto
+
+
+@case
+def empty_weight(_: Path) -> onnx.ModelProto:
+    """Concatenated to others: the result is what it was before."""
+    proto = product()
+    proto.graph.node[1].output[0] = "r"
+    proto.graph.node.append(helper.make_node("Concat", ["r", "e"], ["y"], "cat", axis=0))
+    proto.graph.initializer.append(numpy_helper.from_array(np.zeros((0, 6), np.float32), "e"))
+    return proto
+
+
+# labels of dimensions
+
+
+def labelled(*labels: str) -> Build:
+    """y = relu(x), of sizes with these labels."""
+
+    def build(_: Path) -> onnx.ModelProto:
+        node = helper.make_node("Relu", ["x"], ["y"])
+        return model([node], [port("x", labels)], [port("y", labels)])
+
+    return build
+
+
+for _labels in (
+    ("None", "None"),  # what nobody knows, twice
+    ("?", "?"),
+    ("-1", "-1"),
+    ("6", "6"),
+    ("batch size", "a-b"),
+    ("dim-1", "dim-2"),
+    ("lambda", "1n"),
+    ("n//2", "True"),
+    ("größe", "é"),
+    ("a b", "a.b"),
+    ("a*b", "c+d"),
+    ("n+1", "k"),
+):
+    CASES[f"labels {_labels}"] = labelled(*_labels)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs(name: str, tmp_path: Path) -> None:
+    check(CASES[name](tmp_path), tmp_path)
+
+
+def test_a_sum_of_symbols_is_one(tmp_path: Path) -> None:
+    proto = model(
+        [
+            helper.make_node("Concat", ["a", "b"], ["ab"], axis=0),
+            helper.make_node("Add", ["ab", "c"], ["y"]),
+        ],
+        [port("a", ["past", 4]), port("b", ["new", 4]), port("c", ["past + new", 1])],
+        [port("y", None)],
+    )
+    feeds = {"a": X[:3], "b": X[:2], "c": X[:5, :1]}
+    plan = agree(proto, tmp_path, feeds, preset="tensor-parallel")
+    assert set(plan.example or ()) == {"past", "new"}
+
+
+def test_labels_bind_by_either_name(tmp_path: Path) -> None:
+    proto = labelled("batch size", "a-b")(tmp_path)
+    for dims in ({"batch size": 6, "a-b": 4}, {"batch_size": 6, "a_b": 4}):
+        agree(proto, tmp_path, {"x": X}, dims=dims)
+
+
+def test_untyped_results_of_other_domains(tmp_path: Path) -> None:
+    """A classifier of scikit-learn: its second output is a sequence of maps."""
+    nodes = [
+        helper.make_node(
+            "LinearClassifier",
+            ["x"],
+            ["label", "scores"],
+            domain="ai.onnx.ml",
+            coefficients=RANDOM.standard_normal(12).tolist(),
+            intercepts=[0.1, 0.2, 0.3],
+            classlabels_ints=[0, 1, 2],
+            post_transform="SOFTMAX",
+        ),
+        helper.make_node(
+            "ZipMap", ["scores"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2]
+        ),
+    ]
+    outputs = [ValueInfoProto(name=name) for name in ("label", "maps")]
+    proto = model(nodes, [port("x", ["None", 4])], outputs, domains=["ai.onnx.ml"])
+    agree(proto, tmp_path, {"x": X})
+
+
+def test_untyped_results_of_branches(tmp_path: Path) -> None:
+    def branch(op: str) -> onnx.GraphProto:
+        node = helper.make_node(op, ["x"], ["t"])
+        return helper.make_graph([node], op, [], [ValueInfoProto(name="t")])
+
+    node = helper.make_node(
+        "If", ["c"], ["y"], then_branch=branch("Relu"), else_branch=branch("Neg")
+    )
+    ports = [port("x", [6, 4]), port("c", [], BOOL)]
+    proto = model([node], ports, [ValueInfoProto(name="y")])
+    for choice in (True, False):
+        agree(proto, tmp_path, {"x": X, "c": np.array(choice)})
+
+
+def test_older_paddle(tmp_path: Path) -> None:
+    """Sizes of -1 at the input, a Reshape by them, and an output of which they are unknown."""
+    image, kernel = (
+        RANDOM.standard_normal(s).astype(np.float32) for s in ((2, 3, 8, 8), (4, 3, 3, 3))
+    )
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], pads=[1] * 4),
+        helper.make_node("Shape", ["c"], ["s"]),
+        helper.make_node("Slice", ["s", "zero", "one"], ["n"]),
+        helper.make_node("Concat", ["n", "rest"], ["to"], axis=0),
+        helper.make_node("Reshape", ["c", "to"], ["y"]),
+    ]
+    stored = {"w": kernel, "zero": np.array([0]), "one": np.array([1]), "rest": np.array([4, -1])}
+    outputs = [port("y", [-1, 4, 0])]
+    proto = model(nodes, [port("x", [-1, 3, -1, -1])], outputs, stored, opset=11, ir=7)
+    other = {"x": np.concatenate([image] * 3)[:5, :, :6]}
+    agree(proto, tmp_path, {"x": image}, 2, other)
+    agree(proto, tmp_path, {"x": image}, 2, other, preset="tensor-parallel")
+
+
+# what stays refused, by name
+
+
+def broken(change: Callable[[TensorProto], None]) -> onnx.ModelProto:
+    proto = product()
+    change(proto.graph.initializer[0])
+    return proto
+
+
+def elsewhere(**entries: str) -> onnx.ModelProto:
+    def change(tensor: TensorProto) -> None:
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in entries.items():
+            tensor.external_data.add(key=key, value=value)
+
+    return broken(change)
+
+
+def longer(tensor: TensorProto) -> None:
+    tensor.raw_data += bytes(4)
+
+
+def longer_list(tensor: TensorProto) -> None:
+    tensor.ClearField("raw_data")
+    tensor.float_data.extend([0.0] * 25)
+
+
+def of_no_type(tensor: TensorProto) -> None:
+    tensor.data_type = 0
+
+
+def untyped_input() -> onnx.ModelProto:
+    proto = product()
+    proto.graph.input[0].type.tensor_type.elem_type = 0
+    return proto
+
+
+@pytest.mark.parametrize(
+    ("proto", "reason"),
+    [
+        (broken(longer), "'w' has 100 bytes, its shape and type 96"),
+        (broken(longer_list), "'w' has 25 elements, its shape and type 24"),
+        (broken(of_no_type), "'w' has data type 0"),
+        (elsewhere(location=""), "external data '' of 'w' is missing"),
+        (elsewhere(location="w.bin", offset=""), "weight 'w' is no number"),
+        (elsewhere(location="w.bin", offset="-4"), "too short for 'w'"),
+        (elsewhere(location="/etc/hostname"), "outside the model's folder"),
+        (untyped_input(), "input 'x' has no type"),
+    ],
+)
+def test_what_onnxruntime_refuses_is_refused_by_name(
+    proto: onnx.ModelProto, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "w.bin").write_bytes(W.tobytes())
+    with pytest.raises(ModelError, match=reason):
+        onnxpar.plan(write(proto, tmp_path), devices=2)
+
+
+def test_an_equal_symbol_of_unequal_sizes_is_named(tmp_path: Path) -> None:
+    proto = labelled("n", "n")(tmp_path)
+    onnxpar.shard(write(proto, tmp_path), tmp_path / "m.par", devices=2, preset="data-parallel")
+    with (
+        ThreadSession(tmp_path / "m.par") as session,
+        pytest.raises(onnxpar.errors.InputError, match="give them different names"),
+    ):
+        session.run(None, {"x": X})
