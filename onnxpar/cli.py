@@ -214,12 +214,19 @@ def parser() -> argparse.ArgumentParser:
         "put to use",
     )
 
-    opt = _add(commands_of, "opt", "run passes and print the graph", commands.opt)
-    _add_model(opt)
+    opt = _add(
+        commands_of, "opt", "run passes on a model or a dump, and print the graph", commands.opt
+    )
+    _add_model(opt, nargs="?")
     opt.add_argument("--passes", required=True, metavar="LIST", help=passes_help())
     opt.add_argument("--print-after", action="append", default=[], metavar="PASS", help="or 'all'")
+    _add_dump(opt)
     opt.add_argument(
-        "--dump", metavar="DIR", help="write the graph behind every pass: 01-NAME.onnxtxt"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the graph after the last pass as a model, instead of printing it; what passes "
+        "have decided stands in its metadata, and opt reads it back",
     )
 
     calibrate = _add(
@@ -248,6 +255,7 @@ def parser() -> argparse.ArgumentParser:
     ops = _add(commands_of, "ops", "show each op's rule, and how it is proved", commands.ops)
     ops.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="a glob of names")
     ops.add_argument("--json", action="store_true", help="the table as JSON")
+    _add_plugin(ops)
     return top
 
 
@@ -259,8 +267,28 @@ def _add(commands_of: Any, name: str, text: str, command: Any) -> argparse.Argum
     return made
 
 
-def _add_model(to: argparse.ArgumentParser) -> None:
-    to.add_argument("model", metavar="model.onnx", type=Path)
+def _add_dump(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--dump",
+        metavar="DIR",
+        help="write the graph after every pass, also after one that fails: as text, "
+        "01-NAME.onnxtxt, and up to localize-ops as a model, 01-NAME.onnx, which opt reads back",
+    )
+
+
+def _add_plugin(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import passes and sharding rules of your own: a module, or a file x.py; installed "
+        "packages add theirs by entry points (see docs/extending.md)",
+    )
+
+
+def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    to.add_argument("model", metavar="model.onnx", type=Path, nargs=nargs)
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
     to.add_argument("--mesh", type=_mesh, metavar="dp=2,tp=4", help="named axes and their sizes")
     to.add_argument(
@@ -342,6 +370,15 @@ def _add_model(to: argparse.ArgumentParser) -> None:
         f"(T should be near the largest elements, and is {THRESHOLD} by default); none",
     )
     to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
+    _add_plugin(to)
+    to.add_argument(
+        "--add-pass",
+        action="append",
+        default=[],
+        metavar="PASS",
+        help="run a pass of a plugin, too: 'NAME{option=value}' where it rewrites the model, "
+        "'NAME before PASS' or 'NAME after PASS' for any place; `opt --passes list` shows all",
+    )
 
 
 def _tolerance(text: str) -> float:
@@ -352,6 +389,7 @@ def _tolerance(text: str) -> float:
 
 
 def _add_save(to: argparse.ArgumentParser) -> None:
+    _add_dump(to)
     to.add_argument(
         "--save-strategy",
         metavar="FILE",

@@ -24,16 +24,18 @@ from onnxpar.arguments import dims_of, states_of
 from onnxpar.candidate_lines import candidate_lines
 from onnxpar.candidates import Candidates, choices, fastest_first, try_candidate
 from onnxpar.comparison_lines import comparison_lines
+from onnxpar.dump import Dump, facts, is_dump, read_dump, write_graph
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.explain import explain
 from onnxpar.manual import MANUAL
 from onnxpar.model import Model
-from onnxpar.pass_list import parse_passes
+from onnxpar.pass_list import LIST, parse_passes, parse_placed, pass_lines
 from onnxpar.passes.differentiate import Differentiate
 from onnxpar.passes.fuse_all_reduces import FuseAllReduces
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import Pass, PassContext, Stage
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
+from onnxpar.plugins import load_plugin
 from onnxpar.report import plan_lines
 from onnxpar.report_page import write_page
 from onnxpar.runtime.bundle import Bundle
@@ -55,7 +57,6 @@ from onnxpar.training.compare import compare_training, judge_compressed, judge_g
 from onnxpar.training.data import Data
 from onnxpar.training.replicas import compare_copies
 from onnxpar.training.trainer import Trainer
-from onnxpar.write_file import writing
 
 NOTHING = "no output is held by several ranks, so there is nothing to compare"
 
@@ -64,7 +65,8 @@ def shard(args: argparse.Namespace) -> int:
     """Writes a model.par."""
     with _progress("weights", _weight_bytes(args.model)) as progress:
         saver = _saver(args)
-        made = pipeline.shard(args.model, args.output, _options(args), progress, saver.watch)
+        watch = _watch(args, saver)
+        made = pipeline.shard(args.model, args.output, _options(args), progress, watch)
     saved = saver.write()
     _print_plan(made, full=False)
     print(f"written to {args.output}")
@@ -75,8 +77,9 @@ def shard(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Prints what shard would do."""
-    if args.save_strategy and (args.compare or args.candidates or args.html):
-        raise StrategyError("--save-strategy: leave out --compare, --candidates and --html")
+    if (args.save_strategy or args.dump) and (args.compare or args.candidates or args.html):
+        flag = "--save-strategy" if args.save_strategy else "--dump"
+        raise StrategyError(f"{flag}: leave out --compare, --candidates and --html")
     if args.compare and (args.candidates or args.html):
         raise StrategyError("--compare is of one plan that ran; leave out --candidates and --html")
     if args.compare:
@@ -84,7 +87,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.candidates or args.html:
         return _explain(args)
     saver = _saver(args)
-    made, _ = pipeline.plan(args.model, _options(args), saver.watch)
+    made, _ = pipeline.plan(args.model, _options(args), _watch(args, saver))
     saved = saver.write()
     if args.json:
         print(made.text())
@@ -99,6 +102,19 @@ def _saver(args: argparse.Namespace) -> Saver:
     if args.save_strategy and args.preset == MANUAL:
         raise StrategyError("--save-strategy: a manual program has its layouts in itself")
     return Saver(args.save_strategy)
+
+
+def _watch(args: argparse.Namespace, saver: Saver) -> pipeline.Watch:
+    """What is called after each pass: it saves the strategy, and dumps the graph."""
+    if not args.dump:
+        return saver.watch
+    dump = Dump(args.dump)
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        dump.watch(step, model, ctx)
+        saver.watch(step, model, ctx)
+
+    return watch
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -279,35 +295,50 @@ def _batches(args: argparse.Namespace, made: Plan, trainer: Trainer) -> Iterator
 
 
 def opt(args: argparse.Namespace) -> int:
-    """Runs the passes named and prints the graph behind the last, or behind those asked for."""
-    passes = parse_passes(args.passes)
+    """Runs the passes named, on a model or a dump, and prints the graph after the last, or after
+    those asked for."""
+    _load_plugins(args)
+    if args.passes == LIST:
+        print("\n".join(pass_lines()))
+        return 0
+    if args.model is None:
+        raise InputError("opt: which model? give model.onnx, or a file that --dump has written")
+    dumped = read_dump(args.model) if is_dump(args.model) else None
+    passes = parse_passes(args.passes, facts(dumped[1]) if dumped is not None else ())
     known = {p.name for p in passes}
     for name in args.print_after:
         if name != "all" and name not in known:
             raise StrategyError(f"--print-after {name}: not among the passes {', '.join(known)}")
-    for_training = any(isinstance(p, Differentiate) for p in passes)
-    model = pipeline.load_model(args.model, _options(args), for_training)
-    ctx = pipeline.make_context(model, _options(args))
-    counter = iter(range(1, 100))
+    dump = Dump(args.dump) if args.dump else None
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        number = next(counter)
-        if args.dump:
-            file = Path(args.dump) / f"{number:02d}-{step.name}.onnxtxt"
-            with writing(file):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(graph_text(model.graph, ctx), encoding="utf-8")
+        if dump is not None:
+            dump.watch(step, model, ctx)
         if "all" in args.print_after or step.name in args.print_after:
             print(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
 
+    options = _options(args)
+    if dumped is not None:
+        model, ctx = dumped
+        if options.mesh not in (None, ctx.sharding.mesh):
+            raise StrategyError(f"{args.model} is for the mesh {ctx.sharding.mesh}; omit --mesh")
+    else:
+        for_training = any(isinstance(p, Differentiate) for p in passes)
+        model = pipeline.load_model(args.model, options, for_training)
+        ctx = pipeline.prepare(model, options, passes, watch)
+        passes = [p for p in passes if p.stage is not Stage.REWRITE]
     pipeline.run_passes(model, ctx, passes, watch, check=True)
-    if not args.print_after and not args.dump:
+    if args.output:
+        write_graph(model, ctx, Path(args.output))
+        print(f"written to {args.output}")
+    elif not args.print_after and not args.dump:
         print(graph_text(model.graph, ctx), end="")
     return 0
 
 
 def ops(args: argparse.Namespace) -> int:
     """Prints the table of ops."""
+    _load_plugins(args)
     table = op_table.rows(args.pattern)
     if not table:
         raise StrategyError(f"{args.pattern!r} matches no op; `onnxpar ops` lists them")
@@ -315,7 +346,13 @@ def ops(args: argparse.Namespace) -> int:
     return 0
 
 
+def _load_plugins(args: argparse.Namespace) -> None:
+    for module in args.plugin:
+        load_plugin(module)
+
+
 def _options(args: argparse.Namespace) -> Options:
+    _load_plugins(args)
     return Options(
         devices=args.devices,
         mesh=args.mesh,
@@ -332,6 +369,7 @@ def _options(args: argparse.Namespace) -> Options:
         topology=Topology.given(args.topology),
         search=args.search,
         aim=Aim.given(args.objective, args.memory_limit, args.untied),
+        passes=[parse_placed(text) for text in args.add_pass],
     )
 
 

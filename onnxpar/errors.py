@@ -24,3 +24,7 @@ class RankError(OnnxparError):
 
 class DivergenceError(OnnxparError):
     """A training run whose loss is no number any more."""
+
+
+class PassError(OnnxparError):
+    """A pass that failed: a bug of the pass, or of the graph that a pass before it has left."""

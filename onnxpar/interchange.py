@@ -7,7 +7,7 @@ inputs) hangs on the very objects, so that it goes where they go.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,9 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
             if not isinstance(tensor._values, gs.ir.tensor.LazyValues):
                 proto = numpy_helper.from_array(tensor.values, tensor.name)
                 tensor._values = gs.ir.tensor.LazyValues(proto)
+            elif tensor._values.tensor.name != tensor.name:  # shared with another constant
+                tensor._values = copy(tensor._values)
+                tensor._values.tensor = _named(tensor._values.tensor, tensor.name)
     nodes = list(_gs_nodes(graph))
     empty = [_take_empty(node) for node in nodes]
     model: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
@@ -161,6 +164,29 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     for field in ("domain", "model_version", "producer_name", "producer_version"):
         setattr(model, field, getattr(header, field))
     return model
+
+
+def _named(tensor: TensorProto, name: str) -> TensorProto:
+    other = TensorProto()
+    other.CopyFrom(tensor)
+    other.name = name
+    return other
+
+
+def declare_types(graph: gs.Graph, proto: GraphProto) -> None:
+    """Declares the dtypes and shapes of what nodes make in an exported graph, in subgraphs too."""
+    for inner, message in zip(_gs_graphs(graph), _graphs(proto), strict=True):
+        ports = {port.name for port in (*message.input, *message.output)}
+        for tensor in [t for node in inner.nodes for t in node.outputs]:
+            known = tensor.dtype is not None and tensor.dtype != object
+            if tensor.name and tensor.name not in ports and known:
+                message.value_info.append(
+                    onnx.helper.make_tensor_value_info(
+                        tensor.name,
+                        gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype),
+                        tensor.shape,
+                    )
+                )
 
 
 def header_of(model: onnx.ModelProto) -> onnx.ModelProto:

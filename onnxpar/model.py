@@ -117,7 +117,7 @@ def load(
             split_sequences(graph)
         if not for_training:
             _unshare_vectors(graph)
-        _mark_opset(graph)
+        mark_opset(graph)
         return graph
 
     sizes = None
@@ -247,8 +247,8 @@ def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
     return list({id(node): node for node in nodes}.values())
 
 
-def _mark_opset(graph: gs.Graph) -> None:
-    """Puts the opset on nodes whose meaning it changes."""
+def mark_opset(graph: gs.Graph) -> None:
+    """Notes the opset on nodes whose meaning it changes."""
     for node in all_nodes(graph):
         if node.op in ("Softmax", "LogSoftmax", "Hardmax", "Split") and graph.opset < 13:
             node.attrs["onnxpar.opset"] = graph.opset

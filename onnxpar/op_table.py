@@ -86,13 +86,19 @@ def _row(domain: str, op: str) -> OpRow:
     reason = whole_ops().get((domain, op))
     return OpRow(
         name,
-        proof.get("rule", "") if has_rule else "",
+        (proof.get("rule") or _function(domain, op)) if has_rule else "",
         tuple(proof.get("splits", ())) if has_rule else (),
         {key: proof.get(key, 0) for key in COUNTS},
         tuple(proof.get("whole", ())) if has_rule else (reason,) if reason else (),
         has_rule,
         _gradient(domain, op),
     )
+
+
+def _function(domain: str, op: str) -> str:
+    """Which function has the rule of an op of which no case is known."""
+    function = registered()[domain, op]
+    return "" if function.__module__.startswith("onnxpar.") else f"by {function.__module__}"
 
 
 def _gradient(domain: str, op: str) -> str:

@@ -4,50 +4,114 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from onnxpar.errors import StrategyError
+from onnxpar.pass_order import Placed, check_order
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.differentiate import Differentiate
-from onnxpar.passes.keep_collectives import KeepCollectives
-from onnxpar.passes.pass_ import Pass
+from onnxpar.passes.pass_ import ANNOTATIONS, Pass, Stage
 from onnxpar.pipeline import DEFAULT_PASSES, MANUAL_PASSES
+from onnxpar.plugins import registered_passes
 
 _BEFORE: tuple[type[Pass], ...] = (Differentiate,)
-BY_NAME: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
+OWN: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
+LIST = "list"
+"""In place of passes: show them."""
+_ENTRY = re.compile(r"\s*([\w.-]+)\s*(?:\{([^}]*)\})?\s*")
+_PLACE = re.compile(r"(.*\S)\s+(before|after)\s+([\w.-]+)\s*")
+_BOOLS = {"true": True, "false": False}
+
+
+def by_name() -> dict[str, type[Pass]]:
+    """Every pass, those from outside last. Errors: StrategyError where one of those has the name of
+    another."""
+    others = registered_passes()
+    for name in OWN.keys() & others.keys():
+        raise StrategyError(f"a plugin has a pass called {name!r}, as onnxpar has; rename it")
+    return OWN | others
 
 
 def passes_help() -> str:
     """For --help."""
     return (
         "comma-separated, with options in braces, NAME{option=value}; of: "
-        + ", ".join(BY_NAME)
-        + ". annotate-strategy runs first where it is not named"
+        + ", ".join(OWN)
+        + ", and those of plugins. annotate-strategy is added where nothing decides layouts; "
+        "'list' shows all of them with their options"
     )
 
 
-def parse_passes(text: str) -> list[Pass]:
-    """The passes of a pipeline text. Errors: StrategyError, naming the pass or option."""
-    out: list[Pass] = []
-    for entry in re.findall(r"[^,{]+(?:\{[^}]*\})?", text):
-        name, _, rest = entry.strip().partition("{")
-        if name not in BY_NAME:
-            raise StrategyError(f"--passes: no pass {name!r}; there are {', '.join(BY_NAME)}")
-        out.append(BY_NAME[name](**_options(BY_NAME[name], rest.rstrip("}"))))
-    if not any(isinstance(p, (AnnotateStrategy, KeepCollectives)) for p in out):
-        first = sum(isinstance(p, Differentiate) for p in out)
-        out.insert(first, AnnotateStrategy())
+def pass_lines() -> list[str]:
+    """One line for each pass: its stage, its name with its options, and what it does."""
+    lines = []
+    for name, kind in by_name().items():
+        options = ", ".join(f"{key}={f.default}" for key, f in _fields(kind).items())
+        text = name + (f"{{{options}}}" if options else "")
+        effect = (kind.__doc__ or "").strip().partition("\n")[0]
+        lines.append(f"{kind.stage.name.lower():8}{text}\n        {effect}")
+    return lines
+
+
+def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
+    """The passes of a pipeline text, where some `facts` hold from the start. Errors: StrategyError,
+    naming the pass or option."""
+    out = [_parse(entry, "--passes") for entry in re.findall(r"[^,{]+(?:\{[^}]*\})?", text)]
+    decided = {fact for p in out for fact in p.ensures} | set(facts)
+    lowers = any(p.stage is not Stage.REWRITE for p in out)
+    by_hand = any(p.name == "keep-collectives" for p in out)
+    if not by_hand and (lowers or not out) and not decided & {ANNOTATIONS}:
+        out.insert(sum(p.stage is Stage.REWRITE for p in out), AnnotateStrategy())
+    check_order(out, facts)
     return out
 
 
-def _options(kind: type[Pass], text: str) -> dict[str, int | str]:
-    known = dataclasses.fields(kind)  # type: ignore[arg-type]
-    fields = {f.name.replace("_", "-"): f for f in known}
-    values: dict[str, int | str] = {}
+def parse_placed(text: str) -> Placed:
+    """A pass and its place: `drop-identities{limit=3} before insert-collectives`, or the pass
+    alone. Errors: StrategyError."""
+    found = _PLACE.fullmatch(text)
+    entry, where, beside = found.groups() if found else (text, "", None)
+    step = _parse(entry, "--add-pass")
+    return Placed(step, **{where: beside} if where else {})
+
+
+def _parse(entry: str, flag: str) -> Pass:
+    known, found = by_name(), _ENTRY.fullmatch(entry)
+    name = found[1] if found else entry.strip()
+    if found is None or name not in known:
+        raise StrategyError(f"{flag}: no pass {name!r}; there are {', '.join(known)}")
+    return known[name](**_options(known[name], found[2] or "", flag))
+
+
+def _fields(kind: type[Pass]) -> Mapping[str, dataclasses.Field[Any]]:
+    """The options of a pass, by the names that they have on the command line."""
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    return {f.name.replace("_", "-"): f for f in dataclasses.fields(kind)}
+
+
+def _options(kind: type[Pass], text: str, flag: str) -> dict[str, Any]:
+    fields = _fields(kind)
+    values: dict[str, Any] = {}
     for option in filter(None, re.split(r"[,\s]+", text)):
         key, _, value = option.partition("=")
-        is_text = key in fields and fields[key].type == "str"
-        if key not in fields or not (is_text or value.isdigit()):
+        try:
+            values[fields[key].name] = _reader(fields[key])(value)
+        except (KeyError, ValueError):
             have = ", ".join(fields) or "none"
-            raise StrategyError(f"--passes: {kind.name} has no option {option!r}; it has: {have}")
-        values[fields[key].name] = value if is_text else int(value)
+            raise StrategyError(
+                f"{flag}: {kind.name} has no option {option!r}; it has: {have}"
+            ) from None
     return values
+
+
+def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """What reads an option of that field's type."""
+    name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+    readers: dict[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "bool": _BOOLS.__getitem__,
+    }
+    return readers.get(str(name), str)

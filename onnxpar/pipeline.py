@@ -6,23 +6,27 @@ import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx_graphsurgeon as gs
+
 from onnxpar.annotated_strategy import annotated_mesh
 from onnxpar.annotations import Configuration, choose_configuration
 from onnxpar.buckets import BUCKET_BYTES
+from onnxpar.collective import DOMAIN
 from onnxpar.compression import NONE
-from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.errors import OnnxparError, PassError, StrategyError
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.memory_limit import within_limit
 from onnxpar.mesh import Mesh
 from onnxpar.model import InferTypes, Model, load
 from onnxpar.open_ports import open_ports
+from onnxpar.pass_order import Placed, check_rewritten, insert, made_in
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.compress_collectives import CompressCollectives
 from onnxpar.passes.fuse_all_reduces import FUSIONS, FuseAllReduces
@@ -31,11 +35,12 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.localize_ops import LocalizeOps
 from onnxpar.passes.order_collectives import OrderCollectives
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import Pass, PassContext, Stage
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.plan import Plan
+from onnxpar.plugins import load_entry_points
 from onnxpar.replay import opened, replay
 from onnxpar.search.aim import Aim
 from onnxpar.search.choices import Kept
@@ -72,6 +77,7 @@ MANUAL_PASSES: tuple[type[Pass], ...] = (
 """The same for a model that is each rank's program already."""
 
 Watch = Callable[[Pass, Model, PassContext], None]
+"""Is called after each pass, also after one that failed, with the graph as that has left it."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,47 @@ class Options:
     topology: Topology | None = None
     search: str | None = None
     aim: Aim = field(default_factory=Aim)
+    passes: Sequence[Pass | Placed] = ()
+
+
+def prepare(
+    model: Model,
+    options: Options,
+    passes: Sequence[Pass],
+    watch: Watch | None = None,
+) -> PassContext:
+    """Runs the passes of the stage REWRITE, at every binding of open sizes, and makes the context
+    of the others. Errors: OnnxparError."""
+    steps = [p for p in passes if p.stage is Stage.REWRITE]
+    if steps:
+        run_passes(model, _undecided(model, options), steps, watch, options.verify)
+    if steps and model.sizes is not None:
+        at = model.sizes.graph
+
+        def rewritten(i: int) -> gs.Graph:
+            other = replace(model, graph=at(i))
+            run_passes(other, _undecided(other, options), steps)
+            return other.graph
+
+        model.sizes = replace(model.sizes, graph=rewritten)
+    if len(steps) == len(passes):
+        return _undecided(model, options)
+    return make_context(model, options)
+
+
+def _undecided(model: Model, options: Options) -> PassContext:
+    """The context of passes that rewrite the global graph: whatever the mesh, nothing is split."""
+    mesh = _wanted_mesh(options) or preset_mesh(None, options.devices or 1)
+    manual = manual_of(options, model.step) if options.preset == MANUAL else None
+    return PassContext(model, _open(model, mesh, options.topology), manual=manual)
+
+
+def _open(model: Model, mesh: Mesh, topology: Topology | None) -> Sharding:
+    """A sharding of the graph as it is, with nothing decided."""
+    if any(node.domain == DOMAIN for node in model.graph.nodes):
+        return Sharding.open(mesh, GraphFactors({}, []), topology)  # a program per rank
+    factors = analyse(model.graph, model.states, in_bodies=model.sizes is None)
+    return Sharding.open(mesh, factors, topology)
 
 
 def make_context(model: Model, options: Options) -> PassContext:
@@ -191,6 +238,7 @@ def load_model(path: str | Path, options: Options, for_training: bool = False) -
         manual = manual_of(options, step)
         return None if manual is None else partial(manual.infer, for_training=for_training)
 
+    load_entry_points()
     least = _devices(options)
     model = load(
         path,
@@ -207,7 +255,11 @@ def load_model(path: str | Path, options: Options, for_training: bool = False) -
 
 
 def passes_of(options: Options, model: Model) -> list[Pass]:
-    """The passes between load and split-ranks."""
+    """The passes between load and split-ranks, with those from outside in their places."""
+    return insert(_own_passes(options, model), options.passes)
+
+
+def _own_passes(options: Options, model: Model) -> list[Pass]:
     if options.preset == MANUAL:
         if options.compression not in (None, NONE):
             raise StrategyError("compression: a manual program's collectives stay as they are")
@@ -237,23 +289,72 @@ def run_passes(
     watch: Watch | None = None,
     check: bool = False,
 ) -> Plan | None:
-    """Runs passes in order; the plan is taken behind insert-collectives, and told of what comes.
+    """Runs passes in order; the plan is taken after insert-collectives, and told of what comes.
 
-    `check` verifies the invariants behind every pass; `watch` is called there, for dumps.
+    `check` verifies the invariants after every pass; `watch` is called before that, for dumps.
+    Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and those
+    before it.
     """
     plan = None
+    ran: list[str] = []
     for step in passes:
-        changed = step.run(model.graph, ctx)
-        if check:
-            verify(model.graph, ctx)
+        changed = _run(step, model, ctx, ran, watch, check)
+        ran.append(step.name)
         compressed = changed and isinstance(step, CompressCollectives)
         if compressed or isinstance(step, (InsertCollectives, KeepCollectives)):
             plan = summarize(model.graph, ctx, model.path.name, ctx.preset)
-        if watch:
-            watch(step, model, ctx)
     if plan is not None:
         plan.collectives = list(ctx.collectives)
     return plan
+
+
+def _run(
+    step: Pass,
+    model: Model,
+    ctx: PassContext,
+    ran: Sequence[str],
+    watch: Watch | None,
+    check: bool,
+) -> bool:
+    """Runs a pass, lets `watch` see what it has left, and checks that; returns whether anything
+    changed."""
+    known = made_in(model.graph) if step.stage is Stage.REWRITE else ()
+    with _failures(step, ran):
+        try:
+            changed = step.run(model.graph, ctx)
+            if step.stage is Stage.REWRITE:
+                check_rewritten(step, model.graph, known)
+                ctx.sharding = _open(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
+        except Exception:
+            _show(step, model, ctx, watch)
+            raise
+    if watch is not None:
+        watch(step, model, ctx)
+    if check:
+        with _failures(step, ran):
+            verify(model.graph, ctx)
+    return changed
+
+
+@contextmanager
+def _failures(step: Pass, ran: Sequence[str]) -> Iterator[None]:
+    """Turns a failure that is no error for users into one that names the pass and those before."""
+    try:
+        yield
+    except OnnxparError:
+        raise
+    except Exception as error:
+        before = f" after {', '.join(ran)}" if ran else ""
+        raise PassError(
+            f"pass {step.name} failed{before}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _show(step: Pass, model: Model, ctx: PassContext, watch: Watch | None) -> None:
+    """Shows what a pass that failed has left, as far as it can be shown."""
+    if watch is not None:
+        with suppress(Exception):
+            watch(step, model, ctx)
 
 
 @contextmanager
@@ -295,13 +396,12 @@ def _plan(
     path: str | Path, options: Options, watch: Watch | None = None
 ) -> tuple[Plan, PassContext]:
     model = load_model(path, options)
-    ctx = make_context(model, options)
     steps = passes_of(options, model)
+    ctx = prepare(model, options, steps, watch)
+    steps = [s for s in steps if s.stage is not Stage.REWRITE]
     made = run_passes(model, ctx, steps, watch, options.verify)
     assert made is not None
-    replay(
-        model, ctx, [s for s in steps if not isinstance(s, (AnnotateStrategy, PropagateLayouts))]
-    )
+    replay(model, ctx, [s for s in steps if s.stage is Stage.LOWER])
     open_ports(made, ctx)
     unruled = [w for w in made.whole if w.is_lack]
     if options.strict and unruled:
@@ -324,6 +424,8 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError("annotations are of a global program, which a manual one is not")
+    if options.passes:
+        raise StrategyError("annotate writes the model as it is; leave out passes from outside")
     if options.aim.memory is not None:
         options, _ = _within_limit(path, options)
     model = load_model(path, options)

@@ -45,7 +45,11 @@ def write_model(
             if is_external or sum(map(stored_bytes, tensors)) > MOST:
                 with (Path(folder) / "data").open("wb") as sink:
                     for tensor in tensors:
-                        _move(tensor, source, sink, data.name, values(tensor.name))
+                        value = values(tensor.name)
+                        if value is not None:
+                            tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+                        if goes_apart(tensor):
+                            move_data(tensor, source, sink, data.name)
             else:
                 for tensor in tensors:
                     value = values(tensor.name)
@@ -73,32 +77,44 @@ def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def _move(
-    tensor: TensorProto, source: Path, sink: BinaryIO, location: str, value: Array | None
-) -> None:
-    """Puts the data of a tensor, or a new value of it, into the data file."""
-    length = stored_bytes(tensor)
-    if value is not None:
-        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+def goes_apart(tensor: TensorProto) -> bool:
+    """Whether the data of a tensor goes to the data file, where there is one."""
     is_external = tensor.data_location == TensorProto.EXTERNAL
-    if not is_external and (length <= INLINE or not tensor.raw_data):
-        return
-    sink.write(bytes(-sink.tell() % ALIGN))
-    offset = sink.tell()
-    if is_external:
-        file, start, _ = external_location(tensor)
-        with (source / file).open("rb") as reader:
-            reader.seek(start)
-            left = length
-            while left:
-                block = reader.read(min(left, CHUNK))
-                assert block, "the file was checked to be long enough"
-                sink.write(block)
-                left -= len(block)
-    else:
-        sink.write(tensor.raw_data)
-        tensor.ClearField("raw_data")
+    return is_external or (stored_bytes(tensor) > INLINE and bool(tensor.raw_data))
+
+
+def move_data(
+    tensor: TensorProto,
+    source: Path,
+    sink: BinaryIO,
+    location: str,
+    place: tuple[int, int] | None = None,
+) -> tuple[int, int]:
+    """Lets a tensor refer to the data file `location`, and appends its data to `sink`, which is
+    that file, unless it has a `place` there already. Returns its offset and length, in bytes."""
+    length = stored_bytes(tensor)
+    if place is None:
+        sink.write(bytes(-sink.tell() % ALIGN))
+        place = sink.tell(), length
+        if tensor.data_location == TensorProto.EXTERNAL:
+            _copy_external(tensor, source, sink, length)
+        else:
+            sink.write(tensor.raw_data)
+    tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
-    for key, entry in (("location", location), ("offset", offset), ("length", length)):
+    for key, entry in (("location", location), ("offset", place[0]), ("length", place[1])):
         tensor.external_data.add(key=key, value=str(entry))
+    return place
+
+
+def _copy_external(tensor: TensorProto, source: Path, sink: BinaryIO, length: int) -> None:
+    file, start, _ = external_location(tensor)
+    with (source / file).open("rb") as reader:
+        reader.seek(start)
+        left = length
+        while left:
+            block = reader.read(min(left, CHUNK))
+            assert block, "the file was checked to be long enough"
+            sink.write(block)
+            left -= len(block)

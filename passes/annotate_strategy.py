@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.annotated_strategy import annotation_seeds, check_agreement
 from onnxpar.errors import StrategyError
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import ANNOTATIONS, Pass, PassContext, Stage
 from onnxpar.search.presets import default_rounds, preset_rounds
 from onnxpar.search.search import AUTO, EXHAUSTIVE, solve
 from onnxpar.strategy import Seed, seeds_of
@@ -25,6 +25,8 @@ class AnnotateStrategy(Pass):
     """
 
     name: ClassVar[str] = "annotate-strategy"
+    stage = Stage.DECIDE
+    ensures = (ANNOTATIONS,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         try:

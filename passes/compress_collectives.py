@@ -15,7 +15,7 @@ from onnxpar.collective import DOMAIN
 from onnxpar.compression import TWO_BIT, Compression, gradient_reductions
 from onnxpar.errors import StrategyError
 from onnxpar.layout import Layout
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.plan import numpy_dtype, part_bytes
 from onnxpar.schedule import schedule
 from onnxpar.step import RESIDUAL, SCALE, Slot, Step
@@ -42,6 +42,9 @@ class CompressCollectives(Pass):
     """
 
     name: ClassVar[str] = "compress-collectives"
+    stage = Stage.LOWER
+    requires = (LAYOUTS,)
+    excludes = (LOCAL,)
     to: str = "none"
     least_bytes: int = 1024
     bucket_bytes: int = BUCKET_BYTES

@@ -8,9 +8,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
-from onnxpar.factors import analyse
 from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.sharding import Sharding
 from onnxpar.step import GRADIENT
 from onnxpar.training.backward import LOSS, LossOptions, add_backward, add_output
 
@@ -45,6 +43,4 @@ class Differentiate(Pass):
         for name, gradient in back.gradients.items():
             add_output(graph, gradient, f"{name}{GRADIENT}")
         graph.cleanup(remove_unused_graph_inputs=False)
-        known = ctx.sharding
-        ctx.sharding = Sharding.open(known.mesh, analyse(graph), known.costs.topology)
         return True

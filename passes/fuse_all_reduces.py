@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.buckets import BUCKET_BYTES, first_of_buckets, fuse_all_reduces
 from onnxpar.clone import needed
 from onnxpar.flops import flops
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.search.tensor_parallel import is_contraction
 
 FUSIONS = ("size", "cost", "none")
@@ -29,6 +29,9 @@ class FuseAllReduces(Pass):
     """
 
     name: ClassVar[str] = "fuse-all-reduces"
+    stage = Stage.LOWER
+    requires = (LAYOUTS,)
+    excludes = (LOCAL,)
     by: str = "size"
     bucket_bytes: int = BUCKET_BYTES
     tail_us: int = 1000

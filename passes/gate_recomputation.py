@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
 from onnxpar.gates import gate_of
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import ORDER, Pass, PassContext, Stage
 from onnxpar.subgraphs import scopes
 
 
@@ -24,6 +24,8 @@ class GateRecomputation(Pass):
     """
 
     name: ClassVar[str] = "gate-recomputation"
+    stage = Stage.LOWER
+    requires = (ORDER,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         changed = False

@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
 from onnxpar.factors import BodyFactors, OpFactors
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LAYOUTS, Pass, PassContext, Stage
 from onnxpar.pending import Pending, choose_pending
 from onnxpar.placements import Step
 from onnxpar.plan import element_bytes, part_bytes
@@ -33,6 +33,9 @@ class InsertCollectives(Pass):
     """
 
     name: ClassVar[str] = "insert-collectives"
+    stage = Stage.LOWER
+    ensures = (LAYOUTS,)
+    excludes = (LAYOUTS,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         return _Insertion(graph, ctx).run()

@@ -14,7 +14,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.handwritten import Handwritten, check_order
 from onnxpar.layout import Factor, Layout
 from onnxpar.manual import REPLICAS, Manual
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.plan import Collective, part_bytes
 from onnxpar.search.cost import bytes_sent
 
@@ -31,6 +31,12 @@ class KeepCollectives(Pass):
     """
 
     name: ClassVar[str] = "keep-collectives"
+    stage = Stage.LOWER
+    ensures = (
+        LAYOUTS,
+        LOCAL,
+    )
+    excludes = (LAYOUTS,)
     compare_replicas: bool = False
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:

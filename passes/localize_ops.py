@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.collective import DOMAIN
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.origin import note_origin
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import collective_of, inner_collective
 from onnxpar.rules.lowering import localize_node
@@ -28,6 +28,10 @@ class LocalizeOps(Pass):
     """
 
     name: ClassVar[str] = "localize-ops"
+    stage = Stage.LOWER
+    requires = (LAYOUTS,)
+    ensures = (LOCAL,)
+    excludes = (LOCAL,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         mesh = ctx.sharding.mesh

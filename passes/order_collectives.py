@@ -9,7 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.subgraphs import all_nodes, bodies
 
 
@@ -23,6 +23,10 @@ class OrderCollectives(Pass):
     """
 
     name: ClassVar[str] = "order-collectives"
+    stage = Stage.LOWER
+    requires = (LOCAL,)
+    ensures = (ORDER,)
+    excludes = (ORDER,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         token: gs.Tensor = gs.Constant("onnxpar.token", np.zeros(0, np.bool_))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnx_graphsurgeon as gs
@@ -88,10 +89,41 @@ class PassContext:
     _count: dict[str, int] = field(default_factory=dict)
 
 
+class Stage(IntEnum):
+    """When a pass runs. Passes run in the order of their stages.
+
+    REWRITE  changes the global graph, before anything is decided about it
+    DECIDE   chooses mesh axes for dimensions; the graph stays as it is
+    LOWER    turns the decisions into collectives and rank-local nodes; repeated at other sizes
+             where sizes are open
+    WRITE    writes files
+    """
+
+    REWRITE = 0
+    DECIDE = 1
+    LOWER = 2
+    WRITE = 3
+
+
+ANNOTATIONS, LAYOUTS, LOCAL, ORDER = "annotations", "layouts", "local nodes", "ordered collectives"
+"""Facts that passes require and ensure."""
+
+
 class Pass(ABC):
-    """One rewriting step over the graph of all ranks. Subclasses are frozen dataclasses."""
+    """One rewriting step over the graph of all ranks. Subclasses are frozen dataclasses.
+
+    stage     when it runs; a pass of REWRITE must give each new node a name of its own and each
+              new tensor a dtype and a shape
+    requires  facts that earlier passes must have ensured
+    ensures   facts that hold after it
+    excludes  facts that must not hold yet
+    """
 
     name: ClassVar[str]
+    stage: ClassVar[Stage] = Stage.REWRITE
+    requires: ClassVar[tuple[str, ...]] = ()
+    ensures: ClassVar[tuple[str, ...]] = ()
+    excludes: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Axes
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import ANNOTATIONS, Pass, PassContext, Stage
 from onnxpar.sharding import Sharding
 
 
@@ -26,6 +26,8 @@ class PropagateLayouts(Pass):
     """
 
     name: ClassVar[str] = "propagate-layouts"
+    stage = Stage.DECIDE
+    requires = (ANNOTATIONS,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         sharding = ctx.sharding

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.clone import clone_nodes, needed
 from onnxpar.collective import DOMAIN
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.step import EVALUATION
 from onnxpar.subgraphs import all_nodes
 
@@ -24,6 +24,9 @@ class SplitPrograms(Pass):
     """
 
     name: ClassVar[str] = "split-programs"
+    stage = Stage.LOWER
+    requires = (LOCAL,)
+    excludes = (ORDER,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         step = ctx.model.step

@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxpar.interchange import default_of, export_graph
 from onnxpar.open_constants import Lowered, OpenConstants
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import LOCAL, Pass, PassContext, Stage
 from onnxpar.size_graph import SizeGraph, add_size_input
 from onnxpar.stored import nodes_of, stored_proto, stored_tensors, subgraphs_of
 from onnxpar.subgraphs import all_nodes, constants
@@ -30,6 +30,8 @@ class SplitRanks(Pass):
     """
 
     name: ClassVar[str] = "split-ranks"
+    stage = Stage.WRITE
+    requires = (LOCAL,)
     output: Path
     progress: Callable[[int], None] = lambda n: None
 

@@ -65,8 +65,8 @@ LAYERS = (
     ("passes",),
     ("summary", "text", "verify", "write_annotations"),
     ("replay", "open_ports", "search.save"),
-    ("memory_limit",),
-    ("pipeline",),
+    ("memory_limit", "pass_order", "plugins"),
+    ("pipeline", "typed_json", "dump"),
     ("candidates", "explain"),
     (
         "pass_list",

@@ -19,6 +19,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.errors import StrategyError
+
 Size = int | None
 """Elements of a dimension; None where only a run of the model can tell."""
 
@@ -358,14 +360,20 @@ _ANY_RANK: set[tuple[str, str]] = set()
 
 
 def rule(
-    *ops: str, domain: str = "", ranks_known: bool = True
+    *ops: str, domain: str = "", ranks_known: bool = True, replace: bool = False
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Registers a rule for one op or a family of them: `@rule("Sin Cos", "Tan")`. It is asked only
-    where all `ranks_known`, or always."""
+    where all `ranks_known`, or always. Errors: StrategyError where an op has a rule already, unless
+    this one shall `replace` it."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in " ".join(ops).split():
-            assert (domain, op) not in _RULES, f"two rules for {op}"
+            have = _RULES.get((domain, op))
+            if have is not None and not replace:
+                raise StrategyError(
+                    f"{function.__module__}.{function.__name__}: {op} has a rule already, "
+                    f"{have.__module__}.{have.__name__}; give replace=True"
+                )
             _RULES[domain, op] = function
             if not ranks_known:
                 _ANY_RANK.add((domain, op))
