@@ -20,6 +20,7 @@ from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims
 from onnxpar.interchange import header_of, import_graph
 from onnxpar.open_sizes import OpenSizes, infer_open
+from onnxpar.runtime_shapes import is_known
 from onnxpar.sequences import split_sequences
 from onnxpar.step import Step
 from onnxpar.stored import (
@@ -165,8 +166,12 @@ def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:
 
 
 def _inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model with the bodies of its functions in place of their calls."""
-    if not proto.functions:
+    """The model with the bodies of its functions in place of their calls; a function of the name
+    of an op that onnxruntime has is not called there either."""
+    functions = [f for f in proto.functions if not is_known(f.name, f.domain)]
+    if len(functions) < len(proto.functions):
+        _keep(proto.functions, functions)
+    if not functions:
         return proto
     try:
         proto = onnx.inliner.inline_local_functions(proto, convert_version=True)

@@ -115,14 +115,14 @@ class OpenConstants:
         )
 
     def _find_varying(self) -> Iterator[str]:
-        stored = self.base.layouts.keys() - self.base.per_rank.constants.keys()
         for name, tensor in self.base.constants.items():
-            is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and name in stored
+            by_rank = name in self.base.per_rank.constants
+            is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and not by_rank
             if is_lazy and tensor.shape and np.prod(tensor.shape) > MOST:
-                self._check_stored(name)
+                if name in self.base.layouts:  # bodies read it whole otherwise
+                    self._check_stored(name)
                 continue  # a weight
             whole = tensor.values
-            by_rank = name in self.base.per_rank.constants
             if by_rank or any(not _equal(whole, o.constants[name].values) for o in self.all[1:]):
                 yield name
 

@@ -86,7 +86,10 @@ def is_random(node: gs.Node) -> bool:
 def draws(node: gs.Node) -> bool:
     """Whether a node itself draws random numbers, with a seed or without."""
     if node.op == "Dropout":
-        return len(node.inputs) > 2 and bool(node.inputs[2].name)
+        training = node.inputs[2] if len(node.inputs) > 2 else None
+        if isinstance(training, gs.Constant):
+            return bool(training.values.any())
+        return training is not None and bool(training.name)
     return node.op in _RANDOM
 
 

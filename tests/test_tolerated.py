@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
-from tiny_models import BOOL, RANDOM, TP, W, X, agree, model, port, product, write
+from tiny_models import BOOL, INT, RANDOM, TP, W, X, agree, model, port, product, write
 
 import onnxpar
 from onnxpar.errors import ModelError
@@ -174,6 +174,24 @@ def empty_weight(_: Path) -> onnx.ModelProto:
     return proto
 
 
+@case
+def function_of_an_ops_name(_: Path) -> onnx.ModelProto:
+    """The op counts."""
+    proto = product()
+    body = [helper.make_node("Neg", ["a"], ["b"])]
+    opset = [helper.make_opsetid("", 18)]
+    proto.functions.append(helper.make_function("", "Relu", ["a"], ["b"], body, opset))
+    return proto
+
+
+@case
+def dropout_that_is_told_not_to_train(_: Path) -> onnx.ModelProto:
+    proto = product()
+    proto.graph.node[1].CopyFrom(helper.make_node("Dropout", ["h", "", "no"], ["y"], "drop"))
+    proto.graph.initializer.append(numpy_helper.from_array(np.array(False), "no"))
+    return proto
+
+
 # labels of dimensions
 
 
@@ -263,6 +281,30 @@ def test_untyped_results_of_branches(tmp_path: Path) -> None:
     proto = model([node], ports, [ValueInfoProto(name="y")])
     for choice in (True, False):
         agree(proto, tmp_path, {"x": X, "c": np.array(choice)})
+
+
+@pytest.mark.parametrize("op", ["If", "Loop"])
+def test_large_weights_in_bodies_at_open_sizes(op: str, tmp_path: Path) -> None:
+    """At all but the first of the sizes that are tried, nobody may read them."""
+    weight = RANDOM.standard_normal((260, 260)).astype(np.float32) / 16
+    product_ = helper.make_node("MatMul", ["a" if op == "Loop" else "x", "w"], ["o"])
+    result = port("o", ["n", 260])
+    if op == "If":
+        bodies = dict.fromkeys(
+            ("then_branch", "else_branch"), helper.make_graph([product_], "b", [], [result])
+        )
+    else:
+        ports = [port("i", [], INT), port("c", [], BOOL), port("a", ["n", 260])]
+        on = helper.make_node("Identity", ["c"], ["on"])
+        results = [port("on", [], BOOL), result]
+        bodies = {"body": helper.make_graph([product_, on], "b", ports, results)}
+    given = ["c"] if op == "If" else ["turns", "c", "x"]
+    node = helper.make_node(op, given, ["y"], **bodies)
+    inputs = [port("x", ["n", 260]), port("c", [], BOOL)]
+    stored = {"w": weight, "turns": np.array(3)}
+    proto = model([node], inputs, [port("y", ["n", 260])], stored)
+    x = RANDOM.standard_normal((6, 260)).astype(np.float32)
+    agree(proto, tmp_path, {"x": x, "c": np.array(True)})
 
 
 def test_older_paddle(tmp_path: Path) -> None:
