@@ -109,6 +109,11 @@ def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
     return abs(local_size(dim, mesh, rank))
 
 
+def is_data_dependent(dim: Dim) -> bool:
+    """Whether only data decides the size of the dimension, which its one factor then has as -1."""
+    return isinstance(dim, Factor) and dim.size < 0
+
+
 def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
     """The global positions that a rank holds, in the order in which it holds them (int64)."""
     if isinstance(dim, Factor):

@@ -32,12 +32,16 @@ def _opened(port: Port, contexts: Sequence[PassContext], sizes: OpenSizes) -> Po
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]
     shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
-    return port if tree == trees[0] else replace(port, open=OpenPort(shape, tree))
+    if tree == trees[0]:
+        return port
+    return replace(port, open=OpenPort([None if s == -1 else s for s in shape], tree))
 
 
 def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
     """One JSON value for those of all bindings: numbers that differ become texts."""
     first = values[0]
+    if -1 in values:  # what only data decides, at some bindings at least
+        return -1
     if all(v == first for v in values[1:]):
         return first
     if isinstance(first, dict):

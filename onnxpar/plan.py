@@ -98,11 +98,17 @@ def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
     )
 
 
+def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:
+    """A shape with None for what only data decides, which layouts have as -1."""
+    return tuple(None if size < 0 else size for size in sizes)
+
+
 @dataclass(frozen=True)
 class OpenPort:
-    """A shape and the JSON of a layout with texts for the sizes that are open (`past + 1`)."""
+    """A shape and the JSON of a layout with texts for the sizes that are open (`past + 1`), and
+    None or -1 for those that only data decides."""
 
-    shape: list[int | str]
+    shape: list[int | str | None]
     layout: dict[str, Any]
 
 
@@ -110,13 +116,14 @@ class OpenPort:
 class Port:
     """A graph input or output: its global shape and its layout.
 
-    `type` is onnxruntime's text, which also says what is no tensor; such have no dtype. An input
+    `type` is onnxruntime's text, which also says what is no tensor; such have no dtype. A size
+    that only data decides is None in `shape`, and -1 in `layout`. An input
     that `has_default` need not be fed. Where sizes are `open`, `shape` and `layout` are examples.
     """
 
     name: str
     dtype: str | None
-    shape: tuple[int, ...] | None
+    shape: tuple[int | None, ...] | None
     layout: Layout | None
     type: str
     has_default: bool = False

@@ -22,6 +22,7 @@ from onnxpar.plan import (
     Weight,
     Whole,
     numpy_dtype,
+    open_shape,
     part_bytes,
     reshards,
 )
@@ -69,9 +70,8 @@ def _initial(graph: gs.Graph, ctx: PassContext) -> dict[str, str]:
 
 
 def _port(tensor: gs.Variable, ctx: PassContext, initial: Collection[str] = ()) -> Port:
-    known = tensor.shape is not None and all(isinstance(s, int) for s in tensor.shape)
-    layout = ctx.layouts.get(tensor.name) if known else None
-    shape = tuple(tensor.shape) if known else declared_shape(tensor)
+    layout = ctx.layouts.get(tensor.name)
+    shape = declared_shape(tensor) if layout is None else open_shape(layout.shape)
     dtype = None if tensor.dtype is None else numpy_dtype(tensor).name
     has_default = default_of(tensor) is not None or tensor.name in initial
     return Port(tensor.name, dtype, shape, layout, type_text(tensor), has_default)

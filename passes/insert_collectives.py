@@ -17,7 +17,6 @@ from onnxpar.pending import Pending, choose_pending
 from onnxpar.placements import Step
 from onnxpar.plan import element_bytes, part_bytes
 from onnxpar.reshard import Bytes, Tensor, cost, plan_tree
-from onnxpar.rules.rule import tensor_shape
 from onnxpar.schedule import schedule
 from onnxpar.sharding import Placement
 from onnxpar.subgraphs import captured, constants, is_random
@@ -202,8 +201,6 @@ class _Insertion:
         is_output = any(t is tensor for t in self.graph.outputs)
         if tensor.name in self.sharding.pinned:
             asked = self.sharding.tensor_placement(tensor.name)
-        elif is_output and None in (tensor_shape(tensor) or ()):
-            asked = Placement(tuple(() for _ in made.leaves))  # the runtime could not assemble it
         elif is_output:
             asked = made.reduced()
         else:

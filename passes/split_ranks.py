@@ -189,7 +189,10 @@ def _instantiate(
         if layout is not None:
             shape = layout.local_shape(ctx.sharding.mesh, rank)
             for dim, size in zip(port.type.tensor_type.shape.dim, shape, strict=True):
-                dim.dim_value = size
+                if size < 0:
+                    dim.Clear()
+                else:
+                    dim.dim_value = size
 
 
 def _ports(graph: onnx.GraphProto, ctx: PassContext) -> Iterator[onnx.ValueInfoProto]:

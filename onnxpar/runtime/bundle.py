@@ -39,7 +39,8 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output. What data decides is None: a size, shape or layout.
+    """A graph input or output. What data decides is None: a size, shape or layout; a layout has
+    such a size as -1.
 
     `type` is onnxruntime's text; `dtype` that of a tensor, of objects where the elements are
     strings. An input that `has_default` need not be fed. Where sizes are open, `layout` is None
@@ -246,7 +247,7 @@ def _port(data: Mapping[str, Any]) -> Port:
     is_open = any(isinstance(s, Polynomial) for s in sizes or ())
     tree = data.get("layout")
     layout = None if tree is None or is_open else Layout.from_json(tree)
-    if layout is not None and layout.shape != sizes:
+    if layout is not None and layout.shape != tuple(-1 if s is None else s for s in sizes or ()):
         raise ModelError(f"{name!r}: its shape {shape} is not that of its layout, {layout.shape}")
     has_default = data.get("default", False)
     opened = _opened(tree) if is_open else None

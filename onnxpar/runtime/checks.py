@@ -47,6 +47,17 @@ def check_feeds(
     }
 
 
+def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Errors: InputError where a state has become another shape than its input takes."""
+    for name, shape in shapes.items():
+        port = bundle.inputs[name]
+        if not port.is_value and not port.admits(shape):
+            raise InputError(
+                f"state {name!r} is {list(shape)} after the last run, but the model takes "
+                f"{port.expects()}; feed it, or shard a model that leaves this size open"
+            )
+
+
 def check_array(port: Port, value: Any) -> Any:
     """The value as an array of the port's dtype and shape, or whatever the port's type is. Errors:
     InputError."""

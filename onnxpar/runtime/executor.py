@@ -12,7 +12,6 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.arrays import Array
-from onnxpar.errors import RankError
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
@@ -137,6 +136,10 @@ class Executor:
         self._placed: dict[str, Place] = {}
         self._order: list[str] = []
         self._kept: dict[str, Any] = {}
+        self._symbols = bundle.symbols
+        self._sizes_now: Sizes = ()
+        self.kept_shapes: dict[str, tuple[int, ...]] = {}
+        """The global shapes of the states that the last run kept, by input."""
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
         """Runs once on this rank's parts, which are contiguous; returns its parts of the outputs.
@@ -144,7 +147,8 @@ class Executor:
         Only parts that assembling needs are returned. With `keep`, state outputs stay here as the
         next run's inputs.
         """
-        self._parts = self._all_parts.at(tuple(request.sizes))
+        self._at(request.sizes)
+        self.kept_shapes = {}
         if not self._apart.isdisjoint(request.fetch):
             return self._evaluate(request, feeds, room)
         if self._has_values:
@@ -152,19 +156,30 @@ class Executor:
         self._bind_inputs(feeds, request.sizes)
         slots, order = self._bind_outputs(request, room)
         self.session.run_with_iobinding(self._binding, run_options(request.options))
-        if len(slots) == len(order):
-            return slots
         values = dict(zip(order, self._binding.get_outputs(), strict=True))
+        shapes = {name: self._check(name, value.shape()) for name, value in values.items()}
         for name in request.fetch:
             if name not in slots and self._gives(name):
                 slots[name] = self._ship(name, values[name], room)
         if request.keep:
             self._kept = {i: self._own(o, values[o]) for i, o in self._states.items()}
+            self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
         return slots
+
+    def _at(self, sizes: Sizes) -> None:
+        """Takes note of the sizes of a run."""
+        self._sizes_now = tuple(sizes)
+        self._parts = self._all_parts.at(self._sizes_now)
+
+    def _check(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The global shape of a tensor of which this rank's part has this shape. Errors: RankError
+        where the part is not what the layout says for the sizes of the run."""
+        binding = dict(zip(self._symbols, self._sizes_now, strict=True))
+        return self._parts[name].check_shape(name, self._rank, tuple(shape), binding)
 
     def read_state(self, name: str, room: Room, sizes: Sizes) -> dict[str, Slot]:
         """This rank's part of a kept state, where assembling needs it."""
-        self._parts = self._all_parts.at(tuple(sizes))
+        self._at(sizes)
         if not self._gives(name):
             return {}
         kept = self._state(name)
@@ -178,14 +193,14 @@ class Executor:
 
     def save_states(self, folder: Path, sizes: Sizes) -> None:
         """Writes the parts of all states that this rank is the first to hold to a folder."""
-        self._parts = self._all_parts.at(tuple(sizes))
+        self._at(sizes)
         held = [name for name in self._states if self._rank in self._parts[name].sources]
         parts = ((n, view_of(self._state(n), self._ports[n].dtype)) for n in held)
         write_parts(folder, self._rank, parts)
 
     def load_states(self, folder: Path, names: Sequence[str], sizes: Sizes) -> None:
         """Keeps this rank's parts of states as ranks of the same mesh have written them."""
-        self._parts = self._all_parts.at(tuple(sizes))
+        self._at(sizes)
         files = PartFiles(folder)
         for name in names:
             self.write_state(name, files.read(name, self._parts[name].origins[self._rank]))
@@ -233,9 +248,11 @@ class Executor:
             given[SIZES] = as_fed(np.array(request.sizes, np.int64))
         options = run_options(request.options)
         results = dict(zip(order, self.session.run(order, given, options), strict=True))
+        shapes = {n: self._check(n, r.shape) for n, r in results.items() if _is_tensor(r)}
         if request.keep:
             for source, result in self._states.items():
                 self.write_state(source, results[result])
+                self.kept_shapes[source] = shapes.get(result, ())
         return {n: self._put(n, results[n], room) for n in request.fetch if self._gives(n)}
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
@@ -309,10 +326,8 @@ class Executor:
         """A copy of a tensor in room; a value as it is."""
         if self._ports[name].is_value:
             return Slot(NOWHERE, array)
-        shape, expected = array.shape, self._parts[name].local_shape(self._rank)
-        if expected is not None and shape != expected:
-            raise RankError(f"{name!r} came out as {list(shape)}; its layout says {list(expected)}")
-        (slot,) = room.place([(array.dtype, shape)])
+        self._check(name, array.shape)
+        (slot,) = room.place([(array.dtype, array.shape)])
         slot.array[...] = array
         return slot
 
@@ -320,6 +335,10 @@ class Executor:
         """The value, or a copy of an input that is passed through: that is the feeder's."""
         passed = name in self._passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
 
 
 def _place(array: Array) -> Place:

@@ -30,7 +30,7 @@ from onnxpar.runtime.log import Log, describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import Parts, PortParts
 from onnxpar.runtime.profile import Record
-from onnxpar.runtime.ranks import PartsOf
+from onnxpar.runtime.ranks import KeptShapes, PartsOf
 
 _worlds = itertools.count()
 _SLURM_PORT, _SLURM_PORTS = 20000, 10000
@@ -197,6 +197,7 @@ class LaunchedRank:
         self._bundle = bundle
         self._rank = rank
         self._closed: str | None = None
+        self.kept_shapes: KeptShapes = {}
         self._all_parts = PortParts(bundle)
         self._parts: Mapping[str, Parts] = {}
         self._world = World.create(
@@ -219,6 +220,7 @@ class LaunchedRank:
             self._parts = self._all_parts.at(request.sizes)
             parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
             slots = self._executor.run(request, parts, Heap())
+            self.kept_shapes = self._executor.kept_shapes
             return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
@@ -281,26 +283,46 @@ class LaunchedRank:
         found: PartsOf = {name: {0: own[name]} for name in names if name not in split}
         if not split:
             return found
-        sizes = [self._bytes(split, rank) for rank in range(self._bundle.mesh.size)]
+        ranks = range(self._bundle.mesh.size)
+        shapes = self._shapes(split, own)
+        extents = [{n: self._extent(n, shapes[rank][n]) for n in split} for rank in ranks]
+        sent = [[n for n in split if rank in self._parts[n].sources] for rank in ranks]
+        sizes = [sum(extents[rank][n][2] for n in sent[rank]) for rank in ranks]
         bytes_ = [own[name].reshape(-1).view(np.uint8) for name in split if name in own]
         rows = self._gather(np.concatenate(bytes_ or [np.empty(0, np.uint8)]), max(sizes))
         for rank, row in enumerate(rows):
             start = 0
-            for name in split:
-                dtype, shape, count = self._extent(name, rank)
-                if rank in self._parts[name].sources:
-                    part = row[start : start + count].view(dtype).reshape(shape)
-                    found.setdefault(name, {})[rank] = part
-                    start += count
+            for name in sent[rank]:
+                dtype, shape, count = extents[rank][name]
+                part = row[start : start + count].view(dtype).reshape(shape)
+                found.setdefault(name, {})[rank] = part
+                start += count
         return found
 
-    def _bytes(self, names: Sequence[str], rank: int) -> int:
-        return sum(self._extent(n, rank)[2] for n in names if rank in self._parts[n].sources)
+    def _shapes(
+        self, names: Sequence[str], own: Mapping[str, Array]
+    ) -> list[dict[str, tuple[int, ...]]]:
+        """By rank and name, the shapes of parts of split tensors: those of the layout, or, where
+        data decides some size of any, as each rank tells the others."""
+        ranks = range(self._bundle.mesh.size)
+        said = [{n: self._parts[n].local_shape(rank) for n in names} for rank in ranks]
+        if all(shape is not None for shapes in said for shape in shapes.values()):
+            return [{n: s for n, s in shapes.items() if s is not None} for shapes in said]
+        dims = [len(_ports(self._bundle)[name].shape or ()) for name in names]
+        mine = [own[n].shape if n in own else (0,) * d for n, d in zip(names, dims, strict=True)]
+        told = np.array([size for shape in mine for size in shape], np.int64)
+        rows = self._gather(told.view(np.uint8), told.nbytes).view(np.int64)
+        ends = np.cumsum([0, *dims])
+        return [
+            {n: tuple(row[a:b].tolist()) for n, a, b in zip(names, ends, ends[1:], strict=False)}
+            for row in rows
+        ]
 
-    def _extent(self, name: str, rank: int) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """Dtype, shape and bytes of a rank's part of a split tensor."""
-        dtype, shape = _ports(self._bundle)[name].dtype, self._parts[name].local_shape(rank)
-        assert shape is not None, "what is split has a layout"
+    def _extent(
+        self, name: str, shape: tuple[int, ...]
+    ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+        """Dtype, shape and bytes of a part of this shape."""
+        dtype = _ports(self._bundle)[name].dtype
         return dtype, shape, dtype.itemsize * math.prod(shape)
 
     @contextmanager

@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 
 from onnxpar.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.layout import Dim, Layout, dim_axes, indices, leaves, runs
+from onnxpar.errors import InputError, RankError
+from onnxpar.layout import (
+    Dim,
+    Factor,
+    Layout,
+    dim_axes,
+    indices,
+    is_data_dependent,
+    leaves,
+    runs,
+)
 from onnxpar.mesh import Mesh, parts_over
 from onnxpar.runtime.bundle import Bundle, Sizes
 
@@ -22,13 +31,17 @@ MANY_BLOCKS = 64
 
 
 class Parts:
-    """The parts of one tensor. Where data decides the shape, the layout is None: whole."""
+    """The parts of one tensor. Where data decides the rank, the layout is None: whole; where it
+    decides the size of a dimension, that dimension is whole, and its size is -1."""
 
     def __init__(self, layout: Layout | None, mesh: Mesh) -> None:
         self._layout = None if layout is None or layout.is_whole else layout
-        self._shape = None if layout is None else layout.shape
+        self._all = layout
+        dims = layout.dims if layout is not None else ()
+        self._by_data = [i for i, dim in enumerate(dims) if is_data_dependent(dim)]
         self._mesh = mesh
         self._blocks = lru_cache(maxsize=None)(self._find_blocks)
+        self._of = lru_cache(maxsize=8)(self._with_sizes)
 
     @property
     def is_whole(self) -> bool:
@@ -53,8 +66,49 @@ class Parts:
         )
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's part; None where data decides it."""
-        return self._shape if self._layout is None else self._layout.local_shape(self._mesh, rank)
+        """The shape of a rank's part; None where data decides any of it."""
+        if self._all is None or self._by_data:
+            return None
+        return self._all.local_shape(self._mesh, rank)
+
+    def check_shape(
+        self, name: str, rank: int, shape: tuple[int, ...], binding: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """The global shape of a result of which a rank has a part of this shape; `binding` has the
+        sizes of the run. Errors: RankError where the layout says otherwise."""
+        if self._all is None:
+            return shape
+        expected = self._all.local_shape(self._mesh, rank)
+        if len(shape) == len(expected) and all(
+            e in (s, -1) for s, e in zip(shape, expected, strict=True)
+        ):
+            return tuple(
+                s if i in self._by_data else whole
+                for i, (s, whole) in enumerate(zip(shape, self._all.shape, strict=True))
+            )
+        says = ", ".join("?" if e < 0 else str(e) for e in expected)
+        sizes = ", ".join(f"{symbol}={size}" for symbol, size in binding.items())
+        raise RankError(
+            f"{name!r} came out as {list(shape)} on rank {rank}; its layout says [{says}]"
+            + (f" where {sizes}" if sizes else "")
+            + ". Feeds that contradict each other can do that; otherwise a shape or a rule is wrong"
+            " there: please report the model"
+        )
+
+    def of_shape(self, shape: Mapping[int, int]) -> Parts:
+        """The same with sizes for dimensions, by index, that data decides."""
+        return self._of(tuple(sorted(shape.items())))
+
+    def _with_sizes(self, sizes: tuple[tuple[int, int], ...]) -> Parts:
+        assert self._all is not None
+        dims = list(self._all.dims)
+        for i, size in sizes:
+            dims[i] = Factor(size)
+        return Parts(Layout(tuple(dims), self._all.partial, self._all.reduce), self._mesh)
+
+    def _told_by(self, array: Array) -> Parts:
+        """The same with the sizes that data decides as an array has them: whole or a part."""
+        return self.of_shape({i: array.shape[i] for i in self._by_data})
 
     def take(self, whole: Array, rank: int) -> Array:
         """A rank's part of a global array, contiguous; a view of it where that is possible.
@@ -65,6 +119,8 @@ class Parts:
             return whole
         if self._layout is None:
             part = whole
+        elif self._by_data:
+            return self._told_by(whole).take(whole, rank)
         elif self._layout.partial:
             part = self._layout.take(whole, self._mesh, rank)
         else:
@@ -80,6 +136,8 @@ class Parts:
         """Copies a rank's part of a global array into an array of its shape."""
         if self._layout is None:
             np.copyto(part, whole)
+        elif self._by_data:
+            self._told_by(whole).write(whole, rank, part)
         elif self._layout.partial:
             np.copyto(part, self._layout.take(whole, self._mesh, rank))
         else:
@@ -90,6 +148,8 @@ class Parts:
         """A new global array from the parts of the `sources`."""
         if self._layout is None:
             return np.array(parts[0]) if isinstance(parts[0], np.ndarray) else parts[0]
+        if self._by_data:
+            return self._told_by_all(parts).assemble(parts)
         if self._layout.partial:
             return self._layout.assemble(self._for_all_ranks(parts), self._mesh)
         whole: Array = np.empty(self._layout.shape, parts[self.sources[0]].dtype)
@@ -97,6 +157,19 @@ class Parts:
             for there, here in self._blocks(rank):
                 whole[there] = parts[rank][here]
         return whole
+
+    def _told_by_all(self, parts: Mapping[int, Array]) -> Parts:
+        """The same with the sizes that the parts have. Errors: RankError where they differ."""
+        first, *others = self.sources
+        for i in self._by_data:
+            for rank in others:
+                if parts[rank].shape[i] != parts[first].shape[i]:
+                    raise RankError(
+                        f"dimension {i} of a result has {parts[first].shape[i]} elements on rank "
+                        f"{first}, but {parts[rank].shape[i]} on rank {rank}: its size depends on "
+                        "data, which must be the same on all ranks"
+                    )
+        return self._told_by(parts[first])
 
     def _find_blocks(self, rank: int) -> list[tuple[Index, Index]]:
         """Where each block of the part lies: (index into the global array, index into the part)."""

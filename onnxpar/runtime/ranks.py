@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from onnxpar.arrays import Array
+from onnxpar.errors import RankError
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Request
@@ -23,10 +24,28 @@ PartsOf = dict[str, dict[int, Array]]
 """By tensor and rank, the parts that make up each tensor; valid until the ranks are asked again."""
 
 
+KeptShapes = Mapping[str, tuple[int, ...]]
+
+
+def common_shapes(found: Sequence[KeptShapes]) -> KeptShapes:
+    """What all ranks say of the states that they have kept. Errors: RankError where they differ."""
+    for rank, shapes in enumerate(found):
+        for name, shape in shapes.items():
+            if shape != found[0][name]:
+                raise RankError(
+                    f"state {name!r} has the shape {list(found[0][name])} by rank 0, but "
+                    f"{list(shape)} by rank {rank}: its size depends on data, which must be the "
+                    "same on all ranks"
+                )
+    return found[0]
+
+
 class Ranks(Protocol):
-    """All ranks of a bundle. Arrays that go in are global, and have been checked."""
+    """All ranks of a bundle. Arrays that go in are global, and have been checked. `kept_shapes` are
+    the global shapes of the states that the last run has kept, by input."""
 
     providers: Sequence[str]
+    kept_shapes: KeptShapes
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
     def read_state(self, name: str, sizes: Sizes) -> PartsOf: ...
@@ -55,6 +74,7 @@ class ProcessRanks:
         self._bundle = bundle
         self._parts = PortParts(bundle)
         self._runs = 0
+        self.kept_shapes: KeptShapes = {}
         with tempfile.TemporaryDirectory(prefix="onnxpar-") as folder:
             self._processes = Processes(bundle.path, size, timeout, log_dir)
             world = {"size": size, "store": f"file:{folder}/store", "bind_address": bind_address}
@@ -143,6 +163,8 @@ class ProcessRanks:
         ranks = self._processes.ranks
         answers = self._processes.call([pack(message)] * len(ranks), what)
         found: PartsOf = {}
+        kept = [{n: tuple(s) for n, s in a.get("kept", {}).items()} for a in answers]
+        self.kept_shapes = common_shapes(kept)
         for number, (rank, answer) in enumerate(zip(ranks, answers, strict=True)):
             rank.outputs.map(answer.get("size", 0))
             for name, (offset, shape) in answer.get("slots", {}).items():

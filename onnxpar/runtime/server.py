@@ -73,7 +73,8 @@ class Server:
     def _run(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])
         request = Request(message["fetch"], message["keep"], message["options"], sizes)
-        return self._sent(self._executor.run(request, self._feeds(message), self._outputs))
+        sent = self._sent(self._executor.run(request, self._feeds(message), self._outputs))
+        return {**sent, "kept": self._executor.kept_shapes}
 
     def _read(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])

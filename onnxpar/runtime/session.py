@@ -16,7 +16,13 @@ from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
-from onnxpar.runtime.checks import check_array, check_feeds, check_names, state_port
+from onnxpar.runtime.checks import (
+    check_array,
+    check_feeds,
+    check_kept,
+    check_names,
+    state_port,
+)
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.merge_profiles import merge
@@ -105,12 +111,13 @@ class Session(Closing):
             self._ranks.check_usable()
             known = {*self._kept, *(bundle.not_evaluated if apart else ())}
             feeds = check_feeds(bundle, input_feed, known)
+            check_kept(bundle, {n: s for n, s in self._kept.items() if n not in feeds})
             sizes = self._sizes(feeds)
             fetch = list(dict.fromkeys(names))
             request = Request(fetch, keep_states, run_spec(run_options), sizes)
             parts = self._ranks.run(request, feeds)
             if keep_states:
-                self._keep(sizes)
+                self._kept.update(self._ranks.kept_shapes)
             whole = {name: self._assemble(name, parts, sizes) for name in fetch}
         return [whole[name] for name in names]
 
@@ -139,13 +146,6 @@ class Session(Closing):
         inputs = self._bundle.inputs
         fed = {n: a.shape for n, a in feeds.items() if inputs[n].shape is not None}
         return self._bundle.sizes({**self._kept, **fed})
-
-    def _keep(self, sizes: Sizes) -> None:
-        """Notes the global shapes of the states that a run has left."""
-        binding = dict(zip(self._bundle.symbols, sizes, strict=True))
-        for source, result in self._bundle.states.items():
-            shape = self._bundle.outputs[result].shape_at(binding)
-            self._kept[source] = tuple(s or 0 for s in shape)
 
     def close(self) -> None:
         """Ends the ranks; the session cannot run any more. May be called twice."""
@@ -245,6 +245,7 @@ class States:
                     f"no value of state {name!r} is kept; run with keep_states=True, or write it"
                 )
             shape = session._kept.get(name) or _shape(port)
+            check_kept(session._bundle, {name: shape})
             sizes = session._bundle.sizes({name: shape})
             return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
 

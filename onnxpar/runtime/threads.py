@@ -18,7 +18,7 @@ from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.profile import Record
-from onnxpar.runtime.ranks import PartsOf
+from onnxpar.runtime.ranks import KeptShapes, PartsOf, common_shapes
 from onnxpar.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class ThreadRanks:
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="onnxpar-rank")
         self._worlds = groups.thread_worlds(size, timeout) if worlds is None else list(worlds)
         self._lent = worlds is not None
+        self.kept_shapes: KeptShapes = {}
         self._executors = self._all(
             lambda rank: Executor(bundle, self._worlds[rank], spec, threads=1, spin=False),
             "the start",
@@ -84,7 +85,9 @@ class ThreadRanks:
             parts = {n: ports[n].take(array, rank) for n, array in feeds.items()}
             return self._executors[rank].run(request, parts, Heap())
 
-        return _by_name(self._all(run, "run"))
+        found = _by_name(self._all(run, "run"))
+        self.kept_shapes = common_shapes([e.kept_shapes for e in self._executors])
+        return found
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
         """The parts of a kept state."""
