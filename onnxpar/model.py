@@ -22,6 +22,7 @@ from onnxpar.interchange import header_of, import_graph
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.runtime_shapes import is_known
 from onnxpar.sequences import split_sequences
+from onnxpar.state_pairs import find_states
 from onnxpar.step import Step
 from onnxpar.stored import (
     check_stored,
@@ -82,8 +83,7 @@ def load(
     """Reads a model and makes it ready for passes.
 
     dims    sizes of symbolic dimensions, by symbol; the others stay open
-    states  (input, output) pairs that are fed back; caches that grow by Concat are found by
-            themselves
+    states  (input, output) pairs that are fed back, beside those that `find_states` finds
     least   a size that open dimensions should be imagined to have at least
     own_types  of a training step or None: what declares types, where it is no global program
     for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
@@ -134,7 +134,7 @@ def load(
         infer(proto, keep_weights=for_training)
         graph = prepare(proto)
     handed = [(s.input, s.output) for s in step.slots] if step else []
-    pairs = _find_states(graph, [*handed, *states])
+    pairs = find_states(graph, [*handed, *states], is_step=step is not None)
     return Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step)
 
 
@@ -257,22 +257,3 @@ def mark_opset(graph: gs.Graph) -> None:
     for node in all_nodes(graph):
         if node.op in ("Softmax", "LogSoftmax", "Hardmax", "Split") and graph.opset < 13:
             node.attrs["onnxpar.opset"] = graph.opset
-
-
-def _find_states(graph: gs.Graph, declared: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    inputs = {t.name: t for t in graph.inputs}
-    outputs = {t.name: t for t in graph.outputs}
-    for source, result in declared:
-        if source not in inputs or result not in outputs:
-            raise StrategyError(f"state {source}={result}: no such input and output of the model")
-    pairs = dict(declared)
-    for output in graph.outputs:
-        node = output.inputs[0] if output.inputs else None
-        while node is not None and node.op == "Identity":
-            node = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
-        if node is None or node.op != "Concat" or output.name in pairs.values():
-            continue
-        source = node.inputs[0]
-        if source.name in inputs and source.name not in pairs and source.dtype == output.dtype:
-            pairs[source.name] = output.name
-    return list(pairs.items())

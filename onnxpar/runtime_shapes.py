@@ -95,6 +95,21 @@ def is_known(op: str, domain: str) -> bool:
     return any(s.name == op and s.domain == domain for s in _STATE.get_all_operator_schema())
 
 
+@cache
+def _schemas() -> Mapping[tuple[str, str], Any]:
+    """The newest schema of every op that the runtime knows, by domain and name."""
+    found = sorted(_STATE.get_all_operator_schema(), key=lambda s: int(s.since_version))
+    return {(s.domain, s.name): s for s in found}
+
+
+def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
+    """The runtime's names for the operands and results of an op; none for one that it lacks."""
+    schema = _schemas().get((domain, op))
+    if schema is None:
+        return [], []
+    return [port.name for port in schema.inputs], [port.name for port in schema.outputs]
+
+
 def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
     """The types of the results of a one-node model; None where the runtime has no kernel."""
     outputs = model.graph.node[0].output

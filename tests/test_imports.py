@@ -23,6 +23,7 @@ LAYERS = (
         "inference",
         "input_sizes",
         "model",
+        "state_pairs",
         "subgraphs",
         "collective_shapes",
         "collective",

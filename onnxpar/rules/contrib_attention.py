@@ -14,6 +14,7 @@ from onnxpar.rules.rule import (
     dims_text,
     einsum,
     given,
+    parse_spec,
     rule,
     tensor_shape,
     whole_rule,
@@ -49,6 +50,12 @@ def _stated(
         shape = tensor_shape(tensor) or ()
         return dims_text("1" if s == 1 else d for d, s in zip(dims.split(), shape, strict=True))
 
+    for tensors, texts in ((node.inputs, operands), (node.outputs, results)):
+        for i, tensor in enumerate(tensors):
+            have, said = len(tensor_shape(tensor) or ()), texts.get(i)
+            spec = parse_spec(said) if tensor.name and said is not None else None
+            if spec is not None and len(spec) != have:
+                return whole_rule(node, f"'{tensor.name}' has {have} dimensions, not {len(spec)}")
     left = ", ".join(text(t, operands.get(i)) for i, t in enumerate(node.inputs))
     right = "; ".join(text(t, results.get(i)) for i, t in enumerate(node.outputs))
     used = {c for c in left + right if c.isalpha()}
@@ -149,7 +156,8 @@ def group_query_attention(node: gs.Node) -> Rule:
     packed = given(node, 1) is None
     sizes: dict[str, Size] = {"k": shared, "g": heads // shared, "d": (out[2] or 0) // heads}
     operands = {0: "b s (k g d) + (k d) + (k d)" if packed else "b s (k g d)"}
-    operands |= {1: "b t (k d)", 2: "b t (k d)", 3: "b k p d", 4: "b k p d", 5: "b"}
+    lengths = "b 1" if len(_shape(node, 5)) == 2 else "b"  # as older builders write it
+    operands |= {1: "b t (k d)", 2: "b t (k d)", 3: "b k p d", 4: "b k p d", 5: lengths}
     operands |= {7: "m r", 8: "m r", 9: "b s", 11: "(k g)", 14: "d", 15: "d"}
     if given(node, 10) is not None:
         operands[10] = _bias(node, 10, "(k g)")

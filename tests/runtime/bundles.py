@@ -31,7 +31,7 @@ class Tensor:
     """A port: `layout` has one axis name or None per dimension; a shape of None is data's."""
 
     name: str
-    shape: Sequence[int] | None
+    shape: Sequence[int | None] | None
     layout: Sequence[str | None] | Layout | None = None
     dtype: str = "float32"
 
@@ -109,7 +109,8 @@ def _model(graph: Any) -> ModelProto:
 
 def _value(tensor: Tensor, mesh: Mesh, rank: int) -> Any:
     layout = tensor.global_layout(mesh)
-    shape = None if layout is None else layout.local_shape(mesh, rank)
+    sizes = None if layout is None else layout.local_shape(mesh, rank)
+    shape = None if sizes is None else [None if s < 0 else s for s in sizes]
     return helper.make_tensor_value_info(tensor.name, ELEMENTS[tensor.dtype], shape)
 
 

@@ -10,7 +10,9 @@ import pytest
 from onnx import helper
 from runtime.bundles import Tensor, write_par
 
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, RankError
+from onnxpar.layout import Factor, Layout
+from onnxpar.mesh import Axis
 from onnxpar.runtime.session import Session
 
 Open = Callable[..., Session]
@@ -131,3 +133,84 @@ def test_what_is_no_state(counter: Path, feeds: dict[str, np.ndarray], open_sess
             session.states.read("x")
         with pytest.raises(InputError, match=r"'s' was given \w+ \[2\], expects \w+ \[3, 5\]"):
             session.states.write("s", np.zeros(2, feeds["s"].dtype))
+
+
+def test_a_kept_state_of_another_shape_than_its_layout_says(
+    tmp_path: Path, open_session: Open
+) -> None:
+    """Nobody fetches it, so that no rank hands it to onnxruntime's check of bound memory."""
+    par = write_par(
+        tmp_path / "model.par",
+        "tp=2",
+        [Tensor("s", SHAPE, (None, "tp"))],
+        [Tensor("y", SHAPE, (None, "tp")), Tensor("s_next", SHAPE, (None, "tp"))],
+        lambda rank: [
+            helper.make_node("Neg", ["s"], ["y"]),
+            helper.make_node("Concat", ["s", "s"], ["s_next"], axis=1 - rank),
+        ],
+        states={"s": "s_next"},
+    )
+    with (
+        open_session(par) as session,
+        pytest.raises(RankError, match=r"'s_next' came out as \[\d, \d\] on rank [01]; its layout"),
+    ):
+        session.run(["y"], {"s": np.zeros(SHAPE, np.float32)}, keep_states=True)
+
+
+def test_a_state_that_grows_out_of_its_input(tmp_path: Path, open_session: Open) -> None:
+    """The model takes 5 columns, and a run leaves 6: the next one is refused, and the session goes
+    on."""
+    wide = (SHAPE[0], SHAPE[1] + 1)
+    par = write_par(
+        tmp_path / "model.par",
+        "tp=3",
+        [Tensor("s", SHAPE, ("tp", None))],
+        [Tensor("s_next", wide, ("tp", None))],
+        lambda rank: [
+            helper.make_node("Pad", ["s", "pads"], ["s_next"]),
+        ],
+        lambda rank: {"pads": np.array([0, 0, 0, 1])},
+        states={"s": "s_next"},
+    )
+    s = np.ones(SHAPE, np.float32)
+    with open_session(par) as session:
+        session.run([], {"s": s}, keep_states=True)
+        for call in (lambda: session.run(["s_next"], {}), lambda: session.states.read("s")):
+            with pytest.raises(InputError, match=r"'s' is \[3, 6\] after the last run"):
+                call()
+        (found,) = session.run(["s_next"], {"s": s})
+        np.testing.assert_array_equal(found, np.pad(s, ((0, 0), (0, 1))))
+
+
+def test_sizes_that_data_decides_are_those_of_the_parts(tmp_path: Path, open_session: Open) -> None:
+    """Rows of x that are not zero: how many no shape says, while columns are split."""
+    rows = Layout((Factor(-1), Factor(5, (Axis("tp", 2),))))
+    par = write_par(
+        tmp_path / "model.par",
+        "tp=2",
+        [Tensor("x", SHAPE, (None, "tp")), Tensor("rows", (3,), None, "bool")],
+        [Tensor("kept", (None, 5), rows)],
+        lambda rank: [helper.make_node("Compress", ["x", "rows"], ["kept"], axis=0)],
+    )
+    x = np.arange(15, dtype=np.float32).reshape(SHAPE)
+    with open_session(par) as session:
+        for chosen in ([0, 2], [], [0, 1, 2]):
+            some = np.isin(np.arange(3), chosen)
+            (found,) = session.run(None, {"x": x, "rows": some})
+            np.testing.assert_array_equal(found, x[some])
+
+
+def test_ranks_that_disagree_on_a_size_that_data_decides(
+    tmp_path: Path, open_session: Open
+) -> None:
+    rows = Layout((Factor(-1), Factor(5, (Axis("tp", 2),))))
+    par = write_par(
+        tmp_path / "model.par",
+        "tp=2",
+        [Tensor("x", SHAPE, (None, "tp"))],
+        [Tensor("kept", (None, 5), rows)],
+        lambda rank: [helper.make_node("Compress", ["x", "rows"], ["kept"], axis=0)],
+        lambda rank: {"rows": np.array([True, bool(rank), True])},
+    )
+    with open_session(par) as session, pytest.raises(RankError, match="on rank 0, but 3 on rank 1"):
+        session.run(None, {"x": np.ones(SHAPE, np.float32)})
