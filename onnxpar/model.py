@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from onnxpar.annotations import Configuration, read_annotations
 from onnxpar.checker import MIN_IR, check_standard
-from onnxpar.errors import ModelError, StrategyError
+from onnxpar.errors import ModelError
 from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims
 from onnxpar.interchange import header_of, import_graph
