@@ -7,8 +7,15 @@ logits, = session.run(["logits"], feeds)
 """
 
 from onnxpar.api import annotate as annotate
+from onnxpar.api import candidates as candidates
+from onnxpar.api import check as check
+from onnxpar.api import compare_trace as compare_trace
+from onnxpar.api import inspect as inspect
 from onnxpar.api import make_plan as plan
+from onnxpar.api import ops as ops
+from onnxpar.api import opt as opt
 from onnxpar.api import shard as shard
+from onnxpar.calibration.command import calibrate as calibrate
 from onnxpar.errors import InputError as InputError
 from onnxpar.errors import ModelError as ModelError
 from onnxpar.errors import OnnxparError as OnnxparError
@@ -17,8 +24,13 @@ from onnxpar.errors import StrategyError as StrategyError
 from onnxpar.layout import Layout as Layout
 from onnxpar.mesh import Mesh as Mesh
 from onnxpar.plan import Plan as Plan
+from onnxpar.plan_options import PlanOptions as PlanOptions
 from onnxpar.runtime.session import InferenceSession as InferenceSession
 from onnxpar.strategy import Strategy as Strategy
+from onnxpar.topology import Topology as Topology
+from onnxpar.version import version_of
+
+__version__ = version_of("onnxpar")
 
 __all__ = [
     "InferenceSession",
@@ -28,10 +40,19 @@ __all__ = [
     "ModelError",
     "OnnxparError",
     "Plan",
+    "PlanOptions",
     "RankError",
     "Strategy",
     "StrategyError",
+    "Topology",
     "annotate",
+    "calibrate",
+    "candidates",
+    "check",
+    "compare_trace",
+    "inspect",
+    "ops",
+    "opt",
     "plan",
     "shard",
 ]

@@ -1,191 +1,278 @@
-"""The calls that Python users make; the command line is the same with other spelling."""
+"""The calls that Python users make: one for each command, with the command's options by name."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from onnxpar import pipeline
-from onnxpar.mesh import Mesh
+import onnxpar.candidate_lines
+import onnxpar.comparison_lines  # noqa: F401  (these register the texts of results)
+from onnxpar import op_table, pipeline
+from onnxpar.candidates import Candidates, choices, fastest_first, try_candidate
+from onnxpar.checking import Check, Inputs, Way, check_model
+from onnxpar.dump import Dump
+from onnxpar.errors import InputError, StrategyError
+from onnxpar.explain import Explainer, explain
+from onnxpar.given_model import Source, model_file
+from onnxpar.manual import MANUAL
+from onnxpar.named_passes import run_named
+from onnxpar.passes.fuse_all_reduces import FuseAllReduces
+from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
-from onnxpar.plan import Plan
-from onnxpar.search.aim import Aim
-from onnxpar.strategy import Strategy
-from onnxpar.topology import Topology
+from onnxpar.plan import Plan, SavedPlan
+from onnxpar.plan_options import PlanOptions, lists_options, options_of
+from onnxpar.plugins import load_plugin
+from onnxpar.report_page import explained_of, write_page
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.search import compare_trace as comparing
+from onnxpar.search.compare_trace import PlannedNode, planned_nodes
+from onnxpar.search.comparison import Comparison
+from onnxpar.search.save import Saver
+from onnxpar.trace import read_trace
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from onnxpar.model import Model
+
+File = str | os.PathLike[str]
 
 
+@lists_options
 def shard(
-    model: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    model: Source,
+    output: File | None = None,
     *,
-    devices: int | None = None,
-    mesh: str | Mesh | None = None,
-    preset: str | None = None,
-    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
-    dims: Mapping[str, int] | None = None,
-    states: Sequence[tuple[str, str]] = (),
-    strict: bool = False,
-    verify: bool = False,
-    configuration: str | None = None,
-    compression: str | None = None,
-    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
-    search: str | None = None,
-    objective: str | None = None,
-    memory_limit: float | str | None = None,
-    untied: bool = False,
+    save_strategy: File | None = None,
+    dump: File | None = None,
+    progress: Callable[[int], None] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
 
-    devices   number of ranks, where no mesh is given
-    mesh      named axes, `"dp=2,tp=4"` or a Mesh
-    preset    data-parallel, tensor-parallel or hybrid; manual for a program per rank
-    strategy  a YAML file, or the same structure in Python: {"shard": {...}, "tensors": {...}}
-    dims      sizes of symbolic dimensions, by symbol
-    states    (input, output) pairs that are fed back
-    strict    an op that stays whole is an error
-    verify    check the invariants between passes
-    configuration  which multi-device annotations of the model to follow, or "none"
-    compression    how gradients of a training step travel: float16, bfloat16 or 2bit:THRESHOLD
-    topology  what ranks run on: a file as `onnxpar calibrate` writes it, or the same in Python
-    search    auto: the fastest strategy by the cost model of that, which is the default without a
-              preset, a strategy and annotations; see `onnxpar shard --help`
-    objective      what auto finds the best for: latency, the default, or throughput
-    memory_limit   bytes that a rank may hold at any time, or text as "16GB"
-    untied         decide each of several repeated blocks by itself
-    Errors: OnnxparError, naming what is wrong and the remedy; nothing is left half-written.
+    model          a file, an onnx.ModelProto, or its bytes
+    output         the folder, `model.par` in the current folder where it is not given
+    save_strategy  writes the strategy that was found to this file
+    dump           a folder that gets the graph after every pass
+    progress       is called with the number of bytes of each weight that is written
+    options        see `PlanOptions`
+
+    Errors: OnnxparError, which names what is wrong and the remedy; nothing is left half-written.
     """
-    options = _options(
-        devices,
-        mesh,
-        preset,
-        strategy,
-        dims,
-        states,
-        strict,
-        verify,
-        configuration,
-        topology,
-        search,
-        objective,
-        memory_limit,
-        untied,
-        compression,
-    )
-    return pipeline.shard(Path(model), Path(output), options)
+    asked = options_of(options, "shard")
+    target = output_of(model) if output is None else Path(output)
+    saver, explainer = saver_of(save_strategy, asked), Explainer()
+    with model_file(model) as path:
+        made = pipeline.shard(path, target, asked, progress, watch_all(saver, dump, explainer))
+    saver.write()
+    return _with_steps(made, explainer, asked)
 
 
+@lists_options
 def make_plan(
-    model: str | os.PathLike[str],
+    model: Source,
     *,
-    devices: int | None = None,
-    mesh: str | Mesh | None = None,
-    preset: str | None = None,
-    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
-    dims: Mapping[str, int] | None = None,
-    states: Sequence[tuple[str, str]] = (),
-    strict: bool = False,
-    verify: bool = False,
-    configuration: str | None = None,
-    compression: str | None = None,
-    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
-    search: str | None = None,
-    objective: str | None = None,
-    memory_limit: float | str | None = None,
-    untied: bool = False,
+    save_strategy: File | None = None,
+    dump: File | None = None,
+    html: File | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
-    """What `shard` would do with the same options; nothing is written."""
-    options = _options(
-        devices,
-        mesh,
-        preset,
-        strategy,
-        dims,
-        states,
-        strict,
-        verify,
-        configuration,
-        topology,
-        search,
-        objective,
-        memory_limit,
-        untied,
-        compression,
-    )
-    return pipeline.plan(Path(model), options)[0]
+    """Returns the plan that `shard` follows with the same options; no model is written.
+
+    `print` gives the text of `onnxpar plan`, a notebook shows the page, and `html` writes it to a
+    file. Errors: OnnxparError.
+    """
+    asked = options_of(options, "plan")
+    saver, explainer = saver_of(save_strategy, asked), Explainer()
+    with model_file(model) as path:
+        made, _ = pipeline.plan(path, asked, watch_all(saver, dump, explainer))
+    saver.write()
+    made = _with_steps(made, explainer, asked)
+    if html is not None:
+        write_page(html, explained_of(made), None)
+    return made
 
 
-def annotate(
-    model: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+@lists_options
+def annotate(model: Source, output: File, **options: Unpack[PlanOptions]) -> Plan:
+    """Writes the model with the plan that `shard` follows as ONNX's multi-device annotations, which
+    `shard` reads. Errors: OnnxparError."""
+    asked = options_of(options, "annotate")
+    with model_file(model) as path:
+        return pipeline.annotate(path, Path(output), asked)
+
+
+@lists_options
+def check(
+    model: Source,
+    inputs: Inputs = None,
     *,
-    devices: int | None = None,
-    mesh: str | Mesh | None = None,
-    preset: str | None = None,
-    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
-    dims: Mapping[str, int] | None = None,
-    states: Sequence[tuple[str, str]] = (),
-    strict: bool = False,
-    verify: bool = False,
-    configuration: str | None = None,
-    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None = None,
-    search: str | None = None,
-    objective: str | None = None,
-    memory_limit: float | str | None = None,
-    untied: bool = False,
-) -> Plan:
-    """Writes the model with the plan that `shard` would follow as ONNX's multi-device annotations,
-    which `shard` reads."""
-    options = _options(
-        devices,
-        mesh,
-        preset,
-        strategy,
-        dims,
-        states,
-        strict,
-        verify,
-        configuration,
-        topology,
-        search,
-        objective,
-        memory_limit,
-        untied,
-    )
-    return pipeline.annotate(Path(model), Path(output), options)
+    seed: int = 0,
+    train: bool = False,
+    steps: int = 50,
+    lr: float = 0.01,
+    rtol: float | None = None,
+    atol: float | None = None,
+    timeout: float = 60.0,
+    log_dir: File | None = None,
+    **options: Unpack[PlanOptions],
+) -> Check:
+    """Shards a model, runs it on its ranks, and compares every output with those of onnxruntime on
+    the unsplit model.
+
+    inputs   an .npz file, or arrays by input name; what is not given is random, by `seed`
+    train    of a training step: takes `steps` steps at the learning rate `lr`, and compares the
+             losses and the parameters
+    rtol     each element may differ by `atol + rtol * abs(reference)`, as of numpy.allclose; either
+    atol     replaces the tolerances by dtype, which are of the largest element
+    timeout  bounds every wait for a rank, in seconds
+    log_dir  gets the output of each rank, under rank.N/
+
+    The result has `ok`, `text()`, the `plan`, and the errors in `report.rows`. Errors: OnnxparError
+    where the model cannot be sharded or run; a mismatch is no error.
+    """
+    asked = options_of(options, "check")
+    way = Way(inputs, seed, train, steps, lr, rtol, atol, timeout, log_dir)
+    with model_file(model) as path:
+        return check_model(path, asked, way)
 
 
-def _options(
-    devices: int | None,
-    mesh: str | Mesh | None,
-    preset: str | None,
-    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None,
-    dims: Mapping[str, int] | None,
-    states: Sequence[tuple[str, str]],
-    strict: bool,
-    verify: bool,
-    configuration: str | None,
-    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
-    search: str | None,
-    objective: str | None,
-    memory_limit: float | str | None,
-    untied: bool,
-    compression: str | None = None,
-) -> Options:
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    return Options(
-        devices,
-        mesh,
-        preset,
-        Strategy.given(strategy),
-        dims,
-        states,
-        strict,
-        verify,
-        configuration,
-        compression,
-        topology=Topology.given(topology),
-        search=search,
-        aim=Aim.given(objective, memory_limit, untied),
-    )
+@lists_options
+def candidates(
+    model: Source, *, html: File | None = None, **options: Unpack[PlanOptions]
+) -> Candidates:
+    """Plans the model by every strategy that applies, and sorts them by the time that the cost
+    model predicts; `html` writes a page of the fastest, or of the preset or search that is named.
+
+    Errors: OnnxparError, also where no strategy applies.
+    """
+    asked = options_of(options, "candidates")
+    with model_file(model) as path:
+        return compare_strategies(path, asked, html)
+
+
+@lists_options
+def compare_trace(model: Source, trace: File, **options: Unpack[PlanOptions]) -> Comparison:
+    """Returns what the cost model predicts for each op and collective beside what a trace measured.
+
+    `trace` is a file that `InferenceSession.end_profile` or `onnxpar run --profile` has written;
+    `options` must be those that `shard` was given. Errors: OnnxparError.
+    """
+    asked = options_of(options, "compare_trace")
+    with model_file(model) as path:
+        return compare_with_trace(path, asked, trace)
+
+
+@lists_options
+def opt(
+    model: Source,
+    passes: str,
+    *,
+    print_after: Sequence[str] = (),
+    dump: File | None = None,
+    output: File | None = None,
+    **options: Unpack[PlanOptions],
+) -> str:
+    """Runs passes, `"propagate-layouts,insert-collectives"`, on a model or a dump, and returns the
+    graph as text.
+
+    `print_after` names passes after which the graph is returned, or "all"; `dump` is a folder that
+    gets the graph after every pass, `output` a file that gets it after the last, as a model.
+    Errors: OnnxparError.
+    """
+    asked = options_of(options, "opt")
+    texts: list[str] = []
+    with model_file(model) as path:
+        run_named(path, asked, passes, print_after, dump, output, texts.append)
+    return "".join(texts)
+
+
+def inspect(par: File) -> SavedPlan:
+    """Returns the plan of a sharded model. Errors: ModelError where `par` is none."""
+    return SavedPlan(Bundle.load(par).data)
+
+
+def ops(pattern: str = "*", *, plugin: Sequence[str] = ()) -> list[op_table.OpRow]:
+    """Returns the rule of each op whose name fits a glob, and how it is proved; `plugin` names
+    modules with rules of your own. Errors: StrategyError where none fits."""
+    for module in plugin:
+        load_plugin(module)
+    table = op_table.rows(pattern)
+    if not table:
+        raise StrategyError(f"{pattern!r} matches no op; `onnxpar ops` lists them")
+    return table
+
+
+def output_of(model: Source) -> Path:
+    """Where a sharded model is written by default: in the current folder, by the model's name.
+    Errors: InputError for a model in memory, which has none."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise InputError("a model in memory has no name; give the folder to write to as output")
+    return Path(f"{Path(model).stem or 'model'}.par")
+
+
+def saver_of(path: File | None, options: Options) -> Saver:
+    """What writes the strategy that is found, if to any file. Errors: OnnxparError."""
+    if path is not None and options.preset == MANUAL:
+        raise StrategyError("--save-strategy: a manual program has its layouts in itself")
+    return Saver(path)
+
+
+def compare_strategies(
+    path: Path,
+    options: Options,
+    html: File | None,
+    follow: Callable[[list[Options]], Iterable[Options]] = iter,
+) -> Candidates:
+    """Plans every strategy, and writes the page of one if asked; `follow` shows the progress."""
+    options = replace(options, verify=False)
+    given = options if html is None else replace(options, preset=None, search=None)
+    tried = [try_candidate(path, each) for each in follow(choices(path, given))]
+    found = fastest_first(path.name, options.aim.objective, tried)
+    if html is not None:
+        is_open = options.preset is None and options.search is None
+        write_page(html, explain(path, found.winner.chosen(options) if is_open else options), found)
+    return found
+
+
+def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
+    """Sets what the plan predicts beside what a trace of it has measured."""
+    recorded = read_trace(trace)
+    if options.preset == MANUAL:
+        raise StrategyError(
+            "--compare: of a manual program nothing is predicted; use `run --profile`"
+        )
+    nodes: dict[str, PlannedNode] = {}
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        if isinstance(step, FuseAllReduces):
+            apart = model.step.evaluation if model.step is not None else ()
+            nodes.update(planned_nodes(model.graph, ctx.sharding, apart))
+
+    made, _ = pipeline.plan(path, options, watch)
+    return replace(comparing.compare_trace(recorded, made, nodes), example=dict(made.example))
+
+
+def watch_all(saver: Saver, dump: File | None, *others: Explainer) -> pipeline.Watch:
+    """What is called after each pass: it dumps the graph, and notes the strategy and the steps."""
+    watching: list[Dump | Saver | Explainer] = [
+        *([Dump(dump)] if dump is not None else []),
+        saver,
+        *others,
+    ]
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        for each in watching:
+            each.watch(step, model, ctx)
+
+    return watch
+
+
+def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:
+    """The plan, which knows its steps where any are predicted."""
+    if options.preset != MANUAL:
+        plan.explained = explainer.explained(plan)
+    return plan

@@ -8,6 +8,7 @@ from textwrap import wrap
 from onnxpar.candidates import Candidates
 from onnxpar.report import WIDTH, size_text, table
 from onnxpar.search.aim import LATENCY
+from onnxpar.shown import text_of
 
 _TIMES = ("run", "compute", "talk")
 _MEMORY = {
@@ -53,6 +54,11 @@ def candidate_lines(candidates: Candidates) -> Iterator[str]:
         for refused in candidates.refused:
             text = f"{refused.strategy} {refused.mesh}: {refused.reason.split(';')[0]}"
             yield from wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+@text_of.register
+def _(candidates: Candidates) -> str:
+    return "\n".join(candidate_lines(candidates))
 
 
 def _right(rows: list[tuple[str, ...]], head: tuple[str, ...]) -> Iterator[str]:

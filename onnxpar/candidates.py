@@ -22,6 +22,7 @@ from onnxpar.search.predict import Prediction
 from onnxpar.search.presets import PRESETS, preset_mesh
 from onnxpar.search.search import AUTO
 from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES
+from onnxpar.shown import Shown
 from onnxpar.step import Step
 
 MOST_HYBRIDS = 6
@@ -80,7 +81,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class Candidates(Shown):
     """What was tried for a model, the fastest first; `objective` says what counts."""
 
     model: str

@@ -28,10 +28,11 @@ from onnxpar.training.losses import IGNORED, LOSSES
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
 from onnxpar.training.precision import PRECISIONS
 from onnxpar.training.rates import SCHEDULES
+from onnxpar.version import versions_text
 from onnxpar.write_file import cause
 
 EXAMPLES = """examples:
-  onnxpar shard gpt2.onnx --devices 4 --preset tensor-parallel -o gpt2.par
+  onnxpar shard gpt2.onnx --devices 4                  # writes gpt2.par
   onnxpar run gpt2.par --inputs in.npz --outputs out.npz
   onnxpar check gpt2.onnx --mesh dp=2,tp=2 --dim batch=4
 
@@ -96,13 +97,17 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=versions_text())
     commands_of = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     shard = _add(commands_of, "shard", "write a sharded model", commands.shard)
     _add_model(shard)
     _add_save(shard)
     shard.add_argument(
-        "-o", "--output", required=True, metavar="DIR", help="folder to write: model.par"
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="folder to write; default: the model's name with .par, in the current folder",
     )
 
     plan = _add(commands_of, "plan", "show what shard would do; nothing is written", commands.plan)
@@ -234,7 +239,7 @@ def parser() -> argparse.ArgumentParser:
         "calibrate",
         "measure this machine, which should do nothing else, and write a topology file: what ranks "
         "compute, and what each collective takes",
-        calibration.calibrate,
+        calibration.command,
     )
     calibrate.add_argument(
         "-o", "--output", required=True, metavar="FILE", help="for --topology: cluster.yaml"
@@ -346,10 +351,16 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         "writes it; or MindSpore's and HCCL's rank table. Default: one host of slow cores",
     )
     to.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+        "--dim",
+        dest="dims",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="size of a symbolic dimension",
     )
     to.add_argument(
         "--state",
+        dest="states",
         action="append",
         default=[],
         metavar="IN=OUT",
@@ -469,7 +480,12 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
     ):
         to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=what)
     to.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+        "--dim",
+        dest="dims",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="size of a symbolic dimension",
     )
     to.add_argument(
         "--preset",
@@ -498,7 +514,9 @@ def _add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument("--schedule", choices=SCHEDULES, default="constant", help="of the rate, behind")
     to.add_argument("--warmup", type=int, default=0, metavar="N", help="steps in which it rises")
     to.add_argument("--seed", type=int, default=0, metavar="N", help="decides the order of samples")
-    to.add_argument("--no-shuffle", action="store_true", help="samples in the order of the file")
+    to.add_argument(
+        "--no-shuffle", dest="shuffle", action="store_false", help="samples in the file's order"
+    )
     to.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; one at the end")
     to.add_argument("--every", type=int, default=0, metavar="N", help="and one after N steps each")
     to.add_argument("--keep", type=int, default=0, metavar="N", help="leave the newest N; 0: all")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from onnxpar.report import size_text, table
 from onnxpar.search.comparison import Comparison, Computed, Talked
+from onnxpar.shown import text_of
 
 WORST = 10
 _HEADS = ("predicted", "measured")
@@ -38,6 +39,15 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     yield "predicted worst:"
     rows = [(*_worst(row), *_times(row.predicted, row.measured)) for row in comparison.worst()]
     yield from table(rows[:WORST], ("node", "op", "calls", *_times_heads()))
+    if comparison.example:
+        sizes = ", ".join(f"{name}={size}" for name, size in comparison.example.items())
+        yield ""
+        yield f"sizes are open; predictions are for {sizes}, whatever was run"
+
+
+@text_of.register
+def _(comparison: Comparison) -> str:
+    return "\n".join(comparison_lines(comparison))
 
 
 def _totals(comparison: Comparison) -> Iterator[str]:

@@ -104,22 +104,34 @@ class Explained:
         yield from found
 
 
+class Explainer:
+    """Notes the steps of one run of passes: `watch` is for the pipeline to call."""
+
+    def __init__(self) -> None:
+        self._found: list[Step] = []
+
+    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
+        """Reads the graph once all reshards are in it."""
+        if isinstance(step, FuseAllReduces):
+            self._found = list(_steps(model, ctx))
+
+    def explained(self, plan: Plan) -> Explained:
+        """The plan that came of these passes, with its steps."""
+        sent: dict[str, int] = defaultdict(int)
+        for entry in plan.collectives:
+            sent[entry.name.split("::")[0]] += entry.bytes
+            sent[entry.name] += entry.bytes if "::" in entry.name else 0
+        steps = (replace(step, sent=sent.get(step.name, 0)) for step in self._found)
+        return Explained(plan, tuple(steps))
+
+
 def explain(path: str | Path, options: Options) -> Explained:
     """Plans as `plan` does. Errors: OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError("of a manual program nothing is predicted; use `run --profile`")
-    found: list[Step] = []
-
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        if isinstance(step, FuseAllReduces):
-            found.extend(_steps(model, ctx))
-
-    plan, _ = pipeline.plan(path, options, watch)
-    sent: dict[str, int] = defaultdict(int)
-    for entry in plan.collectives:
-        sent[entry.name.split("::")[0]] += entry.bytes
-        sent[entry.name] += entry.bytes if "::" in entry.name else 0
-    return Explained(plan, tuple(replace(step, sent=sent.get(step.name, 0)) for step in found))
+    explainer = Explainer()
+    plan, _ = pipeline.plan(path, options, explainer.watch)
+    return explainer.explained(plan)
 
 
 def _steps(model: Model, ctx: PassContext) -> Iterator[Step]:

@@ -16,6 +16,7 @@ from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
 from onnxpar.search.cost import bytes_sent
+from onnxpar.shown import Shown
 from onnxpar.step import Step
 
 FORMAT = 1
@@ -173,13 +174,14 @@ class Whole:
         return self.bytes > 0 or self.reason.startswith(NO_RULE)
 
 
-@dataclass
-class Plan:
+@dataclass(repr=False)
+class Plan(Shown):
     """The plan of a sharded model; `plan.json` is its `to_json`.
 
     `example` has a size for every open symbol: what bytes, memory and FLOPs are given for.
     `initial` says by state input what its first value is: STORED with the model, or ZERO; `step`
-    which ports are what where the model is a training step.
+    which ports are what where the model is a training step. `explained` has the steps of the plan
+    where somebody asked for them: a page is made of it.
     """
 
     model: str
@@ -198,6 +200,11 @@ class Plan:
     example: Mapping[str, int] = field(default_factory=dict)
     initial: Mapping[str, str] = field(default_factory=dict)
     step: Step | None = None
+    explained: Any = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        how = f", {self.preset}" if self.preset else ""
+        return f"<Plan of {self.model} over {self.mesh.size} ranks (mesh {self.mesh}{how})>"
 
     def to_json(self) -> dict[str, Any]:
         """The object of plan.json, `inspect --json` and `plan --json`."""
@@ -226,6 +233,20 @@ class Plan:
     def text(self) -> str:
         """The JSON, with one collective, weight or port a line."""
         return json.dumps(self.to_json(), indent=1)
+
+
+@dataclass(frozen=True, repr=False)
+class SavedPlan(Shown):
+    """The plan of a sharded model as its plan.json has it."""
+
+    data: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"<SavedPlan of {self.data['model']} over {self.data['ranks']} ranks>"
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of plan.json."""
+        return dict(self.data)
 
 
 def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:

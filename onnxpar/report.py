@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from onnxpar.plan import Plan, SavedPlan
+from onnxpar.shown import text_of
+
 WIDTH = 100
 
 
@@ -69,6 +72,12 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         + f"activations at most {size_text(memory['activations_per_rank'])}, "
         f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
     )
+
+
+@text_of.register(Plan)
+@text_of.register(SavedPlan)
+def _(plan: Plan | SavedPlan) -> str:
+    return "\n".join(plan_lines(plan.to_json()))
 
 
 def _balance(flops: Mapping[str, int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import accumulate
@@ -9,9 +11,11 @@ from pathlib import Path
 
 from onnxpar.candidates import Candidates
 from onnxpar.charts import memory_curve, timeline
-from onnxpar.errors import OnnxparError
+from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.explain import COLLECTIVE, CUT, NODE, Block, Explained, Operand, Step
+from onnxpar.plan import Plan
 from onnxpar.report import size_text
+from onnxpar.shown import html_of
 from onnxpar.write_file import whole_file
 
 NODES_ROOM, COLLECTIVES_ROOM = 1_300_000, 300_000
@@ -20,9 +24,9 @@ OPEN = 3
 """Blocks that are unfolded."""
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8885; --talk: #d9602b; --compute: #3f7fbf;
-  --mild: #8882; --hot: #d9602b2e; --cut: #c9a22733; }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; }
+. { --line: #8885; --talk: #d9602b; --compute: #3f7fbf;
+  --mild: #8882; --hot: #d9602b2e; --cut: #c9a22733;
+  font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; }
 h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.2em; margin-top: 2em; }
 table { border-collapse: collapse; width: 100%; } .wide { overflow-x: auto; }
 th, td { text-align: left; padding: 2px 10px 2px 0; border-bottom: 1px solid var(--line);
@@ -41,6 +45,8 @@ svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: currentColo
 .memory { fill: var(--compute); fill-opacity: .35; stroke: var(--compute); }
 .facts { display: flex; flex-wrap: wrap; gap: 6px 28px; padding: 0; list-style: none; }
 """
+
+"""The first rule is of the block that all others are in."""
 
 Cell = tuple[str, str]
 """HTML of a cell, and its class."""
@@ -62,7 +68,9 @@ _COLLECTIVE_HEADS = (
 )
 
 
-def write_page(path: str | Path, explained: Explained, candidates: Candidates | None) -> None:
+def write_page(
+    path: str | os.PathLike[str], explained: Explained, candidates: Candidates | None
+) -> None:
     """Writes the page, whole or not at all. Errors: OnnxparError."""
     path = Path(path)
     if not path.parent.is_dir():
@@ -75,6 +83,17 @@ def write_page(path: str | Path, explained: Explained, candidates: Candidates | 
 def page(explained: Explained, candidates: Candidates | None = None) -> str:
     """The page of a plan, and of the candidates beside it."""
     plan = explained.plan
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{escape(plan.model)} over {plan.mesh.size} ranks</title>\n"
+        "<style>:root { color-scheme: light dark; }</style>\n</head>\n<body>\n"
+        f"{core(explained, candidates)}\n</body>\n</html>\n"
+    )
+
+
+def core(explained: Explained, candidates: Candidates | None = None) -> str:
+    """The page without the tags of a document, for a notebook to show among others."""
     parts = [
         *_header(explained),
         *(_candidates(candidates) if candidates is not None else ()),
@@ -88,13 +107,42 @@ def page(explained: Explained, candidates: Candidates | None = None) -> str:
         "<h2>Collectives in order</h2>",
         *_collectives(explained),
     ]
+    return _block(parts)
+
+
+def explained_of(plan: Plan) -> Explained:
+    """The steps of a plan. Errors: StrategyError where there are none."""
+    found = plan.explained
+    if not isinstance(found, Explained):
+        raise StrategyError("of a manual program nothing is predicted; use `run --profile`")
+    return found
+
+
+@html_of.register
+def _(plan: Plan) -> str | None:
+    return core(plan.explained) if isinstance(plan.explained, Explained) else None
+
+
+@html_of.register
+def _(candidates: Candidates) -> str:
+    return _block(_candidates(candidates))
+
+
+def _block(parts: Iterable[str]) -> str:
+    """Parts in a block with a style that leaves what is around it alone."""
     body = "\n".join(parts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{escape(plan.model)} over {plan.mesh.size} ranks</title>\n"
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    return f'<div class="onnxpar">\n<style>{_scoped(_STYLE)}</style>\n{body}\n</div>'
+
+
+def _scoped(style: str) -> str:
+    """A style whose selectors are of what is in the block."""
+
+    def rule(found: re.Match[str]) -> str:
+        selectors = [s.strip() for s in found[1].split(",")]
+        inside = (".onnxpar" if s == "." else f".onnxpar {s}" for s in selectors)
+        return f"{', '.join(inside)} {{{found[2]}}}\n"
+
+    return re.sub(r"([^{}]+)\{([^{}]*)\}\s*", rule, style)
 
 
 def _header(explained: Explained) -> Iterator[str]:

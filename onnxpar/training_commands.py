@@ -16,7 +16,6 @@ import numpy as np
 from tqdm import tqdm
 
 from onnxpar.arguments import dims_of
-from onnxpar.errors import InputError
 from onnxpar.grad.trained import Trained
 from onnxpar.pipeline import Options
 from onnxpar.plan import numpy_dtype
@@ -58,7 +57,7 @@ def grad(args: argparse.Namespace) -> int:
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate
     )
     strategy = Strategy.given(args.strategy or None)
-    source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dim))
+    source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
     model, trained = write_step(args.model, Path(args.output), loss, options, source)
     assert model.step is not None
     print("\n".join(_trained_lines(trained, model.step)))
@@ -78,7 +77,7 @@ def train(args: argparse.Namespace) -> int:
         args.schedule,
         args.warmup,
         args.seed,
-        not args.no_shuffle,
+        args.shuffle,
         Path(args.checkpoint) if args.checkpoint else None,
         args.every,
         args.keep,
@@ -90,7 +89,7 @@ def train(args: argparse.Namespace) -> int:
     with Trainer(args.par, log_dir=None if rank else logs, **options) as trainer:
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None
-        _check_batch(args, data)
+        data.check_batch(args.batch)
         if not trainer.leads:
             deque(records(trainer, data, run, held_out), maxlen=0)
         else:
@@ -102,14 +101,6 @@ def train(args: argparse.Namespace) -> int:
         print("\n" + "\n".join(trace_lines(trace)))
         print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
     return 0
-
-
-def _check_batch(args: argparse.Namespace, data: Data) -> None:
-    if args.batch not in (None, data.batch):
-        raise InputError(
-            f"--batch {args.batch}: the step takes {data.batch} samples; write another with "
-            "`onnxpar grad --dim`"
-        )
 
 
 def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs: Path) -> None:

@@ -8,7 +8,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("arrays", "errors", "origin", "packing", "symbols", "quantities", "trace", "write_file"),
+    (
+        "arrays",
+        "errors",
+        "origin",
+        "packing",
+        "symbols",
+        "quantities",
+        "shown",
+        "trace",
+        "version",
+        "write_file",
+    ),
     ("mesh", "rank_table", "topology"),
     ("layout", "annotations", "device_lists"),
     ("rules.rule",),
@@ -79,6 +90,9 @@ LAYERS = (
         "candidate_lines",
         "charts",
         "report_page",
+        "plan_options",
+        "given_model",
+        "named_passes",
     ),
     ("runtime",),
     (
@@ -95,6 +109,7 @@ LAYERS = (
         "training.trainer",
     ),
     ("calibration",),
+    ("checking",),
     ("api", "commands", "training_commands", "hvd"),
     ("error_line",),
     ("cli",),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from small_models import HEAD, write_text
 
+import onnxpar
 from onnxpar.charts import Bar, memory_curve, merged, timeline
 from onnxpar.cli import main
 from onnxpar.errors import OnnxparError, StrategyError
@@ -179,6 +180,20 @@ def test_the_page_stands_alone(explained: Explained) -> None:
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in found.tags}
     assert not {"src", "href"} & {key for _, given in found.tags for key in given}
     assert not re.search(r"url\(|@import|https?:", text)
+
+
+def test_a_notebook_shows_the_core_alone(tmp_path: Path) -> None:
+    model = write_text(HEAD + TEXT, tmp_path / "m.onnx")
+    plan = onnxpar.plan(model, strategy=STRATEGY, html=tmp_path / "p")
+    text = plan._repr_html_()
+    assert text is not None and text in (tmp_path / "p").read_text()
+    for tag in ("<html", "<head", "<body", "<script", "<!DOCTYPE"):
+        assert tag not in text
+    style = text[text.index("<style>") + 7 : text.index("</style>")]
+    rules = [rule for rule in style.split("}") if rule.strip()]
+    assert len(rules) > 10
+    for rule in rules:  # none changes what is around
+        assert all(s.strip().startswith(".onnxpar") for s in rule.split("{")[0].split(","))
 
 
 def synthetic(

@@ -1,18 +1,20 @@
-"""The command `onnxpar calibrate`."""
+"""The command `onnxpar calibrate`, and the call of the same name."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
 from onnxpar.calibration.fit import file_text, fit, lines
-from onnxpar.calibration.measure import measure
+from onnxpar.calibration.measure import Measurements, measure
 from onnxpar.errors import InputError
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.launch import launched_rank
+from onnxpar.topology import Topology
 from onnxpar.write_file import whole_file
 
 MOST_RANKS = 8
@@ -24,26 +26,52 @@ def default_ranks() -> int:
     return max(2, min(MOST_RANKS, len(own_cores())))
 
 
-def calibrate(args: argparse.Namespace) -> int:
+def calibrate(
+    output: str | os.PathLike[str] | None = None,
+    *,
+    ranks: int | None = None,
+    seconds: float = 30.0,
+    timeout: float = 60.0,
+) -> Topology:
+    """Measures this machine, which should do nothing else, and returns its topology, for the option
+    `topology`; writes it to the file `output`, if any.
+
+    ranks    how many run at once: one for each core by default, but at most MOST_RANKS
+    seconds  about how long it takes
+    timeout  bounds every wait for a rank, in seconds
+
+    Errors: InputError, RankError.
+    """
+    return _calibrate(output, ranks, seconds, timeout)[1]
+
+
+def command(args: argparse.Namespace) -> int:
     """Measures, writes the topology file, and prints what was measured beside what it says."""
-    ranks = default_ranks() if args.ranks is None else args.ranks
-    if ranks < 2:
-        raise InputError(f"--ranks {ranks}: links are between 2 ranks at least")
-    if not 0 < args.seconds < float("inf"):
-        raise InputError(f"--seconds {args.seconds}: must be above 0")
-    if launched_rank() is not None:
-        raise InputError("calibrate starts ranks of its own, on this host; run it by itself")
-    output = Path(args.output)
-    if not output.parent.is_dir():
-        raise InputError(f"{output.parent}: no such folder for the output")
-    is_quiet = not sys.stderr.isatty()
-    with tqdm(total=1.0, desc="measured", disable=is_quiet, leave=False) as bar:
-        found = measure(ranks, args.seconds, args.timeout, bar.update)
-    topology = fit(found)
-    with whole_file(output) as file:
-        file.write(file_text(found, topology))
+    found, topology = _calibrate(args.output, args.ranks, args.seconds, args.timeout)
     print("\n".join(lines(found, topology)))
     print()
     print(topology.text(), end="")
-    print(f"written to {output}")
+    print(f"written to {args.output}")
     return 0
+
+
+def _calibrate(
+    output: str | os.PathLike[str] | None, ranks: int | None, seconds: float, timeout: float
+) -> tuple[Measurements, Topology]:
+    ranks = default_ranks() if ranks is None else ranks
+    if ranks < 2:
+        raise InputError(f"--ranks {ranks}: links are between 2 ranks at least")
+    if not 0 < seconds < float("inf"):
+        raise InputError(f"--seconds {seconds}: must be above 0")
+    if launched_rank() is not None:
+        raise InputError("calibrate starts ranks of its own, on this host; run it by itself")
+    if output is not None and not Path(output).parent.is_dir():
+        raise InputError(f"{Path(output).parent}: no such folder for the output")
+    is_quiet = not sys.stderr.isatty()
+    with tqdm(total=1.0, desc="measured", disable=is_quiet, leave=False) as bar:
+        found = measure(ranks, seconds, timeout, bar.update)
+    topology = fit(found)
+    if output is not None:
+        with whole_file(output) as file:
+            file.write(file_text(found, topology))
+    return found, topology

@@ -113,6 +113,8 @@ class Bundle:
     symbols: tuple[str, ...] = ()
     initial: Mapping[str, str] = field(default_factory=dict)
     step: Step | None = None
+    data: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """All of plan.json."""
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
@@ -138,7 +140,7 @@ class Bundle:
         _check_together(inputs, outputs)
         fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
         step = Step.from_json(plan["step"]) if plan.get("step") else None
-        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols, initial, step)
+        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols, initial, step, plan)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         """The values of the symbols, from shapes of inputs by name; 0 for one that stands in none.

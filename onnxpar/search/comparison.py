@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onnxpar.search.predict import Prediction
+from onnxpar.shown import Shown
 
 NOTHING_RAN = "(nothing ran)"
 
@@ -60,10 +61,11 @@ class OpType:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """Prediction beside measurement, in seconds of a run: the mean of `runs`, the middle half by
     length of those that were `recorded`. `rank` is the one that computes longest;
-    `length` is from a run's begin on the first rank to its end on the last."""
+    `length` is from a run's begin on the first rank to its end on the last; `example` has the size
+    of each open symbol that the prediction is for."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -73,6 +75,7 @@ class Comparison:
     length: float
     computed: Sequence[Computed]
     talked: Sequence[Talked]
+    example: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def predicted(self) -> Prediction:

@@ -3,11 +3,18 @@
 step = onnxpar.training.grad(
     "gpt2.onnx", "step.onnx", loss="softmax-cross-entropy", optimizer="adamw", clip_norm=1.0
 )
+onnxpar.shard("step.onnx", "step.par", devices=8, preset="zero3")
+records = onnxpar.training.train("step.par", "train.npz", lr=1e-3, checkpoint="run")
+onnxpar.training.merge("run", "gpt2.onnx", "trained.onnx")
 """
 
 from onnxpar.step import Slot as Slot
 from onnxpar.step import Step as Step
 from onnxpar.training.api import grad as grad
+from onnxpar.training.api import train as train
+from onnxpar.training.loop import Record as Record
+from onnxpar.training.merge import merge as merge
 from onnxpar.training.optimizers import Optimizer as Optimizer
+from onnxpar.training.trainer import Trainer as Trainer
 
-__all__ = ["Optimizer", "Slot", "Step", "grad"]
+__all__ = ["Optimizer", "Record", "Slot", "Step", "Trainer", "grad", "merge", "train"]

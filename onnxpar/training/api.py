@@ -1,4 +1,4 @@
-"""The call behind `onnxpar grad`."""
+"""The calls behind `onnxpar grad` and `onnxpar train`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Any
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
 from onnxpar import pipeline
+from onnxpar.arrays import Array
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.grad.trained import Trained
 from onnxpar.mesh import Mesh
 from onnxpar.model import Model
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
+from onnxpar.trace import check_place
 from onnxpar.training.backward import LossOptions
+from onnxpar.training.data import Data
+from onnxpar.training.loop import Record, Run, records
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.optimizers import Optimizer, make_optimizer
 from onnxpar.training.step import StepOptions, make_step
+from onnxpar.training.trainer import Trainer
 from onnxpar.write_model import export_model, write_model
 
 
@@ -41,6 +46,7 @@ def grad(
     clip_norm: float | None = None,
     accumulate: int = 1,
     dims: Mapping[str, int] | None = None,
+    devices: int | None = None,
     mesh: str | Mesh | None = None,
     preset: str | None = None,
     strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None = None,
@@ -65,8 +71,9 @@ def grad(
     clip_norm   scales gradients so that the norm of all together is at most this
     accumulate  batches of the model's size that a step takes, one after the other
     dims        sizes of symbolic dimensions, by symbol
-    preset      "manual" where the model is one rank's program: the step is one too, for the mesh
-                given (`"dp=2,tp=4"` or a Mesh), its tensors dealt as the strategy says
+    preset      "manual" where the model is one rank's program: the step is one too, for so many
+                devices or the mesh given (`"dp=2,tp=4"` or a Mesh), its tensors dealt as the
+                strategy says
     Returns what the step's ports are. Errors: OnnxparError; nothing is left half-written.
     """
     if isinstance(optimizer, str):
@@ -85,12 +92,66 @@ def grad(
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)
-    source = pipeline.Options(mesh=mesh, preset=preset, strategy=how, dims=dims)
+    source = pipeline.Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
     made, _ = write_step(
         Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm, accumulate), source
     )
     assert made.step is not None
     return made.step
+
+
+def train(
+    par: str | os.PathLike[str],
+    data: str | os.PathLike[str] | Mapping[str, Array],
+    *,
+    lr: float,
+    eval: str | os.PathLike[str] | Mapping[str, Array] | None = None,
+    batch: int | None = None,
+    epochs: int = 1,
+    schedule: str = "constant",
+    warmup: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 0,
+    keep: int = 0,
+    resume: bool = False,
+    profile: str | os.PathLike[str] | None = None,
+    timeout: float = 60.0,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> list[Record]:
+    """Runs a sharded training step over data, and returns what each step told: its loss, and at the
+    end of an epoch the evaluation.
+
+    par         the folder that `onnxpar.shard` wrote of a step of `grad`
+    data        samples: an .npz file, or arrays by input name
+    lr          the learning rate
+    eval        samples to evaluate on after each epoch
+    batch       samples of a step; an error where the step was made for another number
+    schedule    of the learning rate: constant, linear or cosine, after `warmup` steps in which it
+                rises
+    seed        decides the order of samples, unless `shuffle` is off, and what is random in a step
+    checkpoint  a folder that gets one at the end, and one after every so many steps, of which it
+                keeps the newest; 0 keeps all. `resume` goes on from the newest
+    profile     a file that gets the trace of all steps
+    timeout     bounds every wait for a rank, in seconds
+    log_dir     gets the output of each rank, under rank.N/
+
+    A `Trainer` takes single steps. Errors: OnnxparError; DivergenceError where the loss is no
+    number any more.
+    """
+    folder = None if checkpoint is None else Path(checkpoint)
+    run = Run(epochs, lr, schedule, warmup, seed, shuffle, folder, every, keep, resume)
+    if profile is not None:
+        check_place(profile)
+    with Trainer(par, timeout=timeout, log_dir=log_dir, profile=profile is not None) as trainer:
+        samples = Data.given(data, trainer.data)
+        samples.check_batch(batch)
+        held_out = None if eval is None else Data.given(eval, trainer.data)
+        told = list(records(trainer, samples, run, held_out))
+        if profile is not None:
+            trainer.session.end_profile(profile, warm_up=1)
+    return told
 
 
 def write_step(

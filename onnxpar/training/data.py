@@ -62,6 +62,19 @@ class Data:
             raise InputError(f"{source} has {count} samples, a batch has {batch}")
         return Data(samples, fixed, batch, count)
 
+    @staticmethod
+    def given(data: str | os.PathLike[str] | Mapping[str, Array], ports: Sequence[Any]) -> Data:
+        """What a caller gives: a file, or arrays by input name."""
+        return Data.of(data, ports) if isinstance(data, Mapping) else Data.read(data, ports)
+
+    def check_batch(self, batch: int | None) -> None:
+        """Errors: InputError where a caller expects batches of another size."""
+        if batch not in (None, self.batch):
+            raise InputError(
+                f"--batch {batch}: the step takes {self.batch} samples; write another with "
+                "`onnxpar grad --dim`"
+            )
+
     @property
     def batches(self) -> int:
         """How many whole batches there are; what is left over is dropped."""

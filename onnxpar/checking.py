@@ -1,0 +1,171 @@
+"""Shards a model, runs it on its ranks, and compares it with the unsplit model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxpar import pipeline
+from onnxpar.errors import InputError
+from onnxpar.manual import MANUAL
+from onnxpar.pipeline import Options
+from onnxpar.plan import Plan
+from onnxpar.report import plan_lines
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.compare import Closeness, Report, compare
+from onnxpar.runtime.feeds import make_feeds, read_given
+from onnxpar.runtime.replicas import compare_replicas
+from onnxpar.runtime.session import InferenceSession
+from onnxpar.shown import Shown, text_of
+from onnxpar.training.compare import compare_training, judge_compressed, judge_gradients
+from onnxpar.training.data import Data
+from onnxpar.training.replicas import compare_copies
+from onnxpar.training.trainer import Trainer
+
+NOTHING = "no output is held by several ranks, so there is nothing to compare"
+Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
+"""An .npz file, arrays by input name, or None."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a check runs: what is fed, the steps of a training run, how much an element may be off
+    (else by dtype), and waits in seconds."""
+
+    inputs: Inputs = None
+    seed: int = 0
+    train: bool = False
+    steps: int = 50
+    lr: float = 0.01
+    rtol: float | None = None
+    atol: float | None = None
+    timeout: float = 60.0
+    log_dir: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True)
+class Check(Shown):
+    """The plan that was checked, and the comparison of every output; `made_up` lists the inputs
+    that were not among those given, `title` says what a training run is compared with."""
+
+    plan: Plan
+    report: Report
+    title: str = ""
+    made_up: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether all outputs are as good as the reference."""
+        return self.report.ok
+
+    def text(self) -> str:
+        """The text of the command: the plan, and a table of outputs with their errors."""
+        lines = plan_lines(self.plan.to_json(), full=not self.title)
+        table = self.report.text() if self.report.rows else NOTHING
+        made_up = [f"made up: {'; '.join(self.made_up)}"] if self.made_up else []
+        return "\n".join([*lines, self.title, *made_up, table])
+
+
+@text_of.register
+def _(check: Check) -> str:
+    return check.text()
+
+
+def check_model(
+    model: Path, options: Options, way: Way, progress: Callable[[int], None] | None = None
+) -> Check:
+    """Shards into a folder that is removed again, runs, and compares. `progress` is told of the
+    bytes of weights that were written. Errors: OnnxparError."""
+    close = None
+    if way.rtol is not None or way.atol is not None:
+        close = Closeness(way.rtol or 0.0, way.atol or 0.0)
+    if way.train:
+        if close is not None:
+            raise InputError("--rtol, --atol: losses of --train have tolerances of their own")
+        return _check_training(model, options, way)
+    is_manual = options.preset == MANUAL
+    with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
+        par = Path(folder) / "model.par"
+        made = pipeline.shard(model, par, replace(options, replicas=True), progress)
+        feeds, made_up = _feeds(way, made, Bundle.load(par))
+        with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
+            if is_manual:
+                report = compare_replicas(session, feeds, close)
+            else:
+                report = compare(model, session, feeds, close=close, timed=True)
+    if made.step is not None and close is None:
+        report = judge_compressed(judge_gradients(report, made.step), made.step)
+    return Check(made, report, made_up=made_up if way.inputs is not None else ())
+
+
+def _check_training(model: Path, options: Options, way: Way) -> Check:
+    """The same over many steps of a training step, each of which starts from the last."""
+    if way.steps < 1:
+        raise InputError(f"--steps {way.steps}: at least 1")
+    is_manual = options.preset == MANUAL
+    with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
+        par = Path(folder) / "step.par"
+        made = pipeline.shard(model, par, replace(options, replicas=is_manual))
+        with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
+            batches = islice(_batches(way, made, trainer), way.steps)
+            if is_manual:
+                report = compare_copies(trainer, batches, way.lr)
+            else:
+                report = compare_training(model, trainer, batches, way.lr)
+    against = "against each other" if is_manual else "against one"
+    return Check(made, report, f"{way.steps} steps over {made.mesh.size} ranks {against}:")
+
+
+def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """The batches of the data that is given, again and again, or random ones."""
+    data = None if way.inputs is None else Data.given(way.inputs, trainer.data)
+    specs = [s for s in input_specs(trainer.bundle.path) if s[0] in trainer.spec.data]
+    ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
+    for number in count():
+        if data is not None:
+            yield from data.epoch(number, way.seed)
+        else:
+            yield make_feeds(specs, ranges, way.seed + number)
+
+
+def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of each input that a sharded model must be fed."""
+    return [
+        (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
+        for p in Bundle.load(par).data["inputs"]
+        if not p.get("default")
+    ]
+
+
+def _feeds(way: Way, made: Plan, bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
+    """What is given, and random feeds for the rest, of which it tells name, type and shape; open
+    sizes are those of what is given, else the plan's examples."""
+    specs = input_specs(bundle.path)
+    feeds: dict[str, Any] = {}
+    if isinstance(way.inputs, Mapping):
+        feeds = dict(way.inputs)
+    elif way.inputs is not None:
+        feeds = read_given(way.inputs, specs)
+    shapes = {
+        name: value.shape
+        for name, value in feeds.items()
+        if isinstance(value, np.ndarray) and name in bundle.inputs
+    }
+    known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
+    sizes = {s: known[s] or made.example[s] for s in bundle.symbols}
+    rest: Any = [
+        (name, kind, bundle.inputs[name].shape_at(sizes))
+        for name, kind, _ in specs
+        if name not in feeds
+    ]
+    unknown = {name for name, _, _ in rest}
+    ranges = {name: r for name, r in made.ranges.items() if name in unknown}
+    made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
+    return make_feeds(rest, ranges, way.seed) | feeds, made_up

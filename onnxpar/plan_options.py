@@ -1,0 +1,177 @@
+"""The options of every call and command that plans: declared once, as users write them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from onnxpar.errors import StrategyError
+from onnxpar.mesh import Mesh
+from onnxpar.pass_list import parse_placed
+from onnxpar.pass_order import Placed
+from onnxpar.passes.pass_ import Pass
+from onnxpar.pipeline import Options
+from onnxpar.plugins import load_plugin
+from onnxpar.search.aim import Aim
+from onnxpar.strategy import Strategy
+from onnxpar.topology import Topology
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class PlanOptions(TypedDict, total=False):
+    """What decides a plan; a name is that of the flag of `onnxpar shard`, whose --help says more.
+
+    devices         number of ranks, where no mesh is given
+    mesh            named axes, "dp=2,tp=4" or a Mesh
+    preset          data-parallel, tensor-parallel, hybrid, and so on; manual for a program per rank
+    search          auto, the default without a preset, a strategy and annotations: the fastest
+                    strategy by the cost model of the topology
+    strategy        a YAML file, or the same structure: {"shard": {...}, "tensors": {...}}
+    configuration   which multi-device annotations of the model to follow, or "none"
+    topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure
+    objective       what the search minimizes: latency, the default, or throughput
+    memory_limit    bytes that a rank may hold at any time, or text as "16GB"
+    untied          the search decides each of several repeated blocks by itself
+    dims            sizes of symbolic dimensions, by symbol
+    states          (input, output) pairs that are fed back; caches that grow are found
+    fusion          of all-reduces: size, cost or none
+    bucket_mb       the most MiB of all-reduces that are fused by size
+    compression     how gradients of a training step travel: float16, bfloat16, 2bit:THRESHOLD, none
+    strict          an op that stays whole for want of a rule is an error
+    plugin          modules with passes and sharding rules of your own, or files x.py
+    add_pass        passes of plugins to run, too: "NAME{option=value} before PASS", or the pass
+    verify          check the invariants after every pass (the commands always do)
+    """
+
+    devices: int | None
+    mesh: str | Mesh | None
+    preset: str | None
+    search: str | None
+    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None
+    configuration: str | None
+    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None
+    objective: str | None
+    memory_limit: float | str | None
+    untied: bool
+    dims: Mapping[str, int] | None
+    states: Sequence[tuple[str, str]]
+    fusion: str | None
+    bucket_mb: float | None
+    compression: str | None
+    strict: bool
+    plugin: Sequence[str]
+    add_pass: Sequence[str | Pass | Placed]
+    verify: bool
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "untied": False,
+    "states": (),
+    "strict": False,
+    "plugin": (),
+    "add_pass": (),
+    "verify": False,
+}
+"""Of the options that are not None where they are not given."""
+
+
+_ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
+"""NumPy's numbers are as good as Python's."""
+
+
+@cache
+def _hints() -> Mapping[str, Any]:
+    return get_type_hints(PlanOptions)
+
+
+def option_names() -> tuple[str, ...]:
+    """The names of all options, in their order."""
+    return tuple(_hints())
+
+
+def options_of(asked: Mapping[str, Any], caller: str = "options_of") -> Options:
+    """The options for the pipeline.
+
+    Errors: TypeError for a name that `caller` does not know, as Python's own; StrategyError for a
+    value of the wrong type, or one that cannot be read.
+    """
+    for name, value in asked.items():
+        _check(name, value, caller)
+    for module in asked.get("plugin", ()):
+        load_plugin(module)
+    added = asked.get("add_pass", ())
+    mesh, bucket_mb = asked.get("mesh"), asked.get("bucket_mb")
+    return Options(
+        devices=asked.get("devices"),
+        mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
+        preset=asked.get("preset"),
+        search=asked.get("search"),
+        strategy=Strategy.given(asked.get("strategy")),
+        configuration=asked.get("configuration"),
+        topology=Topology.given(asked.get("topology")),
+        aim=Aim.given(
+            asked.get("objective"), asked.get("memory_limit"), asked.get("untied", False)
+        ),
+        dims=asked.get("dims"),
+        states=asked.get("states") or (),
+        fusion=asked.get("fusion"),
+        bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
+        compression=asked.get("compression"),
+        strict=asked.get("strict", False),
+        passes=[parse_placed(each) if isinstance(each, str) else each for each in added],
+        verify=asked.get("verify", False),
+    )
+
+
+def lists_options(function: Call) -> Call:
+    """Shows the options one by one in the signature of a function that takes them as **options, so
+    that help() and editors list them."""
+    own = inspect.signature(function)
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=DEFAULTS.get(name),
+            annotation=PlanOptions.__annotations__[name].__forward_arg__,
+        )
+        for name in option_names()
+    ]
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def _check(name: str, value: Any, caller: str) -> None:
+    hints = _hints()
+    if name not in hints:
+        raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, hints)}")
+    kinds = tuple(_kinds(hints[name]))
+    is_list = not isinstance(value, str) or str in kinds  # text is a sequence, but never meant so
+    if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
+        wanted = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise StrategyError(
+            f"{name}={value!r:.60} is of type {type(value).__name__}; give {wanted}"
+        )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known."""
+    known = list(known)
+    close = get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; it has: {', '.join(known)}"
+
+
+def _kinds(hint: Any) -> Iterable[type]:
+    """The classes that an annotation admits."""
+    if get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from _kinds(each)
+        return
+    yield get_origin(hint) or hint
