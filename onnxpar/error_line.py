@@ -13,16 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from onnxpar.errors import OnnxparError, RankError
+from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
 from onnxpar.write_file import cause
-
-VARIABLE = "ONNXPAR_TRACEBACK"
-"""Set to 1 in the environment, it adds the traceback and the rest of a long message."""
-
-
-def wants_traceback() -> bool:
-    """Whether the user asked for tracebacks."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def error_line(error: BaseException) -> str:
@@ -30,7 +22,7 @@ def error_line(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, RankError):
         first, _, rest = text.partition("\n")
-        hint = f" ({VARIABLE}=1 shows what the other ranks say)"
+        hint = f" ({TRACEBACK}=1 shows what the other ranks say)"
         text = first + hint if rest and not wants_traceback() else text
     elif isinstance(error, OnnxparError):
         pass
@@ -42,7 +34,7 @@ def error_line(error: BaseException) -> str:
     elif isinstance(error, MemoryError):
         text = f"not enough memory{': ' if text else ''}{text}; use a larger host"
     else:
-        text = f"internal error: {type(error).__name__}: {text}; run again with {VARIABLE}=1 and "
+        text = f"internal error: {type(error).__name__}: {text}; run again with {TRACEBACK}=1 and "
         text += "report what it prints"
     return text if wants_traceback() else " ".join(text.split())
 

@@ -1,6 +1,17 @@
 """Errors for users. A failed `assert` is our own bug; everything a user can cause is an
 OnnxparError."""
 
+import os
+
+TRACEBACK = "ONNXPAR_TRACEBACK"
+"""Set to 1 in the environment, it adds Python's traceback to an error, and the rest of a long
+message."""
+
+
+def wants_traceback() -> bool:
+    """Whether the user asked for tracebacks."""
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
+
 
 class OnnxparError(Exception):
     """Base of every error that a user can cause and remedy; the message names both."""
@@ -19,7 +30,11 @@ class InputError(OnnxparError):
 
 
 class RankError(OnnxparError):
-    """A rank died, stopped, or failed in a run."""
+    """A rank died, stopped, disagreed with others or did not start, which ends a session."""
+
+
+class RunError(RankError):
+    """A run that failed on its feeds. The ranks go on: states are as before, runs may follow."""
 
 
 class DivergenceError(OnnxparError):

@@ -13,6 +13,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.layout import Layout
+from onnxpar.lookup import Lookup
 from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
 from onnxpar.search.cost import bytes_sent
@@ -200,6 +201,7 @@ class Plan(Shown):
     example: Mapping[str, int] = field(default_factory=dict)
     initial: Mapping[str, str] = field(default_factory=dict)
     step: Step | None = None
+    lookups: Sequence[Lookup] = ()
     explained: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -223,6 +225,7 @@ class Plan(Shown):
             "fixed": list(self.fixed),
             "example": dict(self.example),
             "ranges": {name: list(r) for name, r in self.ranges.items()},
+            "lookups": _dicts(self.lookups),
             "collectives": _dicts(self.collectives),
             "weights": _dicts(self.weights),
             "whole": _dicts(self.whole),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx_graphsurgeon as gs
 
+from onnxpar.interchange import default_of
+from onnxpar.lookup import Lookup
+
+_SAME_ELEMENTS = frozenset(
+    ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Identity", "Expand", "Cast")
+)
 _FOLLOW = frozenset(
     (
-        "Reshape",
-        "Unsqueeze",
-        "Squeeze",
-        "Flatten",
-        "Transpose",
-        "Identity",
-        "Expand",
+        *_SAME_ELEMENTS,
         "Concat",
         "Slice",
         "Split",
-        "Cast",
     )
 )
 _MASK = (0, 2)
@@ -30,6 +31,35 @@ def integer_ranges(graph: gs.Graph) -> dict[str, tuple[int, int]]:
         for tensor in graph.inputs
         if tensor.dtype is not None and "int" in str(tensor.dtype)
     }
+
+
+def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:
+    """The inputs all elements of which are looked up in a table. Where sizes are open, only stored
+    tables are known to keep theirs."""
+    return [
+        Lookup(tensor.name, node.name, node.inputs[0].name, rows)
+        for tensor in graph.inputs
+        if tensor.dtype is not None and "int" in str(tensor.dtype)
+        for node, rows in _tables(tensor, set())
+        if not is_open or _is_stored(node.inputs[0])
+    ]
+
+
+def _tables(tensor: gs.Tensor, seen: set[str]) -> Iterator[tuple[gs.Node, int]]:
+    seen.add(tensor.name)
+    for node in tensor.outputs:
+        position = next(i for i, t in enumerate(node.inputs) if t is tensor)
+        limit = _limit(node, position)
+        if limit is not None and node.op in ("Gather", "GatherElements"):
+            yield node, limit
+        elif node.op in _SAME_ELEMENTS and position == 0:
+            result = node.outputs[0]
+            if result.name not in seen and "float" not in str(result.dtype):
+                yield from _tables(result, seen)
+
+
+def _is_stored(table: gs.Tensor) -> bool:
+    return isinstance(table, gs.Constant) or default_of(table) is not None
 
 
 def _range(tensor: gs.Tensor, seen: set[str]) -> tuple[int, int] | None:

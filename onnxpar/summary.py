@@ -26,7 +26,7 @@ from onnxpar.plan import (
     part_bytes,
     reshards,
 )
-from onnxpar.ranges import integer_ranges
+from onnxpar.ranges import integer_ranges, lookups
 from onnxpar.search.tensor_parallel import is_contraction
 from onnxpar.subgraphs import captured, constants, read_by, subgraphs
 
@@ -58,6 +58,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         ctx.model.fixed,
         initial=initial,
         step=ctx.model.step,
+        lookups=lookups(graph, ctx.model.sizes is not None),
     )
 
 

@@ -11,6 +11,7 @@ LAYERS = (
     (
         "arrays",
         "errors",
+        "lookup",
         "origin",
         "packing",
         "symbols",
@@ -181,6 +182,7 @@ BELOW = {
     "arrays",
     "errors",
     "layout",
+    "lookup",
     "mesh",
     "origin",
     "packing",

@@ -18,6 +18,7 @@
 namespace {
 
 thread_local std::string last_error;
+thread_local std::string interruption;
 
 template <typename Body>
 int Guard(const Body& body) {
@@ -74,10 +75,25 @@ ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   });
 }
 
-/// Makes every running and later collective of a world, on all ranks, fail with `message`.
+/// Makes every running and later collective of a world, on all ranks, fail with `message`, for
+/// good.
 ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Abort(message); });
 }
+
+/// The same until all ranks have called onnxpar_world_renew.
+ONNXPAR_EXPORT int onnxpar_world_interrupt(const char* id, const char* message) {
+  return Guard([&] { WorldNamed(id)->Interrupt(message); });
+}
+
+/// Waits until all ranks have left the run that was interrupted, and connects them anew;
+/// onnxpar_interruption() then tells this thread why it was, the same on all ranks. Where the world
+/// has failed for good, this fails.
+ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
+  return Guard([&] { interruption = WorldNamed(id)->Renew(); });
+}
+
+ONNXPAR_EXPORT const char* onnxpar_interruption() { return interruption.c_str(); }
 
 /// An array in C-order and what its collective is called; `world` is a world's id, `type` as in
 /// TensorProto.DataType.

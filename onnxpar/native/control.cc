@@ -153,6 +153,18 @@ void Control::Handle(Fields& fields) {
     }
     case Kind::kFail:
       return Fail(fields.Text());
+    case Kind::kStop: {
+      const uint64_t epoch = fields.Number();
+      return listener_.OnInterrupt(epoch, fields.Text());
+    }
+    case Kind::kRenewed: {
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        values_.clear();  // addresses of connections that are made anew
+      }
+      const uint64_t epoch = fields.Number();
+      return listener_.OnRenewed(epoch, fields.Text());
+    }
     case Kind::kGoodbye:
       ended_ = true;
       return;

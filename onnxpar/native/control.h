@@ -27,6 +27,10 @@ class ControlListener {
   virtual ~ControlListener() = default;
   /// The world has failed for good.
   virtual void OnFailure(const std::string& reason) = 0;
+  /// A rank cannot go on with the run of this epoch.
+  virtual void OnInterrupt(uint64_t epoch, const std::string& reason) = 0;
+  /// All ranks have left that run, and an epoch begins; `reason` is why the last one ended.
+  virtual void OnRenewed(uint64_t epoch, const std::string& reason) = 0;
   /// The collective in flight, if it has become slow and was not reported before.
   virtual std::optional<Report> NewlySlow() = 0;
   virtual Answer HasBegun(const std::vector<int>& ranks, uint64_t run) = 0;
@@ -51,8 +55,14 @@ class Control : public gloo::rendezvous::Store {
   void Waiting(const Report& report) { Send(Frame(Kind::kWaiting).Add(report)); }
   /// The same at the timeout; OnFailure follows.
   void Overdue(const Report& report) { Send(Frame(Kind::kOverdue).Add(report)); }
-  /// Fails the world on all ranks.
+  /// Fails the world on all ranks, for good.
   void Abort(const std::string& message) { Send(Frame(Kind::kAbort).Add(message)); }
+  /// Ends the run of this epoch on all ranks.
+  void Interrupt(uint64_t epoch, const std::string& message) {
+    Send(Frame(Kind::kInterrupt).Add(epoch).Add(message));
+  }
+  /// Tells the hub that this rank has left that run; OnRenewed follows when all have.
+  void Ready(uint64_t epoch) { Send(Frame(Kind::kReady).Add(epoch)); }
   /// Leaves in good order, having begun so many collectives of each group.
   void Leave(const std::map<std::vector<int>, uint64_t>& runs);
   /// Ends the hub if this process serves it, since the process is about to end.

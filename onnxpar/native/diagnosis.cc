@@ -62,6 +62,15 @@ std::string DescribeAbsent(const std::vector<Member>& members, double seconds) {
   return Joined(absent);
 }
 
+std::string DescribeUnready(const std::vector<Member>& members, double seconds) {
+  std::vector<std::string> late;
+  for (const Member& member : members) {
+    if (member.is_ready) continue;
+    late.push_back(member.Name() + " has not left the run that failed within " + Seconds(seconds));
+  }
+  return Joined(late);
+}
+
 std::optional<std::string> FindDisagreement(const std::vector<Member>& members, int rank) {
   const Member& member = members[rank];
   if (!member.waiting) return std::nullopt;

@@ -17,6 +17,7 @@ struct Member {
   int rank = 0;
   State state = State::kAbsent;
   std::string process;                       // e.g. pid 4711 on host a
+  bool is_ready = false;                     // it has left the run that was interrupted
   std::optional<Report> waiting;             // its last report; it may be past that by now
   std::map<std::vector<int>, uint64_t> ran;  // when it left: collectives begun by group
 
@@ -32,6 +33,9 @@ struct Answer {
 
 /// Why no world is complete, e.g. "rank 2 has not joined within 5 s".
 std::string DescribeAbsent(const std::vector<Member>& members, double seconds);
+
+/// Who has not left a run that was interrupted.
+std::string DescribeUnready(const std::vector<Member>& members, double seconds);
 
 /// A member that disagrees with `rank` about the collective that both wait in, if there is one.
 std::optional<std::string> FindDisagreement(const std::vector<Member>& members, int rank);

@@ -70,8 +70,8 @@ bool Hub::Ended() const {
 
 milliseconds Hub::UntilDeadline() const {
   const bool joining = !members_.empty() && !welcomed_ && failure_.empty();
-  if (!joining && !inquiry_) return milliseconds(-1);
-  const auto until = inquiry_ ? inquiry_->until : join_until_;
+  if (!joining && !inquiry_ && !ready_until_) return milliseconds(-1);
+  const auto until = inquiry_ ? inquiry_->until : ready_until_ ? *ready_until_ : join_until_;
   const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
   return std::max(left + milliseconds(1), milliseconds(0));
 }
@@ -128,6 +128,10 @@ void Hub::Handle(Peer& peer, Fields& fields) {
       return HandleStatus(peer.rank, fields);
     case Kind::kAbort:
       return Fail(fields.Text());
+    case Kind::kInterrupt:
+      return HandleInterrupt(fields);
+    case Kind::kReady:
+      return HandleReady(peer.rank, fields);
     case Kind::kLeave:
       return HandleLeave(peer.rank, fields);
     default:
@@ -203,15 +207,24 @@ void Hub::HandleGet(Peer& peer, Fields& fields) {
   }
 }
 
+/// Whether a report is of a run that goes on.
+bool Hub::IsCurrent(const Report& report) const {
+  return report.epoch == epoch_ && interruption_.empty();
+}
+
 void Hub::HandleWaiting(int rank, Fields& fields) {
-  members_[rank].waiting = fields.ReadReport();
+  Report report = fields.ReadReport();
+  if (!IsCurrent(report)) return;
+  members_[rank].waiting = std::move(report);
   auto reason = FindDisagreement(members_, rank);
   if (!reason) reason = FindDeserter(members_, rank);
   if (reason) Fail(*reason);
 }
 
 void Hub::HandleOverdue(int rank, Fields& fields) {
-  members_[rank].waiting = fields.ReadReport();
+  Report report = fields.ReadReport();
+  if (!IsCurrent(report)) return;
+  members_[rank].waiting = std::move(report);
   if (!failure_.empty() || inquiry_) return;
   if (const auto reason = FindDeserter(members_, rank)) return Fail(*reason);
   inquiry_ = std::make_unique<Inquiry>();
@@ -246,6 +259,35 @@ void Hub::ConcludeInquiry() {
                        timeout_seconds_));
 }
 
+void Hub::HandleInterrupt(Fields& fields) {
+  const uint64_t epoch = fields.Number();
+  if (epoch != epoch_ || !interruption_.empty() || !failure_.empty()) return;
+  interruption_ = fields.Text();
+  inquiry_.reset();
+  Tell(Frame(Kind::kStop).Add(epoch_).Add(interruption_));
+}
+
+void Hub::HandleReady(int rank, Fields& fields) {
+  if (fields.Number() != epoch_ || !failure_.empty()) return;
+  members_[rank].is_ready = true;
+  if (!ready_until_) {
+    ready_until_ = Clock::now() + milliseconds(static_cast<int64_t>(timeout_seconds_ * 1000));
+  }
+  for (const Member& member : members_) {
+    if (member.state == Member::State::kLeft) return Fail(member.Name() + " left the world");
+    if (!member.is_ready) return;
+  }
+  for (Member& member : members_) {
+    member.is_ready = false;
+    member.waiting.reset();
+  }
+  values_.clear();
+  inquiry_.reset();
+  ready_until_.reset();
+  Tell(Frame(Kind::kRenewed).Add(++epoch_).Add(interruption_));
+  interruption_.clear();
+}
+
 void Hub::HandleLeave(int rank, Fields& fields) {
   Member& leaver = members_[rank];
   leaver.state = Member::State::kLeft;
@@ -254,6 +296,7 @@ void Hub::HandleLeave(int rank, Fields& fields) {
     const std::vector<int> ranks = fields.Ints();
     leaver.ran[ranks] = fields.Number();
   }
+  if (ready_until_) return Fail(leaver.Name() + " left the world");
   for (const Member& member : members_) {
     if (const auto reason = FindDeserter(members_, member.rank)) return Fail(*reason);
   }
@@ -271,6 +314,7 @@ void Hub::CheckDeadlines() {
   if (!members_.empty() && !welcomed_ && failure_.empty() && now >= join_until_) {
     Fail(DescribeAbsent(members_, timeout_seconds_));
   }
+  if (ready_until_ && now >= *ready_until_) Fail(DescribeUnready(members_, timeout_seconds_));
 }
 
 Hub::Peer* Hub::PeerOf(int rank) {
@@ -283,10 +327,13 @@ Hub::Peer* Hub::PeerOf(int rank) {
 void Hub::Fail(const std::string& message) {
   if (!failure_.empty()) return;
   failure_ = message;
+  ready_until_.reset();
+  Tell(Frame(Kind::kFail).Add(message));
+}
+
+void Hub::Tell(const Frame& frame) {
   for (const auto& peer : peers_) {
-    if (peer->rank >= 0 && peer->connection.open()) {
-      peer->connection.Send(Frame(Kind::kFail).Add(message));
-    }
+    if (peer->rank >= 0 && peer->connection.open()) peer->connection.Send(frame);
   }
 }
 

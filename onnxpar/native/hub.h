@@ -6,6 +6,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,12 +65,16 @@ class Hub {
   void HandleWaiting(int rank, Fields& fields);
   void HandleOverdue(int rank, Fields& fields);
   void HandleStatus(int rank, Fields& fields);
+  void HandleInterrupt(Fields& fields);
+  void HandleReady(int rank, Fields& fields);
   void ConcludeInquiry();
   void HandleLeave(int rank, Fields& fields);
   void Lose(Peer& peer);
   void CheckDeadlines();
   Peer* PeerOf(int rank);
+  bool IsCurrent(const Report& report) const;
   void Fail(const std::string& message);
+  void Tell(const Frame& frame);
   void Refuse(Peer& peer, const std::string& message, bool again);
 
   Address address_;
@@ -89,6 +94,9 @@ class Hub {
   double timeout_seconds_ = 0;
   bool welcomed_ = false;
   std::string failure_;
+  uint64_t epoch_ = 0;        // how many runs were interrupted
+  std::string interruption_;  // why the run of this epoch has ended, once it has
+  std::optional<Clock::time_point> ready_until_;  // for all to leave it, from the first on
   uint64_t questions_ = 0;
   std::unique_ptr<Inquiry> inquiry_;
 };

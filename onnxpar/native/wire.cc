@@ -69,7 +69,8 @@ Frame& Frame::Add(const std::vector<int64_t>& values) {
 }
 
 Frame& Frame::Add(const Report& report) {
-  return Add(report.ranks)
+  return Add(report.epoch)
+      .Add(report.ranks)
       .Add(report.run)
       .Add(report.signature)
       .Add(report.sends)
@@ -113,6 +114,7 @@ std::vector<int> Fields::Ints() {
 
 Report Fields::ReadReport() {
   Report report;
+  report.epoch = Number();
   report.ranks = Ints();
   report.run = Number();
   report.signature = Number();

@@ -10,30 +10,35 @@
 namespace onnxpar {
 
 /// Changes with every change to the frames.
-constexpr uint64_t kProtocol = 1;
+constexpr uint64_t kProtocol = 2;
 
 enum class Kind : uint8_t {
   // From a rank to the hub.
-  kHello,    // protocol, key, rank, size, process, host, timeout, what is left of it (ms)
-  kSet,      // key, value
-  kGet,      // key; answered by kValue once it is set
-  kWaiting,  // a Report: in a collective for longer than usual
-  kOverdue,  // a Report: in a collective for longer than the timeout
-  kStatus,   // answers kAsk: question, whether the rank has begun that collective, what it does
-  kAbort,    // message
-  kLeave,    // how often each group has run: (ranks, runs)...
+  kHello,      // protocol, key, rank, size, process, host, timeout, what is left of it (ms)
+  kSet,        // key, value
+  kGet,        // key; answered by kValue once it is set
+  kWaiting,    // a Report: in a collective for longer than usual
+  kOverdue,    // a Report: in a collective for longer than the timeout
+  kStatus,     // answers kAsk: question, whether the rank has begun that collective, what it does
+  kAbort,      // message: fails the world for good
+  kInterrupt,  // epoch, message: ends the run in flight
+  kReady,      // epoch: this rank has left the run that was interrupted
+  kLeave,      // how often each group has run: (ranks, runs)...
   // From the hub to a rank.
   kAccept,   // the hello was right
   kRefuse,   // message, whether to try again
   kWelcome,  // who serves the hub: all ranks have joined
   kValue,    // key, value
   kAsk,      // question, ranks of a group, run: has this rank begun that collective?
-  kFail,     // message: the world has failed
+  kFail,     // message: the world has failed for good
+  kStop,     // epoch, message: the run in flight has ended
+  kRenewed,  // epoch that begins, message that ended the last: all ranks have left that run
   kGoodbye,  // the hub ends in good order
 };
 
 /// What a rank tells of the collective that it is in.
 struct Report {
+  uint64_t epoch = 0;             // how many runs were interrupted before
   std::vector<int> ranks;         // of the group
   uint64_t run = 0;               // the collectives that this group ran before
   uint64_t signature = 0;         // equal where members agree

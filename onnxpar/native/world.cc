@@ -105,8 +105,7 @@ void World::Connect() {
   control_ = std::make_shared<Control>(config_.rank, config_.size, config_.store,
                                        config_.bind_address, config_.timeout, *this);
   try {
-    std::shared_ptr<Transport> transport =
-        ConnectGloo(config_.rank, config_.size, *control_, config_.bind_address, config_.timeout);
+    std::shared_ptr<Transport> transport = NewTransport(*control_);
     std::lock_guard<std::mutex> lock(mutex_);
     transport_ = std::move(transport);
   } catch (const std::exception& error) {
@@ -116,6 +115,10 @@ void World::Connect() {
     control_.reset();  // and with it the thread that sets failure_
     throw std::runtime_error(failure_.empty() ? reason : failure_);
   }
+}
+
+std::shared_ptr<Transport> World::NewTransport(Control& control) {
+  return ConnectGloo(config_.rank, config_.size, control, config_.bind_address, config_.timeout);
 }
 
 std::shared_ptr<Control> World::Channel() {
@@ -172,10 +175,11 @@ void World::Fail(const Operation& operation, const std::string& error) {
   if (failure_.empty() && !control_->ended()) {
     const Report report = ReportOf(operation);
     overdue ? control_->Overdue(report) : control_->Waiting(report);
-    failed_.wait_for(lock, kVerdictTime, [&] { return !failure_.empty(); });
+    changed_.wait_for(lock, kVerdictTime, [&] { return !failure_.empty(); });
   }
   if (failure_.empty()) {
     const std::string& host = control_->host();
+    is_for_good_ = true;
     failure_ = (overdue ? "waited in vain for " : "lost the connection to ") + error;
     failure_ += control_->ended()
                     ? "; " + host + " has left, and with it the control channel that knows more"
@@ -194,6 +198,7 @@ std::string World::FailureOf(const Operation& operation) const {
 
 Report World::ReportOf(const Operation& operation) const {
   Report report;
+  report.epoch = epoch_;
   report.ranks = operation.group.ranks;
   report.run = operation.group.runs - 1;
   report.signature = operation.signature;
@@ -206,8 +211,7 @@ Report World::ReportOf(const Operation& operation) const {
 
 void World::Reject(const std::string& name, const std::string& reason) {
   const std::string text = "rank " + std::to_string(rank()) + " cannot run " + name + ": " + reason;
-  if (const auto control = Channel()) control->Abort(text);
-  OnFailure(text);
+  Interrupt(text);
   throw WorldFailure(text);
 }
 
@@ -217,13 +221,82 @@ void World::Abort(const std::string& message) {
   OnFailure(text);
 }
 
-void World::OnFailure(const std::string& reason) {
+void World::Interrupt(const std::string& message) {
+  uint64_t epoch = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    epoch = epoch_;
+  }
+  if (const auto control = Channel()) control->Interrupt(epoch, message);
+  OnInterrupt(epoch, message);
+}
+
+std::string World::Renew() {
+  std::lock_guard<std::mutex> no_collective_runs(run_mutex_);
+  const std::shared_ptr<Control> control = Channel();
+  if (!control) {
+    OnRenewed(epoch_ + 1, failure_);
+    return interruption_;
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  const uint64_t next = epoch_ + 1;
+  if (!is_for_good_) {
+    control->Ready(epoch_);
+    changed_.wait_for(lock, config_.timeout + kVerdictTime,
+                      [&] { return epoch_ == next || is_for_good_; });
+  }
+  if (!is_for_good_ && epoch_ != next) {
+    is_for_good_ = true;
+    failure_ = control->host() + ", which serves the control channel, does not respond";
+  }
+  if (is_for_good_) throw WorldFailure(failure_);
+  std::shared_ptr<Transport> left = std::move(transport_);
+  const std::string reason = interruption_;
+  lock.unlock();
+  left.reset();
+  try {
+    left = NewTransport(*control);
+  } catch (const std::exception& error) {
+    const std::string text =
+        "rank " + std::to_string(rank()) + " cannot connect to the others again: " + error.what();
+    control->Abort(text);
+    OnFailure(text);
+    throw WorldFailure(text);
+  }
+  lock.lock();
+  transport_ = left;
+  if (!failure_.empty()) left->Abort();  // another rank is in the next run already, and failed
+  return reason;
+}
+
+void World::OnFailure(const std::string& reason) { Stop(reason, /*for_good=*/true); }
+
+void World::OnInterrupt(uint64_t epoch, const std::string& reason) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (epoch != epoch_) return;
+  }
+  Stop(reason, /*for_good=*/false);
+}
+
+void World::OnRenewed(uint64_t epoch, const std::string& reason) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (is_for_good_) return;
+  epoch_ = epoch;
+  interruption_ = reason;
+  failure_.clear();
+  for (const auto& [ranks, group] : groups_) group->runs = 0;
+  changed_.notify_all();
+}
+
+void World::Stop(const std::string& reason, bool for_good) {
   std::shared_ptr<Transport> transport;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!failure_.empty()) return;
+    if (is_for_good_ || (!for_good && !failure_.empty())) return;
     failure_ = reason;
-    failed_.notify_all();
+    is_for_good_ = for_good;
+    changed_.notify_all();
     transport = transport_;
   }
   if (transport) transport->Abort();

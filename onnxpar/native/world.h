@@ -49,7 +49,8 @@ struct Operation {
   std::string Describe() const;
 };
 
-/// A collective that did not run, and why. The world it belongs to has failed for good.
+/// A collective that did not run, and why. The world it belongs to has failed, or its run has been
+/// interrupted.
 class WorldFailure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -87,10 +88,15 @@ class World : public ControlListener {
     }
   }
 
-  /// Fails the world because this rank cannot run the collective `name`, and throws.
+  /// Ends the run because this rank cannot run the collective `name`, and throws.
   [[noreturn]] void Reject(const std::string& name, const std::string& reason);
-  /// Makes every collective of this world, on all ranks, fail with that message.
+  /// Makes every collective of this world, on all ranks, fail with that message, for good.
   void Abort(const std::string& message);
+  /// The same until all ranks have called Renew.
+  void Interrupt(const std::string& message);
+  /// Waits until all ranks have left the run that was interrupted, and connects them anew. Returns
+  /// why it was, the same on all; throws where the world has failed for good.
+  std::string Renew();
   /// Leaves the world.
   void Close();
   /// Leaves the world, but keeps its threads and memory: the process is about to end.
@@ -100,10 +106,14 @@ class World : public ControlListener {
   using Clock = std::chrono::steady_clock;
 
   void OnFailure(const std::string& reason) override;
+  void OnInterrupt(uint64_t epoch, const std::string& reason) override;
+  void OnRenewed(uint64_t epoch, const std::string& reason) override;
   std::optional<Report> NewlySlow() override;
   Answer HasBegun(const std::vector<int>& ranks, uint64_t run) override;
 
   void Connect();
+  void Stop(const std::string& reason, bool for_good);
+  std::shared_ptr<Transport> NewTransport(Control& control);
   std::shared_ptr<Control> Channel();
   uint64_t Enter(const Operation& operation);
   void Leave();
@@ -126,8 +136,11 @@ class World : public ControlListener {
   std::mutex mutex_;                  // guards what follows
   std::shared_ptr<Control> control_;  // null in a world of one rank, and in one that has been left
   std::shared_ptr<Transport> transport_;
-  std::condition_variable failed_;
+  std::condition_variable changed_;
   std::string failure_;
+  bool is_for_good_ = false;
+  uint64_t epoch_ = 0;        // how many runs were interrupted
+  std::string interruption_;  // why the last of them was
   std::map<std::vector<int>, std::unique_ptr<Group>> groups_;
   const Operation* running_ = nullptr;
   Clock::time_point began_;

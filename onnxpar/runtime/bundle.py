@@ -13,6 +13,7 @@ import numpy as np
 
 from onnxpar.errors import InputError, ModelError
 from onnxpar.layout import Layout
+from onnxpar.lookup import Lookup
 from onnxpar.mesh import Mesh
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 from onnxpar.runtime.values import is_value
@@ -101,7 +102,7 @@ class Bundle:
 
     `fixed` are inputs of the unsplit model whose default values have become part of this one;
     `initial` says where the first values of states are, by input: "stored" or "zero"; `step` which
-    ports are what where the model is a training step.
+    ports are what where the model is a training step; `lookups` which inputs are indices.
     """
 
     path: Path
@@ -113,6 +114,7 @@ class Bundle:
     symbols: tuple[str, ...] = ()
     initial: Mapping[str, str] = field(default_factory=dict)
     step: Step | None = None
+    lookups: tuple[Lookup, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """All of plan.json."""
 
@@ -129,9 +131,11 @@ class Bundle:
             pairs = plan.get("states", [])
             states = {pair["input"]: pair["output"] for pair in pairs}
             initial = {p["input"]: p["initial"] for p in pairs if p.get("initial")}
-        except (KeyError, TypeError, ValueError) as error:
+            lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
+            step = Step.from_json(plan["step"]) if plan.get("step") else None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
-                f"{folder / 'plan.json'}: {type(error).__name__}: {error}; "
+                f"{folder / 'plan.json'} is damaged: {type(error).__name__}: {error}; "
                 "write the folder again with `onnxpar shard`"
             ) from error
         unknown = (states.keys() - inputs.keys()) | (set(states.values()) - outputs.keys())
@@ -139,8 +143,9 @@ class Bundle:
             raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
         _check_together(inputs, outputs)
         fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
-        step = Step.from_json(plan["step"]) if plan.get("step") else None
-        return Bundle(folder, mesh, inputs, outputs, states, fixed, symbols, initial, step, plan)
+        return Bundle(
+            folder, mesh, inputs, outputs, states, fixed, symbols, initial, step, lookups, plan
+        )
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         """The values of the symbols, from shapes of inputs by name; 0 for one that stands in none.

@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.arrays import Array
+from onnxpar.errors import RankError, RunError
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
@@ -19,6 +20,7 @@ from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, keep_double, run_options
 from onnxpar.runtime.parts import Parts, PortParts
 from onnxpar.runtime.profile import ProfiledSessions, Record
+from onnxpar.runtime.rank_failure import failure_text
 from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
     as_fed,
@@ -115,6 +117,8 @@ class Executor:
         self._open_session = open_session
         self._apart = bundle.apart
         self._rank = world.rank
+        self._world_size = world.size
+        self._file = bundle.rank_file(world.rank)
         self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
         self._all_parts = PortParts(bundle)
         self._parts: Mapping[str, Parts] = {}
@@ -135,7 +139,11 @@ class Executor:
         self._bound: dict[str, Place] = {}
         self._placed: dict[str, Place] = {}
         self._order: list[str] = []
-        self._kept: dict[str, Any] = {}
+        self._kept: Mapping[str, Any] = {}
+        self._before: Mapping[str, Any] | None = None
+        self.running: ort.RunOptions | None = None
+        """Of the run that is under way, for `stop`."""
+        self.stopped = False
         self._symbols = bundle.symbols
         self._sizes_now: Sizes = ()
         self.kept_shapes: dict[str, tuple[int, ...]] = {}
@@ -147,24 +155,66 @@ class Executor:
         Only parts that assembling needs are returned. With `keep`, state outputs stay here as the
         next run's inputs.
         """
-        self._at(request.sizes)
         self.kept_shapes = {}
+        self.running = options = run_options(request.options)
+        try:
+            return self._run(request, feeds, room, options)
+        except RankError:
+            raise
+        except Exception as error:
+            file, ranks = self._file, self._world_size
+            raise RunError(failure_text(error, file, self._rank, ranks)) from error
+        finally:
+            self.running = None
+
+    def _run(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
+    ) -> dict[str, Slot]:
+        self._at(request.sizes)
         if not self._apart.isdisjoint(request.fetch):
-            return self._evaluate(request, feeds, room)
+            return self._evaluate(request, feeds, room, options)
         if self._has_values:
-            return self._run_values(request, feeds, room)
+            return self._run_values(request, feeds, room, options)
         self._bind_inputs(feeds, request.sizes)
         slots, order = self._bind_outputs(request, room)
-        self.session.run_with_iobinding(self._binding, run_options(request.options))
+        self.session.run_with_iobinding(self._binding, options)
         values = dict(zip(order, self._binding.get_outputs(), strict=True))
         shapes = {name: self._check(name, value.shape()) for name, value in values.items()}
         for name in request.fetch:
             if name not in slots and self._gives(name):
                 slots[name] = self._ship(name, values[name], room)
         if request.keep:
-            self._kept = {i: self._own(o, values[o]) for i, o in self._states.items()}
+            self._keep({i: self._own(o, values[o]) for i, o in self._states.items()})
             self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
         return slots
+
+    def stop(self, run: ort.RunOptions) -> None:
+        """Ends a run at its next node, as another rank has failed; any thread may call it."""
+        self.stopped = True
+        run.terminate = True
+
+    def settle(self) -> None:
+        """What the last call has changed stays: it has ended well on all ranks."""
+        self._before = None
+        self.stopped = False
+
+    def undo(self) -> None:
+        """Takes back what the call has changed, as another rank has failed in it."""
+        if self._before is not None:
+            self._kept, self._before = self._before, None
+        self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
+        self._bound.clear()
+        self._placed.clear()
+        self._order = []
+
+    def _keep(self, states: Mapping[str, Any]) -> None:
+        """Replaces the kept states; those before stay until `settle`, for `undo`."""
+        self._before, self._kept = self._kept, states
 
     def _at(self, sizes: Sizes) -> None:
         """Takes note of the sizes of a run."""
@@ -189,7 +239,7 @@ class Executor:
 
     def write_state(self, name: str, part: Array) -> None:
         """Keeps a copy of this rank's part as a state."""
-        self._kept[name] = part if self._ports[name].is_value else copy_of(part)
+        self._keep({**self._kept, name: self._copied(name, part)})
 
     def save_states(self, folder: Path, sizes: Sizes) -> None:
         """Writes the parts of all states that this rank is the first to hold to a folder."""
@@ -202,8 +252,8 @@ class Executor:
         """Keeps this rank's parts of states as ranks of the same mesh have written them."""
         self._at(sizes)
         files = PartFiles(folder)
-        for name in names:
-            self.write_state(name, files.read(name, self._parts[name].origins[self._rank]))
+        read = {n: files.read(n, self._parts[n].origins[self._rank]) for n in names}
+        self._keep({**self._kept, **{n: self._copied(n, part) for n, part in read.items()}})
 
     def end_profile(self) -> Record:
         """What was recorded until now; nothing is from now on."""
@@ -211,17 +261,24 @@ class Executor:
 
     def reset_states(self) -> None:
         """Forgets all kept states."""
-        self._kept.clear()
+        self._keep({})
+
+    def _copied(self, name: str, part: Array) -> Any:
+        """A part as it is kept."""
+        return part if self._ports[name].is_value else copy_of(part)
 
     def _evaluate(
-        self, request: Request, feeds: Mapping[str, Array], room: Room
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
     ) -> dict[str, Slot]:
         """Runs the program that tells how good the model is, on the states as they are."""
         session = self._open_session(EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
         given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
-        options = run_options(request.options)
         values = session.run_with_ort_values(list(request.fetch), given, options)
         found = dict(zip(request.fetch, values, strict=True))
         return {n: self._ship(n, found[n], room) for n in request.fetch if self._gives(n)}
@@ -230,11 +287,15 @@ class Executor:
         """The kept value of a state, or its first one."""
         if name not in self._kept:
             shape = self._parts[name].local_shape(self._rank)
-            self._kept[name] = copy_of(self._first.value(name, shape))
+            self._kept = {**self._kept, name: copy_of(self._first.value(name, shape))}
         return self._kept[name]
 
     def _run_values(
-        self, request: Request, feeds: Mapping[str, Array], room: Room
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
     ) -> dict[str, Slot]:
         """Runs by values: only tensors of numbers can be bound."""
         kept = list(self._states.values()) if request.keep else []
@@ -246,13 +307,11 @@ class Executor:
         }
         if self._has_sizes:
             given[SIZES] = as_fed(np.array(request.sizes, np.int64))
-        options = run_options(request.options)
         results = dict(zip(order, self.session.run(order, given, options), strict=True))
         shapes = {n: self._check(n, r.shape) for n, r in results.items() if _is_tensor(r)}
         if request.keep:
-            for source, result in self._states.items():
-                self.write_state(source, results[result])
-                self.kept_shapes[source] = shapes.get(result, ())
+            self._keep({i: self._copied(i, results[o]) for i, o in self._states.items()})
+            self.kept_shapes = {i: shapes.get(o, ()) for i, o in self._states.items()}
         return {n: self._put(n, results[n], room) for n in request.fetch if self._gives(n)}
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:

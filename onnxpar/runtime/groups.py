@@ -71,8 +71,23 @@ class World(Closing):
         return cls(id, rank, size)
 
     def abort(self, message: str) -> None:
-        """Make all running and later collectives of this world, on all ranks, fail with that."""
+        """Make all running and later collectives of this world, on all ranks, fail with that, for
+        good."""
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
+
+    def interrupt(self, message: str) -> None:
+        """The same until every rank has called `renew`."""
+        check(library().onnxpar_world_interrupt(self.id.encode(), message.encode()))
+
+    def renew(self) -> str:
+        """Wait until all ranks have left the run that was interrupted, and connect them anew.
+
+        Returns why it was interrupted, the same on all ranks. Errors: RankError where a rank does
+        not come within the timeout, or the world has failed for good.
+        """
+        check(library().onnxpar_world_renew(self.id.encode()))
+        reason: bytes = library().onnxpar_interruption()
+        return reason.decode(errors="replace")
 
     def close(self) -> None:
         """Leave the world; its sessions' collectives fail from then on."""
@@ -134,6 +149,8 @@ def library() -> ctypes.CDLL:
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
         "onnxpar_world_destroy": [text],
         "onnxpar_world_abort": [text, text],
+        "onnxpar_world_interrupt": [text, text],
+        "onnxpar_world_renew": [text],
         "onnxpar_hub_start": [text, ctypes.POINTER(number)],
         "onnxpar_hub_stop": [text, number],
     }
@@ -141,10 +158,11 @@ def library() -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, number
     loaded.onnxpar_last_error.restype = text
+    loaded.onnxpar_interruption.restype = text
     return loaded
 
 
 def check(failed: int) -> None:
     """Errors: RankError where a function of the library has failed."""
     if failed:
-        raise RankError(library().onnxpar_last_error().decode())
+        raise RankError(library().onnxpar_last_error().decode(errors="replace"))

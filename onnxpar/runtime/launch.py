@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.arrays import Array
-from onnxpar.errors import RankError
+from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
+from onnxpar.runtime.collectives import barrier
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.gather import Gather
@@ -173,8 +174,8 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = T
 class LaunchedRank:
     """The rank that this process is. Every process gets the parts of all, so that all can assemble.
 
-    All processes must make the same calls with the same feeds. After a failure on any of them, each
-    raises RankError, and every later call says why.
+    All processes must make the same calls with the same feeds. Where a call fails on any of them,
+    each raises the same RunError, and they go on; after a RankError, every later call says why.
     """
 
     def __init__(
@@ -208,14 +209,14 @@ class LaunchedRank:
             address or bind_address(),
             timeout,
         )
-        with self._failing_together("the start"):
+        with self._failing_together("the start", is_start=True):
             threads, spin = _threads(launched.local_size)
             self._executor = Executor(bundle, self._world, spec, threads, spin, everywhere=True)
             self._gather = Gather(self._world)
         self.providers: Sequence[str] = self._executor.session.get_providers()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs this rank and gathers. Errors: RankError, on every rank."""
+        """Runs this rank and gathers. Errors: RunError, RankError, on every rank."""
         with self._failing_together("the run"):
             self._parts = self._all_parts.at(request.sizes)
             parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
@@ -235,6 +236,7 @@ class LaunchedRank:
         with self._failing_together(f"writing state {name!r}"):
             parts = self._all_parts.at(sizes)[name]
             self._executor.write_state(name, parts.take(array, self._rank))
+            self._agree()
 
     def save_states(self, folder: str, sizes: Sizes) -> None:
         """Writes this rank's parts of all states to a folder that all ranks see; returns when all
@@ -248,6 +250,7 @@ class LaunchedRank:
         """Reads this rank's parts of states from a folder."""
         with self._failing_together(f"loading states from {folder}"):
             self._executor.load_states(Path(folder), names, sizes)
+            self._agree()
 
     def reset_states(self) -> None:
         """Forgets all states."""
@@ -282,6 +285,7 @@ class LaunchedRank:
         split = [name for name in names if not self._parts[name].is_whole]
         found: PartsOf = {name: {0: own[name]} for name in names if name not in split}
         if not split:
+            self._agree()
             return found
         ranks = range(self._bundle.mesh.size)
         shapes = self._shapes(split, own)
@@ -325,16 +329,35 @@ class LaunchedRank:
         dtype = _ports(self._bundle)[name].dtype
         return dtype, shape, dtype.itemsize * math.prod(shape)
 
+    def _agree(self) -> None:
+        """Returns where all ranks have come this far: else one would go on alone."""
+        barrier(self._world, "agreement")
+
     @contextmanager
-    def _failing_together(self, what: str) -> Iterator[None]:
+    def _failing_together(self, what: str, is_start: bool = False) -> Iterator[None]:
         self.check_usable()
+        if not is_start:
+            self._executor.settle()
         try:
             yield
         except Exception as error:  # the outermost boundary of a rank: the others wait for it
-            text = describe(error)
-            self._world.abort(f"rank {self._rank} failed: {text}")
-            self._leave(text)
-            raise RankError(f"{what} of {self._bundle.path}, rank {self._rank}: {text}") from error
+            raise self._failure(what, describe(error), is_start) from error
+
+    def _failure(self, what: str, text: str, is_start: bool) -> RankError:
+        """What all ranks raise. They are ready for the next call, or the session is closed."""
+        reason = f"rank {self._rank} failed: {text}"
+        try:
+            if is_start:
+                self._world.abort(reason)
+                raise RankError(reason)
+            self._world.interrupt(reason)
+            self._executor.undo()
+            reason = self._world.renew()
+        except RankError as error:
+            self._world.abort(reason)
+            self._leave(str(error))
+            return RankError(f"{what} of {self._bundle.path}, rank {self._rank}: {error}")
+        return RunError(f"{what} of {self._bundle.path}: {reason}")
 
     def _leave(self, reason: str) -> None:
         self._closed = reason

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from onnxpar.errors import OnnxparError
+from onnxpar.errors import OnnxparError, wants_traceback
 from onnxpar.write_file import writing
 
 QUOTED_LINES = 15
 QUOTED_BYTES = 16384
-_NODE_FAILED = re.compile(r"running (\w+) node\. Name:'(.*?)' Status Message: (.*)", re.DOTALL)
+NODE_FAILED = re.compile(r"running (\w+) node\. Name:'(.*?)' Status Message: (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,20 @@ def describe(error: Exception) -> str:
     """
     if isinstance(error, OnnxparError):
         return str(error)
-    node = _NODE_FAILED.search(str(error))
+    node = NODE_FAILED.search(str(error))
     if node is None:
         return f"{type(error).__name__}: {error}"
     op, name, message = node.groups()
     return message if message.startswith(op) else f"{op} {name!r}: {message}"
+
+
+def log(error: Exception) -> None:
+    """Writes an error to a rank's standard error: one line, or the traceback if users want it."""
+    if wants_traceback():
+        traceback.print_exception(error)
+    else:
+        print(describe(error).replace("\n", " "), file=sys.stderr)
+    sys.stderr.flush()
 
 
 def _last_lines(file: IO[bytes]) -> list[str]:

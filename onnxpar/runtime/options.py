@@ -189,11 +189,11 @@ def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
     return {"fields": fields, "config": _entries(options.get_run_config_entry, _RUN_KEYS)}
 
 
-def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions | None:
+def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions:
     """The inverse of `run_spec`."""
-    if spec is None:
-        return None
     options = ort.RunOptions()
+    if spec is None:
+        return options
     for name, value in spec["fields"].items():
         setattr(options, name, value)
     for key, value in spec["config"].items():

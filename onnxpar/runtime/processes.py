@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from onnxpar.errors import RankError
+from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.arena import Arena
 from onnxpar.runtime.log import Log
 from onnxpar.runtime.rank_process import RankProcess, in_lasting_thread
@@ -23,7 +23,8 @@ CLOSING = 5.0
 
 
 class Processes:
-    """One process per rank. Where one fails, all are ended, and every later call says why.
+    """One process per rank. Where a call fails on one, all leave it, and go on as they were before.
+    Where one dies, is silent or disagrees, all are ended, and every later call says why.
 
     A rank may be silent for `timeout` seconds; a busy one is not silent, however long it computes.
     """
@@ -37,6 +38,7 @@ class Processes:
         self._tick = min(1.0, timeout / 8)
         self._owner = os.getpid()
         self._closed: str | None = None
+        self._calls = 0
         self._ended = threading.Event()
         logs = [Log.open(log_dir, rank) for rank in range(size)]
         self.ranks = in_lasting_thread(
@@ -52,17 +54,23 @@ class Processes:
     def call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
         """Sends each rank its message and returns all answers.
 
-        Errors: RankError, naming the rank that failed, what was asked and what the others were in.
+        Errors: RunError where the call failed on a rank that goes on; RankError, naming the rank
+        that is the end of all, what was asked and what the others were in.
         """
         self.check_usable()
         complete = False
+        reason = ""
         try:
             answers = self._call(messages, what)
+            if any("error" in answer for answer in answers):
+                reason = self._call([{"do": "renew"}] * len(self.ranks), what)[0]["reason"]
             complete = True
-            return answers
         finally:
             if not complete:
                 self._end(f"{what} did not end well")
+        if reason:
+            raise RunError(f"{what} of {self._path}: {reason}")
+        return answers
 
     def check_usable(self) -> None:
         """Errors: RankError where the session is closed, or belongs to another process."""
@@ -88,6 +96,7 @@ class Processes:
         self._end("close() was called")
 
     def _call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
+        self._calls += 1
         for rank, message in zip(self.ranks, messages, strict=True):
             rank.reply, rank.silence = None, 0.0
             try:
@@ -119,7 +128,15 @@ class Processes:
             if wire is rank.work:
                 rank.reply = message
                 if "error" in message:
-                    self._fail(rank, what)
+                    if not message.get("goes_on"):
+                        self._fail(rank, what)
+                    self._stop_others()
+
+    def _stop_others(self) -> None:
+        """Lets the ranks that are still in the call leave it."""
+        for rank in self.ranks:
+            if rank.reply is None:
+                rank.send_control({"do": "stop", "call": self._calls})
 
     def _count_silence(self, waiting: Sequence[RankProcess], seconds: float, what: str) -> None:
         for rank in waiting:

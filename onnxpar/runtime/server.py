@@ -12,6 +12,7 @@ from onnxpar.runtime.arena import NOWHERE, Arena, Slot
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.groups import World
+from onnxpar.runtime.log import describe, log
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.timing import serve_timing
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
@@ -37,9 +38,11 @@ def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
     spec = SessionSpec.from_json(start["spec"])
     executor = Executor(bundle, world, spec, share["threads"], share["spin"])
     wire.send({"providers": executor.session.get_providers()})
-    server = Server(bundle, world.rank, executor, Arena(inputs), Arena(outputs))
+    server = Server(bundle, world, executor, Arena(inputs), Arena(outputs))
+    watch.stop = server.stop
     while (message := wire.receive())["do"] != "close":
         wire.send(server.answer(message))
+    watch.stop = None
     del server, executor  # ends profiling, before the world that its kernels use
     world.close()
 
@@ -48,10 +51,12 @@ class Server:
     """Answers messages; the arrays that they speak of stand in the arenas."""
 
     def __init__(
-        self, bundle: Bundle, rank: int, executor: Executor, inputs: Arena, outputs: Arena
+        self, bundle: Bundle, world: World, executor: Executor, inputs: Arena, outputs: Arena
     ) -> None:
         self._ports = bundle.inputs
-        self._rank = rank
+        self._world = world
+        self._rank = world.rank
+        self._calls = 1  # the start was one
         self._executor = executor
         self._inputs = inputs
         self._outputs = outputs
@@ -66,9 +71,28 @@ class Server:
         }
 
     def answer(self, message: Message) -> Message:
-        """Does what the message says."""
-        self._outputs.clear()
-        return self._actions[message["do"]](message)
+        """Does what the message says. Where it cannot, it ends the call on all ranks, and the rank
+        goes on when the session says "renew"."""
+        self._calls += 1
+        if message["do"] == "renew":
+            self._executor.undo()
+            return {"reason": self._world.renew()}
+        self._executor.settle()
+        try:
+            self._outputs.clear()
+            return self._actions[message["do"]](message)
+        except Exception as error:  # the outermost boundary of a call: the other ranks wait for it
+            log(error)
+            text = describe(error)
+            if not self._executor.stopped:
+                self._world.interrupt(f"rank {self._rank} failed: {text}")
+            return {"error": text, "goes_on": True}
+
+    def stop(self, call: int) -> None:
+        """Ends the run of that call, if it is still under way; any thread may call it."""
+        running = self._executor.running
+        if running is not None and self._calls == call:
+            self._executor.stop(running)
 
     def _run(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])

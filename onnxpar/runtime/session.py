@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxpar.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, OnnxparError, RunError
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import (
@@ -95,8 +95,9 @@ class Session(Closing):
         runs wherever those inputs are not fed; they are returned only if they are named. Of a
         training step, outputs that evaluate are a run of their own, which changes no state.
         Fields and config entries of `run_options` reach every rank; setting `terminate` does not.
-        Runs of several threads take their turns. Errors: InputError before anything runs;
-        RankError, naming the rank, after which the session is closed.
+        Runs of several threads take their turns. Errors: InputError for wrong feeds, RunError where
+        a run failed on them: states are as before then, and runs may follow. RankError where a rank
+        died, stopped or disagreed: the session is closed then.
         """
         bundle = self._bundle
         state_outputs = bundle.states.values() if keep_states else ()
@@ -115,7 +116,10 @@ class Session(Closing):
             sizes = self._sizes(feeds)
             fetch = list(dict.fromkeys(names))
             request = Request(fetch, keep_states, run_spec(run_options), sizes)
-            parts = self._ranks.run(request, feeds)
+            try:
+                parts = self._ranks.run(request, feeds)
+            except RunError as error:
+                raise self._named(error, feeds) from error
             if keep_states:
                 self._kept.update(self._ranks.kept_shapes)
             whole = {name: self._assemble(name, parts, sizes) for name in fetch}
@@ -146,6 +150,14 @@ class Session(Closing):
         inputs = self._bundle.inputs
         fed = {n: a.shape for n, a in feeds.items() if inputs[n].shape is not None}
         return self._bundle.sizes({**self._kept, **fed})
+
+    def _named(self, error: RunError, feeds: Mapping[str, Array]) -> OnnxparError:
+        """The error, or one that names the element of an input that is its cause."""
+        for lookup in self._bundle.lookups:
+            fault = lookup.fault(feeds[lookup.input]) if lookup.input in feeds else None
+            if fault is not None:
+                return InputError(fault)
+        return error
 
     def close(self) -> None:
         """Ends the ranks; the session cannot run any more. May be called twice."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnxpar.arrays import Array
-from onnxpar.errors import RankError
+from onnxpar.errors import RankError, RunError
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.executor import Executor, Heap, Request
@@ -50,7 +49,8 @@ class ThreadSession(Session):
 
 
 class ThreadRanks:
-    """One thread per rank. Where one fails, all are aborted and every later call says why."""
+    """One thread per rank. Where one fails in a call, all leave it and go on; where one does not
+    start, or they disagree, every later call says why."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class ThreadRanks:
         bundle.check_complete()
         size = bundle.mesh.size
         self._parts = PortParts(bundle)
-        self._lock = threading.Lock()
-        self._failure: Exception | None = None
+        self._failure: RankError | None = None
         self._closed = False
         self._executors: list[Executor] = []
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="onnxpar-rank")
         self._worlds = groups.thread_worlds(size, timeout) if worlds is None else list(worlds)
         self._lent = worlds is not None
         self.kept_shapes: KeptShapes = {}
+        self._path = bundle.path
         self._executors = self._all(
             lambda rank: Executor(bundle, self._worlds[rank], spec, threads=1, spin=False),
             "the start",
@@ -77,7 +77,7 @@ class ThreadRanks:
         self.providers: Sequence[str] = self._executors[0].session.get_providers()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once. Errors: RankError, of the first rank that failed."""
+        """Runs all ranks once. Errors: RunError, of the first rank that failed; RankError."""
 
         ports = self._parts.at(request.sizes)
 
@@ -139,29 +139,46 @@ class ThreadRanks:
     def _all(self, work: Callable[[int], T], what: str) -> list[T]:
         """Does the work for all ranks at once."""
         self.check_usable()
+        failed: list[Exception] = []
+
+        for executor in self._executors:
+            executor.settle()
 
         def one(rank: int) -> T | None:
             try:
                 return work(rank)
             except Exception as error:  # the outermost boundary of a rank: the others wait for it
-                self._fail(rank, error, what)
+                failed.append(error)
+                if not (self._executors and self._executors[rank].stopped):
+                    self._worlds[rank].interrupt(f"rank {rank} failed: {describe(error)}")
+                for executor in self._executors:
+                    if (run := executor.running) is not None:
+                        executor.stop(run)
                 return None
 
         results = list(self._pool.map(one, range(len(self._worlds))))
-        if self._failure is not None:
-            self.close()
-            raise self._failure
+        if failed:
+            raise self._recovered(what) from failed[0]
         return [result for result in results]  # type: ignore[misc]
 
-    def _fail(self, rank: int, error: Exception, what: str) -> None:
-        with self._lock:
-            if self._failure is not None:
-                return
-            text = describe(error)
-            self._failure = RankError(f"{what}: rank {rank} failed: {text}")
-            self._failure.__cause__ = error
-        for world in self._worlds:
-            world.abort(f"rank {rank} failed: {text}")
+    def _recovered(self, what: str) -> RankError:
+        """What has failed; the ranks are ready for the next call, or the session is closed."""
+
+        def renew(rank: int) -> str:
+            if self._executors:
+                self._executors[rank].undo()
+            return self._worlds[rank].renew()
+
+        try:
+            reasons = list(self._pool.map(renew, range(len(self._worlds))))
+        except RankError as error:
+            self._failure = RankError(f"{what} of {self._path}: {error}")
+        else:
+            if self._executors:
+                return RunError(f"{what} of {self._path}: {reasons[0]}")
+            self._failure = RankError(f"{what} of {self._path}: {reasons[0]}")
+        self.close()
+        return self._failure
 
 
 def _by_name(slots: Sequence[Mapping[str, Slot]]) -> PartsOf:

@@ -12,13 +12,14 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from typing import TYPE_CHECKING
 
-from onnxpar.runtime.log import describe
+from onnxpar.runtime.log import describe, log
 from onnxpar.runtime.wire import Closed, Wire
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from onnxpar.runtime.groups import World
 
 PR_SET_PDEATHSIG = 1
@@ -39,18 +40,18 @@ def main() -> None:
     except Closed:
         sys.exit(0)
     except Exception as error:  # the outermost boundary: whatever it is, the session must hear it
-        traceback.print_exc()
-        sys.stderr.flush()
+        log(error)
         watch.abort(f"rank {watch.rank} failed: {describe(error)}")
         _report(wire, describe(error))
         sys.exit(1)
 
 
 class Watch:
-    """What a rank hears while it is busy: pings, an abort, the end of its parent."""
+    """What a rank hears while it is busy: pings, an abort, a stop, the end of its parent."""
 
     def __init__(self, control: Wire) -> None:
         self.rank = -1
+        self.stop: Callable[[int], None] | None = None
         self._control = control
         self._world: World | None = None
         self._aborted: str | None = None
@@ -75,8 +76,11 @@ class Watch:
         try:
             while True:
                 message = self._control.receive()
+                stop = self.stop
                 if message["do"] == "abort":
                     self.abort(message["message"])
+                elif message["do"] == "stop" and stop is not None:
+                    stop(message["call"])
                 self._control.send({"alive": True})
         except Closed:
             os._exit(0)

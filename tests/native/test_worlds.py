@@ -342,3 +342,41 @@ def test_mpirun_needs_no_environment_of_ours(tmp_path: Path) -> None:
     output = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
     # mpirun may put what ranks print, and the ends of these lines, in any order
     assert output.stdout.replace("\n", "") == "[2.0, 2.0, 2.0]" * 2, output.stderr
+
+
+def test_an_interrupted_run_and_the_next() -> None:
+    """It ends on all ranks with the first message; all get the same from renew, and go on."""
+    worlds = thread_worlds(3, timeout=20)
+    sessions = [session(world, ALL_REDUCE) for world in worlds]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            waiting = [pool.submit(total, sessions[rank]) for rank in (0, 2)]
+            worlds[1].interrupt("rank 1 failed: no such row")
+            for each in waiting:
+                assert "rank 1 failed: no such row" in str(each.exception())
+            assert "no such row" in str(pool.submit(total, sessions[1]).exception())
+            assert set(pool.map(World.renew, worlds)) == {"rank 1 failed: no such row"}
+            assert set(pool.map(total, sessions)) == {3.0}
+        for world in worlds:
+            world.close()
+
+
+def test_a_rank_that_does_not_leave_an_interrupted_run() -> None:
+    worlds = thread_worlds(3, timeout=1)
+    sessions = [session(world, ALL_REDUCE) for world in worlds]
+    worlds[0].interrupt("rank 0 failed")
+    with ThreadPoolExecutor(2) as pool:
+        for found in [pool.submit(world.renew) for world in worlds[:2]]:
+            assert re.search(r"rank 2 \(pid \d+\) has not left the run", str(found.exception()))
+    with pytest.raises(OnnxparError, match="has not left the run"):
+        worlds[2].renew()
+    with pytest.raises(Exception, match="has not left the run"):
+        total(sessions[0])
+    for world in worlds:
+        world.close()
+
+
+def total(rank: ort.InferenceSession) -> float:
+    """The sum of ones over the ranks."""
+    (result,) = rank.run(["Y"], {"X": np.ones(1, np.float32), "t": TOKEN})
+    return float(result[0])

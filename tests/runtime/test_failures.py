@@ -17,7 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_until, write_par
 
-from onnxpar.errors import RankError
+from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 
@@ -168,11 +168,11 @@ def test_a_run_that_fails_on_one_rank(kind: Callable[..., Session], tmp_path: Pa
     x, good, bad = np.ones(1, np.float32), np.array([1]), np.array([9])
     assert session.run(None, {"x": x, "at": good})[0] == 5
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 failed: Gather 'look_up': .*out of data bounds"):
-        session.run(None, {"x": x, "at": bad})
+    for _ in range(3):
+        with pytest.raises(RunError, match=r"rank 1 failed: Gather 'look_up': .*out of data bound"):
+            session.run(None, {"x": x, "at": bad})
+        assert session.run(None, {"x": x, "at": good})[0] == 5
     assert time.monotonic() - start < 5
-    with pytest.raises(RankError, match=r"closed: .*rank 1 failed: Gather 'look_up'"):
-        session.run(None, {"x": x, "at": good})
 
 
 @pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])

@@ -13,10 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from runtime.bad_requests import STRATEGIES, decoder
 from runtime.bundles import Tensor, all_reduce, write_par
 
+import onnxpar
 from onnxpar.errors import RankError
 from onnxpar.runtime.launch import Launched, bind_address, launched_rank
+from onnxpar.runtime.threads import ThreadSession
 
 TESTS = Path(__file__).parent.parent
 
@@ -130,6 +133,62 @@ def test_ranks_by_the_environment(tmp_path: Path, x: np.ndarray) -> None:
         with rank:
             assert rank.wait(60) == 0
     check_results(file, x, 2)
+
+
+BAD_REQUESTS = """
+import os, sys
+import numpy as np
+from onnxpar.errors import OnnxparError
+from onnxpar.runtime.session import InferenceSession
+rank = os.environ["ONNXPAR_RANK"]
+with InferenceSession(sys.argv[1], timeout=30) as session:
+    session.states.write("s", np.zeros((4, 1, 8), np.float32))
+    for number, row in enumerate((None, 3, None, 0, None)):
+        ids = np.arange(4)[:, None] + number
+        if row is None:
+            y = session.run(["y"], {"ids": ids}, keep_states=True)[0]
+            print(rank, number, float(np.abs(y).sum()))
+            continue
+        ids[row] = 1000
+        try:
+            session.run(None, {"ids": ids}, keep_states=True)
+        except OnnxparError as error:
+            print(rank, number, type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_bad_requests(tmp_path: Path, strategy: str) -> None:
+    """All processes get the same error, also those whose part has been computed, and go on."""
+    (tmp_path / "s.yaml").write_text(STRATEGIES[strategy])
+    par, script = tmp_path / "m.par", tmp_path / "script.py"
+    states = [("s", "next")]
+    onnxpar.shard(decoder(tmp_path), par, strategy=tmp_path / "s.yaml", states=states)
+    script.write_text(BAD_REQUESTS)
+    common = {"ONNXPAR_WORLD_SIZE": "2", "ONNXPAR_STORE": f"file:{tmp_path}/store"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, par],
+            env={**os.environ, **common, "ONNXPAR_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert [line.partition(" ")[2] for line in told[0]] == [
+        line.partition(" ")[2] for line in told[1]
+    ]
+    assert len(told[0]) == 5
+    assert told[0][1].startswith("0 1 InputError input 'ids': index 1000 at [3, 0] is out of")
+    assert told[0][3].startswith("0 3 InputError input 'ids': index 1000 at [0, 0] is out of")
+    with ThreadSession(par) as session:
+        session.states.write("s", np.zeros((4, 1, 8), np.float32))
+        for number in (0, 2, 4):
+            ids = np.arange(4)[:, None] + number
+            y = session.run(["y"], {"ids": ids}, keep_states=True)[0]
+            assert told[0][number] == f"0 {number} {float(np.abs(y).sum())}"
 
 
 def start(par: Path, file: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

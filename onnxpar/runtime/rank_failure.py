@@ -1,0 +1,50 @@
+"""What users are told where onnxruntime fails on a rank: global names, and no numbers of a part
+that would pass for those of the model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import onnx
+
+from onnxpar.origin import origin_of
+from onnxpar.runtime.log import NODE_FAILED, describe
+
+_OUT_OF_RANGE = re.compile(r"indices element out of data bounds|out of bounds|out of range", re.I)
+
+
+def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
+    """The op, the global node and onnxruntime's message; `file` is the graph of the rank."""
+    text = describe(error)
+    found = NODE_FAILED.search(str(error))
+    if found is None or ranks == 1:
+        return text
+    op, name, message = found.groups()
+    if message.startswith(op):  # a collective's, which has global names
+        return text
+    origin = _origins(file).get(name, name)
+    if origin != name and _OUT_OF_RANGE.search(message):
+        return f"{op} {origin!r}: an index is out of range"
+    note = (
+        f" (sizes and indices are those of rank {rank}'s part)" if re.search(r"\d", message) else ""
+    )
+    return f"{op} {origin!r}: {message}{note}"
+
+
+def _origins(file: Path) -> dict[str, str]:
+    """The global node of each node of a rank's graph."""
+    try:
+        model = onnx.load(str(file), load_external_data=False)
+    except Exception:  # the names are a help; what failed is told anyway
+        return {}
+    return dict(_named(model.graph))
+
+
+def _named(graph: onnx.GraphProto) -> list[tuple[str, str]]:
+    found = [(node.name, origin_of(node)) for node in graph.node]
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                found += _named(attribute.g)
+    return found
