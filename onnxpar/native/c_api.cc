@@ -81,7 +81,13 @@ ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Abort(message); });
 }
 
-/// The same until all ranks have called onnxpar_world_renew.
+/// Begins a call that all ranks make; see World::Begin.
+ONNXPAR_EXPORT int onnxpar_world_begin(const char* id) {
+  return Guard([&] { WorldNamed(id)->Begin(); });
+}
+
+/// Makes every collective of this call fail with `message` until all ranks have called
+/// onnxpar_world_renew.
 ONNXPAR_EXPORT int onnxpar_world_interrupt(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Interrupt(message); });
 }

@@ -155,7 +155,8 @@ void Control::Handle(Fields& fields) {
       return Fail(fields.Text());
     case Kind::kStop: {
       const uint64_t epoch = fields.Number();
-      return listener_.OnInterrupt(epoch, fields.Text());
+      const uint64_t call = fields.Number();
+      return listener_.OnInterrupt(epoch, call, fields.Text());
     }
     case Kind::kRenewed: {
       {

@@ -27,8 +27,8 @@ class ControlListener {
   virtual ~ControlListener() = default;
   /// The world has failed for good.
   virtual void OnFailure(const std::string& reason) = 0;
-  /// A rank cannot go on with the run of this epoch.
-  virtual void OnInterrupt(uint64_t epoch, const std::string& reason) = 0;
+  /// A rank cannot go on with this call of this epoch.
+  virtual void OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) = 0;
   /// All ranks have left that run, and an epoch begins; `reason` is why the last one ended.
   virtual void OnRenewed(uint64_t epoch, const std::string& reason) = 0;
   /// The collective in flight, if it has become slow and was not reported before.
@@ -57,9 +57,9 @@ class Control : public gloo::rendezvous::Store {
   void Overdue(const Report& report) { Send(Frame(Kind::kOverdue).Add(report)); }
   /// Fails the world on all ranks, for good.
   void Abort(const std::string& message) { Send(Frame(Kind::kAbort).Add(message)); }
-  /// Ends the run of this epoch on all ranks.
-  void Interrupt(uint64_t epoch, const std::string& message) {
-    Send(Frame(Kind::kInterrupt).Add(epoch).Add(message));
+  /// Ends this call on all ranks.
+  void Interrupt(uint64_t epoch, uint64_t call, const std::string& message) {
+    Send(Frame(Kind::kInterrupt).Add(epoch).Add(call).Add(message));
   }
   /// Tells the hub that this rank has left that run; OnRenewed follows when all have.
   void Ready(uint64_t epoch) { Send(Frame(Kind::kReady).Add(epoch)); }

@@ -261,10 +261,11 @@ void Hub::ConcludeInquiry() {
 
 void Hub::HandleInterrupt(Fields& fields) {
   const uint64_t epoch = fields.Number();
+  const uint64_t call = fields.Number();
   if (epoch != epoch_ || !interruption_.empty() || !failure_.empty()) return;
   interruption_ = fields.Text();
   inquiry_.reset();
-  Tell(Frame(Kind::kStop).Add(epoch_).Add(interruption_));
+  Tell(Frame(Kind::kStop).Add(epoch_).Add(call).Add(interruption_));
 }
 
 void Hub::HandleReady(int rank, Fields& fields) {

@@ -21,7 +21,7 @@ enum class Kind : uint8_t {
   kOverdue,    // a Report: in a collective for longer than the timeout
   kStatus,     // answers kAsk: question, whether the rank has begun that collective, what it does
   kAbort,      // message: fails the world for good
-  kInterrupt,  // epoch, message: ends the run in flight
+  kInterrupt,  // epoch, call, message: ends that call, or the one in flight
   kReady,      // epoch: this rank has left the run that was interrupted
   kLeave,      // how often each group has run: (ranks, runs)...
   // From the hub to a rank.
@@ -31,7 +31,7 @@ enum class Kind : uint8_t {
   kValue,    // key, value
   kAsk,      // question, ranks of a group, run: has this rank begun that collective?
   kFail,     // message: the world has failed for good
-  kStop,     // epoch, message: the run in flight has ended
+  kStop,     // epoch, call, message: that call has ended
   kRenewed,  // epoch that begins, message that ended the last: all ranks have left that run
   kGoodbye,  // the hub ends in good order
 };

@@ -221,14 +221,26 @@ void World::Abort(const std::string& message) {
   OnFailure(text);
 }
 
+void World::Begin() {
+  std::string failure;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++call_;
+    failure = std::move(next_failure_);
+    next_failure_.clear();
+  }
+  if (!failure.empty()) Stop(failure, /*for_good=*/false);
+}
+
 void World::Interrupt(const std::string& message) {
-  uint64_t epoch = 0;
+  uint64_t epoch = 0, call = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     epoch = epoch_;
+    call = call_;
   }
-  if (const auto control = Channel()) control->Interrupt(epoch, message);
-  OnInterrupt(epoch, message);
+  if (const auto control = Channel()) control->Interrupt(epoch, call, message);
+  OnInterrupt(epoch, call, message);
 }
 
 std::string World::Renew() {
@@ -271,10 +283,14 @@ std::string World::Renew() {
 
 void World::OnFailure(const std::string& reason) { Stop(reason, /*for_good=*/true); }
 
-void World::OnInterrupt(uint64_t epoch, const std::string& reason) {
+void World::OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (epoch != epoch_) return;
+    if (call > call_) {
+      next_failure_ = reason;
+      return;
+    }
   }
   Stop(reason, /*for_good=*/false);
 }
@@ -285,6 +301,7 @@ void World::OnRenewed(uint64_t epoch, const std::string& reason) {
   epoch_ = epoch;
   interruption_ = reason;
   failure_.clear();
+  next_failure_.clear();
   for (const auto& [ranks, group] : groups_) group->runs = 0;
   changed_.notify_all();
 }

@@ -92,7 +92,10 @@ class World : public ControlListener {
   [[noreturn]] void Reject(const std::string& name, const std::string& reason);
   /// Makes every collective of this world, on all ranks, fail with that message, for good.
   void Abort(const std::string& message);
-  /// The same until all ranks have called Renew.
+  /// Begins a call that all ranks make, so that one which is a call ahead of this rank does not
+  /// interrupt what this one is still about to finish. Without it, all is one call.
+  void Begin();
+  /// Makes every collective of this call, on all ranks, fail until all have called Renew.
   void Interrupt(const std::string& message);
   /// Waits until all ranks have left the run that was interrupted, and connects them anew. Returns
   /// why it was, the same on all; throws where the world has failed for good.
@@ -106,7 +109,7 @@ class World : public ControlListener {
   using Clock = std::chrono::steady_clock;
 
   void OnFailure(const std::string& reason) override;
-  void OnInterrupt(uint64_t epoch, const std::string& reason) override;
+  void OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) override;
   void OnRenewed(uint64_t epoch, const std::string& reason) override;
   std::optional<Report> NewlySlow() override;
   Answer HasBegun(const std::vector<int>& ranks, uint64_t run) override;
@@ -141,6 +144,8 @@ class World : public ControlListener {
   bool is_for_good_ = false;
   uint64_t epoch_ = 0;        // how many runs were interrupted
   std::string interruption_;  // why the last of them was
+  uint64_t call_ = 0;
+  std::string next_failure_;  // of the call after this one
   std::map<std::vector<int>, std::unique_ptr<Group>> groups_;
   const Operation* running_ = nullptr;
   Clock::time_point began_;

@@ -75,8 +75,14 @@ class World(Closing):
         good."""
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
+    def begin(self) -> None:
+        """Begin a call that all ranks make by themselves: only then one that is ahead of this rank
+        and fails in the next call does not end this one."""
+        check(library().onnxpar_world_begin(self.id.encode()))
+
     def interrupt(self, message: str) -> None:
-        """The same until every rank has called `renew`."""
+        """Make all collectives of this call, on all ranks, fail until every rank has called
+        `renew`."""
         check(library().onnxpar_world_interrupt(self.id.encode(), message.encode()))
 
     def renew(self) -> str:
@@ -149,6 +155,7 @@ def library() -> ctypes.CDLL:
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
         "onnxpar_world_destroy": [text],
         "onnxpar_world_abort": [text, text],
+        "onnxpar_world_begin": [text],
         "onnxpar_world_interrupt": [text, text],
         "onnxpar_world_renew": [text],
         "onnxpar_hub_start": [text, ctypes.POINTER(number)],

@@ -338,6 +338,7 @@ class LaunchedRank:
         self.check_usable()
         if not is_start:
             self._executor.settle()
+            self._world.begin()
         try:
             yield
         except Exception as error:  # the outermost boundary of a rank: the others wait for it
