@@ -2,6 +2,7 @@
 OnnxparError."""
 
 import os
+from collections.abc import Mapping
 
 TRACEBACK = "ONNXPAR_TRACEBACK"
 """Set to 1 in the environment, it adds Python's traceback to an error, and the rest of a long
@@ -23,6 +24,15 @@ class ModelError(OnnxparError):
 
 class StrategyError(OnnxparError):
     """A strategy, mesh or preset that this model cannot meet."""
+
+
+class OpenSizesError(StrategyError):
+    """Layouts that open sizes do not allow. `nodes` split what cannot be told before a run: factors
+    of their rules, where it is known which."""
+
+    def __init__(self, message: str, nodes: Mapping[str, frozenset[str]] | None = None) -> None:
+        super().__init__(message)
+        self.nodes = dict(nodes or {})
 
 
 class InputError(OnnxparError):

@@ -19,6 +19,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.layout import Concat, Dim, Factor, Product
 from onnxpar.layout import leaves as leaves_of
 from onnxpar.mesh import Axes
+from onnxpar.narrow import Whole, narrowed
 from onnxpar.pieces import Piece, compose, flat, same, unify
 from onnxpar.rules.control_flow import ports
 from onnxpar.rules.rule import (
@@ -88,7 +89,8 @@ class OpFactors:
     """A node's rule over atoms. `inputs[i][j]` is the op leaf behind leaf j of operand i, or None
     where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit;
     `ties` are leaves that are split over the same axes or not at all. `graph` is the scope that the
-    node stands in; `bodies` are those that are split with it."""
+    node stands in; `bodies` are those that are split with it.
+    `result` is the name of its first result, also when it has been replaced."""
 
     node: gs.Node
     graph: gs.Graph
@@ -101,6 +103,7 @@ class OpFactors:
     apart: Pairs = frozenset()
     ties: tuple[tuple[int, ...], ...] = ()
     bodies: tuple[BodyFactors, ...] = ()
+    result: str = ""
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:
         """Every operand and result with its links, then those of the bodies."""
@@ -128,6 +131,10 @@ class GraphFactors:
         """The factors of the node of that name."""
         return self._by_name[name]
 
+    def find(self, name: str) -> OpFactors | None:
+        """The same, None where there is no such node."""
+        return self._by_name.get(name)
+
     def __post_init__(self) -> None:
         self._by_name = {op.node.name: op for op in self.ops}
 
@@ -148,15 +155,19 @@ def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
 
 
 def analyse(
-    graph: gs.Graph, pairs: Iterable[tuple[str, str]] = (), in_bodies: bool = True
+    graph: gs.Graph,
+    pairs: Iterable[tuple[str, str]] = (),
+    in_bodies: bool = True,
+    whole: Whole | None = None,
 ) -> GraphFactors:
     """Refines every dimension of the graph, and of the bodies of control flow if it shall, to
     atoms.
 
     `pairs` are tensors whose dimensions correspond though no op joins them (state pairs); where
-    their sizes differ (a cache that grows), those dimensions stay apart.
+    their sizes differ (a cache that grows), those dimensions stay apart. `whole` are factors that
+    nodes must not split.
     """
-    return _Analysis(graph, pairs, in_bodies).run()
+    return _Analysis(graph, pairs, in_bodies, whole or {}).run()
 
 
 class _Joined(NamedTuple):
@@ -170,7 +181,10 @@ class _Joined(NamedTuple):
 
 
 class _Analysis:
-    def __init__(self, graph: gs.Graph, pairs: Iterable[tuple[str, str]], in_bodies: bool) -> None:
+    def __init__(
+        self, graph: gs.Graph, pairs: Iterable[tuple[str, str]], in_bodies: bool, whole: Whole
+    ) -> None:
+        self.whole = whole
         self.graph = graph
         self.pairs = list(pairs)
         self.in_bodies = in_bodies
@@ -213,6 +227,9 @@ class _Analysis:
                     self._join_all(body)
                 rule = rule_of(node)
                 opened = inner
+            name = node.outputs[0].name if node.outputs else ""
+            if name in self.whole and not inner:
+                rule = narrowed(node, rule, self.whole[name])
             factors = {f: Piece(-1 if s is None else s) for f, s in rule.sizes.items()}
             self._join(_Joined(node, graph, rule, factors, opened))
 
@@ -329,6 +346,7 @@ class _Analysis:
             apart,
             ties,
             tuple(map(BodyFactors, joined.bodies, givens, backs)),
+            node.outputs[0].name if node.outputs else "",
         )
 
 

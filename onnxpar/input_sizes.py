@@ -98,5 +98,6 @@ def _formula(label: str) -> Polynomial | None:
 def _tells(size: Polynomial, symbol: str) -> bool:
     """Whether a size is an expression of a symbol that nothing else tells, rather than a name with
     a hyphen in it (`dim-1` and `dim-2`)."""
-    is_sum = size.denominator == 1 and all(c > 0 for _, c in size.terms)
+    is_divided = any(symbol in q.over.variables for q in size.quotients) or size.denominator > 1
+    is_sum = not is_divided and all(c > 0 for _, c in size.terms)
     return is_sum and all(monomial.count(symbol) <= 1 for monomial, _ in size.terms)

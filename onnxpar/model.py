@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from onnxpar.errors import ModelError
 from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims
 from onnxpar.interchange import header_of, import_graph
+from onnxpar.narrow import Whole
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.runtime_shapes import is_known
 from onnxpar.sequences import split_sequences
@@ -53,7 +54,7 @@ class Model:
 
     `header` has its metadata; `stored` are the initializers of the file, `fixed` those that could
     be fed until their values decided shapes; `step` says which ports are what where it is a
-    training step.
+    training step; `whole` are factors that nodes must not split, as sizes are open.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class Model:
     annotations: tuple[Configuration, ...] = ()
     sizes: OpenSizes | None = None
     step: Step | None = None
+    whole: Whole = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -135,7 +137,8 @@ def load(
         graph = prepare(proto)
     handed = [(s.input, s.output) for s in step.slots] if step else []
     pairs = find_states(graph, [*handed, *states], is_step=step is not None)
-    return Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step)
+    whole = sizes.whole if sizes is not None else {}
+    return Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
 
 
 def read_proto(path: Path) -> onnx.ModelProto:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN, PerRank
-from onnxpar.errors import StrategyError
+from onnxpar.errors import OpenSizesError
+from onnxpar.fits import fit, fits
 from onnxpar.layout import Factor, Layout, leaves, nested_parts
 from onnxpar.lockstep import MOST
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.open_sizes import OpenSizes
 from onnxpar.subgraphs import captured
-from onnxpar.symbols import Binding, Polynomial, fit, fits
+from onnxpar.symbols import Binding, Polynomial, Variable
 
 _PROBES = 64
 
@@ -103,16 +105,33 @@ class OpenConstants:
         names = [[(n.name, n.op) for n in each.graph.nodes] for each in self.all]
         for other in names[1:]:
             if other != names[0]:
-                odd = next((a for a, b in zip(names[0], other, strict=False) if a != b), ("", ""))
-                raise self.needs_sizes(odd[0])
+                odd = [a for a, b in zip(names[0], other, strict=False) if a != b][:1]
+                raise self.needs_sizes(odd[0][0] if odd else names[0][-1][0])
         self.varying = sorted(self._find_varying())
+        self._known = cache(self._values)
 
-    def needs_sizes(self, what: str) -> StrategyError:
-        """The error for what no polynomial can say."""
-        return StrategyError(
-            f"'{what}': a rank's part of it cannot be told while sizes are open; give "
-            f"{self.sizes.flags}, or split another dimension"
+    def needs_sizes(self, what: str) -> OpenSizesError:
+        """The error for what has no closed form."""
+        node = what.split("::")[0]
+        return OpenSizesError(
+            f"'{node}': a rank's part of it cannot be told while sizes are open; give "
+            f"{self.sizes.flags}, or split another dimension",
+            {node: frozenset()},
         )
+
+    def check(self) -> None:
+        """Errors: OpenSizesError, naming all nodes of which the parts of some rank cannot be told
+        before a run."""
+        found: dict[str, OpenSizesError] = {}
+        for rank in _ranks_to_check(self.mesh.size):
+            for name in self.varying:
+                with _noted(found):
+                    self._array(rank, name)
+            for node in self.base.graph.nodes:
+                with _noted(found):
+                    self._attributes(rank, node)
+        if found:
+            raise OpenSizesError(str(next(iter(found.values()))), dict.fromkeys(found, frozenset()))
 
     def _find_varying(self) -> Iterator[str]:
         for name, tensor in self.base.constants.items():
@@ -127,7 +146,7 @@ class OpenConstants:
                 yield name
 
     def _check_stored(self, name: str) -> None:
-        """A weight is cut once. Errors: StrategyError where open sizes decide its parts."""
+        """A weight is cut once. Errors: OpenSizesError where open sizes decide its parts."""
         for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
             found = [[(f.size, f.axes) for f in leaves(dim)] for dim in dims]
             if any(axes for _, axes in found[0]) and any(f != found[0] for f in found):
@@ -135,25 +154,34 @@ class OpenConstants:
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
         """The constants of a rank that open sizes decide."""
-        variables = {**self.sizes.variables(), **self._part_values(rank, self.sizes.bindings)}
+        found = {name: self._array(rank, name) for name in self.varying}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def _array(self, rank: int, name: str) -> OpenArray | None:
+        """A constant of a rank, None where open sizes do not decide it there."""
+        values = [each.value(name, rank, self.mesh) for each in self.all]
+        if all(_equal(values[0], v) for v in values[1:]):
+            return None
+        variables, probes = self._known(rank)
+        return self._fitted(name, values, variables, probes)
+
+    def _values(self, rank: int) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
+        """The values of all variables at the bindings, and at the probes."""
+        variables: dict[Variable, Sequence[int]] = {}
+        variables.update(self.sizes.variables())
+        variables.update(self._part_values(rank, self.sizes.bindings))
         parts = self._part_values(rank, self._probes)
         probes = [
             {**probe, **{name: column[i] for name, column in parts.items()}}
             for i, probe in enumerate(self._probes)
         ]
-        found = {}
-        for name in self.varying:
-            values = [each.value(name, rank, self.mesh) for each in self.all]
-            if all(_equal(values[0], v) for v in values[1:]):
-                continue
-            found[name] = self._fitted(name, values, variables, probes)
-        return found
+        return variables, probes
 
     def _fitted(
         self,
         name: str,
         values: list[Array],
-        variables: Mapping[str, Sequence[int]],
+        variables: Mapping[Variable, Sequence[int]],
         probes: Sequence[Mapping[str, int]],
     ) -> OpenArray:
         """The polynomials with these values; no two that fit may differ at any of the probes."""
@@ -191,7 +219,8 @@ class OpenConstants:
         """Sizes of all kinds, to tell polynomials apart that agree at the samples."""
         source = random.Random(0)
         columns = {}
-        for symbol, values in self.sizes.variables().items():
+        for symbol in self.sizes.symbols:
+            values = [binding[symbol] for binding in self.sizes.bindings]
             step = math.gcd(*(v - values[0] for v in values)) or 1
             columns[symbol] = [min(values) + step * source.randint(0, 99) for _ in range(_PROBES)]
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -222,16 +251,41 @@ class OpenConstants:
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
         """(node, attribute) of collectives that must be left out, as their sizes are known when
-        they run. Errors: StrategyError for any other attribute that open sizes decide."""
+        they run. Errors: OpenSizesError for any other attribute that open sizes decide."""
         for node in self.base.graph.nodes:
-            keys = {k for each in self.all for k in each.nodes[node.name].attrs}
-            for key in sorted(keys):
-                values = [each.attribute(node.name, key, rank) for each in self.all]
-                if all(_equal(values[0], v) for v in values[1:]):
-                    continue
-                if node.domain != DOMAIN or not _is_told_in_a_run(node, key, values):
-                    raise self.needs_sizes(node.name.split("::")[0])
-                yield node.name, key
+            yield from self._attributes(rank, node)
+
+    def _attributes(self, rank: int, node: gs.Node) -> list[tuple[str, str]]:
+        found = []
+        keys = {k for each in self.all for k in each.nodes[node.name].attrs}
+        for key in sorted(k for k in keys if not k.startswith("onnxpar.")):
+            values = [each.attribute(node.name, key, rank) for each in self.all]
+            if all(_equal(values[0], v) for v in values[1:]):
+                continue
+            if node.domain != DOMAIN or not _is_told_in_a_run(node, key, values):
+                raise self.needs_sizes(node.name)
+            found.append((node.name, key))
+        return found
+
+
+def _ranks_to_check(count: int) -> list[int]:
+    """All ranks of a small mesh; of a large one those at its ends, in the middle and some more,
+    which stand for the others until ranks are written."""
+    some = {0, 1, 2, count // 3, count // 2, count - 3, count - 2, count - 1}
+    return list(range(count)) if count <= _FEW else sorted(some)
+
+
+_FEW = 16
+
+
+@contextmanager
+def _noted(found: dict[str, OpenSizesError]) -> Iterator[None]:
+    """Keeps the first error of each node."""
+    try:
+        yield
+    except OpenSizesError as error:
+        for node in error.nodes:
+            found.setdefault(node, error)
 
 
 def _is_told_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:

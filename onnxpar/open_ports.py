@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from onnxpar.errors import StrategyError
+from onnxpar.fits import fit
 from onnxpar.open_sizes import OpenSizes
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import OpenPort, Plan, Port
-from onnxpar.symbols import fit
 
 
 def open_ports(plan: Plan, ctx: PassContext) -> None:

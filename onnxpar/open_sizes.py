@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import NodeProto, TensorProto, TypeProto
+from onnx import TensorProto, TypeProto
 
-from onnxpar.lockstep import Lockstep
+from onnxpar.errors import StrategyError
+from onnxpar.fits import DOMAINS, Domain, sample
+from onnxpar.lockstep import Lockstep, Strides, Unsolved
+from onnxpar.narrow import Whole
+from onnxpar.scopes import open_scopes
 from onnxpar.shapes import keep_nodes
 from onnxpar.stored import FOLD_LIMIT, copy_with_stubs
-from onnxpar.symbols import ATTEMPTS, Binding, Polynomial, sample
+from onnxpar.symbols import Binding, Polynomial, Quotient, Variable
 
 OpenDims = Mapping[tuple[str, int], Polynomial]
 """Open dimensions of inputs, by name and axis."""
@@ -22,21 +27,26 @@ OpenDims = Mapping[tuple[str, int], Polynomial]
 @dataclass(frozen=True)
 class OpenSizes:
     """What a model leaves open. `graph(i)` is the model's graph at `bindings[i]`; the same nodes
-    and tensors at each, with other sizes."""
+    and tensors at each, with other sizes. `labels` are the symbols as `--dim` knows them; nodes
+    whose results have sizes without a closed form are among the `whole` ones."""
 
     symbols: tuple[str, ...]
     bindings: list[Binding]
     dims: OpenDims
     graph: Callable[[int], gs.Graph]
+    quotients: tuple[Quotient, ...] = ()
+    labels: tuple[str, ...] = ()
+    whole: Whole = field(default_factory=dict)
 
     @property
     def flags(self) -> str:
         """What binds every symbol."""
-        return " ".join(f"--dim {symbol}=N" for symbol in self.symbols)
+        return " ".join(f"--dim {label}=N" for label in self.labels)
 
-    def variables(self) -> dict[str, list[int]]:
-        """Every symbol's values."""
-        return {s: [b[s] for b in self.bindings] for s in self.symbols}
+    def variables(self) -> dict[Variable, list[int]]:
+        """The values of every symbol and quotient."""
+        found: dict[Variable, list[int]] = {s: [b[s] for b in self.bindings] for s in self.symbols}
+        return found | {q: [q.at(b) for b in self.bindings] for q in self.quotients}
 
 
 def infer_open(
@@ -47,78 +57,157 @@ def infer_open(
 ) -> OpenSizes:
     """Folds and infers the model at sample sizes of at least `least`, in place.
 
-    Where symbols turn out to be one size, or one the sum of others (a mask over past and present),
-    they are tied; where sizes do not fit the model at all (a table of positions, halved images),
-    others are tried. `prepare` makes a graph of an inferred model.
+    Where symbols turn out to be one size, or one the sum of others (a mask over past and present)
+    or a multiple of a number (an image that is halved and doubled), they are tied; where sizes do
+    not fit the model at all (a table of positions), others are tried. `prepare` makes a graph of
+    an inferred model.
     """
+    open_scopes(proto.graph)  # bodies may call different weights by one name
+    labels = _symbols(dims)
     # No sample may cut a table so that nothing is left of it, or a single row.
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
-    best: tuple[int, Lockstep, OpenDims, list[Binding]] | None = None
-    attempt = 0
-    while attempt < ATTEMPTS:
-        symbols = sorted({v for p in dims.values() for v in p.variables})
-        bindings = sample(symbols, least, taken, attempt)
-        walks = _walks(proto, dims, bindings)
-        walks.run()
-        conflicts = max((walk.conflicts for walk in walks.walks), key=len)
-        tie = next((t for node in conflicts if (t := _tie(walks, node))), None)
-        if tie:
-            dims = {at: size.replace(*tie) for at, size in dims.items()}
-            best = None
-            continue
-        if best is None or len(conflicts) < best[0]:
-            best = (len(conflicts), walks, dims, bindings)
-        if not conflicts:
-            break
-        attempt += 1
-    assert best is not None
-    _, walks, dims, bindings = best
+    dims, walks = _Search(proto, dims, least, taken).run()
     keep_nodes(proto.graph, walks.kept)
     bare = copy_with_stubs(proto, _reference_to_nowhere)
+    live = [walks.walks[i] for i in walks.live]
+    bindings = [walks.bindings[i] for i in walks.live]
 
     def graph(i: int) -> gs.Graph:
         model = proto
         if i:
             model = onnx.ModelProto()
             model.CopyFrom(bare)
-        walks.walks[i].declare(model.graph)
+        live[i].declare(model.graph)
         return prepare(model)
 
-    return OpenSizes(tuple(bindings[0]), bindings, dims, graph)
+    quotients = tuple(walks.quotients)
+    whole = dict.fromkeys(walks.lost)
+    return OpenSizes(tuple(bindings[0]), bindings, dims, graph, quotients, labels, whole)
 
 
-def _walks(proto: onnx.ModelProto, dims: OpenDims, bindings: list[Binding]) -> Lockstep:
-    def types(binding: Binding) -> dict[str, TypeProto]:
+def _symbols(dims: OpenDims) -> tuple[str, ...]:
+    """The symbols in the order of the inputs."""
+    return tuple(dict.fromkeys(v for size in dims.values() for v in size.variables))
+
+
+class _Search:
+    """Tries sample sizes until the model fits them, and no open size is too small to be split."""
+
+    def __init__(
+        self, proto: onnx.ModelProto, dims: OpenDims, least: int, taken: Iterable[int]
+    ) -> None:
+        self.proto = proto
+        self.dims = dims
+        self.least = least
+        self.taken = set(taken)
+        self.domains: dict[str, Domain] = {}
+        self.strides: Strides = {}
+        self.best: tuple[tuple[int, int], OpenDims, Lockstep] | None = None
+
+    def run(self) -> tuple[OpenDims, Lockstep]:
+        """The dimensions, written in the symbols that are left, and the best walk."""
+        for general in DOMAINS:
+            self.domains = {}
+            for _ in range(_ROUNDS):
+                walks = self._walk(general)
+                if walks.tie is not None:
+                    tied = {at: d.replace(*walks.tie) for at, d in self.dims.items()}
+                    self.dims = tied
+                    self.best = None
+                    continue
+                if self._bound(walks.unsolved):
+                    self.best = None
+                    continue
+                small = self._small(walks)
+                badness = (len(walks.conflicts), len(small))
+                if self.best is None or badness < self.best[0]:
+                    self.best = (badness, self.dims, walks)
+                elif badness[0] > self.best[0][0]:
+                    break  # what has grown does not fit
+                if not self._grow(walks, small):
+                    break
+            if self.best is not None and not self.best[0][0]:
+                break
+        assert self.best is not None
+        _, dims, walks = self.best
+        for odd in walks.unsolved[:1]:
+            raise StrategyError(
+                f"{odd.node.op_type} '{odd.node.name or odd.node.output[0]}' needs two sizes to be "
+                f"equal, {odd.first} and {odd.second}, which does not tell what the open ones are; "
+                f"give " + " ".join(f"--dim {s}=N" for s in _symbols(self.dims))
+            )
+        return dims, walks
+
+    def _walk(self, general: Domain) -> Lockstep:
+        symbols = sorted(_symbols(self.dims))
+        self.domains = {s: self.domains.get(s, general) for s in symbols}
+        bindings = sample(self.domains, self.least, self.taken)
+        walks = Lockstep(
+            self.proto, [self._types(b) for b in bindings], bindings, _symbols(self.dims)
+        )
+        walks.run()
+        return walks
+
+    def _types(self, binding: Binding) -> dict[str, TypeProto]:
         found = {}
-        for tensor in proto.graph.input:
+        for tensor in self.proto.graph.input:
             type_ = TypeProto()
             type_.CopyFrom(tensor.type)
             for axis, dim in enumerate(type_.tensor_type.shape.dim):
-                if (tensor.name, axis) in dims:
-                    dim.dim_value = dims[tensor.name, axis].at(binding)
+                if (tensor.name, axis) in self.dims:
+                    dim.dim_value = self.dims[tensor.name, axis].at(binding)
             found[tensor.name] = type_
         return found
 
-    variables = {s: [b[s] for b in bindings] for s in bindings[0]}
-    return Lockstep(proto, [types(b) for b in bindings], variables)
+    def _bound(self, unsolved: Sequence[Unsolved]) -> bool:
+        """Keeps symbols within the sizes that nodes need, where that is a range; whether there is
+        anything new."""
+        before = dict(self.domains)
+        for odd in unsolved:
+            difference = odd.first - odd.second
+            if len(difference.variables) == 1:
+                (symbol,) = difference.variables
+                fitting = [n for n in range(1, _WIDEST) if difference.at({symbol: n}) == 0]
+                if fitting and len(fitting) == fitting[-1] - fitting[0] + 1 < _WIDEST - 1:
+                    self.domains[symbol] = Domain(1, fitting[0], fitting[-1], closed=True)
+        return self.domains != before
+
+    def _small(self, walks: Lockstep) -> list[Polynomial]:
+        """Open sizes that some sample leaves too few elements of."""
+        bindings = [walks.bindings[i] for i in walks.live]
+        small = [s for s in walks.found if any(s.at(b) < self.least for b in bindings)]
+        return [*small, *walks.void]
+
+    def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
+        """Lets symbols have larger sizes, of wider steps, where a quotient needs them."""
+        before = dict(self.domains)
+        for size in small:
+            for symbol in size.variables:
+                own = before[symbol]
+                if not own.closed:
+                    self.domains[symbol] = replace(own, low=own.low * 4, high=own.high * 4)
+        for divided in walks.quotients:
+            for symbol in divided.over.variables:
+                own = self.domains[symbol]
+                if own.step <= divided.below and not own.closed:
+                    step = _prime_above(divided.below)
+                    low = max(4, own.low * own.step // step)
+                    self.domains[symbol] = Domain(step, low, 4 * low + 16, own.low % step)
+        largest = max(d.size(d.high) for d in self.domains.values())
+        return self.domains != before and largest < _LARGEST
 
 
-def _tie(walks: Lockstep, node: NodeProto) -> tuple[str, Polynomial] | None:
-    """A symbol, and what it must be for two operands to fit each other."""
-    shapes = [walks.walks[0].shape(name) for name in node.input if name]
-    names = [name for name in node.input if name]
-    for a, first in zip(names, shapes, strict=True):
-        for b, second in zip(names, shapes, strict=True):
-            for back in range(1, 1 + min(len(first or ()), len(second or ()))):
-                x, y = (first or ())[-back], (second or ())[-back]
-                if x == y or 1 in (x, y):
-                    continue
-                size = walks.size(a, len(first or ()) - back)
-                other = walks.size(b, len(second or ()) - back)
-                symbol = size.symbol if size else None
-                if symbol and other and other.variables and symbol not in other.variables:
-                    return symbol, other
-    return None
+_ROUNDS = 24
+"""Walks over a model at most, for each way to sample its symbols."""
+_WIDEST = 1 << 16
+"""Up to which size the sizes are looked for that a node needs."""
+_LARGEST = 1 << 22
+"""The size up to which samples grow."""
+
+
+def _prime_above(n: int) -> int:
+    """The first prime above a number: steps of it leave every remainder of the number."""
+    return next(p for p in count(n + 1) if all(p % d for d in range(2, math.isqrt(p) + 1)))
 
 
 def _reference_to_nowhere(weight: TensorProto) -> TensorProto | None:

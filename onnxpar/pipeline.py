@@ -19,12 +19,13 @@ from onnxpar.annotations import Configuration, choose_configuration
 from onnxpar.buckets import BUCKET_BYTES
 from onnxpar.collective import DOMAIN
 from onnxpar.compression import NONE
-from onnxpar.errors import OnnxparError, PassError, StrategyError
+from onnxpar.errors import OnnxparError, OpenSizesError, PassError, StrategyError
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.memory_limit import within_limit
 from onnxpar.mesh import Mesh
 from onnxpar.model import InferTypes, Model, load
+from onnxpar.narrow import Whole
 from onnxpar.open_ports import open_ports
 from onnxpar.pass_order import Placed, check_rewritten, insert, made_in
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
@@ -38,10 +39,10 @@ from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.pass_ import Pass, PassContext, Stage
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
-from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.plan import Plan
 from onnxpar.plugins import load_entry_points
-from onnxpar.replay import opened, replay
+from onnxpar.replay import opened, replay, stay_whole
 from onnxpar.search.aim import Aim
 from onnxpar.search.choices import Kept
 from onnxpar.search.meshes import best_mesh
@@ -139,7 +140,7 @@ def _open(model: Model, mesh: Mesh, topology: Topology | None) -> Sharding:
     """A sharding of the graph as it is, with nothing decided."""
     if any(node.domain == DOMAIN for node in model.graph.nodes):
         return Sharding.open(mesh, GraphFactors({}, []), topology)  # a program per rank
-    factors = analyse(model.graph, model.states, in_bodies=model.sizes is None)
+    factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
     return Sharding.open(mesh, factors, topology)
 
 
@@ -151,7 +152,7 @@ def make_context(model: Model, options: Options) -> PassContext:
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
     options.aim.check(model.step)
     refuse_collectives(model.graph)
-    factors = opened(model, analyse(model.graph, model.states, in_bodies=model.sizes is None))
+    factors = opened(model, analyse(model.graph, model.states, model.sizes is None, model.whole))
     mesh, preset, annotated, found = _mesh_and_preset(model, options, factors)
     return PassContext(
         model,
@@ -395,14 +396,21 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
 def _plan(
     path: str | Path, options: Options, watch: Watch | None = None
 ) -> tuple[Plan, PassContext]:
-    model = load_model(path, options)
-    steps = passes_of(options, model)
-    ctx = prepare(model, options, steps, watch)
-    steps = [s for s in steps if s.stage is not Stage.REWRITE]
-    made = run_passes(model, ctx, steps, watch, options.verify)
-    assert made is not None
-    replay(model, ctx, [s for s in steps if s.stage is Stage.LOWER])
-    open_ports(made, ctx)
+    whole: Whole = {}
+    while True:
+        model = load_model(path, options)
+        model.whole = {**model.whole, **whole}
+        made, ctx, lowering = _made(model, options, watch)
+        try:
+            replay(model, ctx, lowering)
+            check_open(model.graph, ctx)
+            open_ports(made, ctx)
+            break
+        except OpenSizesError as error:  # such nodes stay whole, and all is decided anew
+            more = stay_whole(error.nodes, ctx, model.whole)
+            if not more:
+                raise
+            whole = {**whole, **more}
     unruled = [w for w in made.whole if w.is_lack]
     if options.strict and unruled:
         first = unruled[0]
@@ -411,6 +419,18 @@ def _plan(
             f"{len(unruled) - 1} more; `onnxpar plan` lists them"
         )
     return made, ctx
+
+
+def _made(
+    model: Model, options: Options, watch: Watch | None
+) -> tuple[Plan, PassContext, list[Pass]]:
+    """What the passes before split-ranks make of a model, and those that lower it."""
+    steps = passes_of(options, model)
+    ctx = prepare(model, options, steps, watch)
+    steps = [s for s in steps if s.stage is not Stage.REWRITE]
+    made = run_passes(model, ctx, steps, watch, options.verify)
+    assert made is not None
+    return made, ctx, [s for s in steps if s.stage is Stage.LOWER]
 
 
 def _devices(options: Options) -> int:

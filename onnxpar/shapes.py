@@ -110,6 +110,10 @@ class Walk:
         """The shape of a tensor, None where it is not known."""
         return _static_shape(self.types.get(name))
 
+    def sizes(self, name: str) -> tuple[int | None, ...] | None:
+        """The shape of a tensor as far as it is known, None where not even its rank is."""
+        return known_sizes(self.types.get(name))
+
     def evaluate(self, node: NodeProto) -> list[Any] | None:
         """The node's results where they are constant and small, else None."""
         values = self._evaluate(node)
@@ -174,6 +178,32 @@ class Walk:
     def infer(self, node: NodeProto) -> None:
         """Records the types of the results that inference can tell."""
         self.types.update(self._inferred(node))
+
+    def probe(self, node: NodeProto, operand: str, axis: int, size: int) -> dict[str, TypeProto]:
+        """The types that the node's results would have if a dimension of an operand had another
+        size; nothing is recorded."""
+        own, conflicts = self.types[operand], len(self.conflicts)
+        other = TypeProto()
+        other.CopyFrom(own)
+        other.tensor_type.shape.dim[axis].dim_value = size
+        self.types[operand] = other
+        found = self._inferred(node)
+        self.types[operand] = own
+        del self.conflicts[conflicts:]
+        return found
+
+    def forget(self, name: str) -> None:
+        """Takes back the shape of a tensor, and its value."""
+        if name in self.types and self.types[name].HasField("tensor_type"):
+            self.types[name].tensor_type.ClearField("shape")
+        self.values.pop(name, None)
+        self.protos.pop(name, None)
+
+    def forget_size(self, name: str, axis: int) -> None:
+        """Takes back what a dimension of a tensor was found to be, and the tensor's value."""
+        self.types[name].tensor_type.shape.dim[axis].Clear()
+        self.values.pop(name, None)
+        self.protos.pop(name, None)
 
     def _inferred(self, node: NodeProto) -> dict[str, TypeProto]:
         domain = "" if node.domain == "ai.onnx" else node.domain
@@ -271,6 +301,16 @@ def _constant(node: NodeProto) -> list[Any] | None:
     if attribute.name not in dtypes:
         return None
     return [np.array(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name])]
+
+
+def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
+    """The sizes of a tensor, None for those that are not known; None for an unknown rank."""
+    if type_ is None or not type_.HasField("tensor_type"):
+        return None
+    if not type_.tensor_type.HasField("shape"):
+        return None
+    dims = type_.tensor_type.shape.dim
+    return tuple(d.dim_value if d.HasField("dim_value") else None for d in dims)
 
 
 def _static_shape(type_: TypeProto | None) -> tuple[int, ...] | None:

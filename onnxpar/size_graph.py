@@ -9,7 +9,7 @@ import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxpar.open_constants import OpenArray, Part
-from onnxpar.symbols import Polynomial
+from onnxpar.symbols import Polynomial, Quotient, Variable
 
 SIZES = "onnxpar.sizes"
 """The hidden input: the value of every symbol, in the order of the plan, int64."""
@@ -60,9 +60,16 @@ class SizeGraph:
                 factors.append(self._constant([number]))
             terms.append(self._fold("Mul", factors))
         total = self._fold("Add", terms) if terms else self._constant([0])
-        return total if below == 1 else self._add("Div", [total, self._constant([below])])
+        return total if below == 1 else self._divided(total, below)
 
-    def _variable(self, name: str) -> str:
+    def _divided(self, total: str, below: int) -> str:
+        """Rounded down; a Div of whole numbers alone would round towards zero."""
+        by = self._constant([below])
+        return self._add("Div", [self._add("Sub", [total, self._add("Mod", [total, by])]), by])
+
+    def _variable(self, name: Variable) -> str:
+        if isinstance(name, Quotient):
+            return self._divided(self._polynomial(name.over), name.below)
         if name in self.parts:
             return self._part(self.parts[name])
         index = self._constant([self.symbols.index(name)])

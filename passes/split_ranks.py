@@ -86,6 +86,13 @@ def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
     return OpenConstants(base, others, ctx.model.sizes, ctx.sharding.mesh)
 
 
+def check_open(graph: gs.Graph, ctx: PassContext) -> None:
+    """Errors: OpenSizesError where a rank's parts cannot be told before a run."""
+    opened = open_constants(graph, ctx)
+    if opened is not None:
+        opened.check()
+
+
 def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
     """Makes a rank's graph one for any sizes."""
     sizes = SizeGraph(graph, opened.sizes.symbols, opened.parts(rank))

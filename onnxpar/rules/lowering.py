@@ -182,7 +182,7 @@ class LoweringBuilder:
             steps = [self.shape(sequences[0])[0]] if i >= len(ends) else []
             shape = [*steps, *self.shape(tensor)]
             results.append(gs.Variable(f"{name}:{i}", tensor.dtype, shape))
-            tensor.shape = None  # it differs by rank
+            tensor.shape = [None] * len(self.shape(tensor))  # its sizes differ by rank
             body.outputs.append(tensor)
         attrs |= {"body": body, "num_scan_inputs": len(sequences)}
         self._append("Scan", name, [*states, *sequences], results, attrs)

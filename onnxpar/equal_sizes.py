@@ -1,0 +1,187 @@
+"""Which dimensions of a node's operands have one size, by what its op takes.
+
+Where a dimension may also be 1 and be repeated, two open sizes count as one: a run in which one of
+them is 1 and the other is not is refused, as the symbols then contradict each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+
+from onnx import NodeProto, helper
+
+Shape = tuple[int | None, ...]
+Shapes = Sequence[Shape | None]
+Place = tuple[int, int]
+"""An operand and its axis."""
+Pairs = Iterator[tuple[Place, Place]]
+"""Dimensions that must be equal."""
+
+_BROADCAST = frozenset(
+    (
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Mod",
+        "BitShift",
+        "BitwiseAnd",
+        "BitwiseOr",
+        "BitwiseXor",
+        "And",
+        "Or",
+        "Xor",
+        "Equal",
+        "Less",
+        "Greater",
+        "LessOrEqual",
+        "GreaterOrEqual",
+        "Where",
+        "Max",
+        "Min",
+        "Sum",
+        "Mean",
+        "PRelu",
+        "BiasGelu",
+        "BiasAdd",
+    )
+)
+
+EVEN = _BROADCAST | frozenset(
+    (
+        "Relu",
+        "Gelu",
+        "Sigmoid",
+        "Tanh",
+        "Erf",
+        "Exp",
+        "Log",
+        "Sqrt",
+        "Neg",
+        "Abs",
+        "Cast",
+        "Clip",
+        "Softmax",
+        "LayerNormalization",
+        "Identity",
+        "Not",
+        "Transpose",
+        "Sin",
+        "Cos",
+        "Reciprocal",
+        "HardSigmoid",
+        "HardSwish",
+        "BatchNormalization",
+        "Dropout",
+        "MatMul",
+        "Gemm",
+    )
+)
+"""Ops whose sizes are those of their operands."""
+
+
+def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place, bool]]:
+    """Pairs of dimensions that must be equal, and whether one may be 1 all the same, as the op
+    repeats it."""
+    operands: Sequence[int] = range(len(shapes))
+    skipped = 0
+    if node.op_type not in _BROADCAST:
+        yield from ((a, b, False) for a, b in _RULES.get(node.op_type, _none)(node, shapes))
+        operands, skipped = _REPEATED.get(node.op_type, ((), 0))
+    yield from ((a, b, True) for a, b in _aligned(shapes, operands, skipped))
+
+
+def _none(node: NodeProto, shapes: Shapes) -> Pairs:
+    return iter(())
+
+
+def _aligned(shapes: Shapes, operands: Sequence[int], skipped: int) -> Pairs:
+    """Dimensions that stand in the same place from behind, but for the last ones."""
+    for i, j in combinations(operands, 2):
+        a, b = shapes[i], shapes[j]
+        for back in range(1 + skipped, 1 + min(len(a or ()), len(b or ()))):
+            yield (i, len(a or ()) - back), (j, len(b or ()) - back)
+
+
+def _attributes(node: NodeProto) -> dict[str, object]:
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+
+def _matmul(node: NodeProto, shapes: Shapes) -> Pairs:
+    a, b = shapes[0], shapes[1]
+    if not a or not b:
+        return
+    said = _attributes(node)
+    first, second = len(a) - 1, max(len(b) - 2, 0)
+    if said.get("transA") and len(a) > 1:
+        first -= 1
+    if said.get("transB") and len(b) > 1:
+        second += 1
+    yield (0, first), (1, second)
+
+
+def _gemm(node: NodeProto, shapes: Shapes) -> Pairs:
+    said = _attributes(node)
+    if shapes[0] and shapes[1]:
+        yield (0, 0 if said.get("transA") else 1), (1, 1 if said.get("transB") else 0)
+
+
+def _concat(node: NodeProto, shapes: Shapes) -> Pairs:
+    axis = _attributes(node).get("axis", 1)
+    assert isinstance(axis, int)
+    for i, shape in enumerate(shapes[1:], 1):
+        rank = len(shape or ())
+        if rank == len(shapes[0] or ()):
+            yield from (((0, d), (i, d)) for d in range(rank) if d != axis % rank)
+
+
+def _recurrence(node: NodeProto, shapes: Shapes) -> Pairs:
+    batch = 0 if _attributes(node).get("layout") else 1
+    for i in (4, 5, 6):
+        shape = shapes[i] if i < len(shapes) else None
+        if shape and shapes[0]:
+            yield (0, batch), (i, 0 if i == 4 else batch)
+
+
+def _same_shape(*operands: int) -> Callable[[NodeProto, Shapes], Pairs]:
+    def pairs(node: NodeProto, shapes: Shapes) -> Pairs:
+        here = [i for i in operands if i < len(shapes) and shapes[i]]
+        if len({len(shapes[i] or ()) for i in here}) == 1:
+            yield from _aligned(shapes, here, 0)
+
+    return pairs
+
+
+def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
+    """Queries, keys and values have one batch, keys and values one length."""
+    q, k, v = ([*shapes, None, None, None])[:3]
+    if q and k and v and len(q) == len(k) == len(v):
+        yield (0, 0), (1, 0)
+        yield (0, 0), (2, 0)
+        length = len(k) - 2
+        yield (1, length), (2, length)
+
+
+_REPEATED: dict[str, tuple[Sequence[int], int]] = {
+    "MatMul": ((0, 1), 2),
+    "MatMulInteger": ((0, 1), 2),
+    "FusedMatMul": ((0, 1), 2),
+}
+"""Operands that are repeated to fit each other, but for so many dimensions from behind."""
+_RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "FusedMatMul": _matmul,
+    "Gemm": _gemm,
+    "Concat": _concat,
+    "LSTM": _recurrence,
+    "GRU": _recurrence,
+    "RNN": _recurrence,
+    "ScatterElements": _same_shape(1, 2),
+    "SkipLayerNormalization": _same_shape(0, 1),
+    "SkipSimplifiedLayerNormalization": _same_shape(0, 1),
+    "Attention": _attention,
+    "GroupQueryAttention": _attention,
+}

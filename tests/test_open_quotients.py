@@ -1,0 +1,321 @@
+"""Open sizes that are divided: readers of text, images that are halved, waveforms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from agreement import TIMEOUT, check_outputs, options, run_unsplit
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxpar import pipeline
+from onnxpar.errors import InputError, StrategyError
+from onnxpar.runtime.threads import ThreadSession
+
+Shapes = Sequence[Mapping[str, Sequence[int]]]
+LAYOUTS = ["2", "data-parallel 2", "tensor-parallel 2", "tensor-parallel 3"]
+
+
+def weight(name: str, *shape: int) -> TensorProto:
+    """Small random weights, the same for each name."""
+    source = np.random.default_rng(sum(map(ord, name)))
+    return numpy_helper.from_array(
+        (source.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32), name
+    )
+
+
+def save(path: Path, text: str, *weights: TensorProto) -> Path:
+    """A model of opset 17 from the text of its graph."""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]>\n{text}')
+    model.graph.initializer.extend(weights)
+    onnx.checker.check_model(model)
+    onnx.save(model, path)
+    return path
+
+
+def check(model: Path, par: Path, layout: str, shapes: Shapes, **asked: object) -> str:
+    """Compares with the unsplit model at each of the shapes; returns the plan's text."""
+    plan = pipeline.shard(model, par, options(layout, **asked))  # type: ignore[arg-type]
+    source = np.random.default_rng(0)
+    with ThreadSession(par, timeout=TIMEOUT) as session:
+        for shape in shapes:
+            feeds = {k: source.standard_normal(v).astype(np.float32) for k, v in shape.items()}
+            wanted = run_unsplit(model, feeds)
+            check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
+    return plan.text()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three strides along the width, a pool that rounds up, an LSTM and attention over what is left
+    of it."""
+    return save(
+        tmp_path_factory.mktemp("reader") / "reader.onnx",
+        """
+        reader (float[batch, 3, 16, width] x) => (float[n, t, 24] y, float[n, t, u] scores) {
+            a = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (x, k1)
+            b = Relu (a)
+            c = MaxPool <kernel_shape = [2, 2], strides = [2, 2], ceil_mode = 1> (b)
+            d = Conv <strides = [2, 1], pads = [1, 0, 1, 0]> (c, k2)
+            e = HardSwish (d)
+            f = AveragePool <kernel_shape = [2, 3], strides = [2, 3]> (e)
+            axes = Constant <value_ints = [2]> ()
+            g = Squeeze (f, axes)
+            h = Transpose <perm = [2, 0, 1]> (g)
+            l, last, cell = LSTM <hidden_size = 12> (h, lw, lr)
+            one = Constant <value_ints = [1]> ()
+            m = Squeeze (l, one)
+            q = Transpose <perm = [1, 0, 2]> (m)
+            sizes = Shape (q)
+            zero = Constant <value_int = 0> ()
+            first = Constant <value_int = 1> ()
+            bn = Gather (sizes, zero)
+            tn = Gather (sizes, first)
+            bs = Unsqueeze (bn, start)
+            ts = Unsqueeze (tn, start)
+            rest = Constant <value_ints = [3, 4]> ()
+            target = Concat <axis = 0> (bs, ts, rest)
+            heads = Reshape (q, target)
+            qh = Transpose <perm = [0, 2, 1, 3]> (heads)
+            kh = Transpose <perm = [0, 2, 3, 1]> (heads)
+            s = MatMul (qh, kh)
+            p = Softmax (s)
+            o = MatMul (p, qh)
+            back = Transpose <perm = [0, 2, 1, 3]> (o)
+            twelve = Constant <value_ints = [12]> ()
+            flat = Concat <axis = 0> (bs, ts, twelve)
+            z = Reshape (back, flat)
+            y = MatMul (z, head)
+            scores = ReduceMean <axes = [1], keepdims = 0> (p)
+        }
+        """,
+        weight("k1", 8, 3, 3, 3),
+        weight("k2", 12, 8, 3, 3),
+        weight("lw", 1, 48, 12),
+        weight("lr", 1, 48, 12),
+        weight("head", 12, 24),
+        numpy_helper.from_array(np.array([0]), "start"),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_readers_of_text_run_at_any_width(reader: Path, layout: str, tmp_path: Path) -> None:
+    shapes = [{"x": (3 + w % 3, 3, 16, w)} for w in (24, 25, *range(60, 73), 201)]
+    text = check(reader, tmp_path / "m.par", layout, shapes)
+    assert "width" in text and "//" in text
+
+
+def test_strided_width_stays_whole_and_the_rest_is_split(reader: Path, tmp_path: Path) -> None:
+    """Its halos differ with the width, so that no folder could hold them; the plan gathers."""
+    shapes = [{"x": (2, 3, 16, w)} for w in (60, 61, 62, 63, 64, 65, 66, 67)]
+    strategy = {"tensors": {"x": [None, None, None, "tp"]}}
+    check(reader, tmp_path / "m.par", "tp=2", shapes, strategy=strategy)
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A U-Net that resizes to the shape of what it skips, and one whose sizes pass through
+    floats."""
+    return save(
+        tmp_path_factory.mktemp("unet") / "resized.onnx",
+        """
+        unet (float[batch, 3, height, width] x) => (float[n, 4, a, b] y, float[n, 6, c, d] z) {
+            d1 = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (x, k1)
+            d2 = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (d1, k2)
+            d3 = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (d2)
+            s2 = Shape (d2)
+            u2 = Resize <mode = "nearest"> (d3, , , s2)
+            j2 = Concat <axis = 1> (u2, d2)
+            s1 = Shape <start = 2> (d1)
+            bc = Constant <value_ints = [-1]> ()
+            twelve = Constant <value_ints = [12]> ()
+            n = Shape <start = 0, end = 1> (d1)
+            t1 = Concat <axis = 0> (n, twelve, s1)
+            u1 = Resize <mode = "nearest"> (j2, , , t1)
+            m1 = Conv <pads = [1, 1, 1, 1]> (u1, k3)
+            y = Add (m1, d1)
+            hw = Shape <start = 2> (x)
+            hwf = Cast <to = 1> (hw)
+            half = Constant <value_floats = [0.5]> ()
+            hh = Mul (hwf, half)
+            fl = Floor (hh)
+            ints = Cast <to = 7> (fl)
+            target = Concat <axis = 0> (n, twelve, ints)
+            r = Resize <mode = "nearest"> (j2, , , target)
+            z = Conv (r, k4)
+        }
+        """,
+        weight("k1", 4, 3, 3, 3),
+        weight("k2", 6, 4, 3, 3),
+        weight("k3", 4, 12, 3, 3),
+        weight("k4", 6, 12, 1, 1),
+    )
+
+
+@pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
+def test_images_are_resized_to_what_they_skip(resized: Path, layout: str, tmp_path: Path) -> None:
+    sizes = [(33, 32), (34, 35), (36, 37), (39, 38), (40, 64)]
+    shapes = [{"x": (4, 3, h, w)} for h, w in sizes]
+    check(resized, tmp_path / "m.par", layout, shapes)
+
+
+@pytest.fixture(scope="module")
+def doubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A U-Net that doubles what it has halved, so that sizes must be multiples of 4."""
+    return save(
+        tmp_path_factory.mktemp("unet") / "doubled.onnx",
+        """
+        unet (float[batch, 3, height, width] x) => (float[n, 4, a, b] y) {
+            d1 = Conv <pads = [1, 1, 1, 1]> (x, k1)
+            d2 = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (d1, k2)
+            d3 = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (d2, k3)
+            u2 = ConvTranspose <strides = [2, 2]> (d3, t3)
+            j2 = Concat <axis = 1> (u2, d2)
+            u1 = ConvTranspose <strides = [2, 2]> (j2, t2)
+            y = Add (u1, d1)
+        }
+        """,
+        weight("k1", 4, 3, 3, 3),
+        weight("k2", 6, 4, 3, 3),
+        weight("k3", 6, 6, 3, 3),
+        weight("t3", 6, 6, 2, 2),
+        weight("t2", 12, 4, 2, 2),
+    )
+
+
+@pytest.mark.parametrize("layout", ["2", "tensor-parallel 2"])
+def test_sizes_must_be_multiples(doubled: Path, layout: str, tmp_path: Path) -> None:
+    shapes = [{"x": (3, 3, h, w)} for h, w in ((16, 20), (24, 16), (28, 36))]
+    text = check(doubled, tmp_path / "m.par", layout, shapes)
+    assert "4*width_by_4" in text
+    feeds = {"x": np.zeros((3, 3, 16, 18), np.float32)}
+    with (
+        ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
+        pytest.raises(InputError, match=r"4\*width_by_4"),
+    ):
+        session.run(None, feeds)
+
+
+@pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
+def test_waveforms_of_any_length(layout: str, tmp_path: Path) -> None:
+    """Hops of 160: at small samples the length would look constant."""
+    model = save(
+        tmp_path / "wave.onnx",
+        """
+        wave (float[batch, length] x) => (float[n, t, 8] y) {
+            one = Constant <value_ints = [1]> ()
+            c = Unsqueeze (x, one)
+            f = Conv <strides = [160], kernel_shape = [400]> (c, k1)
+            g = Relu (f)
+            h = Conv <strides = [2], pads = [1, 1]> (g, k2)
+            i = Transpose <perm = [0, 2, 1]> (h)
+            q = MatMul (i, w1)
+            kt = Transpose <perm = [0, 2, 1]> (q)
+            s = MatMul (q, kt)
+            p = Softmax (s)
+            y = MatMul (p, q)
+        }
+        """,
+        weight("k1", 12, 1, 400),
+        weight("k2", 12, 12, 3),
+        weight("w1", 12, 8),
+    )
+    lengths = (1040, 1199, 1200, 1359, 1360, 1361, 3210)
+    check(model, tmp_path / "m.par", layout, [{"x": (3, n)} for n in lengths])
+
+
+def test_a_size_that_only_looks_constant_is_none(tmp_path: Path) -> None:
+    """No more than 64 columns are kept, which small samples do not tell."""
+    model = save(
+        tmp_path / "cut.onnx",
+        """
+        cut (float[batch, width] x) => (float[n, m] y) {
+            zero = Constant <value_ints = [0]> ()
+            end = Constant <value_ints = [64]> ()
+            axis = Constant <value_ints = [1]> ()
+            a = Slice (x, zero, end, axis)
+            n = Shape (a)
+            b = Reshape (a, n)
+            y = Relu (b)
+        }
+        """,
+    )
+    shapes = [{"x": (4, w)} for w in (3, 30, 63, 64, 65, 200)]
+    check(model, tmp_path / "m.par", "data-parallel 2", shapes)
+
+
+def branches(path: Path) -> Path:
+    """An If whose branches call different weights by one name, which read what is around them."""
+
+    def branch(scale: float) -> onnx.GraphProto:
+        kernel = numpy_helper.from_array(
+            (numpy_helper.to_array(weight("k", 6, 4, 3)) * scale).astype(np.float32), "kernel"
+        )
+        node = helper.make_node("Conv", ["e", "kernel"], [f"r{scale}"], pads=[1, 1])
+        out = helper.make_tensor_value_info(f"r{scale}", TensorProto.FLOAT, ["n", 6, "t"])
+        return helper.make_graph([node], "branch", [], [out], [kernel])
+
+    def port(name: str, kind: int, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, shape)
+
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "axis"], ["c"]),
+        helper.make_node("Conv", ["c", "k1"], ["d"], strides=[128], kernel_shape=[256]),
+        helper.make_node("Relu", ["d"], ["e"]),
+        helper.make_node("Greater", ["rate", "limit"], ["fast"]),
+        helper.make_node("If", ["fast"], ["y"], then_branch=branch(1.0), else_branch=branch(2.0)),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "voice",
+        [
+            port("x", TensorProto.FLOAT, ["batch", "length"]),
+            port("rate", TensorProto.INT64, []),
+        ],
+        [port("y", TensorProto.FLOAT, ["n", 6, "t"])],
+        [
+            weight("k1", 4, 1, 256),
+            numpy_helper.from_array(np.array([1]), "axis"),
+            numpy_helper.from_array(np.array(8000), "limit"),
+        ],
+    )
+    opset = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize("layout", ["2", "data-parallel 2", "tensor-parallel 3"])
+def test_branches_read_what_is_around_them(layout: str, tmp_path: Path) -> None:
+    model = branches(tmp_path / "voice.onnx")
+    plan = pipeline.shard(model, tmp_path / "m.par", options(layout))
+    whole = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for rate in (8000, 16000):
+            for length in (512, 576, 640, 1151):
+                x = np.random.default_rng(rate).standard_normal((3, length)).astype(np.float32)
+                feeds = {"x": x, "rate": np.array(rate)}
+                names = [p.name for p in plan.outputs]
+                check_outputs(session.run(None, feeds), whole.run(None, feeds), names)
+
+
+def test_sizes_that_nothing_tells_are_named(tmp_path: Path) -> None:
+    """A flattened image times a matrix: 48 may be 6 times 8 or 4 times 12."""
+    model = save(
+        tmp_path / "flat.onnx",
+        """
+        flat (float[batch, 3, height, width] x) => (float[n, 5] y) {
+            p = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)
+            f = Flatten (p)
+            y = MatMul (f, w)
+        }
+        """,
+        weight("w", 48, 5),
+    )
+    with pytest.raises(StrategyError, match=r"MatMul.*48.*--dim height=N"):
+        pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2"))
+    how = options("data-parallel 2", dims={"height": 8, "width": 8})
+    pipeline.shard(model, tmp_path / "m.par", how)
