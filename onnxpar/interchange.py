@@ -59,18 +59,30 @@ def is_weight(tensor: gs.Tensor) -> bool:
     return isinstance(tensor, gs.Constant) or default_of(tensor) is not None
 
 
-def declared_shape(tensor: gs.Tensor) -> tuple[int, ...] | None:
-    """The shape of a graph input or output of strings, None for any other, or where it is open."""
+def declared_shape(tensor: gs.Tensor) -> tuple[int | None, ...] | None:
+    """The shape of a graph input or output of strings, with None for sizes that are open; None for
+    any other tensor, or where the rank is open."""
     source = _source(tensor)
     if source is None or _is_plain(source.type) or not source.type.HasField("tensor_type"):
         return None
     tensor_type = source.type.tensor_type
     if not tensor_type.HasField("shape"):
         return None
-    dims = tensor_type.shape.dim
-    if any(not d.HasField("dim_value") for d in dims):
-        return None
-    return tuple(d.dim_value for d in dims)
+    return tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor_type.shape.dim)
+
+
+def reopen(graph: gs.Graph, declared: Mapping[str, TypeProto]) -> None:
+    """Takes sizes that the model leaves open back from inputs and outputs of strings, of which
+    there is no layout; `declared` are the types that the model has for its ports."""
+    for tensor in (*graph.inputs, *graph.outputs):
+        source = _source(tensor)
+        if declared_shape(tensor) is None:
+            continue
+        sizes = source.type.tensor_type.shape.dim
+        own = declared[tensor.name].tensor_type.shape.dim
+        for axis, dim in enumerate(sizes):
+            if axis >= len(own) or own[axis] != dim:
+                dim.Clear()
 
 
 def type_text(tensor: gs.Tensor) -> str:

@@ -18,7 +18,7 @@ from onnxpar.checker import MIN_IR, check_standard
 from onnxpar.errors import ModelError
 from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims
-from onnxpar.interchange import header_of, import_graph
+from onnxpar.interchange import header_of, import_graph, reopen
 from onnxpar.narrow import Whole
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.runtime_shapes import is_known
@@ -111,12 +111,15 @@ def load(
         proto = raise_opset(proto, TRAINING_OPSET, str(path))
     open_dims = bind_dims(proto.graph, dims or {}, path)
     unfuse(proto)
+    declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
 
     def prepare(inferred: onnx.ModelProto) -> gs.Graph:
         _check_outputs(inferred.graph, path)
         _name_nodes(inferred.graph)
         graph = import_graph(inferred, defaults, path.parent)
-        if not open_dims:
+        if open_dims:
+            reopen(graph, declared)
+        else:
             split_sequences(graph)
         if not for_training:
             _unshare_vectors(graph)
@@ -212,6 +215,12 @@ def _settle_defaults(
     _keep(graph.initializer, [t for t in graph.initializer if t.name not in defaults])
     proto.ir_version = max(proto.ir_version, MIN_IR)
     return defaults, fixed
+
+
+def _type_copy(type_: onnx.TypeProto) -> onnx.TypeProto:
+    copy = onnx.TypeProto()
+    copy.CopyFrom(type_)
+    return copy
 
 
 def _keep(field: Any, messages: list[Any]) -> None:

@@ -27,7 +27,7 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
 
 def _opened(port: Port, contexts: Sequence[PassContext], sizes: OpenSizes) -> Port:
     if port.layout is None:
-        return port
+        return _opened_strings(port, sizes)
     layouts = [each.layouts[port.name] for each in contexts]
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]
@@ -35,6 +35,15 @@ def _opened(port: Port, contexts: Sequence[PassContext], sizes: OpenSizes) -> Po
     if tree == trees[0]:
         return port
     return replace(port, open=OpenPort([None if s == -1 else s for s in shape], tree))
+
+
+def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
+    """An input of strings tells open sizes, too, though it has no layout."""
+    open_ = {axis: size for (name, axis), size in sizes.dims.items() if name == port.name}
+    if port.shape is None or not open_:
+        return port
+    shape = [str(open_[i]) if i in open_ else size for i, size in enumerate(port.shape)]
+    return replace(port, open=OpenPort(shape, None))
 
 
 def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:

@@ -108,10 +108,10 @@ def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:
 @dataclass(frozen=True)
 class OpenPort:
     """A shape and the JSON of a layout with texts for the sizes that are open (`past + 1`), and
-    None or -1 for those that only data decides."""
+    None or -1 for those that only data decides; strings have no layout."""
 
     shape: list[int | str | None]
-    layout: dict[str, Any]
+    layout: dict[str, Any] | None
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
         return [None] * len(outputs)
     shapes: list[_Shape | None] = [list(o.shape) for o in session.get_outputs()]
     if any(not isinstance(s, int) for shape in shapes for s in shape or ()) or not all(shapes):
-        shapes = _run(session, model.graph) or shapes
+        # Of an unknown rank the runtime says what it says of a scalar.
+        shapes = _run(session, model.graph) or [shape or None for shape in shapes]
     made = iter(zip(session.get_outputs(), shapes, strict=True))
     types = [_type(*next(made)) if name else None for name in outputs]
     for i in _GROWN.get(model.graph.node[0].op_type, ()):

@@ -269,6 +269,54 @@ def test_untyped_results_of_other_domains(tmp_path: Path) -> None:
     agree(proto, tmp_path, {"x": X})
 
 
+def test_results_of_a_rank_that_the_runtime_cannot_tell(tmp_path: Path) -> None:
+    """It says of them what it says of scalars."""
+    nodes = [
+        helper.make_node("Compress", ["x", "c"], ["some"], axis=0),
+        helper.make_node("Normalizer", ["some"], ["y"], domain="ai.onnx.ml", norm="L2"),
+    ]
+    ports = [port("x", [6, 4]), port("c", [6], BOOL)]
+    proto = model(nodes, ports, [port("y", None)], domains=["ai.onnx.ml"])
+    agree(proto, tmp_path, {"x": X, "c": np.array([1, 0, 1, 1, 0, 1], bool)})
+
+
+def test_numbers_of_maps_are_as_exact_as_their_type(tmp_path: Path) -> None:
+    """Python has them as float64; split sums of float32 differ by more than that allows."""
+    weight = RANDOM.standard_normal((64, 3)).astype(np.float32)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], "mm"),
+        helper.make_node("ZipMap", ["h"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2]),
+    ]
+    element = helper.make_map_type_proto(INT, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    output = helper.make_value_info("y", helper.make_sequence_type_proto(element))
+    proto = model(nodes, [port("x", [6, 64])], [output], {"w": weight}, domains=["ai.onnx.ml"])
+    x = RANDOM.standard_normal((6, 64)).astype(np.float32)
+    agree(proto, tmp_path, {"x": x}, strategy={"shard": {"mm": [[None, "tp"], ["tp", None]]}})
+
+
+def test_strings_of_open_sizes(tmp_path: Path) -> None:
+    """They alone tell the size."""
+    node = helper.make_node(
+        "LabelEncoder",
+        ["s"],
+        ["y"],
+        domain="ai.onnx.ml",
+        keys_strings=["a", "b"],
+        values_floats=[1.0, 2.0],
+        default_float=0.0,
+    )
+    nodes = [node, helper.make_node("Identity", ["s"], ["t"])]
+    ports = [port("s", ["n", 2], TensorProto.STRING)]
+    outputs = [port("y", ["n", 2]), port("t", ["n", 2], TensorProto.STRING)]
+    proto = model(nodes, ports, outputs, domains=["ai.onnx.ml"])
+    proto.opset_import[1].version = 2
+    words = np.array([["a", "b"], ["b", "c"], ["c", "a"]], object)
+    more = {"s": np.concatenate([words, words])}
+    agree(proto, tmp_path, {"s": words}, 2, more, preset="tensor-parallel")
+    with ThreadSession(tmp_path / "m.par") as session:
+        assert session.get_inputs()[0].shape == ["n", 2]
+
+
 def test_untyped_results_of_branches(tmp_path: Path) -> None:
     def branch(op: str) -> onnx.GraphProto:
         node = helper.make_node(op, ["x"], ["t"])

@@ -168,8 +168,9 @@ def compare(
     if timed:
         times = Times(seconds, shortest(lambda: _run(par, feeds)), par.ranks)
     allowed = {**TOLERANCES, **(tolerances or {})}
+    types = {argument.name: argument.type for argument in par.get_outputs()}
     wanted, given = (
-        {k: a for n, v in values.items() for k, a in arrays_in(n, v).items()}
+        {k: a for n, v in values.items() for k, a in arrays_in(n, v, types.get(n, "")).items()}
         for values in (reference, outputs)
     )
     rows = [compare_arrays(n, given.get(n), array, allowed, close) for n, array in wanted.items()]

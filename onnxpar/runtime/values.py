@@ -41,16 +41,21 @@ def of_bytes(data: Array) -> Any:
     return pickle.loads(data.tobytes())
 
 
-def arrays_in(name: str, value: Any) -> dict[str, Array]:
-    """The arrays that a value is made of: `s.0` and so on of a list, `m.keys` and `m.values`."""
+def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
+    """The arrays that a value is made of: `s.0` and so on of a list, `m.keys` and `m.values`.
+
+    Of a known type, the numbers of a map have its dtype, which Python's do not.
+    """
     if value is None:
         return {}
     if isinstance(value, list):
-        items = [arrays_in(f"{name}.{i}", item) for i, item in enumerate(value)]
+        items = [arrays_in(f"{name}.{i}", item, type_) for i, item in enumerate(value)]
         return {key: array for item in items for key, array in item.items()}
     if isinstance(value, dict):
-        pairs = {"keys": list(value), "values": list(value.values())}
-        return {f"{name}.{key}": np.array(items) for key, items in pairs.items()}
+        element = re.search(r"map\(\w+,(tensor\(\w+\))\)", type_)
+        dtype = dtype_of(element[1]) if element else None
+        keys, values = np.array(list(value)), np.array(list(value.values()), dtype)
+        return {f"{name}.keys": keys, f"{name}.values": values}
     return {name: np.asarray(value)}
 
 
