@@ -1,4 +1,4 @@
-"""Fuses all-reduces that do not wait for each other, so that one latency serves several tensors."""
+"""Fuses collectives that do not wait for each other, so that one latency serves several tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
-from onnxpar.layout import Layout
+from onnxpar.layout import local_size
+from onnxpar.lower_reshard import changed_dims
 from onnxpar.mesh import Mesh
 from onnxpar.plan import part_bytes
 from onnxpar.schedule import schedule
@@ -19,13 +20,17 @@ from onnxpar.subgraphs import captured
 Kind = tuple[object, ...]
 BUCKET_BYTES = 64 << 20
 """Bytes per rank that are reduced together by default."""
+PART_BYTES = 8 << 20
+"""The same of reduce-scatters and all-gathers: until it is full, tensors are kept whole."""
+REDUCTIONS, PARTS = ("AllReduce",), ("ReduceScatter", "AllGather")
+"""Kinds that are fused: of whole tensors, and of parts."""
 Wanted = Mapping[str, object]
-"""What all-reduces are for, by name; only those for the same are fused."""
+"""What collectives are for, by name; only those for the same are fused."""
 
 
 @dataclass
 class _Bucket:
-    """All-reduces over the same axes, and every tensor that depends on one of them."""
+    """Collectives over the same axes, and every tensor that depends on one of them."""
 
     nodes: list[gs.Node] = field(default_factory=list)
     size: int = 0
@@ -39,19 +44,37 @@ class _Bucket:
         return independent and self.size + size <= limit
 
 
-def _is_all_reduce(node: gs.Node) -> bool:
-    return bool(node.domain == DOMAIN and node.op == "AllReduce")
-
-
-def _kind(node: gs.Node, wanted: Wanted) -> Kind:
-    """What all-reduces of one bucket have in common."""
+def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
+    """What collectives of one bucket have in common; None for a node that is in none."""
+    if node.domain != DOMAIN or node.op not in ops:
+        return None
+    if node.op in PARTS and not _is_even(node, mesh):
+        return None
     reduce, dtype = node.attrs["before"].reduce, str(node.inputs[0].dtype)
-    return node.attrs["axes"], reduce, dtype, wanted.get(node.name)
+    reader = _first_reader(node) if node.op == "AllGather" else None
+    return node.op, node.attrs["axes"], reduce, dtype, wanted.get(node.name), reader
+
+
+def _is_even(node: gs.Node, mesh: Mesh) -> bool:
+    """Whether all ranks have equal parts of the one dimension that a node joins or cuts."""
+    before, after = node.attrs["before"], node.attrs["after"]
+    dims = changed_dims(before, after)
+    if len(dims) != 1:
+        return False
+    dim = (before if node.op == "AllGather" else after).dims[dims[0]]
+    return len({local_size(dim, mesh, rank) for rank in range(mesh.size)}) == 1
+
+
+def _first_reader(node: gs.Node) -> str | None:
+    """The node that reads what a node gathers, None where it only leaves the graph. What different
+    nodes read is gathered for each of them: it lives no longer than it is needed."""
+    return next((str(reader.name) for t in node.outputs for reader in t.outputs), None)
 
 
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
-    before: Layout = node.attrs["before"]
-    return sizes.setdefault(node.name, part_bytes(node.inputs[0], before, mesh))
+    """Bytes per rank of what a node reduces or gathers, all of it."""
+    tensor, layouts = node.inputs[0], (node.attrs["before"], node.attrs["after"])
+    return sizes.setdefault(node.name, max(part_bytes(tensor, each, mesh) for each in layouts))
 
 
 def first_of_buckets(
@@ -62,7 +85,7 @@ def first_of_buckets(
     sizes: dict[str, int],
     wanted: Wanted,
 ) -> set[str]:
-    """Where buckets begin, so that computing hides them: the names of their first all-reduces.
+    """Where buckets begin, so that computing hides them: the names of their first nodes.
 
     The last bucket of a kind takes at most `tail` seconds; each earlier one at most the time that
     is computed between its last tensor and the last of the next. `seconds` is how long nodes take,
@@ -72,8 +95,9 @@ def first_of_buckets(
     ready: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
     for node in graph.nodes:
         clock += seconds.get(node.name, 0.0)
-        if _is_all_reduce(node):
-            ready[_kind(node, wanted)].append((node, clock))
+        kind = _kind(node, wanted, costs.mesh, (*REDUCTIONS, *PARTS))
+        if kind is not None:
+            ready[kind].append((node, clock))
     first: set[str] = set()
     for members in ready.values():
         end = len(members)
@@ -83,7 +107,7 @@ def first_of_buckets(
             axes = members[start][0].attrs["axes"]
             while start:
                 total += _size(members[start - 1][0], costs.mesh, sizes)
-                if costs.collective("AllReduce", axes, total) > allowed:
+                if costs.collective(members[start][0].op, axes, total) > allowed:
                     break
                 start -= 1
             first.add(members[start][0].name)
@@ -93,15 +117,17 @@ def first_of_buckets(
     return first
 
 
-def fuse_all_reduces(
+def fuse_collectives(
     graph: gs.Graph,
     mesh: Mesh,
     bucket_bytes: int,
     sizes: dict[str, int],
     wanted: Wanted,
     first: Collection[str] = (),
+    ops: Collection[str] = REDUCTIONS,
 ) -> bool:
-    """Joins all-reduces of one kind, up to `bucket_bytes` per rank, in graph order.
+    """Joins collectives of one kind, up to `bucket_bytes` per rank, in graph order; `ops` are the
+    kinds. All-gathers are joined where one node reads what they make, or where none does.
 
     Requires a topologically sorted graph of reshard nodes, and ensures the same. A fused node has
     `members`, the (before, after) layouts of its operands. `sizes` are bytes by node, kept from an
@@ -111,7 +137,7 @@ def fuse_all_reduces(
         nodes
         for nodes in independent_groups(
             graph,
-            lambda node: _kind(node, wanted) if _is_all_reduce(node) else None,
+            lambda node: _kind(node, wanted, mesh, ops),
             lambda node: _size(node, mesh, sizes),
             bucket_bytes,
             first,

@@ -56,7 +56,7 @@ class Candidate:
     def chosen(self, options: Options) -> Options:
         """The options with this strategy and its mesh."""
         if self.strategy in PRESETS:
-            return replace(options, preset=self.strategy, mesh=self.mesh)
+            return replace(options, preset=self.strategy, mesh=self.mesh, compared=True)
         return replace(options, search=self.strategy, mesh=self.mesh)
 
     def to_json(self) -> dict[str, Any]:
@@ -140,6 +140,7 @@ def choices(path: Path, options: Options) -> list[Options]:
     named = options.preset or options.search
     if named is not None:
         raise StrategyError(f"--candidates compares strategies: leave out {named!r}")
+    options = replace(options, compared=True)
     is_step = Step.of(header_of(read_proto(path))) is not None
     names = ["data-parallel", "tensor-parallel", "hybrid"]
     names += [*(ZERO_STAGES if is_step else ()), SEQUENCE, EXPERT]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,7 +121,16 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
             else:
                 report = compare_training(model, trainer, batches, way.lr)
     against = "against each other" if is_manual else "against one"
-    return Check(made, report, f"{way.steps} steps over {made.mesh.size} ranks {against}:")
+    title = f"{_trained(made)}\n{way.steps} steps over {made.mesh.size} ranks {against}:"
+    return Check(made, report, title)
+
+
+def _trained(made: Plan) -> str:
+    """How many weights a training step trains, which neither side of the comparison can tell."""
+    names = {slot.input for slot in (made.step.parameters if made.step else ())}
+    shapes = [port.shape or () for port in made.inputs if port.name in names]
+    count = sum(math.prod(size or 0 for size in shape) for shape in shapes)
+    return f"{len(names)} parameters of {count:,} elements are trained"
 
 
 def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:

@@ -369,7 +369,7 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     to.add_argument(
         "--fusion",
         choices=FUSIONS,
-        help="of all-reduces that do not wait for each other: up to a size (default for training "
+        help="of collectives that do not wait for each other: up to a size (default for training "
         "steps), as many as computing hides, or none",
     )
     to.add_argument("--bucket-mb", type=float, metavar="X", help="that size; default: 64")
@@ -479,6 +479,12 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         ("frozen", "leave out the weights of these names"),
     ):
         to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=what)
+    to.add_argument(
+        "--untie",
+        action="store_true",
+        help="give each node that reads a vector as its scale or bias a copy of its own: exporters "
+        "store vectors that are equal once, and they would be trained as one",
+    )
     to.add_argument(
         "--dim",
         dest="dims",

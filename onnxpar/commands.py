@@ -40,6 +40,7 @@ from onnxpar.runtime.values import arrays_in
 from onnxpar.search.comparison import Comparison
 from onnxpar.trace import check_place
 from onnxpar.trace_lines import trace_lines
+from onnxpar.training_commands import warn_of
 
 
 def shard(args: argparse.Namespace) -> int:
@@ -170,6 +171,8 @@ def check(args: argparse.Namespace) -> int:
     with _progress("weights", _weight_bytes(args.model)) as progress:
         found = check_model(args.model, _options(args), way, progress)
     print(found)
+    if way.train and found.plan.step is not None:
+        warn_of(found.plan.step)
     return 0 if found.ok else 1
 
 

@@ -7,7 +7,7 @@ hands back otherwise are left open. Its value is never known.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import onnx
@@ -21,11 +21,11 @@ from onnxpar.stored import subgraphs_of
 _Type = TypeProto | None
 
 
-def infer(model: onnx.ModelProto, keep_weights: bool = False) -> None:
+def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
     """Folds what is constant, branches too, and declares the type of every tensor it can tell, in
-    place; bodies are opened (`open_scopes`). `keep_weights` as for `Walk`."""
+    place; bodies are opened (`open_scopes`). `keep` as for `Walk`."""
     open_scopes(model.graph)
-    walk = Walk(model, keep_weights=keep_weights)
+    walk = Walk(model, keep=keep)
     _Inference(walk).graph(model.graph)
     walk.declare(model.graph)
     for node in model.graph.node:

@@ -53,9 +53,6 @@ class ReshardBuilder:
 
     def build(self) -> list[gs.Node]:
         """The nodes, in order; the last makes the reshard's result."""
-        if len(self.inputs) > 1:
-            self._bucket()
-            return self.built
         lower = getattr(self, "_" + self.node.op)
         before, after = self.before, self.after
         self.before, self.after = _unmerged(before, after)
@@ -70,44 +67,8 @@ class ReshardBuilder:
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
         """To the rank's part of that layout."""
-        shape = self._varying(f"shape{len(self.built)}", partial(_shape, layout, self.mesh))
+        shape = self._varying(f"shape{len(self.built)}", partial(local_shape, layout, self.mesh))
         self._add("Reshape", [x, shape], y)
-
-    def _bucket(self) -> None:
-        """Several all-reduces as one: their elements in a row."""
-        befores = [before for before, _ in self.node.attrs["members"]]
-        flat = []
-        for i, tensor in enumerate(self.inputs):
-            flat.append(self._fresh(tensor, f"flat{i}"))
-            self._add("Reshape", [tensor, self._constant(f"row{i}", np.array([-1]))], flat[i])
-        joined, summed = self._fresh(flat[0], "joined"), self._fresh(flat[0], "summed")
-        self._add("Concat", flat, joined, axis=0)
-        self._collective("AllReduce", joined, summed, op=self.before.reduce)
-
-        def sizes(rank: int) -> Array:
-            shapes = [b.local_shape(self.mesh, rank) for b in befores]
-            return np.array([np.prod(s, dtype=np.int64) for s in shapes])
-
-        pieces = [self._fresh(t, f"piece{i}") for i, t in enumerate(self.inputs)]
-        self._split(summed, sizes, pieces)
-        for i, (piece, result, layout) in enumerate(
-            zip(pieces, self.outputs, befores, strict=True)
-        ):
-            shape = partial(_shape, layout, self.mesh)
-            self._add("Reshape", [piece, self._varying(f"shape{i}", shape)], result)
-
-    def _split(
-        self, x: gs.Tensor, sizes: Callable[[int], Array], results: list[gs.Variable]
-    ) -> None:
-        """Cuts the first dimension; sizes are an attribute before opset 13."""
-        name = f"{self.node.name}::Split"
-        if self.opset >= 13:
-            operands = [x, self._varying("sizes", sizes)]
-            self.built.append(gs.Node("Split", name, {"axis": 0}, operands, results))
-            return
-        self.per_rank.attributes[name, "split"] = lambda rank: sizes(rank).tolist()
-        attrs = {"axis": 0, "split": sizes(0).tolist()}
-        self.built.append(gs.Node("Split", name, attrs, [x], results))
 
     def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
         self._collective("AllReduce", x, y, op=self.before.reduce)
@@ -116,27 +77,27 @@ class ReshardBuilder:
         self._collective("Broadcast", x, y, root=0)
 
     def _AllGather(self, x: gs.Tensor, y: gs.Tensor) -> None:
-        (axis,) = self._changed()
+        (axis,) = changed_dims(self.before, self.after)
         before, after = self.before.dims[axis], self.after.dims[axis]
-        joined = y if _is_run(before) else self._fresh(y, "joined")
+        joined = y if is_run(before) else self._fresh(y, "joined")
         self._collective("AllGather", x, joined, axis=axis, sizes=self._sizes(before))
         if joined is not y:
             self._order(joined, y, axis, lambda rank: self._joined(before, rank), after)
 
     def _ReduceScatter(self, x: gs.Tensor, y: gs.Tensor) -> None:
-        (axis,) = self._changed()
+        (axis,) = changed_dims(self.before, self.after)
         before, after = self.before.dims[axis], self.after.dims[axis]
         x = self._by_member(x, axis, before, after)
         sizes = self._sizes(after)
         self._collective("ReduceScatter", x, y, axis=axis, sizes=sizes, op=self.before.reduce)
 
     def _AllToAll(self, x: gs.Tensor, y: gs.Tensor) -> None:
-        changed = self._changed()
+        changed = changed_dims(self.before, self.after)
         gains = split_count(self.after.dims[changed[0]]) > split_count(self.before.dims[changed[0]])
         split, concat = changed if gains else changed[::-1]
         x = self._by_member(x, split, self.before.dims[split], self.after.dims[split])
         before = self.before.dims[concat]
-        joined = y if _is_run(before) else self._fresh(y, "joined")
+        joined = y if is_run(before) else self._fresh(y, "joined")
         self._collective(
             "AllToAll",
             x,
@@ -151,9 +112,9 @@ class ReshardBuilder:
             self._order(joined, y, concat, lambda rank: self._joined(before, rank), after)
 
     def _LocalSlice(self, x: gs.Tensor, y: gs.Tensor) -> None:
-        (axis,) = self._changed()
+        (axis,) = changed_dims(self.before, self.after)
         before, after = self.before.dims[axis], self.after.dims[axis]
-        if not (_is_run(before) and _is_run(after)):
+        if not (is_run(before) and is_run(after)):
             self._order(x, y, axis, lambda rank: indices(before, self.mesh, rank), after)
             return
 
@@ -178,7 +139,7 @@ class ReshardBuilder:
 
     def _by_member(self, x: gs.Tensor, axis: int, before: Dim, after: Dim) -> gs.Tensor:
         """The operand with each member's part in one run."""
-        if _is_run(before) and _is_run(after):
+        if is_run(before) and is_run(after):
             return x
         ordered = self._fresh(x, "ordered")
 
@@ -222,10 +183,6 @@ class ReshardBuilder:
             local_size(dim, self.mesh, m) for m in self.mesh.group(self.axes, rank)
         ]
 
-    def _changed(self) -> list[int]:
-        pairs = zip(self.before.dims, self.after.dims, strict=True)
-        return [i for i, (a, b) in enumerate(pairs) if a != b]
-
     def _collective(self, kind: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
         self.built.append(
             collective_node(
@@ -262,7 +219,7 @@ def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
     changes: there, parts are contiguous."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
-        changes = b != a and not (_is_run(b) and _is_run(a))
+        changes = b != a and not (is_run(b) and is_run(a))
         if changes and isinstance(b, Product) and isinstance(a, Product):
             dims += zip(b.children, a.children, strict=True)
         else:
@@ -272,9 +229,17 @@ def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
     )
 
 
-def _shape(layout: Layout, mesh: Mesh, rank: int) -> Array:
+def local_shape(layout: Layout, mesh: Mesh, rank: int) -> Array:
+    """The shape of a rank's part."""
     return np.array(layout.local_shape(mesh, rank), np.int64)
 
 
-def _is_run(dim: Dim) -> bool:
+def is_run(dim: Dim) -> bool:
+    """Whether the positions that a rank holds in a dimension are one run."""
     return isinstance(normalize(dim), Factor)
+
+
+def changed_dims(before: Layout, after: Layout) -> list[int]:
+    """The dimensions in which two layouts differ."""
+    pairs = zip(before.dims, after.dims, strict=True)
+    return [i for i, (a, b) in enumerate(pairs) if a != b]

@@ -16,6 +16,7 @@ from onnx import TensorProto
 from onnxpar.annotations import Configuration, read_annotations
 from onnxpar.checker import MIN_IR, check_standard
 from onnxpar.errors import ModelError
+from onnxpar.exported import exported_kinds
 from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims
 from onnxpar.interchange import header_of, import_graph, reopen
@@ -36,6 +37,7 @@ from onnxpar.stored import (
 from onnxpar.subgraphs import all_nodes
 from onnxpar.tolerated import restate
 from onnxpar.unfuse import unfuse
+from onnxpar.untie import shared_vectors, untie
 from onnxpar.upgrade import raise_opset, upgrade
 from onnxpar.write_file import unread
 
@@ -54,7 +56,9 @@ class Model:
 
     `header` has its metadata; `stored` are the initializers of the file, `fixed` those that could
     be fed until their values decided shapes; `step` says which ports are what where it is a
-    training step; `whole` are factors that nodes must not split, as sizes are open.
+    training step; `whole` are factors that nodes must not split, as sizes are open. `exported` are
+    the kinds that torch.export gave to tensors, by name, `shared` how many nodes read a vector as
+    their scale or bias, where several do.
     """
 
     path: Path
@@ -67,6 +71,8 @@ class Model:
     sizes: OpenSizes | None = None
     step: Step | None = None
     whole: Whole = field(default_factory=dict)
+    exported: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -81,6 +87,7 @@ def load(
     least: int = 2,
     own_types: Callable[[Step | None], InferTypes | None] = lambda step: None,
     for_training: bool = False,
+    untied: bool = False,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -89,6 +96,7 @@ def load(
     least   a size that open dimensions should be imagined to have at least
     own_types  of a training step or None: what declares types, where it is no global program
     for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
+    untied  each node that reads a vector as its scale or bias gets a copy of its own
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
     """
@@ -97,7 +105,10 @@ def load(
     annotations = read_annotations(proto)
     restate(proto)
     least = max([least, *(c.devices for c in annotations)])
-    header = header_of(proto)
+    header, exported = header_of(proto), exported_kinds(proto.graph)
+    if untied:
+        untie(proto.graph)
+    shared = shared_vectors(proto.graph) if for_training else {}
     proto = _inlined(proto, path)
     stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     for tensor in stored_tensors(proto.graph):
@@ -136,12 +147,14 @@ def load(
         sizes = infer_open(proto, open_dims, least, prepare)
         graph = sizes.graph(0)
     else:
-        infer(proto, keep_weights=for_training)
+        infer(proto, stored if for_training else None)
         graph = prepare(proto)
     handed = [(s.input, s.output) for s in step.slots] if step else []
     pairs = find_states(graph, [*handed, *states], is_step=step is not None)
     whole = sizes.whole if sizes is not None else {}
-    return Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
+    model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
+    model.exported, model.shared = exported, shared
+    return model
 
 
 def read_proto(path: Path) -> onnx.ModelProto:

@@ -15,6 +15,7 @@ from onnxpar.passes.differentiate import Differentiate
 from onnxpar.passes.pass_ import Pass, PassContext, Stage
 from onnxpar.pipeline import Options
 from onnxpar.text import graph_text
+from onnxpar.unused_options import refuse_of_collectives
 
 
 def run_named(
@@ -28,6 +29,7 @@ def run_named(
 ) -> None:
     """Runs passes; `show` gets the graph after the last, or after each one of `print_after`, the
     folder `dump` after every one, and the file `output` after the last. Errors: OnnxparError."""
+    refuse_of_collectives(options, "opt runs the passes that --passes names; give it there")
     dumped = read_dump(path) if is_dump(path) else None
     steps = parse_passes(passes, facts(dumped[1]) if dumped is not None else ())
     known = {p.name for p in steps}

@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.annotated_strategy import annotated_mesh
 from onnxpar.annotations import Configuration, choose_configuration
-from onnxpar.buckets import BUCKET_BYTES
+from onnxpar.buckets import BUCKET_BYTES, PART_BYTES
 from onnxpar.collective import DOMAIN
 from onnxpar.compression import NONE
 from onnxpar.errors import OnnxparError, OpenSizesError, PassError, StrategyError
@@ -53,6 +53,7 @@ from onnxpar.step import Step
 from onnxpar.strategy import Seed, Strategy
 from onnxpar.summary import summarize
 from onnxpar.topology import Topology
+from onnxpar.unused_options import refuse_for_manual, refuse_of_collectives, refuse_without_search
 from onnxpar.verify import verify
 from onnxpar.write_annotations import operand_names, original, save, write_annotations
 from onnxpar.write_file import writing
@@ -102,6 +103,7 @@ class Options:
     search: str | None = None
     aim: Aim = field(default_factory=Aim)
     passes: Sequence[Pass | Placed] = ()
+    compared: bool = False  # with other strategies, by the objective
 
 
 def prepare(
@@ -148,9 +150,12 @@ def make_context(model: Model, options: Options) -> PassContext:
     """Analyses the model and settles the mesh and the preset. Errors: StrategyError."""
     manual = manual_of(options, model.step)
     if manual is not None:
+        refuse_for_manual(options)
         nothing = Sharding.open(manual.mesh, GraphFactors({}, []), options.topology)
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
     options.aim.check(model.step)
+    if not options.compared:
+        refuse_without_search(options)
     refuse_collectives(model.graph)
     factors = opened(model, analyse(model.graph, model.states, model.sizes is None, model.whole))
     mesh, preset, annotated, found = _mesh_and_preset(model, options, factors)
@@ -173,6 +178,8 @@ def _mesh_and_preset(
     devices = mesh.size if mesh is not None else options.devices
     annotated = choose_configuration(model.annotations, options.configuration, devices)
     if annotated is not None:
+        if how is None:
+            refuse_without_search(options, is_annotated=True)
         return annotated_mesh(annotated, mesh), how, annotated, None
     if devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
@@ -231,9 +238,11 @@ def manual_of(options: Options, step: Step | None = None) -> Manual | None:
     return Manual(mesh, options.strategy or Strategy())
 
 
-def load_model(path: str | Path, options: Options, for_training: bool = False) -> Model:
-    """The model as its preset sees it: a global program, or that of each rank; `for_training` as
-    for `load`."""
+def load_model(
+    path: str | Path, options: Options, for_training: bool = False, untied: bool = False
+) -> Model:
+    """The model as its preset sees it: a global program, or that of each rank; `for_training` and
+    `untied` as for `load`."""
 
     def own_types(step: Step | None) -> InferTypes | None:
         manual = manual_of(options, step)
@@ -248,6 +257,7 @@ def load_model(path: str | Path, options: Options, for_training: bool = False) -
         least=least,
         own_types=own_types,
         for_training=for_training,
+        untied=untied,
     )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []
@@ -262,8 +272,6 @@ def passes_of(options: Options, model: Model) -> list[Pass]:
 
 def _own_passes(options: Options, model: Model) -> list[Pass]:
     if options.preset == MANUAL:
-        if options.compression not in (None, NONE):
-            raise StrategyError("compression: a manual program's collectives stay as they are")
         return [KeepCollectives(options.replicas), *(p() for p in MANUAL_PASSES[1:])]
     fusion = _fusion(options, model)
     together = 0 if fusion.by == "none" else fusion.bucket_bytes
@@ -280,7 +288,10 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
         raise StrategyError(f"fusion {by!r}: there are {', '.join(FUSIONS)}")
     if options.bucket_bytes is not None and options.bucket_bytes < 1:
         raise StrategyError(f"buckets of {options.bucket_bytes} bytes: at least 1")
-    return FuseAllReduces(by, options.bucket_bytes or BUCKET_BYTES)
+    if options.bucket_bytes is not None and by != "size":
+        raise StrategyError("--bucket-mb is for --fusion size: give that, or leave it out")
+    given = options.bucket_bytes
+    return FuseAllReduces(by, given or BUCKET_BYTES, given or PART_BYTES)
 
 
 def run_passes(
@@ -446,6 +457,7 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
         raise StrategyError("annotations are of a global program, which a manual one is not")
     if options.passes:
         raise StrategyError("annotate writes the model as it is; leave out passes from outside")
+    refuse_of_collectives(options, "annotations say nothing of how collectives run; leave it out")
     if options.aim.memory is not None:
         options, _ = _within_limit(path, options)
     model = load_model(path, options)

@@ -41,8 +41,8 @@ class PlanOptions(TypedDict, total=False):
     untied          the search decides each of several repeated blocks by itself
     dims            sizes of symbolic dimensions, by symbol
     states          (input, output) pairs that are fed back; caches that grow are found
-    fusion          of all-reduces: size, cost or none
-    bucket_mb       the most MiB of all-reduces that are fused by size
+    fusion          of collectives: size, cost or none
+    bucket_mb       the most MiB of collectives that are fused by size
     compression     how gradients of a training step travel: float16, bfloat16, 2bit:THRESHOLD, none
     strict          an op that stays whole for want of a rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py

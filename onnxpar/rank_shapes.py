@@ -33,7 +33,8 @@ class RankWalk:
         size: Callable[[NodeProto], int],
         for_training: bool,
     ) -> None:
-        self.walk = Walk(model, keep_weights=for_training)
+        kept = {t.name for t in model.graph.initializer} if for_training else None
+        self.walk = Walk(model, keep=kept)
         self._known = self.walk.fold if for_training else self.walk.know
         self._varying: dict[str, list[Array]] = {}
         for node in model.graph.node:

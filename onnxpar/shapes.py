@@ -8,7 +8,7 @@ not trusted, but for results of ops that ONNX does not know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,16 +51,17 @@ def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool =
 
 class Walk:
     """What is known of the tensors of a graph, node by node in graph order, for inputs of these
-    types. `keep_weights` folds nothing into another constant that may be trained."""
+    types. With `keep`, nothing that may be trained is folded into another constant: neither arrays
+    of floating-point numbers, nor numbers of these names."""
 
     def __init__(
         self,
         model: onnx.ModelProto,
         inputs: Mapping[str, TypeProto] | None = None,
-        keep_weights: bool = False,
+        keep: Collection[str] | None = None,
     ) -> None:
         self.model = model
-        self.keep_weights = keep_weights
+        self.keep = keep
         self.opsets = {o.domain or "": o.version for o in model.opset_import}
         self.runtime = RuntimeShapes(model.opset_import, model.ir_version)
         self.types: dict[str, TypeProto] = {}
@@ -82,7 +83,11 @@ class Walk:
                 weight.data_type, list(weight.dims)
             )
             if is_folded(weight):
-                if self.keep_weights and weight.dims and weight.data_type in _TRAINED:
+                if (
+                    self.keep is not None
+                    and weight.data_type in _TRAINED
+                    and (weight.dims or weight.name in self.keep)
+                ):
                     self.kept.add(weight.name)
                 self.values[weight.name] = numpy_helper.to_array(weight)
                 self.protos[weight.name] = weight

@@ -64,7 +64,8 @@ class Step:
     `evaluation` are outputs that tell how good the model is when it is used, which no update needs:
     they can be computed alone. `gradients` are the tensors of the graph that are the gradients of
     the loss, by parameter. `deal` is there where the step is each rank's own program,
-    `compression` where gradients travel between ranks otherwise than they are.
+    `compression` where gradients travel between ranks otherwise than they are. `cautions` are
+    sentences on what it trains otherwise than the network that was exported.
     """
 
     loss: str = "loss"
@@ -79,6 +80,7 @@ class Step:
     gradients: dict[str, str] = field(default_factory=dict)
     deal: Deal | None = None
     compression: str = ""
+    cautions: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """As the metadata has it."""

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from onnxpar.arguments import dims_of
-from onnxpar.grad.trained import Trained
+from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
 from onnxpar.pipeline import Options
 from onnxpar.plan import numpy_dtype
 from onnxpar.report import size_text, table
@@ -58,9 +58,11 @@ def grad(args: argparse.Namespace) -> int:
     )
     strategy = Strategy.given(args.strategy or None)
     source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
-    model, trained = write_step(args.model, Path(args.output), loss, options, source)
+    model, weights = write_step(args.model, Path(args.output), loss, options, source, args.untie)
     assert model.step is not None
-    print("\n".join(_trained_lines(trained, model.step)))
+    lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
+    print("\n".join(lines))
+    warn_of(model.step)
     print(f"written to {args.output}")
     return 0
 
@@ -159,7 +161,13 @@ def _hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in known if (value := getattr(args, name, None)) is not None}
 
 
-def _trained_lines(trained: Sequence[Trained], step: Step) -> Iterator[str]:
+def warn_of(step: Step) -> None:
+    """Prints on stderr what a step trains otherwise than the network that was exported."""
+    for caution in step.cautions:
+        print(f"onnxpar: warning: {caution}", file=sys.stderr)
+
+
+def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
     """The list of what is trained."""
     rows = [
         (t.name, "x".join(map(str, t.tensor.shape)), f"{t.node.op} operand {t.operand}")
@@ -173,6 +181,32 @@ def _trained_lines(trained: Sequence[Trained], step: Step) -> Iterator[str]:
     )
     yield ""
     yield f"{len(trained)} parameters of {count:,} elements, {size_text(size)}"
+
+
+def _left_lines(weights: Weights) -> Iterator[str]:
+    """The list of what is not trained; of numbers, and of what the user has left out, how many."""
+    by_choice = (FROZEN, UNNAMED)
+    listed = [w for w in weights.left if _elements(w) != 1 and w.reason not in by_choice]
+    if listed:
+        yield ""
+        rows = [(w.name, "x".join(map(str, w.tensor.shape)), w.reason) for w in listed]
+        yield from table(rows, ("not trained", "shape", "why"))
+    for reason in by_choice:
+        count = sum(w.reason == reason for w in weights.left)
+        if count:
+            yield f"{count} not trained, {reason}"
+    numbers = [w for w in weights.left if _elements(w) == 1 and w.reason not in by_choice]
+    if numbers:
+        yield f"{len(numbers)} numbers are not trained, such as {numbers[0].name}"
+    yield ""
+
+
+def _elements(left: Left) -> int:
+    return int(np.prod(left.tensor.shape, dtype=np.int64))
+
+
+def _step_lines(step: Step) -> Iterator[str]:
+    """What a step takes and tells."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each: {', '.join(kinds) or 'none'}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.annotated_strategy import annotation_seeds, check_agreement
+from onnxpar.derived_seeds import with_derived
 from onnxpar.errors import StrategyError
 from onnxpar.passes.pass_ import ANNOTATIONS, Pass, PassContext, Stage
 from onnxpar.search.presets import default_rounds, preset_rounds
@@ -20,8 +21,9 @@ class AnnotateStrategy(Pass):
     """Turn the strategy and the preset into seeds, in rounds of falling priority.
 
     Requires nothing. Ensures `ctx.seeds`: first what the model's annotations and the user ask for,
-    which must agree, then what the search finds beside that, or the preset, or data parallelism
-    along the batch over the axis `dp`, where the mesh has one.
+    which must agree, each with what that asks of nodes that are derived from those it names; then
+    what the search finds beside that, or the preset, or data parallelism along the batch over the
+    axis `dp`, where the mesh has one.
     """
 
     name: ClassVar[str] = "annotate-strategy"
@@ -45,11 +47,12 @@ class AnnotateStrategy(Pass):
     def _collect(self, graph: gs.Graph, ctx: PassContext) -> None:
         ctx.seeds = []
         if ctx.annotated is not None:
-            ctx.seeds.append(list(annotation_seeds(ctx.annotated, ctx.sharding)))
+            noted: list[Seed] = list(annotation_seeds(ctx.annotated, ctx.sharding))
+            ctx.seeds.append(with_derived(noted, ctx.sharding))
         if ctx.strategy is not None:
             asked: list[Seed] = list(seeds_of(ctx.strategy, ctx.sharding))
             check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
-            ctx.seeds.append(asked)
+            ctx.seeds.append(with_derived(asked, ctx.sharding))
         if ctx.preset in (AUTO, EXHAUSTIVE):
             found = ctx.found
             if found is None:

@@ -1,4 +1,4 @@
-"""fuse-all-reduces: several all-reduces become one."""
+"""fuse-all-reduces: several collectives become one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.buckets import BUCKET_BYTES, first_of_buckets, fuse_all_reduces
+from onnxpar.buckets import BUCKET_BYTES, PART_BYTES, PARTS, first_of_buckets, fuse_collectives
 from onnxpar.clone import needed
 from onnxpar.flops import flops
 from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
@@ -19,12 +19,14 @@ FUSIONS = ("size", "cost", "none")
 
 @dataclass(frozen=True)
 class FuseAllReduces(Pass):
-    """Join all-reduces over the same ranks that do not wait for each other.
+    """Join all-reduces, reduce-scatters and all-gathers over the same ranks that do not wait for
+    each other; while sizes are open, all-reduces only.
 
-    Requires reshard nodes (insert-collectives); ensures the same, with fewer all-reduces.
+    Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives.
 
-    by            size: up to bucket_bytes together; cost: as many as computing hides; none
-    bucket_bytes  bytes per rank of a bucket; with cost, no limit
+    by            size: up to so many bytes together; cost: as many as computing hides; none
+    bucket_bytes  bytes per rank of all-reduces in a bucket; with cost, no limit
+    part_bytes    the same of reduce-scatters and all-gathers, with cost, too
     tail_us       microseconds that the last bucket may take, with cost
     """
 
@@ -34,6 +36,7 @@ class FuseAllReduces(Pass):
     excludes = (LOCAL,)
     by: str = "size"
     bucket_bytes: int = BUCKET_BYTES
+    part_bytes: int = PART_BYTES
     tail_us: int = 1000
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
@@ -41,12 +44,18 @@ class FuseAllReduces(Pass):
             return False
         costs, sizes = ctx.sharding.costs, ctx.choices.bytes
         wanted = _wanted(graph, ctx)
-        if self.by == "size":
-            return fuse_all_reduces(graph, costs.mesh, self.bucket_bytes, sizes, wanted)
-        ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
-        seconds = {op.node.name: costs.compute(flops(op, ctx.sharding), 0) for op in ops}
-        first = first_of_buckets(graph, costs, seconds, self.tail_us * 1e-6, sizes, wanted)
-        return fuse_all_reduces(graph, costs.mesh, sys.maxsize, sizes, wanted, first)
+        first: set[str] = set()
+        limit = self.bucket_bytes
+        if self.by == "cost":
+            ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
+            seconds = {op.node.name: costs.compute(flops(op, ctx.sharding), 0) for op in ops}
+            first = first_of_buckets(graph, costs, seconds, self.tail_us * 1e-6, sizes, wanted)
+            limit = sys.maxsize
+        changed = fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first)
+        if ctx.model.sizes is None:  # parts that are equal at one size may not be at another
+            limit = self.part_bytes
+            changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
+        return changed
 
 
 def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
+from onnxpar.lower_bucket import BucketBuilder
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.origin import note_origin
 from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
@@ -66,7 +67,8 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, turns: int = 1) -> None:
         if node.op not in LOCAL_STEPS:
             ctx.collectives.append(collective_of(node, mesh).repeated(turns))
         tag = len(ctx.collectives)
-        built = ReshardBuilder(node, mesh, ctx.per_rank, tag, graph.opset).build()
+        builder = BucketBuilder if len(node.inputs) > 1 else ReshardBuilder
+        built = builder(node, mesh, ctx.per_rank, tag, graph.opset).build()
         note_origin(built, node.name)
         nodes += built
     graph.nodes = nodes

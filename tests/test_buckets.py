@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 import pytest
 from test_schedule import Tensors, node
 
-from onnxpar.buckets import first_of_buckets, fuse_all_reduces
+from onnxpar.buckets import first_of_buckets, fuse_collectives
 from onnxpar.layout import Factor, Layout
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.search.cost import Costs
@@ -50,7 +50,7 @@ def fused(
 ) -> list[str]:
     """The all-reduces that are left, as the tensors that each reduces; none reads what comes
     behind it."""
-    fuse_all_reduces(made, MESH, limit, {}, wanted or {}, first)
+    fuse_collectives(made, MESH, limit, {}, wanted or {}, first)
     done: set[str] = set()
     makers = {t.name for n in made.nodes for t in n.outputs}
     for one in made.nodes:

@@ -1,47 +1,69 @@
-"""Which weights of a model are trained: those whose place in the graph is that of a parameter.
+"""The weights of a model that are trained: those that torch would train.
 
-An initializer is trained where it is read, straight or through ops that only move elements or join
-it with others, as an operand in the role of weight, bias, scale or table (`vjp(trained=...)`),
-together with something that depends on what is fed or trained. What is added to or multiplied with
-that is a bias, a scale or a table of positions; numbers, masks, frequencies and tables of sines and
-cosines are not.
+Torch trains each parameter that the loss depends on. An ONNX file does not say which of its
+initializers are parameters, unless torch.export has left its signature in it. So all initializers
+of floating-point numbers that the loss depends on are trained, but those that are proved to be
+constants: by the signature, by the operand that they are (running statistics, scales of a Resize),
+or by their values (masks, tables of sines and cosines, frequencies, grids, numbers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
-from onnx import numpy_helper
 
 from onnxpar.errors import StrategyError
-from onnxpar.grad.vjp import carries, entry_of, is_trainable_type
+from onnxpar.exported import PARAMETER
+from onnxpar.grad.constant_values import (
+    Array,
+    are_frequencies,
+    are_whole,
+    first_values,
+    is_choice,
+    is_mask,
+    is_scale_factor,
+    is_sinusoid,
+)
+from onnxpar.grad.vjp import carries, entry_of, is_message, is_trainable_type, operands_of
 from onnxpar.model import Model
-from onnxpar.stored import stored_proto
-from onnxpar.subgraphs import all_nodes, bodies
-from onnxpar.weights import read_blocks
-
-Array = npt.NDArray[Any]
+from onnxpar.subgraphs import all_nodes, bodies, nodes_within
 
 _MOVES = (
     *("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity", "Expand"),
     *("Slice", "Split"),
 )
 _SHIFTS = ("Add", "Sub", "Mul", "Div")
+_JOINS = ("Concat", "Where")
 _TABLES = ("Gather", "GatherND", "GatherElements")
-_HIDES = -1e4
-"""What a mask adds where it hides something, at most."""
+FROZEN = "named by --frozen"
+UNNAMED = "not named by --params"
+HELD = "made of Constant nodes"
+_STATISTICS = "running statistics of a BatchNormalization"
+_SETTINGS: Mapping[str, Mapping[int, str]] = {
+    "BatchNormalization": {3: _STATISTICS, 4: _STATISTICS},
+    **{op: {1: f"a setting of {op}"} for op in ("Dropout", "Upsample", "ConstantOfShape")},
+    **{op: {1: f"a setting of {op}", 2: f"a setting of {op}"} for op in ("Clip", "Resize")},
+    "Pad": {2: "a setting of Pad"},
+    **{
+        op: {1: "a scale of a quantized tensor", 2: "a zero point of a quantized tensor"}
+        for op in ("QuantizeLinear", "DequantizeLinear")
+    },
+}
+"""Operands that no gradient reaches, by op, and what they are."""
+_GENERATED = re.compile(
+    r"onnx::|/|.*_output_\d+$|\d+$|val_\d+|.*(C|c)onstant|.*lifted_tensor|scalar_tensor"
+)
+"""Names that torch's exporters make up; a parameter has the name of its module."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A weight that is trained, and the node and operand that make it one."""
+    """A weight that is trained, and the node and operand that read it first."""
 
     tensor: gs.Constant
     node: gs.Node
@@ -53,30 +75,67 @@ class Trained:
         return str(self.tensor.name)
 
 
-def find_trained(
-    model: Model, params: Sequence[str] = (), frozen: Sequence[str] = ()
-) -> list[Trained]:
-    """The weights of a model that are trained, in the order in which they are first read.
+@dataclass(frozen=True)
+class Left:
+    """A tensor of floating-point numbers that is not trained, and why; `in_role`: a node reads it
+    where layers have a weight."""
 
-    params  globs of names: these instead of those that are found
-    frozen  globs of names that are left out
+    tensor: gs.Constant
+    reason: str
+    in_role: bool = False
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in the model."""
+        return str(self.tensor.name)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that are trained, and those that are not, each in the order in which nodes read
+    them. `asked` are those that the user named."""
+
+    trained: list[Trained]
+    left: list[Left]
+    asked: frozenset[str] = frozenset()
+
+
+def find_trained(
+    model: Model,
+    params: Sequence[str] = (),
+    frozen: Sequence[str] = (),
+    outputs: Collection[str] | None = None,
+) -> Weights:
+    """Finds the weights of a model that are trained, and says why the others are not.
+
+    params   globs of names: these instead of those that are found
+    frozen   globs of names that are left out
+    outputs  names of outputs that the loss is of; all by default
     Errors: StrategyError for a glob that matches nothing, or where nothing is left.
     """
     readers = _readers(model.graph)
-    in_role = _in_role(model)
-    found = {t.name: t for t in in_role if t.name in model.stored}
-    if params:
-        names = [n for glob in params for n in _matching(glob, readers, "--params")]
-        found = {n: found.get(n, Trained(*readers[n])) for n in readers if n in names}
-    for glob in frozen:
-        for name in _matching(glob, readers, "--frozen"):
-            found.pop(name, None)
-    if not found:
+    asked = {n for glob in params for n in _matching(glob, readers, "--params")}
+    kept_out = {n for glob in frozen for n in _matching(glob, readers, "--frozen")}
+    judge = _Judge(model, outputs)
+    found = Weights([], [], frozenset(asked))
+    for name, (tensor, node, index) in readers.items():
+        if name in kept_out:
+            reason: str | None = FROZEN
+        elif asked:
+            reason = None if name in asked else UNNAMED
+        else:
+            reason = judge.reason(tensor)
+        if reason is None:
+            found.trained.append(Trained(tensor, node, index))
+        else:
+            in_role = any(is_role(n, i) for n, i in uses_of(tensor))
+            found.left.append(Left(tensor, reason, in_role))
+    if not found.trained:
         raise StrategyError("no weight is left to train; name some with --params")
-    return list(found.values())
+    return found
 
 
-def _matching(glob: str, names: Sequence[str] | dict[str, Any], option: str) -> list[str]:
+def _matching(glob: str, names: Collection[str], option: str) -> list[str]:
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
         some = ", ".join(list(names)[:5])
@@ -85,75 +144,177 @@ def _matching(glob: str, names: Sequence[str] | dict[str, Any], option: str) -> 
 
 
 def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
-    """Every stored tensor of floating-point numbers, and where it is read first."""
+    """Every constant of floating-point numbers, and where it is read first: behind nodes that only
+    move its elements."""
     found: dict[str, tuple[gs.Constant, gs.Node, int]] = {}
     for node in all_nodes(graph):
         for i, tensor in enumerate(node.inputs):
-            if isinstance(tensor, gs.Constant) and is_trainable_type(tensor):
-                found.setdefault(tensor.name, (tensor, node, i))
+            if not isinstance(tensor, gs.Constant) or not is_trainable_type(tensor):
+                continue
+            if tensor.name not in found:
+                found[tensor.name] = (tensor, *next(uses_of(tensor), (node, i)))
     return found
 
 
-def _in_role(model: Model) -> Iterator[Trained]:
-    """The weights that stand where parameters do: beside what depends on inputs or on others, or
-    beside weights alone (latents that a model starts from)."""
-    graph = model.graph
-    live = {t.name for t in graph.inputs if is_trainable_type(t)}
-    seen: set[str] = set()
-    for node in all_nodes(graph):
-        for body in bodies(node):
-            live |= {t.name for t in body.inputs if is_trainable_type(t)}
-        is_live = [t.name in live or _is_known(t, seen) for t in node.inputs]
-        for i in range(len(node.inputs)):
-            for constant in _origins(node.inputs[i]):
-                if constant.name in seen or not _is_role(node, i, is_live, constant, model):
-                    continue
-                seen.add(constant.name)
-                is_live[i] = True
-                yield Trained(constant, node, i)
-        if any(is_live) and node.op not in ("Shape", "Size"):
-            live |= {t.name for t in node.outputs if carries(node) or is_trainable_type(t)}
+def uses_of(tensor: gs.Tensor) -> Iterator[tuple[gs.Node, int]]:
+    """The nodes and operands that read a tensor, behind those that only move its elements, join
+    it with other constants, or scale it by a number (RMSNorm's 1 + weight)."""
+    for node in {id(n): n for n in tensor.outputs}.values():
+        for i, operand in enumerate(node.inputs):
+            if operand is not tensor:
+                continue
+            if _passes(node, i):
+                for result in node.outputs:
+                    yield from uses_of(result)
+            else:
+                yield node, i
 
 
-def _is_known(tensor: gs.Tensor, seen: set[str]) -> bool:
-    return any(origin.name in seen for origin in _origins(tensor))
+def _passes(node: gs.Node, index: int) -> bool:
+    if node.op in _MOVES:
+        return index == 0
+    others = [t for i, t in enumerate(node.inputs) if i != index]
+    if node.op == "Concat":
+        return all(_is_stored(t) for t in others)
+    return node.op in _SHIFTS and all(_is_number(t) for t in others)
 
 
-def _origins(tensor: gs.Tensor) -> list[gs.Constant]:
-    """The stored tensors of floating-point numbers that this one consists of, but for the order and
-    the shape of their elements, and numbers (RMSNorm's 1 + weight); none where it has others too.
-    """
+def _is_stored(tensor: gs.Tensor) -> bool:
+    """Whether a tensor consists of constants, moved."""
     if isinstance(tensor, gs.Constant):
-        return [tensor] if is_trainable_type(tensor) else []
-    node = tensor.inputs[0] if tensor.inputs else None
-    if node is None or node.op not in (*_MOVES, *_SHIFTS, "Concat"):
-        return []
-    parts = list(node.inputs if node.op == "Concat" else node.inputs[:1])
-    if node.op in _SHIFTS:
-        parts = [t for t in node.inputs if not _is_number(t)]
-        if len(parts) != 1:
-            return []
-    found: dict[str, gs.Constant] = {}
-    for part in parts:
-        origins = _origins(part)
-        if not origins:
-            return []
-        found |= {t.name: t for t in origins}
-    return list(found.values())
+        return True
+    node = _maker(tensor)
+    return node is not None and node.op in (*_MOVES, "Concat") and all(map(_is_stored, node.inputs))
+
+
+def _maker(tensor: gs.Tensor) -> gs.Node | None:
+    return tensor.inputs[0] if tensor.inputs else None
 
 
 def _is_number(tensor: gs.Tensor) -> bool:
     return isinstance(tensor, gs.Constant) and int(np.prod(tensor.shape)) == 1
 
 
-def _shape(tensor: gs.Tensor) -> list[int]:
-    """The shape of a tensor, with 1 for what it repeats."""
-    shape = list(tensor.shape or ())
-    node = tensor.inputs[0] if tensor.inputs else None
-    if node is None or node.op != "Expand":
-        return shape
-    before = _shape(node.inputs[0])
-    return [1] * (len(shape) - len(before)) + before
+class _Judge:
+    """Says of each constant of a model why it is not trained."""
+
+    def __init__(self, model: Model, outputs: Collection[str] | None) -> None:
+        self.model = model
+        self.leading = _leading(model.graph, outputs)
+        kinds = model.exported
+        self.parameters = {n for n, kind in kinds.items() if kind == PARAMETER}
+        self.all_named = bool(kinds) and self.parameters <= model.stored
+        self.fed = {t.name for t in model.graph.inputs}
+        self.by_torch = model.header.producer_name == "pytorch"
+
+    def reason(self, tensor: gs.Constant) -> str | None:
+        """Why a constant is not trained, None where it is."""
+        name = str(tensor.name)
+        uses = list(uses_of(tensor))
+        settings = [_SETTINGS.get(n.op, {}).get(i) for n, i in uses if not n.domain]
+        if uses and len(settings) == len(uses) and all(settings):
+            return settings[0]
+        if name not in self.model.stored:
+            return HELD
+        if name not in self.leading:
+            return "the loss does not depend on it"
+        kind = self.model.exported.get(name)
+        if kind not in (None, PARAMETER):
+            return "a buffer: torch.export lists it as no parameter"
+        if kind is None and self.all_named:
+            return "made by the exporter: all parameters have names of their own"
+        values = first_values(tensor, self.model.folder)
+        if is_sinusoid(values):
+            return "a table of sines and cosines"
+        if kind == PARAMETER:
+            return None
+        if int(np.prod(tensor.shape)) == 1:
+            return self._reason_of_number(tensor, uses, float(values.flat[0]))
+        return self._reason_of_values(values, uses) or self._reason_of_place(tensor, uses)
+
+    def _reason_of_number(
+        self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
+    ) -> str | None:
+        """A tensor of one element is a parameter in the role of one (the bias of one class), and
+        where torch has named it."""
+        if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
+            return None
+        if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):
+            return "a number; --params trains it"
+        if is_scale_factor(value):
+            return "a scale factor: the root of a whole number"
+        return None
+
+    @staticmethod
+    def _reason_of_values(values: Array, uses: Sequence[tuple[gs.Node, int]]) -> str | None:
+        if is_mask(values):
+            return "a mask"
+        is_angle = all(_becomes_angle(n) for n, _ in uses)
+        if are_frequencies(values, is_angle):
+            return "frequencies: a geometric sequence"
+        if any(is_role(n, i) for n, i in uses):
+            return None
+        if is_choice(values):
+            return "a mask of zeros and ones"
+        return "a grid of whole numbers" if are_whole(values) else None
+
+    def _reason_of_place(
+        self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]]
+    ) -> str | None:
+        """What the nodes that read a constant prove of it."""
+        values = first_values(tensor, self.model.folder)
+        for node, index in uses:
+            if node.op == "InstanceNormalization" and _is_of_groups(node, index, values):
+                return "made by the exporter for a normalization of groups"
+            if node.op in _JOINS and _is_of_samples(node, tensor):
+                return "has a row for each sample of the batch"
+            if node.op == "Add" and not values.any() and values.ndim > 1 and _feeds_softmax(node):
+                return "a mask that hides nothing"
+            if node.op in ("Sub", "Div") and index == 1 and self._normalizes_input(node):
+                return "normalizes an input"
+        return None
+
+    def _normalizes_input(self, node: gs.Node) -> bool:
+        """Whether a node only shifts and scales what is fed, by a few numbers."""
+        tensor: gs.Tensor = node.inputs[0]
+        few = int(np.prod(node.inputs[1].shape)) <= 4
+        while few and (maker := _maker(tensor)) is not None and maker.op in (*_SHIFTS, *_MOVES):
+            tensor = maker.inputs[0]
+        return few and tensor.name in self.fed
+
+
+def _leading(graph: gs.Graph, outputs: Collection[str] | None) -> set[str]:
+    """The names of tensors of floating-point numbers from which some path leads to the outputs."""
+    ends = [t for t in graph.outputs if outputs is None or t.name in outputs]
+    found = {str(t.name) for t in ends}
+    for node in reversed(graph.nodes):
+        if not is_message(node) and not any(t.name in found for t in node.outputs):
+            continue
+        inner = [n for n in nodes_within([node]) if n is not node] if bodies(node) else []
+        for each in (node, *inner):
+            settings = _SETTINGS.get(each.op, {}) if not each.domain else {}
+            for i, tensor in enumerate(operands_of(each)):
+                if i not in settings and _may_carry(tensor):
+                    found.add(str(tensor.name))
+    return found
+
+
+def _may_carry(tensor: gs.Tensor) -> bool:
+    """Whether a gradient may reach a tensor, for all that is known of its type."""
+    maker = _maker(tensor)
+    is_unknown = bool(tensor.name) and tensor.dtype is None
+    return is_unknown or is_trainable_type(tensor) or (maker is not None and carries(maker))
+
+
+def is_role(node: gs.Node, index: int) -> bool:
+    """Whether an operand stands where layers have their weight, bias, scale or table."""
+    entry = entry_of(node)
+    return entry is not None and index in entry.trained
+
+
+def _is_bias_of_one(node: gs.Node, index: int) -> bool:
+    shape, result = list(node.inputs[index].shape or ()), list(node.outputs[0].shape or ())
+    return node.op == "Add" and shape[-1:] == [1] == result[-1:]
 
 
 def _becomes_angle(node: gs.Node) -> bool:
@@ -165,58 +326,19 @@ def _becomes_angle(node: gs.Node) -> bool:
     )
 
 
-def _is_role(
-    node: gs.Node,
-    index: int,
-    is_live: Sequence[bool],
-    constant: gs.Constant,
-    model: Model,
-) -> bool:
-    folder = model.folder
-    beside = any(live for i, live in enumerate(is_live) if i != index)
-    shape = _shape(node.inputs[index])
-    if _becomes_angle(node):
-        return False
-    if node.op in ("Add", "Mul", "Concat", "Where"):
-        return beside and _joins(node, index, shape, constant, folder)
-    entry = entry_of(node)
-    if entry is None or index not in entry.trained:
-        return False
-    if node.op == "InstanceNormalization" and _is_of_groups(node, index, _values(constant, folder)):
-        return False
-    if node.op in _TABLES:
-        return not _is_sinusoid(_rows(constant, folder))
-    others = [t for i, t in enumerate(node.inputs) if i != index and t.name]
-    return beside or all({o.name for o in _origins(t)} & model.stored for t in others)
-
-
-def _is_of_groups(node: gs.Node, index: int, values: Array | None) -> bool:
+def _is_of_groups(node: gs.Node, index: int, values: Array) -> bool:
     """Whether an InstanceNormalization is what exporters make of one over groups of channels: its
     scale is 1, and what is scaled by channel stands behind it."""
-    made = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
-    if made is None or made.op != "Reshape" or values is None:
-        return False
-    return bool((values == (index == 1)).all())
+    made = _maker(node.inputs[0])
+    return made is not None and made.op == "Reshape" and bool((values == (index == 1)).all())
 
 
-def _joins(
-    node: gs.Node, index: int, shape: list[int], constant: gs.Constant, folder: Path
-) -> bool:
-    """Whether a weight that joins with what is computed is a bias, a scale, or a table."""
-    wide = [s for s in shape if s != 1]
-    result = list(node.outputs[0].shape or ())
-    if not wide:  # a bias of one class, but not a number
-        return node.op == "Add" and shape[-1:] == [1] == result[-1:]
-    if node.op in ("Add", "Mul") and len(wide) == 1:
-        return not _is_mask(_values(constant, folder))
-    is_batch = node.op in ("Concat", "Where") and shape[:1] != [1] and len(shape) == len(result)
-    if node.op == "Mul" or is_batch:
+def _is_of_samples(node: gs.Node, tensor: gs.Constant) -> bool:
+    """Whether a constant that joins what is computed has a row for each sample."""
+    shape, result = list(tensor.shape), list(node.outputs[0].shape or ())
+    if node.op == "Concat" and node.attrs.get("axis", 0) % len(result or (1,)) == 0:
         return False
-    values = _values(constant, folder)
-    rows = None if values is None else values.reshape(-1, values.shape[-1])
-    if values is not None and not values.any() and _feeds_softmax(node):
-        return False  # a mask that hides nothing
-    return not (_is_mask(values) or _is_sinusoid(rows))
+    return len(shape) == len(result) > 1 and shape[0] == result[0] != 1
 
 
 def _feeds_softmax(node: gs.Node) -> bool:
@@ -224,46 +346,3 @@ def _feeds_softmax(node: gs.Node) -> bool:
     readers = [r for t in node.outputs for r in t.outputs]
     passing = (*_MOVES, *_SHIFTS, "Where", "Max", "Clip")
     return any(r.op == "Softmax" or (r.op in passing and _feeds_softmax(r)) for r in readers)
-
-
-def _is_mask(values: Array | None) -> bool:
-    """Whether they hide something: large negative numbers, or some zeros and some ones."""
-    if values is None or not values.size:
-        return False
-    return bool(values.min() <= _HIDES or {*np.unique(values[:1000])} == {0, 1})
-
-
-def _is_sinusoid(rows: Array | None) -> bool:
-    """Whether the rows are sines and cosines of their number times frequencies: the second follows
-    from the first."""
-    if rows is None or len(rows) < 3:
-        return False
-    if not np.isin(rows[0], (0, 1)).all() or not rows[1].any():
-        return False
-    a, b = rows[1].astype(np.float64), rows[2].astype(np.float64)
-    is_cosine = np.abs(b - (2 * a * a - 1)) < 1e-3
-    is_sine = np.abs(b * b - 4 * a * a * (1 - a * a)) < 1e-3
-    return bool((np.abs(a) <= 1.0001).all() and np.where(rows[0] == 1, is_cosine, is_sine).all())
-
-
-_MOST = 1 << 24
-"""Bytes of a weight that are looked at."""
-
-
-def _values(constant: gs.Constant, folder: Path) -> Array | None:
-    """A weight's values, None where it is too large to be looked at."""
-    if constant.dtype is None or np.prod(constant.shape, dtype=np.int64) * 4 > _MOST:
-        return None
-    proto = stored_proto(constant)
-    return constant.values if proto is None else numpy_helper.to_array(proto, str(folder))
-
-
-def _rows(constant: gs.Constant, folder: Path) -> Array | None:
-    """The first rows of a table; None where it has other dimensions."""
-    if len(constant.shape) != 2 or constant.shape[0] < 3:
-        return None
-    proto = stored_proto(constant)
-    if proto is None:
-        return np.asarray(constant.values[:3])
-    _, _, block = next(read_blocks(proto, folder))
-    return block[:3]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain, islice, permutations
 from itertools import count as numbers
 
+from onnxpar.derived_seeds import with_derived
 from onnxpar.dimension_text import axis_names
 from onnxpar.errors import StrategyError
 from onnxpar.factors import GraphFactors
@@ -132,8 +133,8 @@ class _Meshes:
     def _try(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
         sharding = Sharding.open(mesh, self.factors, self.topology)
         try:
-            given = [seeds_of(self.strategy, sharding)] if self.strategy is not None else []
-            return self.solve(sharding, given, kept)
+            given = [] if self.strategy is None else seeds_of(self.strategy, sharding)
+            return self.solve(sharding, [with_derived(given, sharding)], kept)
         except StrategyError as error:
             self.refused.append((mesh, error))
             return None

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
 
+from onnxpar.derived_seeds import with_derived
 from onnxpar.dimension_text import Piece
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Axes, merge_axes
@@ -150,7 +151,8 @@ class _Saving:
         mesh, factors = self.sharding.mesh, self.sharding.factors
         sharding = Sharding.open(mesh, factors, self.sharding.costs.topology)
         asked = [seed for batch in batches for entry in batch for seed in entry.seeds]
-        ctx = PassContext(self.model, sharding, seeds=[*self.before, asked, *self.behind])
+        rounds = [*self.before, with_derived(asked, sharding), *self.behind]
+        ctx = PassContext(self.model, sharding, seeds=rounds)
         PropagateLayouts().run(self.model.graph, ctx)
         found = self._decided(sharding)
         free = {(TENSORS, name) for name in self.sharding.pinned - sharding.pinned}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import onnxpar.grad  # noqa: F401  (registers the gradient rules)
 from onnxpar import pipeline
 from onnxpar.arrays import Array
 from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.grad.trained import Trained
+from onnxpar.grad.trained import Weights
 from onnxpar.mesh import Mesh
 from onnxpar.model import Model
 from onnxpar.step import Step
@@ -45,6 +46,7 @@ def grad(
     recompute: bool = False,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    untie: bool = False,
     dims: Mapping[str, int] | None = None,
     devices: int | None = None,
     mesh: str | Mesh | None = None,
@@ -70,11 +72,14 @@ def grad(
     recompute   activations within blocks are computed again for the backward pass, not kept
     clip_norm   scales gradients so that the norm of all together is at most this
     accumulate  batches of the model's size that a step takes, one after the other
+    untie       gives each node that reads a vector as its scale or bias a copy of its own, where
+                several read one
     dims        sizes of symbolic dimensions, by symbol
     preset      "manual" where the model is one rank's program: the step is one too, for so many
                 devices or the mesh given (`"dp=2,tp=4"` or a Mesh), its tensors dealt as the
                 strategy says
-    Returns what the step's ports are. Errors: OnnxparError; nothing is left half-written.
+    Returns what the step's ports are, and warns of weights that it does not train as the network
+    would that was exported. Errors: OnnxparError; nothing is left half-written.
     """
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, **hyperparameters)
@@ -94,9 +99,16 @@ def grad(
     how = Strategy.given(strategy)
     source = pipeline.Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
     made, _ = write_step(
-        Path(model), Path(output), wanted, StepOptions(optimizer, clip_norm, accumulate), source
+        Path(model),
+        Path(output),
+        wanted,
+        StepOptions(optimizer, clip_norm, accumulate),
+        source,
+        untie,
     )
     assert made.step is not None
+    for caution in made.step.cautions:
+        warnings.warn(caution, stacklevel=2)
     return made.step
 
 
@@ -160,9 +172,10 @@ def write_step(
     loss: LossOptions,
     options: StepOptions,
     source: pipeline.Options,
-) -> tuple[Model, list[Trained]]:
-    """Writes a training step; returns it, and what it trains. `source` says what the model is, and
-    its sizes. Errors: OnnxparError."""
+    untie: bool = False,
+) -> tuple[Model, Weights]:
+    """Writes a training step; returns it, and what it trains and what not. `source` says what the
+    model is, and its sizes; `untie` as for `grad`. Errors: OnnxparError."""
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     if output.exists() and output.samefile(path):
@@ -173,7 +186,7 @@ def write_step(
             "a mesh and a strategy are for a program per rank (--preset manual); the step of any "
             "other model is split by `onnxpar shard`"
         )
-    model = pipeline.load_model(path, source, for_training=True)
-    trained = make_step(model, loss, options, None if manual is None else RankProgram(manual))
+    model = pipeline.load_model(path, source, for_training=True, untied=untie)
+    weights = make_step(model, loss, options, None if manual is None else RankProgram(manual))
     write_model(export_model(model.graph, model.header), model.folder, output)
-    return model, trained
+    return model, weights

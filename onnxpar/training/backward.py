@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from onnxpar.clone import needed
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import gradients
-from onnxpar.grad.trained import Trained, find_trained
+from onnxpar.grad.trained import Left, Weights, find_trained
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.model import Model
@@ -28,6 +28,7 @@ from onnxpar.training.losses import Targets, add_loss
 from onnxpar.training.precision import lower_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import find_blocks, recompute
+from onnxpar.training.rewrite import as_constant
 
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
@@ -72,7 +73,7 @@ class Backward:
 
     loss: Value
     evaluated: dict[str, Value]
-    trained: list[Trained]
+    weights: Weights
     parameters: list[gs.Variable]
     gradients: dict[str, Value]
     running: list[tuple[gs.Variable, gs.Variable]]
@@ -89,14 +90,15 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
     renamed = _free_names(graph)
-    trained = find_trained(model, options.params, options.frozen)
+    ends = _ends(graph, renamed, options)
+    weights = find_trained(model, options.params, options.frozen, ends)
     parts = {
         t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
         for t in constants(graph)
         if program.is_part(t.name)
     }
     if options.precision is not None:
-        lower_precision(graph, options.precision, {t.name for t in trained})
+        lower_precision(graph, options.precision, {t.name for t in weights.trained})
     norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
     talks = any(is_message(node) for node in graph.nodes)  # which no part of a step can do alone
     used = None if talks else copy_for_use(graph, bool(options.statistics))
@@ -111,18 +113,20 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
         used = {renamed.get(name, name): t for name, t in used.items()}
         told = add_loss(Builder(graph, "evaluation"), used, *which, targets)
     evaluated = {} if talks else {"loss": told.loss, **told.metrics}
-    parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in trained]
+    parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in weights.trained]
     share = loss.builder.constant(np.full((), 1 / program.count, loss.dtype))
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     if scale is not None:
         share = scale.cast(loss.dtype) * share
     values = _add_gradients(graph, loss.tensor, share, parameters, options.recompute)
+    weights = _settle_lost(graph, weights, values, parts)
+    parameters = [p for p in parameters if p.name in values]
     told_of = [loss, *evaluated.values(), *values.values()]
     merge_equal(graph, [*(v.tensor for v in told_of), *(after for _, after in running)])
     befores = {before.name: before for before, _ in running}  # several nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
-    return Backward(loss, evaluated, trained, parameters, values, kept, scale)
+    return Backward(loss, evaluated, weights, parameters, values, kept, scale)
 
 
 def _add_gradients(
@@ -132,7 +136,8 @@ def _add_gradients(
     parameters: list[gs.Variable],
     recomputes: bool,
 ) -> dict[str, Value]:
-    """Appends the gradients of a loss times a seed, by parameter. Errors: StrategyError."""
+    """Appends the gradients of a loss times a seed, by parameter; those that no gradient reaches
+    are left out. Errors: StrategyError."""
     forward = len(graph.nodes)
     names = [p.name for p in parameters]
     blocks = find_blocks(needed(graph, [loss.name]), names, loss.name) if recomputes else []
@@ -140,12 +145,39 @@ def _add_gradients(
     found = gradients(graph, {loss.name: seed}, [*parameters, *ends])
     followed = {t.name: found.pop(t.name) for t in ends}
     recompute(graph, forward, blocks, {n: g for n, g in followed.items() if g is not None})
-    _read_again(graph, forward, parameters)
-    lost = [name for name, gradient in found.items() if gradient is None]
-    if lost:
-        more = f", nor on {len(lost) - 1} others" if lost[1:] else ""
-        raise StrategyError(f"the loss does not depend on {lost[0]!r}{more}; use --frozen")
-    return {name: g for name, g in found.items() if g is not None}
+    values = {name: g for name, g in found.items() if g is not None}
+    _read_again(graph, forward, [p for p in parameters if p.name in values])
+    return values
+
+
+def _ends(graph: gs.Graph, renamed: Mapping[str, str], options: LossOptions) -> list[str] | None:
+    """The output that the loss is of, None where the model has one only, or has no such output."""
+    outputs = {renamed.get(t.name, t.name): str(t.name) for t in graph.outputs}
+    for name in (options.loss, options.output):
+        if name in outputs:
+            return [outputs[name]]
+    return None
+
+
+def _settle_lost(
+    graph: gs.Graph, weights: Weights, reached: Collection[str], parts: Collection[str]
+) -> Weights:
+    """Makes weights that no gradient has reached constants again; `parts` stay inputs. Errors:
+    StrategyError where the user has named one of them, or where none is left."""
+    lost = [t for t in weights.trained if t.name not in reached]
+    asked = [t.name for t in lost if t.name in weights.asked]
+    if asked or len(lost) == len(weights.trained):
+        name, more = (asked or [t.name for t in lost])[0], len(asked or lost) - 1
+        others = f", nor on {more} others" if more else ""
+        raise StrategyError(f"the loss does not depend on {name!r}{others}; use --frozen")
+    inputs = {t.name: t for t in graph.inputs}
+    for weight in lost:
+        variable = inputs[weight.name]
+        if weight.name not in parts:
+            as_constant(graph, variable, variable.onnx_default)
+    left = [Left(t.tensor, "no gradient reaches it") for t in lost]
+    trained = [t for t in weights.trained if t.name in reached]
+    return Weights(trained, [*weights.left, *left], weights.asked)
 
 
 def _free_names(graph: gs.Graph) -> dict[str, str]:

@@ -69,6 +69,9 @@ def records(
         raise InputError(f"a checkpoint every {run.every} steps: 0 is none but the last")
     if run.keep < 0:
         raise InputError(f"--keep {run.keep}: 0 keeps all checkpoints")
+    for option, given in (("--every", run.every), ("--keep", run.keep)):
+        if given and run.checkpoint is None:
+            raise InputError(f"{option} {given}: of which checkpoints? give --checkpoint DIR")
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
     progress = _start(trainer, run)

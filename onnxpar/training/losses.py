@@ -67,6 +67,9 @@ def add_loss(
                 f"loss {kind!r}: is neither one of {', '.join(LOSSES)} nor an output of the "
                 f"model, which has {names}"
             )
+        for option, given in (("--loss-of", output), ("--class-axis", class_axis)):
+            if given is not None:
+                raise StrategyError(f"{option}: loss {kind!r} is an output itself; leave it out")
         value = builder.value(outputs[kind])
         if value.size != 1:
             raise StrategyError(f"loss {kind!r}: has shape {list(value.shape)}; one number is due")

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
-from onnx import TensorProto
 
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
@@ -20,9 +19,10 @@ from onnxpar.interchange import default_of
 from onnxpar.manual import Manual
 from onnxpar.mesh import Axes, Mesh, parts_over
 from onnxpar.step import GRADIENT, Deal, Step
-from onnxpar.subgraphs import all_nodes, replace_reads, subgraphs
+from onnxpar.subgraphs import all_nodes, subgraphs
 from onnxpar.training.backward import Backward, LossOptions
 from onnxpar.training.program import Program
+from onnxpar.training.rewrite import as_constant
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RankProgram(Program):
             if default is not None:  # which is stored whole
                 tensor.shape = list(default.dims)
                 if tensor.name not in kept:
-                    _as_constant(graph, tensor, default)
+                    as_constant(graph, tensor, default)
         ports = [t.name for t in (*graph.inputs, *graph.outputs)]
         like = {slot.output: slot.of or slot.input for slot in step.slots}
         like |= {slot.input: slot.of for slot in step.slots if slot.of}
@@ -126,12 +126,6 @@ def _refuse_inner(graph: gs.Graph) -> None:
                     f"{inner.op} '{inner.name}' would run for each part of a batch, which no loop "
                     "lets it do: leave --accumulate out"
                 )
-
-
-def _as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> None:
-    """Makes an input the weight that it was."""
-    replace_reads(tensor, gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value)))
-    graph.inputs.remove(tensor)
 
 
 class _OfParts(Builder):

@@ -13,6 +13,7 @@ from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.model import read_proto
 from onnxpar.stored import check_stored, stored_tensors
 from onnxpar.training.checkpoint import Checkpoint
+from onnxpar.untie import untie
 from onnxpar.write_model import write_model
 
 IN_MODEL = ("parameter", "statistic")
@@ -28,7 +29,8 @@ def merge(
 ) -> int:
     """Writes a model with the weights that a checkpoint has, be it of any mesh; returns how many.
 
-    `checkpoint` may be a folder of them: the newest counts. Dropout and batch-norm are put to use,
+    `checkpoint` may be a folder of them: the newest counts. Vectors that were untied for training
+    become as many weights. Dropout and batch-norm are put to use,
     unless they are to stay in `training`. Errors: ModelError where the model lacks a weight of the
     checkpoint or has it in another shape.
     """
@@ -39,8 +41,12 @@ def merge(
         raise OnnxparError(f"{target.parent}: no such folder for the output")
     if not training:
         _put_to_use(proto.graph)
-    tensors = {t.name: t for t in stored_tensors(proto.graph)}
     trained = [slot.input for slot in found.slots if slot.kind in IN_MODEL]
+    known = {t.name for t in proto.graph.initializer}
+    apart = {name.rpartition("@")[0] for name in trained if name not in known}
+    if apart:
+        untie(proto.graph, apart)
+    tensors = {t.name: t for t in stored_tensors(proto.graph)}
     for name in trained:
         if name not in tensors:
             raise ModelError(f"{path}: has no weight {name!r}, which {found.path} has trained")

@@ -1,13 +1,14 @@
-"""Puts other nodes in the place of one."""
+"""Puts other nodes in the place of one, and a constant in the place of an input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import onnx_graphsurgeon as gs
+from onnx import TensorProto
 
 from onnxpar.grad.value import Builder, Value
-from onnxpar.subgraphs import scopes
+from onnxpar.subgraphs import replace_reads, scopes
 
 
 def replace_node(
@@ -30,3 +31,9 @@ def replace_node(
             scope.nodes.append(gs.Node("Identity", name, {}, [value.tensor], [output]))
     made = scope.nodes[count:]
     scope.nodes = [*scope.nodes[:at], *made, *scope.nodes[at + 1 : count]]
+
+
+def as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> None:
+    """Makes an input the weight that it was."""
+    replace_reads(tensor, gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value)))
+    graph.inputs.remove(tensor)

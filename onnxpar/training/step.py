@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import drop_unread
-from onnxpar.grad.trained import Trained
+from onnxpar.grad.trained import Weights
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.interchange import default_of
@@ -25,6 +25,7 @@ from onnxpar.step import EVALUATION, GRADIENT, METADATA, SCALE, SEED, SKIPPED, S
 from onnxpar.subgraphs import constants
 from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
+from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm
 from onnxpar.training.loss_scale import GOOD, is_finite
 from onnxpar.training.optimizers import Optimizer
 from onnxpar.training.program import Program
@@ -46,19 +47,22 @@ class StepOptions:
 
 def make_step(
     model: Model, loss: LossOptions, options: StepOptions, program: Program | None = None
-) -> list[Trained]:
+) -> Weights:
     """Turns the graph of a model that was loaded for training into a training step, in place; the
-    model's `step` says what is what. Errors: StrategyError, ModelError."""
+    model's `step` says what is what. Returns what is trained, and what is not.
+    Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
+    cautions = list(cautions_of_batch_norm(model, loss.statistics))
     back = add_backward(model, loss, program)
     fed = [t.name for t in graph.inputs if default_of(t) is None]
     step = Step(
         seed=SEED if SEED in fed else None,
         precision=loss.precision,
         data=[name for name in fed if name != SEED],
+        cautions=[*cautions, *cautions_of(model, back.weights)],
     )
     graph.outputs = []
     if options.accumulate != 1:
@@ -78,7 +82,7 @@ def make_step(
     program.finish(graph, step, shapes)
     model.step = step
     model.header.metadata_props.add(key=METADATA, value=step.text())
-    return back.trained
+    return back.weights
 
 
 class _Update:

@@ -46,8 +46,20 @@ CASES = {
     "frequencies": (
         "a = Mul(x, f) u = Sin(a) v = Cos(a) y = Concat<axis = 1>(u, v)",
         (4, 6),
-        {"f": noise(6)},
+        {"f": 10000.0 ** (-np.arange(6) / 6)},
         "",
+    ),
+    "scaled frequencies": (
+        "a = Mul(x, f) u = Sin(a) v = Cos(a) y = Concat<axis = 1>(u, v)",
+        (4, 6),
+        {"f": np.array([1, 0.3, 0.1, 0.004, 0.001, 0.0001])},
+        "",
+    ),
+    "a layer of sines": (
+        "h = MatMul(x, w) a = Add(h, b) y = Sin(a)",
+        (4, 6),
+        {"w": noise(6, 5), "b": noise(5)},
+        "w b",
     ),
     "not only frequencies": (
         "a = Mul(x, f) u = Sin(a) y = Add(u, a)",
@@ -114,7 +126,7 @@ def test_found(tmp_path: Path, case: str) -> None:
     onnx.save(proto, tmp_path / "model.onnx")
     model = load(tmp_path / "model.onnx", for_training=True)
     if expected:
-        assert {t.name for t in find_trained(model)} == {*expected.split()}
+        assert {t.name for t in find_trained(model).trained} == {*expected.split()}
     else:
         with pytest.raises(Exception, match="no weight is left to train"):
             find_trained(model)

@@ -17,7 +17,9 @@ from onnxpar.cli import main
 from onnxpar.errors import StrategyError
 from onnxpar.grad.trained import find_trained
 from onnxpar.model import Model, load
+from onnxpar.training import grad
 
+F32 = np.float32
 DRAW = np.random.default_rng(4)
 Weights = dict[str, np.ndarray]
 
@@ -25,6 +27,10 @@ Weights = dict[str, np.ndarray]
 def saved(folder: Path, text: str, **weights: np.ndarray) -> Path:
     """A model from its text, with these weights; what the text lacks is drawn."""
     proto = onnx.parser.parse_model(HEAD + text)
+    weights = {
+        name: value.astype(F32) if value.dtype == float else value
+        for name, value in weights.items()
+    }
     for port in [i for i in proto.graph.input if i.name.startswith(("w", *weights))]:
         shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
         value = weights.get(port.name, DRAW.standard_normal(shape).astype(np.float32))
@@ -40,7 +46,7 @@ def read(folder: Path, text: str, **weights: np.ndarray) -> Model:
 
 
 def names(model: Model, **how: list[str]) -> list[str]:
-    return [t.name for t in find_trained(model, **how)]
+    return [t.name for t in find_trained(model, **how).trained]
 
 
 def sinusoid(rows: int, columns: int) -> np.ndarray:
@@ -49,7 +55,6 @@ def sinusoid(rows: int, columns: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], 1).astype(np.float32)
 
 
-F32 = np.float32
 FOUND: dict[str, tuple[str, Weights, list[str]]] = {
     "weights and biases": (
         """m (float[4,6] x, float[6,5] w1, float[5] w2, float[5] w3, float[5] w4)
@@ -157,10 +162,88 @@ FOUND: dict[str, tuple[str, Weights, list[str]]] = {
         {},
         ["w1", "w2"],
     ),
-    "a table that multiplies is not": (
+    "a table that multiplies is": (
         """m (float[2,8,6] x, float[6,6] w, float[8,6] scales) => (float[2,8,6] y)
         { h = MatMul(x, w)  y = Mul(h, scales) }""",
         {"scales": DRAW.standard_normal((8, 6)).astype(F32)},
+        ["w", "scales"],
+    ),
+    "a normalized classifier is": (
+        """m (float[4,6] x, float[6,3] w1, float[5,3] w2) => (float[4,5] y)
+        { h = MatMul(x, w1)  e = LpNormalization<axis = 1>(h)  n = LpNormalization<axis = 1>(w2)
+          t = Transpose(n)  y = MatMul(e, t) }""",
+        {},
+        ["w1", "w2"],
+    ),
+    "a classifier over its norm is": (
+        """m (float[4,3] x, float[5,3] w) => (float[4,5] y)
+        <int64[1] last = {1}>
+        { l = ReduceL2(w, last)  n = Div(w, l)  t = Transpose(n)  y = MatMul(x, t) }""",
+        {},
+        ["w"],
+    ),
+    "a weight by its direction and its length is": (
+        """m (float[4,3] x, float[5,3] w1, float[5,1] w2) => (float[4,5] y)
+        <int64[1] last = {1}>
+        { l = ReduceL2(w1, last)  d = Div(w1, l)  n = Mul(d, w2)  t = Transpose(n)
+          y = MatMul(x, t) }""",
+        {},
+        ["w1", "w2"],
+    ),
+    "prototypes and their widths are": (
+        """m (float[4,3] x, float[5,3] w1, float[5] w2) => (float[4,5] y)
+        <int64[1] one = {1}, int64[1] last = {2}>
+        { u = Unsqueeze(x, one)  d = Sub(u, w1)  s = Mul(d, d)  r = ReduceSum<keepdims = 0>(s, last)
+          e = Exp(w2)  y = Div(r, e) }""",
+        {},
+        ["w1", "w2"],
+    ),
+    "a decay of states is": (
+        """m (float[4,3] x, float[3,5] w) => (float[4,3,5] y)
+        <int64[1] last = {2}>
+        { e = Exp(w)  n = Neg(e)  u = Unsqueeze(x, last)  y = Mul(u, n) }""",
+        {"w": np.log(np.arange(1, 6, dtype=F32))[None].repeat(3, 0)},
+        ["w"],
+    ),
+    "grids are not": (
+        """m (float[2,8,2] x, float[2,2] w, float[8,2] cells) => (float[2,8,2] y)
+        { h = MatMul(x, w)  y = Add(h, cells) }""",
+        {"cells": np.stack(np.meshgrid(np.arange(4) + 0.5, np.arange(2) + 0.5), -1).reshape(8, 2)},
+        ["w"],
+    ),
+    "a transform by sines is not": (
+        """m (float[4,6] x, float[6,6] waves, float[6,2] w) => (float[4,2] y)
+        { h = MatMul(x, waves)  y = MatMul(h, w) }""",
+        {"waves": np.cos(2 * np.pi * np.outer(np.arange(6), np.arange(6)) / 6)},
+        ["w"],
+    ),
+    "what normalizes the input is not": (
+        """m (float[2,3,4,4] x, float[3,1,1] mean, float[3,1,1] std, float[2,3,3,3] w)
+        => (float[2,2,2,2] y)
+        { c = Sub(x, mean)  n = Div(c, std)  y = Conv(n, w) }""",
+        {
+            "mean": np.array([0.485, 0.456, 0.406], F32)[:, None, None],
+            "std": np.array([0.229, 0.224, 0.225], F32)[:, None, None],
+        },
+        ["w"],
+    ),
+    "scales of a Resize are not": (
+        """m (float[1,2,3,3] x, float[2,2,1,1] w, float[4] sizes) => (float[1,2,6,6] y)
+        { h = Conv(x, w)  y = Resize(h, , sizes) }""",
+        {"sizes": np.array([1, 1, 2, 2], F32)},
+        ["w"],
+    ),
+    "what only sizes depend on is not": (
+        """m (float[4,3] x, float[3,2] w, float[2,5] other) => (float[4,2] y)
+        { h = MatMul(x, w)  s = Shape<start = 0, end = 1>(other)  f = Cast<to = 1>(s)
+          y = Add(h, f) }""",
+        {"other": np.ones((2, 5), F32) / 3},
+        ["w"],
+    ),
+    "a mask of a window is not": (
+        """m (float[2,4,6] x, float[6,4] w, float[4,4] window) => (float[2,4,4] y)
+        { h = MatMul(x, w)  a = Add(h, window)  y = Softmax(a) }""",
+        {"window": np.where(np.arange(16).reshape(4, 4) % 3, 0, -100).astype(F32)},
         ["w"],
     ),
     "what is joined to each sample is not": (
@@ -199,7 +282,7 @@ def test_what_is_found(case: str, tmp_path: Path) -> None:
 
 def test_weights_of_gpt2() -> None:
     """Every parameter of the network, the tied embedding once, and no mask."""
-    found = find_trained(load(MODELS / "gpt2.dynamo.static.onnx", for_training=True))
+    found = find_trained(load(MODELS / "gpt2.dynamo.static.onnx", for_training=True)).trained
     layer = [
         *(f"{n}.{p}" for n in ("ln_1", "ln_2") for p in ("weight", "bias")),
         *(f"attn.{n}.{p}" for n in ("c_attn", "c_proj") for p in ("weight", "bias")),
@@ -295,3 +378,84 @@ def test_the_list_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "4 parameters of 53 elements, 212 B" in lines
     assert "state of each: exp_avg, exp_avg_sq" in lines
     assert any(line.startswith("a step takes x, target, learning_rate") for line in lines)
+
+
+def test_what_is_not_trained_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the reason, and a warning for each float weight of two dimensions or more."""
+    text = """m (float[2,8,6] x, float[6,6] w, float[8,6] sines, float[3] f, float d)
+    => (float[2,8,6] y)
+    { h = MatMul(x, w)  s = Add(h, sines)  y = Mul(s, d)  unread = Mul(f, f) }"""
+    weights = {"sines": sinusoid(8, 6), "f": np.array([1, 2, 4], F32), "d": np.array(0.5, F32)}
+    path, output = saved(tmp_path, text, **weights), tmp_path / "step.onnx"
+    arguments = ["grad", str(path), "--loss", "mse", "--optimizer", "sgd", "-o", str(output)]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "1 parameters of 36 elements" in out
+    assert "1 numbers are not trained, such as d" in out
+    assert [line.split() for line in out.splitlines() if line.startswith("sines")] == [
+        ["sines", "8x6", "a", "table", "of", "sines", "and", "cosines"]
+    ]
+    assert err == ("onnxpar: warning: sines (8x6) is not trained: a table of sines and cosines\n")
+    assert main([*arguments, "--frozen", "sines"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_loss_of_one_output_trains_what_that_depends_on(tmp_path: Path) -> None:
+    """As torch, which leaves the gradient of all else None; what is named must get one."""
+    text = """m (float[4,6] x, float[6,3] w1, float[3,2] w2, float[3,5] w3)
+    => (float[4,2] y, float[4,5] z) { h = MatMul(x, w1)  y = MatMul(h, w2)  z = MatMul(h, w3) }"""
+    path, output = saved(tmp_path, text), tmp_path / "step.onnx"
+    how = {"loss": "mse", "optimizer": "sgd", "loss_of": "y"}
+    with pytest.warns(UserWarning, match=r"w3 \(3x5\) is not trained: the loss does not depend"):
+        step = grad(path, output, **how)
+    assert [slot.input for slot in step.parameters] == ["w1", "w2"]
+    with pytest.raises(StrategyError, match="the loss does not depend on 'w3'"):
+        grad(path, output, params=["w3"], **how)
+
+
+def test_what_no_gradient_reaches_is_not_trained(tmp_path: Path) -> None:
+    """A Sign hands on none."""
+    text = """m (float[4,6] x, float[6,3] w1, float[6,3] w2) => (float[4,3] y)
+    { h = MatMul(x, w1)  s = Sign(h)  g = MatMul(x, w2)  y = Add(s, g) }"""
+    with pytest.warns(UserWarning, match=r"w1 \(6x3\) is not trained: no gradient reaches it"):
+        step = grad(saved(tmp_path, text), tmp_path / "step.onnx", loss="mse", optimizer="sgd")
+    assert [slot.input for slot in step.parameters] == ["w2"]
+
+
+SIGNATURE = """# inputs
+p_w: PARAMETER target='layers.0.w'
+p_scale: PARAMETER target='logit_scale'
+b_pe: BUFFER target='rate' persistent=True
+x: USER_INPUT
+"""
+
+
+@pytest.mark.parametrize(
+    ("signed", "producer", "expected"),
+    [
+        (True, "pytorch", ["layers.0.w", "logit_scale"]),
+        (False, "pytorch", ["layers.0.w", "logit_scale", "rate", "onnx::Mul_7"]),
+        (False, "", ["layers.0.w", "rate", "onnx::Mul_7"]),
+    ],
+)
+def test_what_the_exporter_says_counts(
+    signed: bool, producer: str, expected: list[str], tmp_path: Path
+) -> None:
+    """torch.export lists the parameters; else a number needs a name, which only torch gives."""
+    text = """m (float[4,6] x, float[6,3] w, float s, float[3] r, float[3] m, float c)
+    => (float[4,3] y)
+    { h = MatMul(x, w)  e = Exp(s)  a = Mul(h, e)  b = Mul(a, r)  d = Mul(b, m)  y = Mul(d, c) }"""
+    weights = {name: np.array(DRAW.standard_normal(3), F32) for name in "rm"}
+    path = saved(tmp_path, text, s=np.array(2.66, F32), c=np.array(0.3, F32), **weights)
+    proto = onnx.load(path)
+    names = {"w": "layers.0.w", "s": "logit_scale", "r": "rate", "m": "onnx::Mul_7", "c": "val_3"}
+    for tensor in proto.graph.initializer:
+        tensor.name = names[tensor.name]
+    for node in proto.graph.node:
+        node.input[:] = [names.get(n, n) for n in node.input]
+    proto.producer_name = producer
+    if signed:
+        key = "pkg.torch.export.ExportedProgram.graph_signature"
+        proto.graph.metadata_props.add(key=key, value=SIGNATURE)
+    onnx.save(proto, path)
+    assert [t.name for t in find_trained(load(path, for_training=True)).trained] == expected

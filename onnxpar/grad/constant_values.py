@@ -1,0 +1,131 @@
+"""Values that prove a tensor to be a constant of the network, not a parameter: masks, tables of
+sines and cosines, frequencies, grids of whole numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from onnxpar.stored import stored_proto
+from onnxpar.weights import read_blocks
+
+Array = npt.NDArray[Any]
+
+_HIDES = -1e4
+"""A mask adds at most this to a score that it hides,"""
+_VANISHES = -20.0
+"""or this, if it has no other number than that and 0."""
+_ROWS = 8
+"""Rows of a table that are looked at."""
+_MOST = 1 << 22
+"""Elements of a tensor that are looked at."""
+
+
+def first_values(constant: gs.Constant, folder: Path) -> Array:
+    """The first values of a stored tensor, at least some whole rows, without dimensions of 1, in
+    float64."""
+    proto = stored_proto(constant)
+    if proto is None:
+        found = np.asarray(constant.values)
+    elif not np.prod(proto.dims, dtype=np.int64):
+        return np.zeros(0)
+    else:
+        _, _, found = next(read_blocks(proto, folder))
+    found = found.squeeze()
+    if found.size > _MOST:
+        found = found[: max(_ROWS, _MOST * len(found) // found.size)]
+    return found.astype(np.float64)
+
+
+def is_mask(values: Array) -> bool:
+    """Whether the values hide something: large negative numbers, or zeros and one negative number
+    that makes an exponential vanish."""
+    if not values.size:
+        return False
+    least = np.nanmin(values)
+    return bool(least <= _HIDES or (least <= _VANISHES and np.isin(values, (0, least)).all()))
+
+
+def is_choice(values: Array) -> bool:
+    """Whether all values are 0 or 1, and both occur."""
+    return {*np.unique(values[:1000])} == {0, 1}
+
+
+def is_filled(values: Array) -> bool:
+    """Whether all values are equal."""
+    return bool(values.size and (values == values.flat[0]).all())
+
+
+def is_sinusoid(values: Array) -> bool:
+    """Whether the rows or the columns are sines and cosines of evenly spaced angles.
+
+    Of such numbers, the sum of both neighbours is a fixed multiple of each one:
+    sin(a - f) + sin(a + f) = 2 cos(f) sin(a). Scaled, shifted and interleaved tables obey it too.
+    """
+    if is_filled(values):
+        return False
+    return _has_waves(values) or (values.ndim == 2 and _has_waves(values.T))
+
+
+def _has_waves(values: Array) -> bool:
+    if values.ndim < 2 or len(values) < 3:
+        return False
+    rows = values[:_ROWS].reshape(min(_ROWS, len(values)), -1)
+    if not np.isfinite(rows).all():
+        return False
+    if len(rows) < 5:
+        return _is_first_rows(rows)
+    inner, both = rows[1:-1], rows[:-2] + rows[2:]
+    scale = np.abs(rows).max()
+    weight = (inner * inner).sum(0)
+    factor = np.clip((inner * both).sum(0) / np.where(weight == 0, 1, weight), -2, 2)
+    moves = np.abs(rows - rows[0]).max(0) > 1e-6 * scale
+    off = np.abs(both - factor * inner).max()
+    return bool(scale and off < 2e-3 * scale and 8 * moves.sum() >= len(moves))
+
+
+def _is_first_rows(rows: Array) -> bool:
+    """Whether three rows are the sines and cosines of 0, f and 2 f."""
+    if not np.isin(rows[0], (0, 1)).all() or not rows[1].any():
+        return False
+    a, b = rows[1], rows[2]
+    is_cosine = np.abs(b - (2 * a * a - 1)) < 1e-3
+    is_sine = np.abs(b * b - 4 * a * a * (1 - a * a)) < 1e-3
+    return bool((np.abs(a) <= 1.0001).all() and np.where(rows[0] == 1, is_cosine, is_sine).all())
+
+
+def are_frequencies(values: Array, of_angles: bool) -> bool:
+    """Whether the values are a geometric sequence; where they scale `of_angles`, whether they fall
+    or rise from 1, as scaled frequencies of rotary embeddings do."""
+    if values.ndim != 1 or values.size < 2 or not (values > 0).all():
+        return False
+    ratios = values[1:] / values[:-1]
+    if not ((ratios < 1).all() or (ratios > 1).all()):
+        return False
+    if of_angles and abs(values.max() - 1) < 1e-3:
+        return True
+    return values.size > 3 and bool(np.ptp(ratios) < 2e-3 * ratios[0])
+
+
+def are_whole(values: Array) -> bool:
+    """Whether the values are whole or half numbers, at least three different ones: a grid, or
+    positions."""
+    with np.errstate(invalid="ignore"):
+        halves = values * 2
+        return bool((halves == np.rint(halves)).all() and len(np.unique(values[:1000])) > 2)
+
+
+def is_scale_factor(value: float) -> bool:
+    """Whether a number is the square root of a multiple of 8, or one over it: the factors by which
+    networks scale embeddings and scores of so many elements."""
+    square = value * value
+    if value <= 0 or not square:
+        return False
+    larger = max(square, 1 / square)
+    count = round(larger)
+    is_root = count % 8 == 0 and 0 < count < 1 << 15 and abs(larger - count) < 1e-6 * larger
+    return is_root and round(count**0.5) ** 2 != count

@@ -1,0 +1,106 @@
+"""Cautions to print before a run: what a training step does not train as torch would."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from onnxpar.exported import PARAMETER
+from onnxpar.grad.trained import FROZEN, HELD, UNNAMED, Left, Weights
+from onnxpar.model import Model
+from onnxpar.subgraphs import all_nodes
+
+_PLAIN = "torch.onnx.export(..., dynamo=True, optimize=False)"
+_TRAINING = (
+    f"{_PLAIN} (and give --batch-norm global), or with dynamo=False, "
+    "training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False"
+)
+_MOVED = re.compile(
+    r"val_\d+$|(t|transpose|permute|view|reshape|(un)?squeeze|expand|slice|select|embedding|clone)"
+    r"(_\d+)?$"
+)
+"""Names that the exporter gives to parameters whose elements it has only moved."""
+_FOLDED = re.compile(r"onnx::Conv_\d+$")
+"""Names that the exporter gives to weights of a Conv that a batch-norm was multiplied into."""
+_STATISTICS = ".running_mean"
+
+
+def cautions_of(model: Model, weights: Weights) -> list[str]:
+    """Sentences on weights that a step does not train as the network would that was exported."""
+    return [
+        *(_of_left(left) for left in weights.left if _is_missed(left)),
+        *_of_folded(model, weights),
+        *_of_shared(weights, model.shared),
+    ]
+
+
+def _is_missed(left: Left) -> bool:
+    """Whether a tensor that is not trained could be a weight: one of two dimensions or more."""
+    if left.reason in (FROZEN, UNNAMED) or len(left.tensor.shape) < 2:
+        return False
+    return left.reason != HELD or left.in_role
+
+
+def _of_left(left: Left) -> str:
+    return f"{left.name} ({_text(left.tensor.shape)}) is not trained: {left.reason}"
+
+
+def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
+    missing = [n for n, kind in model.exported.items() if kind == PARAMETER]
+    missing = [n for n in missing if n not in model.stored]
+    computed = [
+        t.name for t in weights.trained if t.name not in model.exported and not _MOVED.match(t.name)
+    ]
+    if missing and computed:
+        yield (
+            f"{_list(computed)}: the exporter has computed these from parameters that the file "
+            f"does not have (it lacks {_list(missing)}). They train as they are, not as those "
+            f"parameters would; to keep the parameters, export with {_PLAIN}"
+        )
+
+
+def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
+    """An exporter that stores equal tensors once makes parameters of a fresh network one."""
+    tied = {t.name: shared[t.name] for t in weights.trained if t.name in shared}
+    if tied:
+        texts = [f"{name} (read by {count} nodes)" for name, count in tied.items()]
+        yield (
+            f"{_list(texts)}: several nodes read one tensor as their scale or bias, so they train "
+            "one together. An exporter that stores equal tensors once does this to a network that "
+            f"is not trained yet; --untie gives each node its own, as does {_PLAIN}"
+        )
+
+
+def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str]:
+    """A sentence on statistics that are folded into the weights of a model, or that are not of the
+    batch; `statistics` are what the user asks for."""
+    nodes = list(all_nodes(model.graph))
+    norms = [n for n in nodes if n.op == "BatchNormalization"]
+    idle = [str(n.name) for n in norms if not n.attrs.get("training_mode")]
+    if idle and statistics is None:
+        yield (
+            f"{_list(idle)}: BatchNormalization normalizes by its running statistics, as exported "
+            "for inference, and never updates them; --batch-norm global takes those of the batch"
+        )
+    if norms:
+        return
+    folded = [str(n.name) for n in nodes if n.op == "Conv" and _FOLDED.match(n.inputs[1].name)]
+    folded += [n.removesuffix(_STATISTICS) for n in model.exported if n.endswith(_STATISTICS)]
+    if folded:
+        is_gone = all(node.op != "Dropout" for node in nodes)
+        gone = ". Dropout is gone, too, if the network had any" if is_gone else ""
+        yield (
+            f"{_list(folded)}: a batch-norm was folded into the weights, so its statistics stay as "
+            "they were exported, and no scale and shift of its own is trained"
+            f"{gone}. To keep both, export after network.train() with {_TRAINING}"
+        )
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _list(names: Sequence[str]) -> str:
+    """The first few names."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

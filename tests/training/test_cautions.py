@@ -1,0 +1,76 @@
+"""Warnings of what an exporter has done to a network before it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from committed import MODELS
+from training.steps import write_model
+
+import onnxpar.grad  # noqa: F401  (registers the rules)
+from onnxpar.grad.trained import find_trained
+from onnxpar.model import load
+from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm
+
+
+@pytest.mark.parametrize("export", ["dynamo.static", "legacy.static"])
+def test_a_folded_batch_norm_is_told_of(export: str) -> None:
+    model = load(MODELS / f"resnet.{export}.onnx", for_training=True)
+    (told,) = cautions_of_batch_norm(model, None)
+    assert " and 26 more: a batch-norm was folded into the weights" in told
+    assert "Dropout is gone" in told and "optimize=False" in told
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet.legacy.training", "gpt2.dynamo.static", "unet.legacy.static"]
+)
+def test_other_exports_are_not(name: str) -> None:
+    """With batch-norm as it was, and networks of convolutions that have none."""
+    model = load(MODELS / f"{name}.onnx", for_training=True)
+    assert list(cautions_of_batch_norm(model, None)) == []
+
+
+def test_a_batch_norm_for_inference_is_told_of(tmp_path: Path) -> None:
+    text = """m (float[2,3,4] x, float[3] w1, float[3] w2, float[3] w3, float[3] w4)
+    => (float[2,3,4] y) { y = BatchNormalization(x, w1, w2, w3, w4) }"""
+    model = load(write_model(text, tmp_path), for_training=True)
+    (told,) = cautions_of_batch_norm(model, None)
+    assert "never updates them; --batch-norm global" in told
+    assert list(cautions_of_batch_norm(model, "global")) == []
+
+
+def test_what_the_exporter_has_computed_from_parameters_is_told_of(tmp_path: Path) -> None:
+    """A normalized weight that was folded would be trained without its normalization; one that was
+    transposed is trained as it was."""
+    text = """m (float[4,6] x, float[6,3] w1, float[3,5] w2) => (float[4,5] y)
+    { h = MatMul(x, w1)  y = MatMul(h, w2) }"""
+    path = write_model(text, tmp_path)
+    proto = onnx.load(path)
+    signature = "p_a: PARAMETER target='a.weight'\np_b: PARAMETER target='b.weight'\n"
+    key = "pkg.torch.export.ExportedProgram.graph_signature"
+    proto.graph.metadata_props.add(key=key, value=signature)
+    for name, new in (("w1", "val_3"), ("w2", "div_1")):
+        tensor = next(t for t in proto.graph.initializer if t.name == name)
+        tensor.name = new
+        for node in proto.graph.node:
+            node.input[:] = [new if n == name else n for n in node.input]
+    onnx.save(proto, path)
+    model = load(path, for_training=True)
+    weights = find_trained(model)
+    assert [t.name for t in weights.trained] == ["val_3", "div_1"]
+    (told,) = cautions_of(model, weights)
+    assert told.startswith("div_1: the exporter has computed these from parameters")
+    assert "a.weight, b.weight" in told and "val_3" not in told
+
+
+def test_a_fresh_network_is_told_of(tmp_path: Path) -> None:
+    text = """m (float[4,6] x, float[6] w1, float[6] w2) => (float[4,6] y)
+    { a = LayerNormalization(x, w1, w2)  r = Relu(a)  y = LayerNormalization(r, w1) }"""
+    model = load(write_model(text, tmp_path), for_training=True)
+    (told,) = cautions_of(model, find_trained(model))
+    assert told.startswith("w1 (read by 2 nodes): several nodes read one tensor")
+    assert model.shared == {"w1": 2}
+    assert np.prod(find_trained(model).trained[0].tensor.shape) == 6
