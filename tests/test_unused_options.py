@@ -8,7 +8,7 @@ import pytest
 from small_models import HEAD, write_text
 from training.steps import MLP, write_step
 
-from onnxpar import make_plan
+from onnxpar.api import make_plan
 from onnxpar.cli import main
 from onnxpar.errors import StrategyError
 
