@@ -14,6 +14,7 @@ from training.steps import CROSS_ENTROPY, MLP, plan_of, write_model, write_step
 
 from onnxpar import pipeline
 from onnxpar.errors import StrategyError
+from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Options
 from onnxpar.plan import Collective, Plan
 from onnxpar.training import grad
@@ -82,7 +83,10 @@ def test_buckets_cut_the_all_reduce(tmp_path: Path) -> None:
 def test_zero_scatters_each_gradient_and_gathers_each_parameter(
     preset: str, tmp_path: Path
 ) -> None:
-    plan = plan_of(write_step(WIDE, tmp_path, "mse", "adam"), f"{preset} 4")
+    step = write_step(WIDE, tmp_path, "mse", "adam")
+    fused = large(plan_of(step, f"{preset} 4"))
+    assert {c.kind: len(c.tensor.split()) for c in fused} == {"ReduceScatter": 4, "AllGather": 4}
+    plan, _ = pipeline.plan(step, Options(devices=4, preset=preset, fusion="none"))
     found = large(plan)
     assert kinds(found) == {"ReduceScatter": 4, "AllGather": 4}
     for kind in ("ReduceScatter", "AllGather"):
@@ -98,9 +102,9 @@ def test_zero_scatters_each_gradient_and_gathers_each_parameter(
 def test_zero3_gathers_before_use_and_again_in_the_backward_pass(tmp_path: Path) -> None:
     plan = plan_of(write_step(WIDE, tmp_path, "mse", "adam"), "zero3 4")
     found = large(plan)
-    assert kinds(found) == {"ReduceScatter": 4, "AllGather": 5}
-    gathered = [c.tensor for c in found if c.kind == "AllGather"]
-    assert gathered == ["w1", "w2", "w3", "w4", "w3.again"]  # w1's own input needs no gradient
+    assert kinds(found) == {"ReduceScatter": 1, "AllGather": 3}
+    gathered = [c.tensor for c in found if c.kind == "AllGather"]  # together for each node
+    assert gathered == ["w1 w2", "w3 w4", "w3.again"]  # w1's own input needs no gradient
     for name in BYTES:
         for port in (name, f"{name}.next", f"{name}.exp_avg", f"{name}.exp_avg_sq.next"):
             assert "dp" in layouts(plan)[port], port
@@ -116,7 +120,8 @@ def test_what_zero3_gathers_is_split_otherwise_by_its_readers(tmp_path: Path) ->
 def test_zero_of_dp_and_tp(tmp_path: Path) -> None:
     """State is split over both, each rank's own part of what tensor parallelism leaves it."""
     step = write_step(WIDE, tmp_path, "mse", "adam")
-    plan = plan_of(step, "zero2 dp=2,tp=2")
+    how = Options(mesh=Mesh.parse("dp=2,tp=2"), preset="zero2", fusion="none")
+    plan, _ = pipeline.plan(step, how)
     texts = layouts(plan)
     assert (texts["w1"], texts["w3"]) == ("[-, tp]", "[tp, -]")
     assert (texts["w1.exp_avg"], texts["w3.exp_avg"]) == ("[dp, tp]", "[tp, dp]")
