@@ -19,11 +19,13 @@ DOMAIN = "onnxpar"
 class PerRank:
     """Constants (by name) and attributes (by node and attribute) as functions of the rank.
 
-    The graph itself holds the values of rank 0.
+    The graph itself holds the values of rank 0. `stand_ins` are, by constant, sizes and axes whose
+    empty parts count as one element in it.
     """
 
     constants: dict[str, Callable[[int], Array]] = field(default_factory=dict)
     attributes: dict[tuple[str, str], Callable[[int], Any]] = field(default_factory=dict)
+    stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
 
 
 def collective_node(

@@ -37,23 +37,32 @@ def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Factor:
-    """An index variable: `size` elements, split over `axes`, by default in nested parts."""
+    """An index variable: `size` elements, split over `axes`, by default in nested parts.
+
+    A part may be empty. With `filled`, a rank whose part is empty computes on a stand-in, one
+    element that its results leave out again; layouts of tensors are never filled.
+    """
 
     size: int
     axes: Axes = ()
     parts: tuple[int, ...] | None = None
+    filled: bool = False
 
     def part_sizes(self) -> tuple[int, ...]:
         """The size of each part, in the row-major order of the axes."""
-        return self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
+        sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
+        return tuple(max(s, 1) for s in sizes) if self.filled and self.size else sizes
 
     def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
-        """Start and size of a rank's part."""
+        """Start and size of a rank's part; a stand-in is an element next to where it would be."""
         if not self.axes:
             return 0, self.size
-        sizes = self.part_sizes()
+        sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
         at = mesh.coordinate(self.axes, rank)
-        return sum(sizes[:at]), sizes[at]
+        start, size = sum(sizes[:at]), sizes[at]
+        if self.filled and self.size and not size:
+            return min(start, self.size - 1), 1
+        return start, size
 
 
 @dataclass(frozen=True)

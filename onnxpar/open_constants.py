@@ -34,18 +34,22 @@ _PROBES = 64
 @dataclass(frozen=True)
 class Part:
     """Where the part of a size that is split in nested parts starts, or how long it is, at the
-    coordinates of a rank."""
+    coordinates of a rank. A `filled` one is an element of the whole where it would be empty."""
 
     size: Polynomial
     counts: tuple[int, ...]
     at: tuple[int, ...]
     is_start: bool
+    is_filled: bool = False
 
     def value(self, size: int) -> int:
         """Its value where the whole is of that size."""
         sizes = nested_parts(size, self.counts)
         at = int(np.ravel_multi_index(self.at, self.counts))
-        return sum(sizes[:at]) if self.is_start else sizes[at]
+        start, own = sum(sizes[:at]), sizes[at]
+        if self.is_filled and size and not own:
+            start, own = min(start, size - 1), 1
+        return start if self.is_start else own
 
 
 @dataclass(frozen=True)
@@ -162,15 +166,24 @@ class OpenConstants:
         values = [each.value(name, rank, self.mesh) for each in self.all]
         if all(_equal(values[0], v) for v in values[1:]):
             return None
-        variables, probes = self._known(rank)
+        variables, probes = self._known(rank, self._filled(name))
         return self._fitted(name, values, variables, probes)
 
-    def _values(self, rank: int) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """The values of all variables at the bindings, and at the probes."""
+    def _filled(self, name: str) -> frozenset[int]:
+        """The split sizes, by index, of which a constant counts a stand-in in an empty part."""
+        stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
+        keys = [(sizes[0], axes) for sizes, _, axes in self._split_sizes]
+        return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
+
+    def _values(
+        self, rank: int, filled: frozenset[int]
+    ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
+        """The values of what a constant may consist of, at the bindings and at the probes."""
+        own = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
-        variables.update(self._part_values(rank, self.sizes.bindings))
-        parts = self._part_values(rank, self._probes)
+        variables.update(_part_values(own, self.sizes.bindings))
+        parts = _part_values(own, self._probes)
         probes = [
             {**probe, **{name: column[i] for name, column in parts.items()}}
             for i, probe in enumerate(self._probes)
@@ -199,20 +212,20 @@ class OpenConstants:
         return OpenArray(tuple(elements), first.shape, first.dtype)
 
     def parts(self, rank: int) -> dict[str, Part]:
-        """The parts of open sizes that a rank holds, by variable name."""
+        """The parts of open sizes that a rank holds, with and without stand-ins, by variable
+        name."""
+        every = frozenset(range(len(self._split_sizes)))
+        return {**self._parts(rank, every), **self._parts(rank, frozenset())}
+
+    def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Part]:
         found = {}
-        for i, (size, axes) in enumerate(self._split_sizes):
+        for i, (_, size, axes) in enumerate(self._split_sizes):
             counts = tuple(a.size for a in axes)
             at = tuple(self.mesh.coordinate((a,), rank) for a in axes)
-            found[f"start{i}"] = Part(size, counts, at, True)
-            found[f"part{i}"] = Part(size, counts, at, False)
+            kind = "filled_" if i in filled else ""
+            found[f"{kind}start{i}"] = Part(size, counts, at, True, i in filled)
+            found[f"{kind}part{i}"] = Part(size, counts, at, False, i in filled)
         return found
-
-    def _part_values(self, rank: int, bindings: Sequence[Binding]) -> dict[str, list[int]]:
-        return {
-            name: [part.value(part.size.at(binding)) for binding in bindings]
-            for name, part in self.parts(rank).items()
-        }
 
     @cached_property
     def _probes(self) -> list[Binding]:
@@ -226,8 +239,8 @@ class OpenConstants:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     @cached_property
-    def _split_sizes(self) -> list[tuple[Polynomial, Axes]]:
-        """Open sizes that are split, and over which axes."""
+    def _split_sizes(self) -> list[tuple[tuple[int, ...], Polynomial, Axes]]:
+        """Open sizes that are split, at each binding and in general, and over which axes."""
         found: dict[tuple[tuple[int, ...], Axes], Polynomial] = {}
         for name in self.base.layouts:
             trees = zip(*(each.layouts[name].dims for each in self.all), strict=True)
@@ -236,7 +249,7 @@ class OpenConstants:
                     key = (tuple(f.size for f in column), column[0].axes)
                     if len(set(key[0])) > 1 and key[1] and key not in found:
                         found[key] = self._split_size(name, column)
-        return [(size, axes) for (_, axes), size in found.items()]
+        return [(sizes, size, axes) for (sizes, axes), size in found.items()]
 
     def _split_size(self, name: str, column: Sequence[Factor]) -> Polynomial:
         size = fit([f.size for f in column], self.sizes.variables())
@@ -286,6 +299,13 @@ def _noted(found: dict[str, OpenSizesError]) -> Iterator[None]:
     except OpenSizesError as error:
         for node in error.nodes:
             found.setdefault(node, error)
+
+
+def _part_values(parts: Mapping[str, Part], bindings: Sequence[Binding]) -> dict[str, list[int]]:
+    return {
+        name: [part.value(part.size.at(binding)) for binding in bindings]
+        for name, part in parts.items()
+    }
 
 
 def _is_told_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:

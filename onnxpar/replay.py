@@ -98,7 +98,7 @@ def _sharding(factors: GraphFactors, decided: Sharding) -> Sharding:
     """What was decided, for the sizes of another graph."""
     return Sharding(
         decided.mesh,
-        factors,
+        replace(factors, open_atoms=decided.factors.open_atoms),
         decided.costs,
         {name: list(axes) for name, axes in decided.tensors.items()},
         {name: list(axes) for name, axes in decided.ops.items()},

@@ -87,7 +87,17 @@ class SizeGraph:
             start = self._add("Add", [start, shift])
             more = self._add("Sub", [self._least(rest, i + 1), self._least(rest, i)])
             size = self._add("Add", [quotient, more])
+        if part.is_filled:
+            size, start = self._filled(size, start, self._polynomial(part.size))
         return start if part.is_start else size
+
+    def _filled(self, size: str, start: str, whole: str) -> tuple[str, str]:
+        """Of a part that is empty, one element of the whole, where that has any."""
+        zero, one = self._constant([0]), self._constant([1])
+        exists = self._add("Where", [self._add("Less", [zero, whole]), one, zero])
+        last = self._add("Sub", [whole, exists])
+        start = self._add("Where", [self._add("Less", [last, start]), last, start])
+        return self._add("Where", [self._add("Less", [size, exists]), one, size]), start
 
     def _least(self, a: str, b: int) -> str:
         """The smaller of a tensor, which is not negative, and a number."""

@@ -36,8 +36,9 @@ class LocalizeOps(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         mesh = ctx.sharding.mesh
-        for op in ctx.sharding.factors.ops:
-            localize_node(op.graph, op, ctx.layouts, mesh, ctx.per_rank)
+        factors = ctx.sharding.factors
+        for op in factors.ops:
+            localize_node(op.graph, op, ctx.layouts, mesh, ctx.per_rank, factors.open_atoms)
         _lower_reshards(graph, ctx)
         inner = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
         for scope in [graph, *inner]:

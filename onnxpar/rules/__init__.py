@@ -14,6 +14,7 @@ from onnxpar.rules import convolution as convolution
 from onnxpar.rules import elementwise as elementwise
 from onnxpar.rules import index_tuples as index_tuples
 from onnxpar.rules import indexing as indexing
+from onnxpar.rules import kernels as kernels
 from onnxpar.rules import losses as losses
 from onnxpar.rules import movement as movement
 from onnxpar.rules import normalization as normalization

@@ -94,6 +94,15 @@ def mean(
     return build.add("Div", [total(build, x, axes, factors), count])
 
 
+def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
+    """`x` where the rank holds something of a factor, zero where it does not: for kernels whose sum
+    over nothing is not zero."""
+    if not build.local.may_be_empty(factor):
+        return x
+    size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
+    return build.add("Where", [build.add("Equal", [size, np.array(0, np.int64)]), like(x, 0), x])
+
+
 def number(build: Lowering, size: int | Callable[[Local], int], dtype: Any) -> gs.Tensor:
     """A size as a number of another type; it is computed as a whole number, as open sizes are."""
 

@@ -159,7 +159,8 @@ class AttentionLowering:
 
         def shape(local: Local) -> Any:
             shared = 1 if operand else local.size("g")
-            return np.array([0, 0, local.size("k") * shared, -1], np.int64)
+            width = local.size("e" if operand == 2 else "d")
+            return np.array([0, 0, local.size("k") * shared, width], np.int64)
 
         return build.add(
             "Transpose", [build.add("Reshape", [x, build.per_rank(shape)])], perm=[0, 2, 1, 3]

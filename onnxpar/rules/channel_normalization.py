@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -116,19 +117,23 @@ def group_normalization(node: gs.Node) -> Rule:
 
     def lower(build: Lowering) -> None:
         def grouped(local: Local) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-            return np.array([0, local.size("g"), local.size("c"), -1], np.int64)
+            extent = math.prod(map(local.size, space))
+            return np.array([*map(local.size, "ngc"), extent], np.int64)
 
         def channels(local: Local) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
             return np.array([local.size("g"), local.size("c") if per_channel else 1, 1], np.int64)
 
         x = widen(build, build.input(0))
-        cut = build.add("Reshape", [x, build.per_rank(grouped)])
+        cut = build.add("Reshape", [x, build.per_rank(grouped)], allowzero=1)
         _, centred, variance = moments(build, cut, [2, 3], factors, counts)
         weights = build.per_rank(channels)
-        by, bias = (build.add("Reshape", [widen(build, build.input(i)), weights]) for i in (1, 2))
+        by, bias = (
+            build.add("Reshape", [widen(build, build.input(i)), weights], allowzero=1)
+            for i in (1, 2)
+        )
         y = build.add("Mul", [centred, inverse_root(build, variance, epsilon)])
         y = build.add("Add", [build.add("Mul", [y, by]), bias])
-        finish(build, "Reshape", [y, build.add("Shape", [x])])
+        finish(build, "Reshape", [y, build.add("Shape", [x])], allowzero=1)
 
     return einsum(
         node,

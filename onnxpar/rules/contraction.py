@@ -135,7 +135,15 @@ def einsum_op(node: gs.Node) -> Rule:
     ]
     out = dims_text(_subscripts(right, tensor_shape(node.outputs[0]) or (), rank))
     linear = tuple(frozenset({i}) for i in range(len(terms)))
-    return einsum(node, f"{', '.join(ones)} -> {out}", sizes=sizes, linear=linear)
+    shared = frozenset(d for d in sizes if sum(d in of for of in dims) > 1)
+    return einsum(
+        node,
+        f"{', '.join(ones)} -> {out}",
+        sizes=sizes,
+        linear=linear,
+        # the kernel divides by the product of those that stand in two operands and the result
+        nonempty=shared if len(shared & set(out.split())) > 1 else frozenset(),
+    )
 
 
 def _subscripts(term: str, shape: tuple[Size, ...], rank: int) -> list[str]:

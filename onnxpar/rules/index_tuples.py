@@ -136,7 +136,7 @@ def gather_nd(node: gs.Node) -> Rule:
             whole={"w": "a tuple of indices"},
             runs=frozenset(columns.dims),
             lowered=frozenset(columns.dims),
-            lower=_lower_gather(columns.dims, len(rest)),
+            lower=_lower_gather(columns.dims, batch, len(rest)),
             **joined_by(node, columns.dims),
             **PERMUTES,
         )
@@ -152,7 +152,7 @@ def gather_nd(node: gs.Node) -> Rule:
     )
 
 
-def _lower_gather(dims: Sequence[str], trailing: int) -> Callable[[Lowering], None]:
+def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[Lowering], None]:
     """Picks what this rank holds, and gives zero elsewhere."""
 
     def lower(build: Lowering) -> None:
@@ -163,7 +163,10 @@ def _lower_gather(dims: Sequence[str], trailing: int) -> Callable[[Lowering], No
         held = build.add("Cast", [whole], to=onnx.TensorProto.BOOL)
         if trailing:
             held = build.add("Unsqueeze", [held], axes=[-1 - i for i in range(trailing)])
-        finish_held(build, held, build.add(node.op, [build.input(0), found], **node.attrs))
+        table = build.input(0)
+        for axis, dim in enumerate(dims, first):
+            table = build.filled(table, dim, axis)
+        finish_held(build, held, build.add(node.op, [table, found], **node.attrs))
 
     return lower
 

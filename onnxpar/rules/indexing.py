@@ -124,7 +124,7 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
     if rows is None or not is_summable(node.inputs[0]):
         return {"whole": {"v": "its elements have no sum"}, **PERMUTES}
-    lower = lower_lookup(rows, at, trailing)
+    lower = lower_lookup(rows, axis, at, trailing)
     return {"lowered": frozenset({"v"}), "lower": lower, **joined_by(node, ["v"]), **PERMUTES}
 
 
@@ -153,7 +153,9 @@ def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
         build.finish("Cast", [found], to=onnx.helper.np_dtype_to_tensor_dtype(dtype))
 
 
-def lower_lookup(rows: int, at: Sequence[str], trailing: int) -> Callable[[Lowering], None]:
+def lower_lookup(
+    rows: int, axis: int, at: Sequence[str], trailing: int
+) -> Callable[[Lowering], None]:
     """Looks up the local row where this rank holds it, and gives zero elsewhere."""
 
     def lower(build: Lowering) -> None:
@@ -167,7 +169,8 @@ def lower_lookup(rows: int, at: Sequence[str], trailing: int) -> Callable[[Lower
                 held = build.add("Squeeze", [held], axes=[-1])
         else:
             found, held = _constant_rows(build, rows, index, at, trailing)
-        finish_held(build, held, build.add(node.op, [build.input(0), found], **node.attrs))
+        table = build.filled(build.input(0), "v", axis)
+        finish_held(build, held, build.add(node.op, [table, found], **node.attrs))
 
     return lower
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -22,22 +22,29 @@ from onnxpar.layout import (
     local_size,
     normalize,
 )
-from onnxpar.mesh import Mesh
-from onnxpar.rules.rule import Expr, Prod, Rule, Size, Spec, Var, tensor_shape
+from onnxpar.mesh import Axes, Mesh
+from onnxpar.rules.rule import Cat, Expr, Prod, Rule, Size, Spec, Var, tensor_shape
 
 
 @dataclass(frozen=True, eq=False)
 class NodeView:
-    """A node's layouts, and the tree of each factor of its rule, for all ranks."""
+    """A node's layouts, and the tree of each factor of its rule, for all ranks; the sizes of `open`
+    factors differ between runs."""
 
     node: gs.Node
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     factors: Mapping[str, Dim]
     mesh: Mesh
+    open: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(op: OpFactors, layouts: Mapping[str, Layout], mesh: Mesh) -> NodeView:
+    def of(
+        op: OpFactors,
+        layouts: Mapping[str, Layout],
+        mesh: Mesh,
+        open_atoms: Collection[int] = (),
+    ) -> NodeView:
         """The view of a node whose operands and results have these layouts, by tensor name."""
 
         def layout(tensor: gs.Tensor) -> Layout:
@@ -53,7 +60,36 @@ class NodeView:
             if tensor.name and spec is not None:
                 _match(spec, have.dims, op.rule.sizes, factors)
         whole = {f: Factor(size or 0) for f, size in op.rule.sizes.items() if f not in factors}
-        return NodeView(op.node, inputs, outputs, {**factors, **whole}, mesh)
+        opened = frozenset(leaf.factor for leaf in op.leaves if leaf.atom in open_atoms)
+        return NodeView(op.node, inputs, outputs, {**factors, **whole}, mesh, opened)
+
+    def filled(self, rule: Rule, names: Collection[str]) -> NodeView:
+        """The view of a node that computes on stand-ins where its parts of these factors are
+        empty."""
+
+        def fill(layout: Layout, spec: Spec | None) -> Layout:
+            dims = zip(spec or (), layout.dims, strict=False)
+            filled = tuple(_filled(expr, dim, rule.sizes, names) for expr, dim in dims)
+            return replace(layout, dims=filled or layout.dims)
+
+        return replace(
+            self,
+            inputs=tuple(map(fill, self.inputs, rule.inputs)),
+            outputs=tuple(map(fill, self.outputs, rule.outputs)),
+            factors={f: _fill_all(d) if f in names else d for f, d in self.factors.items()},
+        )
+
+    @property
+    def stand_ins(self) -> frozenset[tuple[int, Axes]]:
+        """The size and the axes of what is filled."""
+        found = (leaf for dim in self.factors.values() for leaf in leaves(dim))
+        return frozenset((leaf.size, leaf.axes) for leaf in found if leaf.filled and leaf.axes)
+
+    def may_be_empty(self, factor: str) -> bool:
+        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
+        parts."""
+        split = [f for f in leaves(self.factors[factor]) if f.axes and not f.filled]
+        return bool(split) and (factor in self.open or any(0 in f.part_sizes() for f in split))
 
     def is_split(self, factor: str) -> bool:
         """Whether the ranks hold parts of the factor."""
@@ -119,9 +155,14 @@ class RankView:
     def interval(self, factor: str) -> tuple[int, int]:
         """The first global value of a factor that the rank computes, and the one behind the
         last; they are consecutive."""
+        tree = self._view.factors[factor]
         held = self.positions(factor)
         assert self.is_run(factor), factor
-        return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
+        if len(held):
+            return int(held[0]), int(held[-1]) + 1
+        run = normalize(tree)
+        start = run.part(self._view.mesh, self._rank)[0] if isinstance(run, Factor) else 0
+        return start, start
 
     def member(self, factor: str) -> int:
         """The rank's place among those that hold the parts of a factor."""
@@ -131,6 +172,11 @@ class RankView:
     def is_split(self, factor: str) -> bool:
         """Whether the ranks hold parts of a factor."""
         return self._view.is_split(factor)
+
+    def may_be_empty(self, factor: str) -> bool:
+        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
+        parts."""
+        return self._view.may_be_empty(factor)
 
     def _size(self, dim: Dim) -> int:
         self.varies |= any(len(set(leaf.part_sizes())) > 1 for leaf in leaves(dim))
@@ -159,23 +205,51 @@ def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], found: dict[str,
         if expr.name not in found or not dim_axes(found[expr.name]):
             found[expr.name] = dim
         return
+    for child, piece in _pieces(expr, dim, sizes) or ():
+        _match_dim(child, piece, sizes, found)
+
+
+def _pieces(
+    expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]
+) -> list[tuple[Expr, Dim]] | None:
+    """Each child of an expression with its part of the tree; None where the two cut the dimension
+    differently, which is whole then."""
     kind = Product if isinstance(expr, Prod) else Concat
     rest = list(dim.children if isinstance(dim, kind) else (dim,))
+    found: list[tuple[Expr, Dim]] = []
     for child in expr.children:
-        size = kind(_stand_ins(child, sizes)).size
+        size = kind(_unsplit(child, sizes)).size
         taken = 0
         while kind(tuple(rest[:taken])).size != size:
             if taken == len(rest):
-                return  # the two cut the dimension differently: it is whole
+                return None
             taken += 1
         piece = tuple(rest[:taken])
-        _match_dim(child, piece[0] if taken == 1 else kind(piece), sizes, found)
+        found.append((child, piece[0] if taken == 1 else kind(piece)))
         rest = rest[taken:]
+    return found
 
 
-def _stand_ins(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
+def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
     """The expression as a tree of unsplit factors, as the only child of its parent."""
     if isinstance(expr, Var):
         return (Factor(sizes[expr.name] or 0),)
-    children = tuple(d for c in expr.children for d in _stand_ins(c, sizes))
+    children = tuple(d for c in expr.children for d in _unsplit(c, sizes))
     return (Product(children) if isinstance(expr, Prod) else Concat(children),)
+
+
+def _fill_all(dim: Dim) -> Dim:
+    """The tree with stand-ins for empty parts of all that is split."""
+    if isinstance(dim, Factor):
+        return replace(dim, filled=bool(dim.axes))
+    return type(dim)(tuple(map(_fill_all, dim.children)))
+
+
+def _filled(expr: Expr, dim: Dim, sizes: Mapping[str, Size], names: Collection[str]) -> Dim:
+    """The tree of a dimension with stand-ins for empty parts of these factors."""
+    if isinstance(expr, Var):
+        return _fill_all(dim) if expr.name in names else dim
+    kind = Product if isinstance(expr, Prod) else Concat
+    pieces = _pieces(expr, dim, sizes) or []
+    filled = [_filled(child, piece, sizes, names) for child, piece in pieces]
+    return dim if filled == [piece for _, piece in pieces] else kind(tuple(filled))

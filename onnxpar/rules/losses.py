@@ -67,13 +67,13 @@ class _Loss:
             if wanted(build, 1):
                 finish(build, "Identity", [scores], 1)
         label, held = self._local_labels(build)
-        own = build.add(
-            "GatherElements", [scores, build.add("Unsqueeze", [label], axes=[1])], axis=1
-        )
+        at = build.add("Unsqueeze", [label], axes=[1])
+        own = build.add("GatherElements", [build.filled(scores, "c", 1), at], axis=1)
         own = build.add("Neg", [build.add("Squeeze", [own], axes=[1])])
         weight: Any = like(scores, 1)
         if given(node, 2) is not None:
-            weight = build.add("Gather", [widen(build, build.input(2)), label], axis=0)
+            weights = build.filled(widen(build, build.input(2)), "c", 0)
+            weight = build.add("Gather", [weights, label], axis=0)
             own = build.add("Mul", [own, weight])
         zero = like(scores, 0)
         own = build.add("Where", [held, own, zero])

@@ -8,7 +8,7 @@ that are the same on every rank become ordinary constants and attributes at once
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from onnxpar.mesh import Axes, Mesh, in_mesh_order
 from onnxpar.origin import note_origin
 from onnxpar.rules.halo import fetch
 from onnxpar.rules.local import NodeView
-from onnxpar.rules.rule import Local, Step
+from onnxpar.rules.rule import Local, Step, expr_vars
+from onnxpar.rules.stand_ins import StandIns, factors_to_fill, fill
 from onnxpar.shapes import infer_results
 from onnxpar.subgraphs import nodes_within
 
@@ -33,17 +34,21 @@ def localize_node(
     layouts: Mapping[str, Layout],
     mesh: Mesh,
     per_rank: PerRank,
+    open_atoms: Collection[int] = (),
 ) -> None:
     """Rewrites a node of the graph into what each rank runs on its parts.
 
-    `layouts` are those of the operands and results as the node reads and makes them, by name.
-    A node none of whose factors is split stays as it is.
+    `layouts` are those of the operands and results as the node reads and makes them, by name; the
+    sizes of `open_atoms` differ between runs. A node none of whose factors is split stays as it is.
     """
-    view = NodeView.of(op, layouts, mesh)
+    view = NodeView.of(op, layouts, mesh, open_atoms)
     if not any(map(view.is_split, view.factors)):
         return
     breach = view.breach(op.rule)
     assert breach is None, f"{op.node.op} '{op.node.name}': {breach}"
+    names = factors_to_fill(op.rule, view) | _merged_zeros(graph, op, view)
+    if names:
+        view = _surround(graph, op, view, names, per_rank)
     if op.rule.lower and any(map(view.is_split, op.rule.lowered)):
         builder = LoweringBuilder(graph, view, per_rank)
         op.rule.lower(builder)
@@ -58,6 +63,66 @@ def localize_node(
             while len(op.node.inputs) <= key:
                 op.node.inputs.append(gs.Variable.empty())
             op.node.inputs[key] = _constant(name, value, by_rank, per_rank)
+            _note_stand_ins(name, view, per_rank)
+    if op.node.op == "Reshape":
+        _keep_zeros(graph, op, view, per_rank)
+
+
+def _surround(
+    graph: gs.Graph, op: OpFactors, view: NodeView, names: Collection[str], per_rank: PerRank
+) -> NodeView:
+    """Puts nodes around a node that fill its empty parts of these factors, and drop what it makes
+    of that; returns its view in between."""
+    filled = view.filled(op.rule, names)
+    before, behind = (
+        LoweringBuilder(graph, each, per_rank, kind)
+        for each, kind in ((filled, "fill"), (view, "drop"))
+    )
+    StandIns(op, names, before, behind).surround()
+    before.insert(op.node, 0)
+    behind.insert(op.node, 1)
+    return filled
+
+
+def _void_dims(op: OpFactors, view: NodeView) -> list[int]:
+    """The dimensions of a Reshape's result that may be empty."""
+    spec = op.rule.outputs[0] or ()
+    return [i for i, e in enumerate(spec) if any(map(view.may_be_empty, expr_vars(e)))]
+
+
+def _merged_zeros(graph: gs.Graph, op: OpFactors, view: NodeView) -> frozenset[str]:
+    """The factors that a Reshape must not see empty: before opset 14 it takes a size of 0 for one
+    to copy, and can find one size by itself, not two."""
+    if op.node.op != "Reshape" or graph.opset >= 14 or len(_void_dims(op, view)) < 2:
+        return frozenset()
+    return frozenset(filter(view.may_be_empty, op.rule.sizes))
+
+
+def _keep_zeros(graph: gs.Graph, op: OpFactors, view: NodeView, per_rank: PerRank) -> None:
+    """Makes a Reshape to a rank's own shape take a size of 0 for what it is, not for a size that
+    is copied; before opset 14, one such size is left to the op to find."""
+    void = _void_dims(op, view)
+    if not void:
+        return
+    if graph.opset >= 14:
+        op.node.attrs["allowzero"] = 1
+        return
+    target = op.node.inputs[1]
+    by_rank = per_rank.constants.pop(target.name, None)
+
+    def shape(rank: int) -> npt.NDArray[Any]:
+        sizes = np.array(target.values if by_rank is None else by_rank(rank))
+        sizes[void[0]] = -1
+        return sizes
+
+    op.node.inputs[1] = gs.Constant(target.name, shape(0))
+    if by_rank is not None:
+        per_rank.constants[target.name] = shape
+
+
+def _note_stand_ins(name: str, view: NodeView, per_rank: PerRank) -> None:
+    if view.stand_ins:
+        per_rank.stand_ins[name] = view.stand_ins
 
 
 def _set_attribute(
@@ -92,8 +157,12 @@ class LoweringBuilder:
     through `per_rank`, whose functions run after the node is gone and must not read `local.node`.
     """
 
-    def __init__(self, graph: gs.Graph, view: NodeView, per_rank: PerRank) -> None:
+    def __init__(
+        self, graph: gs.Graph, view: NodeView, per_rank: PerRank, prefix: str = ""
+    ) -> None:
         self.local: Local = view.on(0)
+        self.view = view
+        self._prefix = prefix
         self._graph = graph
         self._view = view
         self._per_rank = per_rank
@@ -113,7 +182,9 @@ class LoweringBuilder:
     def per_rank(self, value: Callable[[Any], Any]) -> gs.Tensor:
         """A constant that each rank computes from its own view."""
         first, by_rank = self._view.value(value)
-        return _constant(self._fresh("constant"), first, by_rank, self._per_rank)
+        name = self._fresh("constant")
+        _note_stand_ins(name, self._view, self._per_rank)
+        return _constant(name, first, by_rank, self._per_rank)
 
     def by_rank(self, value: Callable[[int], Any]) -> gs.Tensor:
         """A constant that differs by rank."""
@@ -188,6 +259,13 @@ class LoweringBuilder:
         self._append("Scan", name, [*states, *sequences], results, attrs)
         return results[: len(ends)], results[len(ends) :]
 
+    def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
+        """`x`, whose dimension `axis` is the factor, with one element of `value` there where the
+        rank's part is empty."""
+        if not self._view.may_be_empty(factor):
+            return x
+        return fill(self, x, axis, np.array([1], np.int64), value)
+
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]
     ) -> gs.Tensor:
@@ -198,11 +276,22 @@ class LoweringBuilder:
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
         """Adds the node that makes the rank's part of a result."""
         name = self._view.node.name + (f"::{output}" if output else "")
+        if self._prefix:
+            name = self._fresh(op)
         self._append(op, name, inputs, [self._outputs[output]], attrs)
 
     def is_graph_output(self, output: int) -> bool:
         """Whether a result is a result of the whole graph."""
         return any(tensor is self._outputs[output] for tensor in self._graph.outputs)
+
+    def make(
+        self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
+    ) -> gs.Variable:
+        """Adds a node whose result is of this type, (dtype, shape on rank 0)."""
+        name = self._fresh(op)
+        result = gs.Variable(name, *type_)
+        self._append(op, name, inputs, [result], attrs)
+        return result
 
     def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
         """Adds the node that makes the rank's parts of all results."""
@@ -224,6 +313,12 @@ class LoweringBuilder:
     def shape(self, x: gs.Tensor) -> list[int]:
         """The shape of a tensor on rank 0."""
         return list(self._shapes.get(x.name, x.shape))
+
+    def insert(self, node: gs.Node, behind: int) -> None:
+        """Puts the new nodes before or behind a node."""
+        at = next(i for i, other in enumerate(self._graph.nodes) if other is node) + behind
+        note_origin(nodes_within(self._built), node.name)
+        self._graph.nodes[at:at] = self._built
 
     def replace(self) -> None:
         """Puts the new nodes where the old one stood."""
@@ -279,4 +374,4 @@ class LoweringBuilder:
 
     def _fresh(self, kind: str) -> str:
         self._names += 1
-        return f"{self._view.node.name}::{kind}{self._names}"
+        return f"{self._view.node.name}::{self._prefix}{kind}{self._names}"

@@ -78,27 +78,43 @@ class Oracle:
                 mesh = Mesh.of([("x", n)])
                 by_hand = (leaf.size - n + 1, *[1] * (n - 1))
                 default = nested_parts(leaf.size, (n,))
-                for parts in {default, by_hand, default[::-1]} if leaf.size >= n else ():
+                one_empty = (0, *nested_parts(leaf.size, (n - 1,)))
+                kinds = {default, by_hand, default[::-1]} if leaf.size >= n else {default}
+                for parts in sorted(kinds | {one_empty, one_empty[::-1]}):
                     yield Split(mesh, {i: ((mesh.axis("x"),), None if parts == default else parts)})
         mesh = Mesh.parse("x=2,y=2")
         if self.cut and self.cut.kind == "concat":
             yield Split(mesh, {i: ((mesh.axis("y"),), None) for i, _ in leaves})
         for (i, _), (j, _) in combinations(leaves, 2):
-            kinds = {self.op.reduction(i), self.op.reduction(j)} - {None}
-            if len(kinds) < 2:
-                yield Split(mesh, {i: ((mesh.axis("x"),), None), j: ((mesh.axis("y"),), None)})
+            reductions = {self.op.reduction(i), self.op.reduction(j)} - {None}
+            if len(reductions) < 2:
+                yield from self._pairs(mesh, i, j)
+
+    def _pairs(self, mesh: Mesh, i: int, j: int) -> Iterator[Split]:
+        """Two leaves, with elements on every rank, and with none of the one or the other on half of
+        them."""
+        axes = {i: (mesh.axis("x"),), j: (mesh.axis("y"),)}
+        yield Split(mesh, {k: (over, None) for k, over in axes.items()})
+        for empty in (i, j):
+            size = self.op.leaves[empty].size
+            mesh = Mesh.of(("xy"[k == j], 3 if size == 2 and k == empty else 2) for k in (i, j))
+            axes = {i: (mesh.axis("x"),), j: (mesh.axis("y"),)}
+            none = None if size == 2 else (size, 0)
+            yield Split(mesh, {k: (a, none if k == empty else None) for k, a in axes.items()})
 
     def _tied_splits(self) -> Iterator[Split]:
         """Leaves that are split together, each in parts of its own; with others over 2 x 2."""
         for group in self.op.ties:
-            least = min(self.op.leaves[i].size for i in group)
-            for n in range(2, min(least, 4) + 1):
+            for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
                 axes = (mesh.axis("x"),)
                 yield Split(mesh, {i: (axes, None) for i in group})
                 for j in group:
-                    by_hand = (*[1] * (n - 1), self.op.leaves[j].size - n + 1)
-                    yield Split(mesh, {i: (axes, by_hand if i == j else None) for i in group})
+                    size = self.op.leaves[j].size
+                    for by_hand in ((*[1] * (n - 1), size - n + 1), (0, *[size], *[0] * (n - 2))):
+                        if min(by_hand) >= 0:
+                            parts = {i: by_hand if i == j else None for i in group}
+                            yield Split(mesh, {i: (axes, p) for i, p in parts.items()})
         mesh = Mesh.parse("x=2,y=2")
         tied = {i for group in self.op.ties for i in group}
         others = [(i,) for i in range(len(self.op.leaves)) if i not in tied]

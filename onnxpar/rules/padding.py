@@ -88,6 +88,7 @@ def pad(node: gs.Node) -> Rule:
         whole=dict.fromkeys(whole, "it is padded"),
         linear=(FIRST,) if mode != "constant" or is_zero else (),
         lower=lambda builder: _lower(builder, pads, constants, copies),
+        nonempty=frozenset(before) & set(after) if mode == "wrap" else frozenset(),
         **tied_fields(maps),
     )
 

@@ -135,6 +135,9 @@ def _lower_norm(builder: Lowering, space: Sequence[str], power: int) -> None:
     """The norm of the norms of the parts."""
     node = builder.local.node
     dtype = dtype_of(node.outputs[0])
-    part = builder.add(node.op, [builder.input(0)], p=power)
+    image = builder.input(0)
+    for axis, factor in enumerate(space, 2):
+        image = builder.filled(image, factor, axis)
+    part = builder.add(node.op, [image], p=power)
     total = builder.all_reduce(builder.add("Pow", [part, np.array(power, dtype)]), space)
     builder.finish("Pow", [total, np.array(1 / power, dtype)])

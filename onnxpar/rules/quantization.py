@@ -13,6 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
+from onnxpar.rules.across import where_held
 from onnxpar.rules.rule import (
     Lowering,
     Rule,
@@ -127,6 +128,7 @@ class _QuantizedProduct:
         is_gemm = self.node.op == "QGemm"
         a, b = self._operand(0, "transA"), self._operand(3, "transB")
         product = self.build.add("MatMulInteger", [a, b, self.build.input(2), self.build.input(5)])
+        product = where_held(self.build, product, self.contracted)
         total = self.build.all_reduce(product, [self.contracted])
         if is_gemm and given(self.node, 6) is not None:
             total = self.build.add("Add", [total, self.build.input(6)])
@@ -181,10 +183,15 @@ def lower_quantized_convolution(
     def lower(build: Lowering) -> None:
         node = build.local.node
         channels = np.array([-1, *[1] * (len(tensor_shape(node.inputs[0]) or ()) - 2)], np.int64)
-        points = build.add("Reshape", [build.input(5), np.array([-1], np.int64)])
-        point = build.add("Gather", [points, np.array(0, np.int64)])
+        values = constant(node.inputs[5])
+        if values is None:
+            points = build.add("Reshape", [build.input(5), np.array([-1], np.int64)])
+            point: Any = build.add("Gather", [points, np.array(0, np.int64)])
+        else:
+            point = values.reshape(-1)[0]
         operands = [fetch(build, build.input(0)), build.input(3), build.input(2), point]
-        total = build.all_reduce(build.add("ConvInteger", operands, **attrs), [contracted])
+        product = where_held(build, build.add("ConvInteger", operands, **attrs), contracted)
+        total = build.all_reduce(product, [contracted])
         if given(node, 8) is not None:
             total = build.add("Add", [total, build.add("Reshape", [build.input(8), channels])])
         scale = build.add("Mul", [as_float32(build, i) for i in (1, 4)])

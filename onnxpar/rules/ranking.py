@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.layout import ReduceOp, neutral
 from onnxpar.rules.across import across, like, places, positions, widen
 from onnxpar.rules.rule import (
     Local,
@@ -35,16 +36,25 @@ def extreme_position(
     The axis keeps one element. As in onnxruntime a NaN counts only where it is the first element.
     """
     x = _without_nan(build, widen(build, build.input(0)), axis, factor, largest)
-    reduce = "max" if largest else "min"
+    reduce: ReduceOp = "max" if largest else "min"
+    x = build.filled(x, factor, axis, neutral(reduce, np.dtype(dtype_of(x))))
     attrs = {"select_last_index": 1} if last else {}
     index = build.add("ArgMax" if largest else "ArgMin", [x], axis=axis, keepdims=1, **attrs)
     best = build.add("ReduceMax" if largest else "ReduceMin", [x], axes=[axis], keepdims=1)
     if str(dtype_of(best)) not in _COMPARABLE:
         best = build.add("Cast", [best], to=onnx.TensorProto.INT32)
     is_best = build.add("Equal", [best, build.all_reduce(best, [factor], reduce)])
+    if build.local.may_be_empty(factor):
+        is_best = build.add("And", [is_best, _holds(build, factor)])
     none = np.array(-1 if last else extent, np.int64)
     found = build.add("Where", [is_best, positions(build, index, factor), none])
     return build.all_reduce(found, [factor], "max" if last else "min")
+
+
+def _holds(build: Lowering, factor: str) -> gs.Tensor:
+    """Whether the rank holds anything of a factor."""
+    size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
+    return build.add("Greater", [size, np.array(0, np.int64)])
 
 
 def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest: bool) -> gs.Tensor:

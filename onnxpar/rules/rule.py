@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,6 +93,11 @@ class Local(Protocol):
         """Whether the ranks hold parts of a factor."""
         ...
 
+    def may_be_empty(self, factor: str) -> bool:
+        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
+        parts."""
+        ...
+
 
 Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], Sequence[gs.Tensor]]]
 """Builds the body of a Scan: from states and elements, the new ones."""
@@ -150,6 +155,11 @@ class Lowering(Protocol):
         collectives. Returns the last states and the sequences of results."""
         ...
 
+    def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
+        """`x`, whose dimension `axis` is the factor, with one element of `value` there where the
+        rank's part is empty."""
+        ...
+
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Local], tuple[int, int]]
     ) -> gs.Tensor:
@@ -184,6 +194,7 @@ class Rule:
     across    lowered factors over whose parts the ranks then talk; nothing stays pending
     runs      factors of which each rank must hold consecutive values
     ties      factors split over the same axes or not at all, each in parts of its own: windows
+    nonempty  factors whose parts onnxruntime's kernel does not take empty: it gets a stand-in there
     """
 
     inputs: tuple[Spec | None, ...]
@@ -200,6 +211,7 @@ class Rule:
     across: frozenset[str] = frozenset()
     runs: frozenset[str] = frozenset()
     ties: tuple[tuple[str, ...], ...] = ()
+    nonempty: frozenset[str] = frozenset()
 
     def text(self) -> str:
         """The rule on one line: `m k, k n -> m n {sum: k}`."""
@@ -357,6 +369,7 @@ RuleFunction = Callable[[gs.Node], Rule]
 _RULES: dict[tuple[str, str], RuleFunction] = {}
 _WHOLE: dict[tuple[str, str], str] = {}
 _ANY_RANK: set[tuple[str, str]] = set()
+_NO_EMPTY_PARTS: dict[tuple[str, str], tuple[str, ...]] = {}
 
 
 def rule(
@@ -399,6 +412,25 @@ def whole_ops() -> Mapping[tuple[str, str], str]:
     return _WHOLE
 
 
+def no_empty_parts(ops: str, factors: str = "", domain: str = "") -> None:
+    """Says of which factors the kernels of these ops take no empty parts: those that begin with
+    these letters, or all."""
+    for op in ops.split():
+        assert (domain, op) not in _NO_EMPTY_PARTS, f"twice {op}"
+        _NO_EMPTY_PARTS[domain, op] = tuple(factors.split()) or ("",)
+
+
+def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
+    """The rule, told what the op's kernel does not take."""
+    letters = _NO_EMPTY_PARTS.get((domain, op))
+    if letters is None:
+        return rule
+    inner = {f for spec in rule.inputs for e in spec or () for f in expr_vars(e)}
+    met = rule.across | {f for group in rule.ties for f in group if f in inner}
+    named = frozenset(f for f in rule.sizes if f.startswith(letters))
+    return replace(rule, nonempty=rule.nonempty | (named - met))
+
+
 def whole_rule(node: gs.Node, reason: str) -> Rule:
     """The rule of an op that must see its operands whole, with the reason a plan gives for it."""
     sizes: dict[str, Size] = {}
@@ -430,4 +462,4 @@ def rule_of(node: gs.Node) -> Rule:
         return whole_rule(node, "collectives carry no strings")
     if any(tensor_shape(t) is None for t in tensors):
         return whole_rule(node, "an operand of unknown rank")
-    return function(node)
+    return _with_kernel(function(node), domain, node.op)

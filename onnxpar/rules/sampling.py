@@ -137,7 +137,10 @@ def max_unpool(node: gs.Node) -> Rule:
         index = build.add("Sub", [index, build.add("Mul", [batch, others])])
         index = build.add("Sub", [index, base])
         size = build.per_rank(lambda at: int64(at.output_shape(0)))
-        build.finish("MaxUnpool", [build.input(0), index, size], **attrs)
+        x = build.input(0)
+        for axis, dim in enumerate(before, 2):
+            x, index = (build.filled(t, dim, axis) for t in (x, index))
+        build.finish("MaxUnpool", [x, index, size], **attrs)
 
     text = dims_text(["n", "c", *before])
     rest = ", _" * (len(node.inputs) - 2)

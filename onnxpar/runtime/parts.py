@@ -11,18 +11,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.arrays import Array
-from onnxpar.errors import InputError, RankError
-from onnxpar.layout import (
-    Dim,
-    Factor,
-    Layout,
-    dim_axes,
-    indices,
-    is_data_dependent,
-    leaves,
-    runs,
-)
-from onnxpar.mesh import Mesh, parts_over
+from onnxpar.errors import RankError
+from onnxpar.layout import Dim, Factor, Layout, dim_axes, indices, is_data_dependent, runs
+from onnxpar.mesh import Mesh
 from onnxpar.runtime.bundle import Bundle, Sizes
 
 Index = tuple[Any, ...]
@@ -203,27 +194,14 @@ class PortParts:
         self.at = lru_cache(maxsize=32)(self._at)
 
     def _at(self, sizes: Sizes) -> Mapping[str, Parts]:
-        """Parts by port, for these values of the bundle's symbols. Errors: InputError where a
-        rank would hold nothing of a dimension."""
+        """Parts by port, for these values of the bundle's symbols."""
         binding = dict(zip(self._bundle.symbols, sizes, strict=True))
         opened = {}
         for name, port in self._ports.items():
             layout = port.layout_at(binding) if name not in self._fixed else None
             if layout is not None:
-                _check_sizes(name, layout)
                 opened[name] = Parts(layout, self._bundle.mesh)
         return {**self._fixed, **opened}
-
-
-def _check_sizes(name: str, layout: Layout) -> None:
-    for dim in layout.dims:
-        for leaf in leaves(dim):
-            parts = parts_over(leaf.axes)
-            if leaf.axes and parts > leaf.size:
-                raise InputError(
-                    f"{name!r}: {leaf.size} of a dimension that is split over {parts} ranks; feed "
-                    f"at least {parts}, or shard the model otherwise"
-                )
 
 
 def _spans(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[slice, slice]]:

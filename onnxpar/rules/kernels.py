@@ -1,0 +1,29 @@
+"""Kernels of onnxruntime that do not take empty parts: they fail, crash, or leave results as they
+were in memory. Found by running each op on parts without elements (1.32), as the oracle does.
+
+Not listed are factors over which an op is lowered with collectives: what stands there sees to it.
+"""
+
+from __future__ import annotations
+
+from onnxpar.rules.rule import no_empty_parts
+
+CONTRIB = "com.microsoft"
+
+no_empty_parts("Attention GlobalMaxPool")
+no_empty_parts("MaxPool AveragePool LpPool GlobalAveragePool GlobalLpPool", "c h")
+no_empty_parts("Conv ConvTranspose QLinearConv", "g h")
+no_empty_parts("ConvInteger", "g c h")
+no_empty_parts("DeformConv", "g o c")
+no_empty_parts("Col2Im", "c")
+no_empty_parts("GroupNormalization", "n g")
+no_empty_parts("SoftmaxCrossEntropyLoss", "n s")
+no_empty_parts("LSTM GRU RNN", "b d")
+no_empty_parts("RotaryEmbedding", "h")
+no_empty_parts("MatMulInteger", "k")
+no_empty_parts("TfIdfVectorizer", "b")
+no_empty_parts("Attention QAttention MultiHeadAttention GroupQueryAttention", domain=CONTRIB)
+no_empty_parts("GatedAdd LinearAttentionGate MoE QMoE", domain=CONTRIB)
+no_empty_parts("RotaryEmbedding", "h", domain=CONTRIB)
+no_empty_parts("QLinearConv", "g", domain=CONTRIB)
+no_empty_parts("NhwcMaxPool QLinearAveragePool MaxpoolWithMask", "c", domain=CONTRIB)
