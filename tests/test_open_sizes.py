@@ -149,9 +149,7 @@ def test_a_cache_of_one_row_stays_on_four_ranks(tmp_path: Path) -> None:
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for _ in range(4):
             wanted = dict(zip(names, whole.run(None, unsplit), strict=True))
-            check_outputs(
-                session.run(None, split, keep_states=True), [wanted[names[0]]], names[:1]
-            )
+            check_outputs(session.run(None, split, keep_states=True), [wanted[names[0]]], names[:1])
             token = wanted[names[0]][:, -1:].argmax(-1)
             unsplit = {"input_ids": token} | {i: wanted[o] for i, o in pairs.items()}
             split = {"input_ids": token}

@@ -209,9 +209,7 @@ def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], found: dict[str,
         _match_dim(child, piece, sizes, found)
 
 
-def _pieces(
-    expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]
-) -> list[tuple[Expr, Dim]] | None:
+def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple[Expr, Dim]] | None:
     """Each child of an expression with its part of the tree; None where the two cut the dimension
     differently, which is whole then."""
     kind = Product if isinstance(expr, Prod) else Concat

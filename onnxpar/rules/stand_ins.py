@@ -73,9 +73,7 @@ class StandIns:
         if isinstance(self._filled.view.inputs[i].dims[axis], Concat):
             self._fill_segments(i, axis)
             return
-        size = self._filled.per_rank(
-            lambda local: np.array([local.input_shape(i)[axis]], np.int64)
-        )
+        size = self._filled.per_rank(lambda local: np.array([local.input_shape(i)[axis]], np.int64))
         self._op.node.inputs[i] = fill(self._filled, x, axis, size)
 
     def _fill_segments(self, i: int, axis: int) -> None:
@@ -127,9 +125,7 @@ class StandIns:
         build.finish(op, operands, i)
 
 
-def fill(
-    build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0
-) -> gs.Variable:
+def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0) -> gs.Variable:
     """`x` with `size` elements of `value` along an axis where it has none there, else as it is."""
     rank = len(x.shape)
     here = np.arange(rank) == axis
