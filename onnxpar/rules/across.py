@@ -143,8 +143,12 @@ def positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
             return np.array(local.interval(factor)[0], np.int64)
 
         return build.add("Add", [index, build.per_rank(start)])
-    held = build.per_rank(lambda local: local.positions(factor).astype(np.int64))
-    return build.add("Gather", [held, index], axis=0)
+
+    def held(local: Local) -> Any:
+        found = local.positions(factor).astype(np.int64)
+        return found if len(found) else np.zeros(1, np.int64)  # a stand-in has some position, too
+
+    return build.add("Gather", [build.per_rank(held), index], axis=0)
 
 
 def places(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
