@@ -9,7 +9,8 @@ Nodes for that stand only where a part may be empty.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +18,15 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import OpFactors
-from onnxpar.layout import Concat, indices, neutral
-from onnxpar.rules.local import NodeView, RankView
-from onnxpar.rules.rule import Rule, dtype_of, expr_vars
+from onnxpar.layout import Concat, Dim, Factor, indices, neutral
+from onnxpar.rules.local import NodeView
+from onnxpar.rules.rule import Local, Rule, dtype_of, expr_vars
 
 if TYPE_CHECKING:
     from onnxpar.rules.lowering import LoweringBuilder
+
+Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
+"""The op, operands and attributes that make the next tensor."""
 
 
 def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
@@ -70,7 +74,7 @@ class StandIns:
 
     def _fill(self, i: int, axis: int) -> None:
         x = self._op.node.inputs[i]
-        if isinstance(self._filled.view.inputs[i].dims[axis], Concat):
+        if _has_segments(self._filled.view.inputs[i].dims[axis]):
             self._fill_segments(i, axis)
             return
         size = self._filled.per_rank(lambda local: np.array([local.input_shape(i)[axis]], np.int64))
@@ -78,12 +82,11 @@ class StandIns:
 
     def _fill_segments(self, i: int, axis: int) -> None:
         """Fills segments of a dimension, of which others may have elements."""
-        build, view, x = self._filled, self._filled.view, self._op.node.inputs[i]
-        dims = [each.inputs[i].dims[axis] for each in (self._true.view, view)]
+        build, x = self._filled, self._op.node.inputs[i]
 
         def places(rank: int) -> Any:
             """For each element its place among those that the rank has, of which a zero is last."""
-            true, filled = (list(indices(dim, view.mesh, rank)) for dim in dims)
+            true, filled = self._positions("inputs", i, axis, rank)
             return np.array([true.index(p) if p in true else len(true) for p in filled], np.int64)
 
         shape = [1 if a == axis else s for a, s in enumerate(x.shape)]
@@ -100,29 +103,50 @@ class StandIns:
         result, build = self._op.node.outputs[i], self._true
         made = gs.Variable(f"{result.name}::filled", result.dtype, result.shape)
         self._op.node.outputs[i] = made
-        steps: list[tuple[str, list[Any]]] = []
+        steps: list[Step] = []
         if reductions:
             (reduction,) = reductions
             reduced = [f for f in sorted(self._names) if f in self._op.rule.reduce]
 
-            def size(local: RankView) -> Any:
+            def size(local: Local) -> Any:
                 return np.array(np.prod([local.size(f) for f in reduced]), np.int64)
 
             is_empty = build.add("Equal", [build.per_rank(size), np.array(0, np.int64)])
             none: Any = neutral(reduction, dtype_of(result))  # type: ignore[arg-type]
-            steps.append(("Where", [is_empty, np.asarray(none), made]))
-        if axes:
+            steps.append(lambda x: ("Where", [is_empty, np.asarray(none), x], {}))
+        steps += [partial(self._cut, i, axis) for axis in axes]
+        x: gs.Tensor = made
+        for step in steps[:-1]:
+            op, operands, attrs = step(x)
+            x = build.add(op, operands, **attrs)
+        op, operands, attrs = steps[-1](x)
+        build.finish(op, operands, i, **attrs)
 
-            def ends(local: RankView) -> Any:
-                return np.array([local.output_shape(i)[a] for a in axes], np.int64)
+    def _cut(self, i: int, axis: int, x: gs.Tensor) -> tuple[str, list[Any], dict[str, Any]]:
+        """The op that leaves out stand-ins along a dimension of result i."""
+        build = self._true
+        if _has_segments(build.view.outputs[i].dims[axis]):
 
-            bounds = [np.zeros(len(axes), np.int64), build.per_rank(ends)]
-            steps.append(("Slice", [made, *bounds, np.array(axes, np.int64)]))
-        if len(steps) > 1:
-            op, operands = steps.pop(0)
-            steps[0][1][0] = build.add(op, operands)
-        op, operands = steps[0]
-        build.finish(op, operands, i)
+            def kept(rank: int) -> Any:
+                true, filled = self._positions("outputs", i, axis, rank)
+                return np.array([k for k, p in enumerate(filled) if p in true], np.int64)
+
+            return "Gather", [x, build.by_rank(kept)], {"axis": axis}
+        end = build.per_rank(lambda local: np.array([local.output_shape(i)[axis]], np.int64))
+        return "Slice", [x, np.zeros(1, np.int64), end, np.array([axis], np.int64)], {}
+
+    def _positions(self, side: str, i: int, axis: int, rank: int) -> tuple[list[int], list[int]]:
+        """The global positions along a dimension that a rank has, and those with stand-ins."""
+        views = (self._true.view, self._filled.view)
+        dims = [getattr(view, side)[i].dims[axis] for view in views]
+        true, filled = (indices(dim, views[0].mesh, rank).tolist() for dim in dims)
+        return true, filled
+
+
+def _has_segments(dim: Dim) -> bool:
+    return not isinstance(dim, Factor) and (
+        isinstance(dim, Concat) or any(map(_has_segments, dim.children))
+    )
 
 
 def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0) -> gs.Variable:
