@@ -111,6 +111,7 @@ def check(
     inputs: Inputs = None,
     *,
     seed: int = 0,
+    each: bool = False,
     train: bool = False,
     steps: int = 50,
     lr: float = 0.01,
@@ -124,6 +125,7 @@ def check(
     the unsplit model.
 
     inputs   an .npz file, or arrays by input name; what is not given is random, by `seed`
+    each     compares every tensor that both models have, and names the first that differs
     train    of a training step: takes `steps` steps at the learning rate `lr`, and compares the
              losses and the parameters
     rtol     each element may differ by `atol + rtol * abs(reference)`, as of numpy.allclose; either
@@ -135,7 +137,7 @@ def check(
     where the model cannot be sharded or run; a mismatch is no error.
     """
     asked = options_of(options, "check")
-    way = Way(inputs, seed, train, steps, lr, rtol, atol, timeout, log_dir)
+    way = Way(inputs, seed, each, train, steps, lr, rtol, atol, timeout, log_dir)
     with model_file(model) as path:
         return check_model(path, asked, way)
 

@@ -20,7 +20,9 @@ from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
 from onnxpar.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.checks import check_array
 from onnxpar.runtime.compare import Closeness, Report, compare
+from onnxpar.runtime.compare_each import compare_each, inner_tensors
 from onnxpar.runtime.feeds import make_feeds, read_given
 from onnxpar.runtime.replicas import compare_replicas
 from onnxpar.runtime.session import InferenceSession
@@ -37,11 +39,12 @@ Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Way:
-    """How a check runs: what is fed, the steps of a training run, how much an element may be off
-    (else by dtype), and waits in seconds."""
+    """How a check runs: what is fed, whether every tensor is compared, the steps of a training run,
+    how much an element may be off (else by dtype), and waits in seconds."""
 
     inputs: Inputs = None
     seed: int = 0
+    each: bool = False
     train: bool = False
     steps: int = 50
     lr: float = 0.01
@@ -87,22 +90,31 @@ def check_model(
     close = None
     if way.rtol is not None or way.atol is not None:
         close = Closeness(way.rtol or 0.0, way.atol or 0.0)
+    is_manual = options.preset == MANUAL
+    if way.each and (way.train or is_manual):
+        raise InputError("--each is of one run against an unsplit model; leave it out")
     if way.train:
         if close is not None:
             raise InputError("--rtol, --atol: losses of --train have tolerances of their own")
         return _check_training(model, options, way)
-    is_manual = options.preset == MANUAL
+    exposed = inner_tensors(model) if way.each else ()
     with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
         par = Path(folder) / "model.par"
-        made = pipeline.shard(model, par, replace(options, replicas=True), progress)
+        options = replace(options, replicas=True, exposed=exposed)
+        made = pipeline.shard(model, par, options, progress)
         feeds, made_up = _feeds(way, made, Bundle.load(par))
         with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
-            if is_manual:
+            report: Report
+            if way.each:
+                report = compare_each(model, session, feeds, close)
+            elif is_manual:
                 report = compare_replicas(session, feeds, close)
             else:
                 report = compare(model, session, feeds, close=close, timed=True)
-    if made.step is not None and close is None:
+    if made.step is not None and close is None and not way.each:
         report = judge_compressed(judge_gradients(report, made.step), made.step)
+    own = [port for port in made.outputs if port.name not in set(exposed)]
+    made = replace(made, outputs=own)
     return Check(made, report, made_up=made_up if way.inputs is not None else ())
 
 
@@ -163,6 +175,9 @@ def _feeds(way: Way, made: Plan, bundle: Bundle) -> tuple[dict[str, Any], list[s
         feeds = dict(way.inputs)
     elif way.inputs is not None:
         feeds = read_given(way.inputs, specs)
+    for name, value in feeds.items():
+        if name in bundle.inputs:
+            check_array(bundle.inputs[name], value)
     shapes = {
         name: value.shape
         for name, value in feeds.items()

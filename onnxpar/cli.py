@@ -176,6 +176,12 @@ def parser() -> argparse.ArgumentParser:
             "replace the tolerances by dtype, which are of the largest element",
         )
     check.add_argument(
+        "--each",
+        action="store_true",
+        help="compare every tensor that both models have, not the outputs alone, and name the "
+        "first that differs; those in bodies of If, Loop and Scan are left out",
+    )
+    check.add_argument(
         "--train",
         action="store_true",
         help="of a training step: take many steps, and compare the losses and what they leave; "

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
+from onnxpar.runtime.launch import tell_terminal
 from onnxpar.write_file import cause
 
 
@@ -43,7 +44,9 @@ def report(error: BaseException) -> None:
     """Prints the line of an error, and its traceback where the user asked for it."""
     if wants_traceback():
         traceback.print_exception(error)
-    print(f"onnxpar: error: {error_line(error)}", file=sys.stderr)
+    line = f"onnxpar: error: {error_line(error)}"
+    print(line, file=sys.stderr)
+    tell_terminal(line)
 
 
 class Terminated(BaseException):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from onnxpar.buckets import BUCKET_BYTES, PART_BYTES
 from onnxpar.collective import DOMAIN
 from onnxpar.compression import NONE
 from onnxpar.errors import OnnxparError, OpenSizesError, PassError, StrategyError
+from onnxpar.expose import expose
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.memory_limit import within_limit
@@ -97,6 +98,7 @@ class Options:
     configuration: str | None = None
     compression: str | None = None
     replicas: bool = False
+    exposed: Collection[str] = ()
     fusion: str | None = None
     bucket_bytes: int | None = None
     topology: Topology | None = None
@@ -422,6 +424,10 @@ def _plan(
             if not more:
                 raise
             whole = {**whole, **more}
+    if options.exposed:
+        if model.sizes is not None:
+            raise StrategyError(f"--each: sizes are open; give {model.sizes.flags}")
+        expose(made, ctx, options.exposed)
     unruled = [w for w in made.whole if w.is_lack]
     if options.strict and unruled:
         first = unruled[0]

@@ -37,6 +37,8 @@ def write_model(
 ) -> None:
     """Writes a model whose external data is in the folder `source`, to `output`; large weights to
     `output` with .data behind its name. Errors: OnnxparError; nothing is left half-written."""
+    if output.exists() and not output.is_file():
+        raise OnnxparError(f"{output}: is no file that a model can be written to; name another")
     tensors = list(stored_tensors(model.graph))
     is_external = any(t.data_location == TensorProto.EXTERNAL for t in tensors)
     data = output.with_name(output.name + ".data")

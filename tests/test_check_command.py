@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
+from onnxpar import pipeline
 from onnxpar.cli import main
 from onnxpar.lower_reshard import ReshardBuilder
 
@@ -72,3 +74,61 @@ def test_a_tolerance_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert main(common) == 1
     assert main([*common, "--rtol", "1e-3"]) == 1
     assert main([*common, "--atol", "1e3"]) == 0
+
+
+DEEP = """<ir_version: 8, opset_import: ["" : 17]>
+deep (float[8,16] x) => (float[8,16] y) {
+  [up] u = MatMul(x, a)
+  [bend] r = Relu(u)
+  [down] d = MatMul(r, b)
+  [again] t = Tanh(d)
+  [last] y = MatMul(t, c)
+}"""
+
+
+def test_each_names_the_first_tensor_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a fault in one rank's part of a weight, it is the product with that weight."""
+    model, proto = tmp_path / "deep.onnx", onnx.parser.parse_model(DEEP)
+    random = np.random.default_rng(0)
+    for name in "abc":
+        weight = random.standard_normal((16, 16)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    onnx.save(proto, model)
+    strategy = model.with_suffix(".yaml")
+    strategy.write_text("shard: {up: [[1, 1], [1, 2]], down: [[1, 2], [2, 1]]}")
+    arguments = ["check", str(model), "--devices", "2", "--strategy", str(strategy), "--each"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "5 tensors that both models have were compared in the model's order: all agree" in out
+    assert len([line for line in out.splitlines() if " output " in line]) == 1
+    shard = pipeline.shard
+    for weight, fault, op in (("b", "d", "MatMul 'down'"), ("a", "u", "MatMul 'up'")):
+
+        def spoil(*args: Any, weight: str = weight, **more: Any) -> Any:
+            made = shard(*args, **more)
+            file = args[1] / "rank_0001.onnx"
+            graph = onnx.load(file)
+            (tensor,) = (t for t in graph.graph.initializer if t.name == weight)
+            array = onnx.numpy_helper.to_array(tensor).copy()
+            array[0, 0] += 1
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, weight))
+            onnx.save(graph, file)
+            return made
+
+        monkeypatch.setattr(pipeline, "shard", spoil)
+        assert main(arguments) == 1
+        out = capsys.readouterr().out
+        assert f"the first that differs is '{fault}' of {op}: float32 [8, 16], error" in out
+
+
+def test_each_needs_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "open.onnx"
+    proto = onnx.parser.parse_model(MODEL.replace("[8,", "[n,"))
+    weight = np.ones((16, 4), np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, model)
+    assert main(["check", str(model), "--devices", "2", "--each"]) == 2
+    assert "--each: sizes are open; give --dim n=N" in capsys.readouterr().err
+    assert main(["check", str(model), "--devices", "2", "--each", "--dim", "n=8"]) == 0

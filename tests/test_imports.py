@@ -82,7 +82,7 @@ LAYERS = (
     ("training",),
     ("passes",),
     ("summary", "text", "verify", "write_annotations"),
-    ("replay", "open_ports", "search.save"),
+    ("replay", "open_ports", "search.save", "expose"),
     ("memory_limit", "pass_order", "plugins"),
     ("pipeline", "unused_options", "typed_json", "dump"),
     ("candidates", "explain"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,15 +224,18 @@ def compare_arrays(
 class Unsplit:
     """The unsplit model under a stock onnxruntime. Errors: ModelError where it does not load."""
 
-    def __init__(self, model: str | os.PathLike[str] | bytes) -> None:
-        self._session: ort.InferenceSession | None = open_unsplit(model)
+    def __init__(
+        self, model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
+    ) -> None:
+        """`folder` is where the external data of a model in bytes is."""
+        self._session: ort.InferenceSession | None = open_unsplit(model, folder)
 
     def close(self) -> None:
         """Gives its memory back."""
         self._session = None
 
-    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """The outputs by name. Errors: ModelError, InputError."""
+    def run(self, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The outputs by name, or those of these names. Errors: ModelError, InputError."""
         session = self._session
         assert session is not None, "closed"
         ports = [*session.get_inputs(), *session.get_outputs()]
@@ -240,8 +244,8 @@ class Unsplit:
                 raise InputError(f"input {argument.name!r} of the unsplit model is not fed")
         try:
             if any(is_value(port.type) for port in ports):
-                return _run_values(session, feeds)
-            return _run_bound(session, feeds)
+                return _run_values(session, feeds, names)
+            return _run_bound(session, feeds, names)
         except _ORT_ERRORS as error:
             raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
 
@@ -251,12 +255,17 @@ def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any])
     return Unsplit(model).run(feeds)
 
 
-def open_unsplit(model: str | os.PathLike[str] | bytes) -> ort.InferenceSession:
+def open_unsplit(
+    model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
+) -> ort.InferenceSession:
     """A session of the unsplit model that warns of nothing: an initializer may be an input.
-    Errors: ModelError."""
+    `folder` is where the external data of a model in bytes is. Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    if folder is not None:
+        key = "session.model_external_initializers_file_folder_path"
+        options.add_session_config_entry(key, os.fspath(Path(folder).resolve()))
     try:
         session = ort.InferenceSession(source, options, ["CPUExecutionProvider"])
         fed = (*session.get_inputs(), *session.get_overridable_initializers())
@@ -268,20 +277,29 @@ def open_unsplit(model: str | os.PathLike[str] | bytes) -> ort.InferenceSession:
     return session
 
 
-def _run_values(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:
+def _run_values(
+    session: ort.InferenceSession, feeds: Mapping[str, Any], chosen: Sequence[str] | None
+) -> dict[str, Any]:
     values = {n: as_fed(v) if isinstance(v, np.ndarray) else v for n, v in feeds.items()}
-    names = list(dict.fromkeys(argument.name for argument in session.get_outputs()))
+    all_names = dict.fromkeys(argument.name for argument in session.get_outputs())
+    names = list(chosen or all_names)
     return dict(zip(names, session.run(names, values), strict=True))
 
 
-def _run_bound(session: ort.InferenceSession, feeds: Mapping[str, Array]) -> dict[str, Array]:
+def _run_bound(
+    session: ort.InferenceSession, feeds: Mapping[str, Array], chosen: Sequence[str] | None
+) -> dict[str, Array]:
     binding = session.io_binding()
     held = {name: np.asarray(array, order="C") for name, array in feeds.items()}
     memory = {name: memory_of(array) for name, array in held.items()}
     for argument in (*session.get_inputs(), *session.get_overridable_initializers()):
         if argument.name in held:
             bind_input(binding, argument.name, held[argument.name], memory[argument.name])
-    arguments = list({argument.name: argument for argument in session.get_outputs()}.values())
+    arguments = [
+        argument
+        for argument in {argument.name: argument for argument in session.get_outputs()}.values()
+        if chosen is None or argument.name in chosen
+    ]
     for argument in arguments:
         binding.bind_output(argument.name, "cpu")
     session.run_with_iobinding(binding)

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import itertools
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +21,7 @@ from onnxpar.errors import RankError
 from onnxpar.runtime.closing import Closing
 
 _LIBRARY = "libonnxpar_ops.so"
+_ANEW = "install onnxpar anew (pip install .)"
 _names = itertools.count()
 
 
@@ -148,8 +150,23 @@ def session_options(world: World, base: ort.SessionOptions | None = None) -> ort
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, whose functions return 0 or fail."""
-    loaded = ctypes.CDLL(str(library_path()))
+    """The library, whose functions return 0 or fail. Errors: RankError where it does not load."""
+    try:
+        return _bound(ctypes.CDLL(str(library_path())))
+    except OSError as error:
+        missing = re.match(r"(\S+): cannot open shared object file", str(error))
+        if missing and missing[1] != str(library_path()):
+            raise RankError(
+                f"{_LIBRARY} needs {missing[1]}, which this machine lacks; install it "
+                "(on Debian and Ubuntu: apt install libgloo-dev)"
+            ) from error
+        raise RankError(f"{library_path()} does not load: {error}; {_ANEW}") from error
+    except AttributeError as error:
+        raise RankError(f"{library_path()} is of another onnxpar: {error}; {_ANEW}") from error
+
+
+def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the signatures of its functions."""
     text, number = ctypes.c_char_p, ctypes.c_int
     signatures: dict[str, list[type]] = {
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],

@@ -12,7 +12,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf
 
 _worlds = itertools.count()
+_terminal: list[int] = []
+"""What was the standard error of rank 0, if it is redirected."""
 _SLURM_PORT, _SLURM_PORTS = 20000, 10000
 """Ports of steps; what follows # in a store keeps worlds apart that happen to share one."""
 
@@ -167,8 +169,17 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = T
         if number == 1 and not stdout:
             continue
         stream.flush()
+        if number == 2 and rank == 0 and not _terminal:
+            _terminal.append(os.dup(number))
         os.dup2(file.fileno(), number)
     log.close()
+
+
+def tell_terminal(line: str) -> None:
+    """Writes a line to what was standard error before rank 0's was redirected, if it was."""
+    for descriptor in _terminal:
+        with suppress(OSError):
+            os.write(descriptor, f"{line}\n".encode(errors="backslashreplace"))
 
 
 class LaunchedRank:

@@ -283,3 +283,23 @@ def test_what_the_environment_says() -> None:
 def test_where_ranks_listen() -> None:
     assert bind_address({}) == "127.0.0.1"
     assert bind_address({"ONNXPAR_BIND": "10.0.0.7"}) == "10.0.0.7"
+
+
+def test_an_error_reaches_the_terminal(four: Path, tmp_path: Path) -> None:
+    """Though all that the ranks write goes to their logs."""
+    command = shutil.which("mpirun")
+    if command is None:
+        pytest.skip("there is no mpirun")
+    run = ["-m", "onnxpar", "run", str(four), "--inputs", "none.npz"]
+    done = subprocess.run(
+        [command, "--allow-run-as-root", "--oversubscribe", "-n", "4", sys.executable, *run],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("onnxpar: error: there is no file none.npz") == 1
+    for rank in range(4):
+        log = (tmp_path / "log" / f"rank.{rank}" / "stderr.log").read_text()
+        assert log.count("\n") == 1 and "there is no file none.npz" in log
