@@ -431,3 +431,25 @@ def test_an_interrupted_shard_leaves_nothing(name: str, status: int, place: Path
     assert process.returncode == status
     assert "Traceback" not in error and error.count("\n") == 1, error
     assert listing(place) == before
+
+
+EMBEDDING = """<ir_version: 8, opset_import: ["" : 17]>
+look (int64[4,2] ids) => (float[4,2,4] y) { [found] y = Gather(table, ids) }"""
+
+
+def test_an_index_out_of_range(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = onnx.parser.parse_model(EMBEDDING)
+    table = np.ones((8, 4), np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    onnx.save(model, tmp_path / "m.onnx")
+    onnxpar.shard(tmp_path / "m.onnx", tmp_path / "m.par", devices=2, preset="tensor-parallel")
+    ids = np.zeros((4, 2), np.int64)
+    ids[2, 1] = 8
+    np.savez(tmp_path / "in.npz", ids=ids)
+    inputs = ["--inputs", str(tmp_path / "in.npz")]
+    told = "input 'ids': index 8 at [2, 1] is out of range for 'table' of 8 rows"
+    check = ["check", str(tmp_path / "m.onnx"), "--devices", "2", *inputs]
+    for arguments in (["run", str(tmp_path / "m.par"), *inputs], check, [*check, "--each"]):
+        assert main(arguments) == 2
+        error = capfd.readouterr().err
+        assert error == f"onnxpar: error: {told}, in node 'found'\n", error

@@ -5,6 +5,7 @@ A rank that looked at its own part alone would give zeros instead, which are a w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def test_out_of_range(name: str, tmp_path: Path) -> None:
     feeds["i"] = np.broadcast_to(first, shapes["i"]) % rows
     unsplit = ort.InferenceSession(path, quiet(), providers=["CPUExecutionProvider"])
     bad = [{**feeds, "i": feeds["i"].copy()} for _ in range(4)]
-    for each, value in zip(bad, (rows, -rows - 1, 1000, -1000), strict=True):
+    values = (rows, -rows - 1, 1000, -1000)
+    for each, value in zip(bad, values, strict=True):
         each["i"][(-1,) * each["i"].ndim] = value
         with pytest.raises(Exception, match=r"(?i)out of|invalid"):
             unsplit.run(None, each)
@@ -93,9 +95,12 @@ def test_out_of_range(name: str, tmp_path: Path) -> None:
             continue  # that dimension is not split
         tried += 1
         with ThreadSession(tmp_path / "m.par", quiet()) as session:
-            for each in bad:
-                with pytest.raises((InputError, RunError), match=r"out of|invalid index"):
+            for each, value in zip(bad, values, strict=True):
+                with pytest.raises((InputError, RunError), match=r"out of|invalid ind") as caught:
                     session.run(None, each)
+                told = re.search(r"(?:index|indice|idx) ?=? ?(-?\d+)", str(caught.value))
+                if told:  # it is the model's index, not one into a part
+                    assert int(told[1]) == (2 * value if name == "computed" else value)
             for each in (feeds, negative):
                 wanted = unsplit.run(None, each)[0]
                 np.testing.assert_allclose(session.run(None, each)[0], wanted, rtol=1e-6)

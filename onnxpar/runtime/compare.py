@@ -161,7 +161,10 @@ def compare(
             return compare(model, session, feeds, tolerances, close, timed)
     par.check_feeds(feeds)
     unsplit = Unsplit(model)
-    reference = unsplit.run(feeds)
+    try:
+        reference = unsplit.run(feeds)
+    except ModelError as error:
+        raise par.blame(error, feeds) from error
     seconds = shortest(lambda: unsplit.run(feeds)) if timed else 0.0
     unsplit.close()  # the ranks may need its memory
     outputs = _run(par, feeds)
@@ -262,7 +265,7 @@ def open_unsplit(
     `folder` is where the external data of a model in bytes is. Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what it would log is raised, too
     if folder is not None:
         key = "session.model_external_initializers_file_folder_path"
         options.add_session_config_entry(key, os.fspath(Path(folder).resolve()))

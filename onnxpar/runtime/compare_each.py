@@ -96,7 +96,10 @@ def compare_each(
     unsplit = Unsplit(proto.SerializeToString(), Path(model).parent)
     rows: list[Comparison] = []
     for names in _slices(ports):
-        wanted = unsplit.run(feeds, names)
+        try:
+            wanted = unsplit.run(feeds, names)
+        except ModelError as error:
+            raise session.blame(error, feeds) from error
         given = dict(zip(names, session.run(names, feeds), strict=True))
         rows += [compare_arrays(n, given[n], wanted[n], TOLERANCES, close) for n in names]
     first = next((row for row in rows if not row.ok), None)

@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.arrays import Array
-from onnxpar.errors import RankError, RunError
+from onnxpar.errors import ModelError, RankError, RunError
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
@@ -99,13 +99,19 @@ class Executor:
             file = bundle.rank_file(world.rank, program)
 
             def make() -> ort.InferenceSession:
-                return ort.InferenceSession(
-                    str(file),
-                    options,
-                    providers=spec.providers,
-                    provider_options=spec.provider_options,
-                    enable_fallback=0,
-                )
+                try:
+                    return ort.InferenceSession(
+                        str(file),
+                        options,
+                        providers=spec.providers,
+                        provider_options=spec.provider_options,
+                        enable_fallback=0,
+                    )
+                except Exception as error:
+                    raise ModelError(
+                        f"onnxruntime does not load {file.name}: {error}; if the folder is "
+                        "damaged, write it again with `onnxpar shard`"
+                    ) from error
 
             if not spec.profile:
                 return make()

@@ -11,7 +11,7 @@ import onnx
 from onnxpar.origin import origin_of
 from onnxpar.runtime.log import NODE_FAILED, describe
 
-_OUT_OF_RANGE = re.compile(r"indices element out of data bounds|out of bounds|out of range", re.I)
+_OUT_OF_RANGE = re.compile(r"out of (data )?bounds|out of range|invalid ind", re.I)
 
 
 def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
@@ -23,8 +23,10 @@ def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
     op, name, message = found.groups()
     if message.startswith(op):  # a collective's, which has global names
         return text
-    origin = _origins(file).get(name, name)
-    if origin != name and _OUT_OF_RANGE.search(message):
+    origins = _origins(file)
+    origin = origins.get(name, name)
+    lowered = {global_name for own, global_name in origins.items() if own != global_name}
+    if origin in lowered and _OUT_OF_RANGE.search(message):  # its indices are of a part of a table
         return f"{op} {origin!r}: an index is out of range"
     note = (
         f" (sizes and indices are those of rank {rank}'s part)" if re.search(r"\d", message) else ""

@@ -119,7 +119,7 @@ class Session(Closing):
             try:
                 parts = self._ranks.run(request, feeds)
             except RunError as error:
-                raise self._named(error, feeds) from error
+                raise self.blame(error, feeds) from error
             if keep_states:
                 self._kept.update(self._ranks.kept_shapes)
             whole = {name: self._assemble(name, parts, sizes) for name in fetch}
@@ -151,10 +151,11 @@ class Session(Closing):
         fed = {n: a.shape for n, a in feeds.items() if inputs[n].shape is not None}
         return self._bundle.sizes({**self._kept, **fed})
 
-    def _named(self, error: RunError, feeds: Mapping[str, Array]) -> OnnxparError:
-        """The error, or one that names the element of an input that is its cause."""
+    def blame(self, error: OnnxparError, feeds: Mapping[str, Any]) -> OnnxparError:
+        """The error of a run, or one that names the element of an input that is its cause."""
         for lookup in self._bundle.lookups:
-            fault = lookup.fault(feeds[lookup.input]) if lookup.input in feeds else None
+            fed = feeds.get(lookup.input)
+            fault = lookup.fault(fed) if isinstance(fed, np.ndarray) else None
             if fault is not None:
                 return InputError(fault)
         return error
