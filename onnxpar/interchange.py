@@ -205,8 +205,24 @@ def header_of(model: onnx.ModelProto) -> onnx.ModelProto:
     """What a model says of itself, without its graph."""
     header = onnx.ModelProto(metadata_props=model.metadata_props)
     for field in ("doc_string", "domain", "model_version", "producer_name", "producer_version"):
-        setattr(header, field, getattr(model, field))
+        if model.HasField(field):
+            setattr(header, field, getattr(model, field))
+    header.graph.name, header.graph.doc_string = model.graph.name, model.graph.doc_string
     return header
+
+
+def metadata_of(header: onnx.ModelProto) -> dict[str, Any]:
+    """What a model says of itself, by the names of onnxruntime's ModelMetadata."""
+    version = {"version": header.model_version} if header.HasField("model_version") else {}
+    return {
+        "producer_name": header.producer_name,
+        "graph_name": header.graph.name,
+        "domain": header.domain,
+        "description": header.doc_string,
+        "graph_description": header.graph.doc_string,
+        **version,
+        "custom_metadata_map": {entry.key: entry.value for entry in header.metadata_props},
+    }
 
 
 def _source(holder: gs.Graph | gs.Node | gs.Tensor) -> Any:

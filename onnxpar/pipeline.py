@@ -22,6 +22,7 @@ from onnxpar.compression import NONE
 from onnxpar.errors import OnnxparError, OpenSizesError, PassError, StrategyError
 from onnxpar.expose import expose
 from onnxpar.factors import GraphFactors, analyse
+from onnxpar.interchange import metadata_of
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.memory_limit import within_limit
 from onnxpar.mesh import Mesh
@@ -424,6 +425,7 @@ def _plan(
             if not more:
                 raise
             whole = {**whole, **more}
+    made.metadata = metadata_of(model.header)
     if options.exposed:
         if model.sizes is not None:
             raise StrategyError(f"--each: sizes are open; give {model.sizes.flags}")

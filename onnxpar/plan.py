@@ -202,6 +202,7 @@ class Plan(Shown):
     initial: Mapping[str, str] = field(default_factory=dict)
     step: Step | None = None
     lookups: Sequence[Lookup] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     explained: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -231,6 +232,7 @@ class Plan(Shown):
             "whole": _dicts(self.whole),
             "memory": dict(self.memory),
             "flops": dict(self.flops),
+            "metadata": dict(self.metadata),
         }
 
     def text(self) -> str:

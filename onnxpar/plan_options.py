@@ -140,9 +140,9 @@ def lists_options(function: Call) -> Call:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=DEFAULTS.get(name),
-            annotation=PlanOptions.__annotations__[name].__forward_arg__,
+            annotation=getattr(annotation, "__forward_arg__", annotation),
         )
-        for name in option_names()
+        for name, annotation in PlanOptions.__annotations__.items()
     ]
     function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function

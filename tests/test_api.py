@@ -226,7 +226,7 @@ def two_products(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 def test_train_and_merge(tmp_path: Path) -> None:
     model, step, par = (tmp_path / name for name in ("m.onnx", "step.onnx", "step.par"))
     weights = two_products(model)
-    spec = onnxpar.training.grad(model, step, loss="mse", optimizer="sgd")
+    spec = onnxpar.training.grad(onnx.load(model), step, loss="mse", optimizer="sgd")
     dp: dict[str, Any] = {"devices": 2, "preset": "data-parallel"}
     fused = onnxpar.shard(step, par, **dp)
     alone = onnxpar.plan(step, **dp, fusion="none")

@@ -214,6 +214,13 @@ class Bundle:
 
 def _read_plan(folder: Path) -> dict[str, Any]:
     file = folder / "plan.json"
+    if folder.is_file():
+        raise ModelError(
+            f"{folder} is one file, not a sharded model; `onnxpar shard {folder} --devices N` "
+            "writes the folder to give here"
+        )
+    if not folder.exists():
+        raise ModelError(f"{folder} does not exist; `onnxpar shard` writes it")
     if not file.is_file():
         raise ModelError(
             f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"

@@ -10,6 +10,7 @@ import numpy as np
 from onnxpar.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.ort_values import array_of, is_ort_value
 from onnxpar.runtime.values import checked_value, is_optional
 
 
@@ -63,8 +64,11 @@ def check_array(port: Port, value: Any) -> Any:
     InputError."""
     if port.is_value:
         return _check_value(port, value)
-    as_numpy = getattr(value, "numpy", None)  # an OrtValue
-    array = np.asarray(as_numpy() if callable(as_numpy) else value)
+    if is_ort_value(value):
+        array = array_of(value)
+    else:
+        as_numpy = getattr(value, "numpy", None)  # a tensor of PyTorch
+        array = np.asarray(as_numpy() if callable(as_numpy) else value)
     if array.dtype != port.dtype:
         remedy = f"convert it with .astype({port.dtype.name!r})"
     elif not port.admits(array.shape):
@@ -77,6 +81,8 @@ def check_array(port: Port, value: Any) -> Any:
 
 def _check_value(port: Port, value: Any) -> Any:
     try:
+        if is_ort_value(value):
+            value = array_of(value)
         checked = checked_value(port.type, value)
     except TypeError as error:
         raise InputError(f"input {port.name!r} is a {port.type}: it expects {error}") from None

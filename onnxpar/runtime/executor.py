@@ -36,6 +36,9 @@ from onnxpar.step import EVALUATION
 SIZES = "onnxpar.sizes"
 """The hidden input of a rank's graph: what the open sizes are."""
 
+Facts = Mapping[str, Any]
+"""Of a rank's session: its `providers`, their `provider_options`, and `profiling_start_ns`."""
+
 Place = tuple[int, tuple[int, ...]]
 """Address and shape of a bound array: to bind the same again costs as much as a small run."""
 
@@ -106,6 +109,7 @@ class Executor:
                         providers=spec.providers,
                         provider_options=spec.provider_options,
                         enable_fallback=0,
+                        disabled_optimizers=spec.disabled_optimizers,
                     )
                 except Exception as error:
                     raise ModelError(
@@ -119,6 +123,7 @@ class Executor:
             return profiled.open(program, file, folder, options, make)
 
         self._profiled = profiled
+        self._profiles_alone = bool(spec.fields.get("enable_profiling")) and not spec.profile
         self.session = open_session()
         self._open_session = open_session
         self._apart = bundle.apart
@@ -262,8 +267,20 @@ class Executor:
         self._keep({**self._kept, **{n: self._copied(n, part) for n, part in read.items()}})
 
     def end_profile(self) -> Record:
-        """What was recorded until now; nothing is from now on."""
-        return self._profiled.end()
+        """What was recorded until now; nothing is from now on. Where onnxruntime writes profiles of
+        its own, `file` is that of this rank."""
+        file = self.session.end_profiling() if self._profiles_alone else ""
+        self._profiles_alone = False
+        return {**self._profiled.end(), "file": file}
+
+    def facts(self) -> Facts:
+        """What onnxruntime says of this rank's session."""
+        session = self.session
+        return {
+            "providers": session.get_providers(),
+            "provider_options": session.get_provider_options(),
+            "profiling_start_ns": session.get_profiling_start_time_ns(),
+        }
 
     def reset_states(self) -> None:
         """Forgets all kept states."""

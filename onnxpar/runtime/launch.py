@@ -224,7 +224,7 @@ class LaunchedRank:
             threads, spin = _threads(launched.local_size)
             self._executor = Executor(bundle, self._world, spec, threads, spin, everywhere=True)
             self._gather = Gather(self._world)
-        self.providers: Sequence[str] = self._executor.session.get_providers()
+        self.facts = self._executor.facts()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs this rank and gathers. Errors: RunError, RankError, on every rank."""

@@ -120,6 +120,7 @@ class SessionSpec:
     libraries: Sequence[str] = ()
     providers: Sequence[Any] | None = None
     provider_options: Sequence[Mapping[str, Any]] | None = None
+    disabled_optimizers: Sequence[str] = ()
     profile: str = ""
     """A folder for what onnxruntime records; empty: it records nothing."""
 

@@ -12,7 +12,7 @@ from onnxpar.arrays import Array
 from onnxpar.errors import RankError
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
-from onnxpar.runtime.executor import Request
+from onnxpar.runtime.executor import Facts, Request
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.processes import Processes
@@ -44,7 +44,7 @@ class Ranks(Protocol):
     """All ranks of a bundle. Arrays that go in are global, and have been checked. `kept_shapes` are
     the global shapes of the states that the last run has kept, by input."""
 
-    providers: Sequence[str]
+    facts: Facts
     kept_shapes: KeptShapes
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
@@ -88,7 +88,7 @@ class ProcessRanks:
                 for rank, share in enumerate(shares(size))
             ]
             ready = self._processes.call(messages, "the start")
-        self.providers: Sequence[str] = ready[0]["providers"]
+        self.facts: Facts = ready[0]
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks once. Errors: RankError, naming the rank; then the ranks are ended."""

@@ -37,7 +37,7 @@ def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
     watch.join(world)
     spec = SessionSpec.from_json(start["spec"])
     executor = Executor(bundle, world, spec, share["threads"], share["spin"])
-    wire.send({"providers": executor.session.get_providers()})
+    wire.send(dict(executor.facts()))
     server = Server(bundle, world, executor, Arena(inputs), Arena(outputs))
     watch.stop = server.stop
     while (message := wire.receive())["do"] != "close":

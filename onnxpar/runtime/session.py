@@ -6,14 +6,16 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onnxpar.arrays import Array
-from onnxpar.errors import InputError, OnnxparError, RunError
+from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import (
@@ -25,9 +27,11 @@ from onnxpar.runtime.checks import (
 )
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.executor import Request
+from onnxpar.runtime.interface import Interface
 from onnxpar.runtime.merge_profiles import merge
 from onnxpar.runtime.options import SessionSpec, run_spec
 from onnxpar.runtime.parts import PortParts
+from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
 from onnxpar.trace import Trace, write_trace
 
@@ -35,11 +39,18 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 
-class Session(Closing):
+class Session(Interface, Closing):
     """Runs a bundle on its ranks; what is fed and returned is global, as in the unsplit model."""
 
-    def __init__(self, bundle: Bundle, ranks: Ranks, scratch: str = "") -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        ranks: Ranks,
+        scratch: str = "",
+        sess_options: ort.SessionOptions | None = None,
+    ) -> None:
         self._bundle = bundle
+        super().__init__(sess_options)
         self._ranks = ranks
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[int, ...]] = {}
@@ -72,10 +83,6 @@ class Session(Closing):
         """Outputs that evaluate a training step: they are not computed together with others."""
         return self._bundle.apart
 
-    def get_providers(self) -> list[str]:
-        """The execution providers of rank 0, the first that can run a node first."""
-        return list(self._ranks.providers)
-
     @property
     def states(self) -> States:
         """What the ranks keep between runs."""
@@ -100,9 +107,8 @@ class Session(Closing):
         died, stopped or disagreed: the session is closed then.
         """
         bundle = self._bundle
-        state_outputs = bundle.states.values() if keep_states else ()
-        left_out = {*state_outputs, *bundle.apart}
-        default = [name for name in bundle.outputs if name not in left_out]
+        state_outputs = set(bundle.states.values()) if keep_states else set()
+        default = [name for name in self._names(None) if name not in state_outputs]
         names = check_names(bundle, output_names, default)
         apart = [name for name in names if name in bundle.apart]
         if apart and len(apart) < len(names):
@@ -132,9 +138,31 @@ class Session(Closing):
         Under a launcher, rank 0 writes; None on the others. Errors: InputError, where the session
         was made without `profile`, too; OnnxparError where the file cannot be written.
         """
+        return self._write_trace(self._end_records(), path, warm_up)
+
+    def end_profiling(self) -> str:
+        """Ends recording, and returns the name of the file with what was recorded.
+
+        With `sess_options.enable_profiling`, that is onnxruntime's own profile of rank 0 (under a
+        launcher, of this rank); those of the others have their rank in their names. With `profile`,
+        it is the trace of all ranks, in the current folder. Errors: InputError, where the session
+        was made with neither.
+        """
+        records = self._end_records()
+        if records[0].get("file"):
+            return str(records[0]["file"])
+        name = time.strftime("onnxpar_profile_%Y-%m-%d_%H-%M-%S.json")
+        self._write_trace(records, name)
+        return name
+
+    def _end_records(self) -> Sequence[Record]:
         with self._lock:
             self._ranks.check_usable()
-            records = self._ranks.end_profile()
+            return self._ranks.end_profile()
+
+    def _write_trace(
+        self, records: Sequence[Record], path: str | os.PathLike[str], warm_up: int = 0
+    ) -> Trace | None:
         if not records[0]["programs"]:
             raise InputError("nothing is recorded; make the session with profile=True")
         if len(records) < self._bundle.mesh.size:
@@ -164,6 +192,9 @@ class Session(Closing):
         """Ends the ranks; the session cannot run any more. May be called twice."""
         with self._lock:
             self._finalizer()
+            if self._pool is not None:  # runs that wait tell their callbacks that it is closed
+                self._pool.shutdown(wait=False)
+                self._pool = None
 
     def _assemble(self, name: str, parts: PartsOf, sizes: Sizes) -> Array:
         return self._parts.at(sizes)[name].assemble(parts[name])
@@ -180,14 +211,15 @@ class InferenceSession(Session):
     `log_dir` gets `rank.N/stdout.log` and `stderr.log`. Ranks listen on `bind_address` only.
     `config` adds session config entries, `libraries` custom-op libraries, of which onnxruntime
     does not tell which ones `sess_options` has. With `profile`, onnxruntime records each node that
-    it runs until `end_profile`, up to a million of them on a rank.
+    it runs until `end_profile`, up to a million of them on a rank. `disabled_optimizers` are
+    onnxruntime's, by name. `enable_fallback` and `read_config_from_model` must stay off.
 
     Errors: ModelError for a folder that is no sharded model; RankError where a rank does not start.
     """
 
     def __init__(
         self,
-        path_or_bytes: str | os.PathLike[str],
+        path_or_bytes: str | os.PathLike[str] | bytes,
         sess_options: ort.SessionOptions | None = None,
         providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
@@ -198,29 +230,64 @@ class InferenceSession(Session):
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
         profile: bool = False,
+        enable_fallback: bool | int = False,
+        disabled_optimizers: Iterable[str] | None = None,
+        read_config_from_model: bool | int = False,
     ) -> None:
+        if isinstance(path_or_bytes, bytes):
+            raise ModelError(
+                "a sharded model is a folder, not bytes: write it with onnxpar.shard(bytes, "
+                "'model.par', devices=N), then open that folder"
+            )
         bundle = Bundle.load(path_or_bytes)
-        scratch = tempfile.mkdtemp(prefix="onnxpar-") if profile else ""
+        if enable_fallback:
+            self.enable_fallback()
+        if read_config_from_model:
+            raise InputError("read_config_from_model: give sess_options instead")
         spec = SessionSpec.of(
             sess_options,
             config=dict(config or {}),
             libraries=[os.fspath(library) for library in libraries],
             providers=providers,
             provider_options=provider_options,
-            profile=scratch,
+            disabled_optimizers=list(disabled_optimizers or ()),
         )
-        try:
+
+        def start(spec: SessionSpec) -> Ranks:
             launched = launch.launched_rank()
             if launched is None:
                 address = bind_address or launch.bind_address()
-                ranks: Ranks = ProcessRanks(bundle, spec, timeout, log_dir, address)
-            else:
-                ranks = launch.LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
+                return ProcessRanks(bundle, spec, timeout, log_dir, address)
+            return launch.LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
+
+        self._spec, self._profile, self._start = spec, profile, start
+        super().__init__(bundle, *self._started(), sess_options)
+
+    def set_providers(
+        self,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+    ) -> None:
+        """Ends the ranks and starts others with these execution providers. States that were kept
+        and profiles that were not ended are lost. Errors: RankError where a rank does not start;
+        then the session is closed."""
+        with self._lock:
+            self._ranks.check_usable()
+            self._finalizer()
+            self._kept.clear()
+            self._spec = replace(self._spec, providers=providers, provider_options=provider_options)
+            self._ranks, scratch = self._started()
+            self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._ranks, scratch)
+
+    def _started(self) -> tuple[Ranks, str]:
+        """Ranks of this session, and a folder for what they record, if any."""
+        scratch = tempfile.mkdtemp(prefix="onnxpar-") if self._profile else ""
+        try:
+            return self._start(replace(self._spec, profile=scratch)), scratch
         except BaseException:
             if scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
-        super().__init__(bundle, ranks, scratch)
 
 
 def _close_in(owner: int, ranks: Ranks, scratch: str) -> None:

@@ -45,7 +45,8 @@ class ThreadSession(Session):
         worlds: Sequence[groups.World] | None = None,
     ) -> None:
         bundle = Bundle.load(path_or_bytes)
-        super().__init__(bundle, ThreadRanks(bundle, SessionSpec.of(sess_options), timeout, worlds))
+        ranks = ThreadRanks(bundle, SessionSpec.of(sess_options), timeout, worlds)
+        super().__init__(bundle, ranks, sess_options=sess_options)
 
 
 class ThreadRanks:
@@ -74,7 +75,7 @@ class ThreadRanks:
             lambda rank: Executor(bundle, self._worlds[rank], spec, threads=1, spin=False),
             "the start",
         )
-        self.providers: Sequence[str] = self._executors[0].session.get_providers()
+        self.facts = self._executors[0].facts()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks once. Errors: RunError, of the first rank that failed; RankError."""

@@ -12,6 +12,7 @@ import onnxpar.grad  # noqa: F401  (registers the gradient rules)
 from onnxpar import pipeline
 from onnxpar.arrays import Array
 from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.given_model import Source, model_file
 from onnxpar.grad.trained import Weights
 from onnxpar.mesh import Mesh
 from onnxpar.model import Model
@@ -30,7 +31,7 @@ from onnxpar.write_model import export_model, write_model
 
 
 def grad(
-    model: str | os.PathLike[str],
+    model: Source,
     output: str | os.PathLike[str],
     *,
     loss: str,
@@ -56,6 +57,7 @@ def grad(
 ) -> Step:
     """Writes the training step of a model: one ONNX graph of standard ops.
 
+    model       a file, an onnx.ModelProto, or its bytes
     loss        softmax-cross-entropy, nll, mse or bce, or an output that is the loss itself
     optimizer   sgd, momentum, adam, adamw, lamb or adagrad, its hyperparameters by name
                 (weight_decay, momentum, beta1 ...), or an Optimizer; "none" for gradients alone
@@ -98,14 +100,9 @@ def grad(
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)
     source = pipeline.Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
-    made, _ = write_step(
-        Path(model),
-        Path(output),
-        wanted,
-        StepOptions(optimizer, clip_norm, accumulate),
-        source,
-        untie,
-    )
+    options = StepOptions(optimizer, clip_norm, accumulate)
+    with model_file(model) as path:
+        made, _ = write_step(path, Path(output), wanted, options, source, untie)
     assert made.step is not None
     for caution in made.step.cautions:
         warnings.warn(caution, stacklevel=2)

@@ -123,7 +123,8 @@ def test_run_options_are_carried() -> None:
     assert again.only_execute_path_to_fetches
     assert again.log_verbosity_level == 2
     assert again.get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0"
-    assert run_options(run_spec(None)) is None
+    default = run_options(run_spec(None))
+    assert not default.only_execute_path_to_fetches and default.log_verbosity_level == 0
 
 
 def test_shares_of_cores() -> None:

@@ -1,0 +1,258 @@
+"""What onnxruntime's sessions can do beside `run`, on top of it, or why a sharded one cannot."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import onnxruntime as ort
+
+from onnxpar.errors import InputError, OnnxparError
+from onnxpar.runtime.io_binding import IOBinding, answer_for_sharded_sessions
+from onnxpar.runtime.metadata import ModelMetadata
+from onnxpar.runtime.ort_values import ort_value_of
+
+if TYPE_CHECKING:
+    from onnxpar.arrays import Array
+    from onnxpar.runtime.bundle import Bundle
+    from onnxpar.runtime.ranks import Ranks
+
+Callback = Callable[[Sequence[Any], Any, str], object]
+answer_for_sharded_sessions()
+
+
+class _NoSession:
+    """Stands for the one native session that a sharded model does not have."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InputError(
+            f"{name} is not available of a sharded model, which has a session on each rank; use "
+            "run, run_with_iobinding or run_async, or run the unsplit model"
+        )
+
+
+class Interface(ort.InferenceSession):  # type: ignore[misc]
+    """A session as far as others use it: they may check for onnxruntime's class, or read `_sess`.
+
+    It is not initialized as one. A method of onnxruntime that is not here, of a version to come,
+    ends in the error of `_NoSession`.
+    """
+
+    _bundle: Bundle
+    _ranks: Ranks
+    _lock: threading.RLock
+
+    def __init__(self, sess_options: ort.SessionOptions | None = None) -> None:
+        self._sess = _NoSession()
+        self._enable_fallback = False
+        self._model_path = str(self._bundle.path)
+        self._model_bytes = None
+        self._sess_options = sess_options or ort.SessionOptions()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: ort.RunOptions | None = None,
+        *,
+        keep_states: bool = False,
+    ) -> list[Array]:
+        """Runs all ranks and returns outputs as global arrays."""
+        raise NotImplementedError
+
+    def _names(self, output_names: Sequence[str] | None) -> list[str]:
+        """The outputs to return: of a training step by default those of the step."""
+        apart = self._bundle.apart
+        return list(output_names or (n for n in self._bundle.outputs if n not in apart))
+
+    def run_async(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        callback: Callback,
+        user_data: Any,
+        run_options: ort.RunOptions | None = None,
+    ) -> None:
+        """Runs in a thread of the session, one run after the other in the order of the calls, and
+        calls `callback(results, user_data, error)` there: with an empty error, or with no results.
+        """
+        with self._lock:
+            self._ranks.check_usable()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="onnxpar-run")
+            self._pool.submit(
+                self._run_then, output_names, dict(input_feed), callback, user_data, run_options
+            )
+
+    def _run_then(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        callback: Callback,
+        user_data: Any,
+        run_options: ort.RunOptions | None,
+    ) -> None:
+        results: Sequence[Any] = []
+        problem = ""
+        try:
+            results = self.run(output_names, input_feed, run_options)
+        except OnnxparError as error:
+            problem = str(error)
+        except Exception as error:  # the callback is the only one who can tell the user
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            callback(results, user_data, problem)
+        except Exception:  # of the user's code, in a thread that nobody waits for
+            traceback.print_exc()
+
+    def run_with_ort_values(
+        self,
+        output_names: Sequence[str] | None,
+        input_dict_ort_values: Mapping[str, ort.OrtValue],
+        run_options: ort.RunOptions | None = None,
+    ) -> list[ort.OrtValue]:
+        """The same with OrtValues in CPU memory, fed and returned."""
+        names = self._names(output_names)
+        results = self.run(names, input_dict_ort_values, run_options)
+        return [ort_value_of(name, result) for name, result in zip(names, results, strict=True)]
+
+    def run_with_ortvaluevector(
+        self,
+        run_options: ort.RunOptions | None,
+        feed_names: Sequence[str],
+        feeds: Sequence[Any],
+        fetch_names: Sequence[str],
+        fetches: Any,
+        fetch_devices: Sequence[Any],
+    ) -> None:
+        """The same with onnxruntime's vectors; `fetches` must be empty, and gets the outputs."""
+        if len(fetches):
+            raise InputError("fetches has values already; give an empty OrtValueVector")
+        results = self.run(fetch_names, dict(zip(feed_names, feeds, strict=True)), run_options)
+        for name, result in zip(fetch_names, results, strict=True):
+            fetches.push_back(ort_value_of(name, result, own=True)._ortvalue)
+
+    def io_binding(self) -> IOBinding:
+        """Inputs and outputs that stay bound from run to run."""
+        return IOBinding(self)
+
+    def run_with_iobinding(
+        self,
+        iobinding: IOBinding,
+        run_options: ort.RunOptions | None = None,
+        *,
+        keep_states: bool = False,
+    ) -> None:
+        """Runs on what is bound, and writes outputs to where they are bound. Errors: as `run`;
+        InputError where the binding is of another session, or an output has no room."""
+        if not isinstance(iobinding, IOBinding) or iobinding._session is not self:
+            raise InputError("the binding is of another session; make one with io_binding()")
+        with self._lock:
+            names, feeds = iobinding.outputs, iobinding.feeds()
+            iobinding.take(self.run(names, feeds, run_options, keep_states=keep_states))
+
+    def get_session_options(self) -> ort.SessionOptions:
+        """The options that the session was made with."""
+        return self._sess_options
+
+    def get_modelmeta(self) -> ModelMetadata:
+        """What the unsplit model said of itself."""
+        return ModelMetadata.of(self._bundle.data)
+
+    def get_providers(self) -> list[str]:
+        """The execution providers of rank 0, the first that can run a node first."""
+        return list(self._ranks.facts["providers"])
+
+    def get_provider_options(self) -> dict[str, dict[str, str]]:
+        """The options of each execution provider of rank 0."""
+        return {name: dict(o) for name, o in self._ranks.facts["provider_options"].items()}
+
+    def get_profiling_start_time_ns(self) -> int:
+        """When rank 0 began to record, in nanoseconds of onnxruntime's clock; 0 if it does not."""
+        return int(self._ranks.facts["profiling_start_ns"])
+
+    def set_providers(
+        self,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+    ) -> None:
+        """Starts the ranks anew with other execution providers."""
+        raise InputError("this session cannot change its providers; make another")
+
+    def disable_fallback(self) -> None:
+        """Does nothing: ranks never fall back to other providers."""
+
+    def enable_fallback(self) -> None:
+        """Errors: InputError, always."""
+        raise InputError(
+            "a rank cannot fall back to other providers while the others wait for it; name those "
+            "to use, with set_providers or providers="
+        )
+
+    def get_input_memory_infos(self) -> list[Any]:
+        """CPU memory, for each input."""
+        return [_cpu_memory() for _ in self.get_inputs()]
+
+    def get_output_memory_infos(self) -> list[Any]:
+        """CPU memory, for each output."""
+        return [_cpu_memory() for _ in self.get_outputs()]
+
+    def get_input_epdevices(self) -> list[Any]:
+        """The CPU as onnxruntime describes it, for each input. Errors: InputError where this
+        version of onnxruntime does not."""
+        if not hasattr(ort, "get_ep_devices"):
+            raise InputError("this version of onnxruntime has no devices to tell of; take a newer")
+        devices = [d for d in ort.get_ep_devices() if d.ep_name == "CPUExecutionProvider"]
+        return [device for _ in self.get_inputs() for device in devices[:1]]
+
+    def create_ortvalue_from_shape_and_type(
+        self,
+        shape: Sequence[int],
+        element_type: Any,
+        device_type: str,
+        device_id: int = 0,
+        vendor_id: int = -1,
+    ) -> ort.OrtValue:
+        """An OrtValue in CPU memory, for instance to bind."""
+        if device_type.lower() != "cpu":
+            raise InputError(f"memory on {device_type}: the ranks use CPU memory only")
+        return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, "cpu", 0)
+
+    def release_captured_graph(self, graph_annotation_id: int = 0) -> None:
+        """Does nothing: CPU sessions capture no graphs."""
+
+    def get_tuning_results(self) -> list[Any]:
+        """None: CPU providers tune nothing."""
+        return []
+
+    def set_tuning_results(self, results: Sequence[Any], *, error_on_invalid: bool = False) -> None:
+        """Errors: InputError for any result."""
+        if results:
+            raise InputError("the providers of the ranks take no tuning results; leave them out")
+
+    def set_ep_dynamic_options(self, options: Mapping[str, str]) -> None:
+        """Errors: InputError for any option."""
+        if options:
+            raise InputError(
+                f"the ranks' providers take no dynamic options ({', '.join(options)}); give "
+                "provider_options when the session is made"
+            )
+
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        """Errors: InputError, always."""
+        raise InputError(
+            "each rank has a graph of its own; make the session with profile=True, and "
+            "end_profile(FILE) tells which node ran where"
+        )
+
+
+def _cpu_memory() -> Any:
+    return ort.OrtMemoryInfo(
+        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
+    )

@@ -1,0 +1,101 @@
+"""onnxruntime's OrtValues and bound memory, as arrays and back."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxpar.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.packing import PACKED, unpack
+from onnxpar.runtime.tensors import ELEMENTS, copy_of, dtype_of, memory_of, view_of
+
+_NAMES = {number: name for name, (number, _) in ELEMENTS.items()}
+_RAW = ort.capi._pybind_state.OrtValue
+"""What an OrtValue wraps, and what onnxruntime's vectors hold."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Contiguous CPU memory of a tensor. The caller keeps it alive."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    address: int
+
+    @staticmethod
+    def of(element_type: Any, shape: Sequence[int], address: int) -> Memory:
+        """As `bind_input` is told of it. Errors: InputError."""
+        return Memory(element_dtype(element_type), tuple(map(int, shape)), int(address))
+
+    def read(self) -> Array:
+        """What stands there now; an array over the memory, a copy if that is packed."""
+        bits = PACKED.get(self.dtype.name)
+        bytes_ = self._bytes()
+        if bits:
+            count = math.prod(self.shape)
+            return unpack(bytes_, bits)[:count].view(self.dtype).reshape(self.shape)
+        return bytes_.view(self.dtype).reshape(self.shape)
+
+    def write(self, array: Array) -> None:
+        """Puts an array of this dtype and shape there."""
+        self._bytes()[...] = memory_of(np.asarray(array, order="C")).reshape(-1).view(np.uint8)
+
+    def _bytes(self) -> Array:
+        count, bits = math.prod(self.shape), PACKED.get(self.dtype.name)
+        size = -(-count * bits // 8) if bits else count * self.dtype.itemsize
+        if not size:
+            return np.empty(0, np.uint8)
+        memory: Any = (ctypes.c_ubyte * size).from_address(self.address)
+        found: Array = np.frombuffer(memory, np.uint8)
+        return found
+
+
+def element_dtype(element_type: Any) -> np.dtype[Any]:
+    """The dtype of an element type as onnxruntime takes it: NumPy's, or ONNX's number. Errors:
+    InputError for one that has none."""
+    if isinstance(element_type, int):
+        if element_type not in _NAMES:
+            raise InputError(f"element type {element_type} is not of a tensor of numbers")
+        return np.dtype(_NAMES[element_type])
+    dtype: np.dtype[Any] = np.dtype(element_type)
+    return dtype
+
+
+def is_ort_value(value: Any) -> bool:
+    """Whether it is an OrtValue, wrapped or not."""
+    return isinstance(value, (ort.OrtValue, _RAW))
+
+
+def array_of(value: Any) -> Array:
+    """The tensor of an OrtValue: an array over its memory, or a copy. Errors: InputError where it
+    is not in CPU memory, or no tensor."""
+    wrapped = value if isinstance(value, ort.OrtValue) else ort.OrtValue(value)
+    if not wrapped.is_tensor():
+        raise InputError(f"an OrtValue of {wrapped.data_type()} cannot be fed; give a list or dict")
+    if wrapped.device_name() != "cpu":
+        raise InputError(f"an OrtValue on {wrapped.device_name()}: the ranks read CPU memory only")
+    dtype = dtype_of(wrapped.data_type())
+    if dtype is None:  # strings
+        found: Array = wrapped.numpy()
+        return found
+    return view_of(wrapped, dtype)
+
+
+def ort_value_of(name: str, value: Any, own: bool = False) -> ort.OrtValue:
+    """An OrtValue of a result, over the array's memory unless it should `own` a copy. Errors:
+    InputError for strings, lists and dicts, of which onnxruntime's Python makes none."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind == "O":
+        raise InputError(
+            f"output {name!r} is no tensor of numbers, and cannot be an OrtValue; fetch "
+            "it with run() or copy_outputs_to_cpu()"
+        )
+    if value.dtype.isbuiltin == 1 and not own:
+        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    return copy_of(value)
