@@ -378,7 +378,12 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         help="of collectives that do not wait for each other: up to a size (default for training "
         "steps), as many as computing hides, or none",
     )
-    to.add_argument("--bucket-mb", type=float, metavar="X", help="that size; default: 64")
+    to.add_argument(
+        "--bucket-mb",
+        type=float,
+        metavar="X",
+        help="that size; default: 64 for all-reduces, 8 for reduce-scatters and all-gathers",
+    )
     to.add_argument(
         "--compression",
         metavar="KIND",
