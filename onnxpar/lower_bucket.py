@@ -23,7 +23,6 @@ class BucketBuilder(ReshardBuilder):
 
     def build(self) -> list[gs.Node]:
         """The nodes, in order; the last makes the last of the results."""
-        self.names = 0
         self.members = list(zip(self.inputs, self.outputs, self.node.attrs["members"], strict=True))
         {
             "AllReduce": self._reduce,
@@ -47,7 +46,7 @@ class BucketBuilder(ReshardBuilder):
         rows, count = [], parts_over(self.axes)
         for i, (x, _, (before, after)) in enumerate(self.members):
             (axis,) = changed_dims(before, after)
-            x = self._by_member(x, axis, before.dims[axis], after.dims[axis])
+            x = self._by_member(x, axis, before.dims[axis], after.dims[axis], f"ordered{i}")
             rows.append(self._rows(x, before, axis, count, f"rows{i}"))
         joined, summed = self._fresh(rows[0], "joined"), self._fresh(rows[0], "summed")
         self._add("Concat", rows, joined, axis=1)
@@ -139,11 +138,6 @@ class BucketBuilder(ReshardBuilder):
         """A tensor in the shape of the rank's part of a layout."""
         shape = partial(local_shape, layout, self.mesh)
         self._add("Reshape", [x, self._varying(what, shape)], y)
-
-    def _fresh(self, like: gs.Tensor, what: str) -> gs.Variable:
-        """A tensor with a name of its own."""
-        self.names += 1
-        return super()._fresh(like, f"{what}.{self.names}")
 
 
 def _outer(layout: Layout, mesh: Mesh, rank: int, axis: int) -> int:

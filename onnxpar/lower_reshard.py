@@ -137,11 +137,13 @@ class ReshardBuilder:
         )
         self._add("Where", [first, x, zero], y)
 
-    def _by_member(self, x: gs.Tensor, axis: int, before: Dim, after: Dim) -> gs.Tensor:
+    def _by_member(
+        self, x: gs.Tensor, axis: int, before: Dim, after: Dim, what: str = "ordered"
+    ) -> gs.Tensor:
         """The operand with each member's part in one run."""
         if is_run(before) and is_run(after):
             return x
-        ordered = self._fresh(x, "ordered")
+        ordered = self._fresh(x, what)
 
         def wanted(rank: int) -> Array:
             members = self.mesh.group(self.axes, rank)

@@ -55,7 +55,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     how = ["--devices", "2", "--preset", "data-parallel"]
     passes = "differentiate,propagate-layouts,insert-collectives,fuse-all-reduces{by=size}"
     assert main(["opt", path, *how, "--passes", passes, "--dump", str(tmp_path / "dump")]) == 0
-    assert sorted(p.name for p in (tmp_path / "dump").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "dump").glob("*.onnxtxt")) == [
         "01-differentiate.onnxtxt",
         "02-annotate-strategy.onnxtxt",
         "03-propagate-layouts.onnxtxt",
