@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from onnxpar.errors import StrategyError
 
 
-def dims_of(entries: Sequence[str]) -> dict[str, int]:
-    """Sizes of symbolic dimensions, given as NAME=N. Errors: StrategyError."""
-    dims = {}
+def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
+    """Sizes of symbolic dimensions, given as NAME=N, or as NAME=SIZE of other symbols
+    (`total=past + seq`). Errors: StrategyError."""
+    dims: dict[str, int | str] = {}
     for entry in entries:
         name, _, size = entry.rpartition("=")
-        if not name or not size.isdigit() or not int(size):
-            raise StrategyError(f"--dim {entry}: is not NAME=N with N >= 1")
-        dims[name] = int(size)
+        is_number = size.lstrip("-").isdigit()
+        if not name or not size.strip() or (is_number and int(size) < 1):
+            raise StrategyError(
+                f"--dim {entry}: is not NAME=N with N >= 1, nor NAME=SIZE of other symbols"
+            )
+        dims[name] = int(size) if is_number else size
     return dims
 
 

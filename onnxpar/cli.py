@@ -361,8 +361,9 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         dest="dims",
         action="append",
         default=[],
-        metavar="NAME=N",
-        help="size of a symbolic dimension",
+        metavar="NAME=SIZE",
+        help="size of a symbolic dimension: a number, or what it is of others, which ties them: "
+        "s74=s2, total=past+seq",
     )
     to.add_argument(
         "--state",
@@ -501,8 +502,9 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
         dest="dims",
         action="append",
         default=[],
-        metavar="NAME=N",
-        help="size of a symbolic dimension",
+        metavar="NAME=SIZE",
+        help="size of a symbolic dimension: a number, or what it is of others, which ties them: "
+        "s74=s2, total=past+seq",
     )
     to.add_argument(
         "--preset",

@@ -11,16 +11,20 @@ import onnx
 
 from onnxpar.errors import StrategyError
 from onnxpar.symbols import Polynomial
+from onnxpar.ties import solve_tie
 
 _At = tuple[str, int]
 """An input's name and an axis of it."""
 
 
-def bind_dims(graph: onnx.GraphProto, dims: Mapping[str, int], path: Path) -> dict[_At, Polynomial]:
+def bind_dims(
+    graph: onnx.GraphProto, dims: Mapping[str, int | str], path: Path
+) -> dict[_At, Polynomial]:
     """Replaces symbols of the graph's inputs by sizes, in place; returns the sizes that stay open.
 
-    `dims` has sizes by symbol, or by the label that the file has. Errors: StrategyError for a
-    symbol that the model does not have.
+    `dims` has sizes by symbol, or by the label that the file has: numbers, or texts made of other
+    symbols, which ties them. Errors: StrategyError for a symbol that the model does not have, or
+    that would be made of itself.
     """
     labels = {
         (tensor.name, axis): _label(tensor.name, axis, dim.dim_param)
@@ -36,9 +40,24 @@ def bind_dims(graph: onnx.GraphProto, dims: Mapping[str, int], path: Path) -> di
         have = ", ".join(sorted(symbols)) or "none"
         raise StrategyError(f"--dim {unknown[0]}: {path} has no such symbol; it has: {have}")
     found = {at: sizes[label] for at, label in labels.items()}
-    for label, value in dims.items():
-        number = Polynomial.constant(value)
-        found = {at: size.replace(symbols[label], number) for at, size in found.items()}
+    given = [
+        (label, sizes.get(label, Polynomial.variable(label)), _given(label, value, sizes))
+        for label, value in dims.items()
+    ]
+    done: list[tuple[str, Polynomial]] = []
+    for label, own, value in given:
+        for symbol, by in done:
+            own, value = own.replace(symbol, by), value.replace(symbol, by)
+        if own == value:
+            continue
+        tie = _solved(own, value)
+        if tie is None:
+            raise StrategyError(
+                f"--dim {label}={dims[label]}: with what else is given, that makes {own} of "
+                f"{value}; write each symbol in terms of others, once"
+            )
+        done = [(symbol, by.replace(*tie)) for symbol, by in done] + [tie]
+        found = {at: size.replace(*tie) for at, size in found.items()}
     for tensor in graph.input:
         for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
             bound = found.get((tensor.name, axis))
@@ -46,6 +65,37 @@ def bind_dims(graph: onnx.GraphProto, dims: Mapping[str, int], path: Path) -> di
                 dim.dim_value = bound.at({})
                 del found[tensor.name, axis]
     return found
+
+
+def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:
+    """What --dim says a label is. Errors: StrategyError for what is no size of the model's."""
+    if isinstance(value, int):
+        return Polynomial.constant(value)
+    if value.strip() in sizes:
+        return sizes[value.strip()]
+    symbols = sorted({s for size in sizes.values() for s in size.variables})
+    try:
+        size = Polynomial.parse(value)
+    except ValueError:
+        raise StrategyError(
+            f"--dim {label}={value}: {value!r} is no size; write a number, or sums and products "
+            f"of {', '.join(symbols)}"
+        ) from None
+    unknown = sorted(set(size.variables) - set(symbols))
+    if unknown:
+        raise StrategyError(
+            f"--dim {label}={value}: there is no symbol {unknown[0]}; there are: "
+            f"{', '.join(symbols)}"
+        )
+    return size
+
+
+def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None:
+    """A symbol, and what it is where a size has that value; None where nothing tells."""
+    symbol = own.symbol
+    if symbol is not None:
+        return None if symbol in value.variables else (symbol, value)
+    return solve_tie(own, value, own.variables)
 
 
 def _label(name: str, axis: int, label: str) -> str:

@@ -8,7 +8,7 @@ computations on the sizes that a run has. Whatever else depends on sizes stays a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,7 +93,8 @@ class Unsolved:
 
 class Lockstep:
     """Walks over one graph, one for each binding of the symbols, which are in order; `strides` are
-    those known from other walks, to which more are added.
+    those known from other walks, to which more are added; `closed` symbols have no other sizes
+    than are sampled.
 
     `live` are the bindings that the model still fits. What of a result's size differs between them
     is told in closed form, by quotients too (`quotients`), or taken for a size that data decides.
@@ -109,11 +110,13 @@ class Lockstep:
         bindings: Sequence[Binding],
         symbols: Sequence[str],
         strides: Strides | None = None,
+        closed: Collection[str] = (),
     ) -> None:
         self.model = model
         self.bindings = bindings
         self.symbols = symbols
         self.strides = {} if strides is None else strides
+        self.closed = frozenset(closed)
         self.walks = [Walk(model, types) for types in inputs]
         self.live = list(range(len(bindings)))
         self.kept: list[NodeProto] = []
@@ -247,9 +250,14 @@ class Lockstep:
         """A size in closed form; what is one number at all bindings may still depend on an open
         size, where a window is larger than the samples differ."""
         if len(set(values)) > 1:
-            return self._fit(values) or self._discover(node, name, axis, values)
+            size = self._fit(values) or self._discover(node, name, axis, values)
+            if size is not None:
+                self._known[tuple(values)] = size
+            return size
         if self._depends(node, name, axis, values[0]):
-            return self._discover(node, name, axis, values)
+            size = self._discover(node, name, axis, values)
+            if size is None or not self.closed.issuperset(size.variables):
+                return None  # larger samples, for which the quotient asks, will tell
         return Polynomial.constant(values[0])
 
     def _depends(self, node: NodeProto, name: str, axis: int, value: int) -> bool:
@@ -301,7 +309,6 @@ class Lockstep:
                 made = applied(found, size)
                 if [made.at(self.bindings[i]) for i in self.live] == list(values):
                     self._learn(made)
-                    self._known[tuple(values)] = made
                     return made
         return None
 

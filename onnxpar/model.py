@@ -82,7 +82,7 @@ class Model:
 
 def load(
     path: str | Path,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, int | str] | None = None,
     states: Iterable[tuple[str, str]] = (),
     least: int = 2,
     own_types: Callable[[Step | None], InferTypes | None] = lambda step: None,

@@ -120,7 +120,7 @@ class _Search:
                     continue
                 small = self._small(walks)
                 badness = (len(walks.conflicts), len(small))
-                if self.best is None or badness < self.best[0]:
+                if self.best is None or badness <= self.best[0]:
                     self.best = (badness, self.dims, walks)
                 elif badness[0] > self.best[0][0]:
                     break  # what has grown does not fit
@@ -142,9 +142,10 @@ class _Search:
         symbols = sorted(_symbols(self.dims))
         self.domains = {s: self.domains.get(s, general) for s in symbols}
         bindings = sample(self.domains, self.least, self.taken)
-        walks = Lockstep(
-            self.proto, [self._types(b) for b in bindings], bindings, _symbols(self.dims)
-        )
+        closed = [s for s, domain in self.domains.items() if domain.closed]
+        inputs = [self._types(b) for b in bindings]
+        order = _symbols(self.dims)
+        walks = Lockstep(self.proto, inputs, bindings, order, self.strides, closed)
         walks.run()
         return walks
 

@@ -92,7 +92,7 @@ class Options:
     mesh: Mesh | None = None
     preset: str | None = None
     strategy: Strategy | None = None
-    dims: Mapping[str, int] | None = None
+    dims: Mapping[str, int | str] | None = None
     states: Sequence[tuple[str, str]] = ()
     strict: bool = False
     verify: bool = False

@@ -39,7 +39,7 @@ class PlanOptions(TypedDict, total=False):
     objective       what the search minimizes: latency, the default, or throughput
     memory_limit    bytes that a rank may hold at any time, or text as "16GB"
     untied          the search decides each of several repeated blocks by itself
-    dims            sizes of symbolic dimensions, by symbol
+    dims            sizes of symbolic dimensions, by symbol: numbers, or texts of other symbols
     states          (input, output) pairs that are fed back; caches that grow are found
     fusion          of collectives: size, cost or none
     bucket_mb       the most MiB of collectives that are fused by size
@@ -60,7 +60,7 @@ class PlanOptions(TypedDict, total=False):
     objective: str | None
     memory_limit: float | str | None
     untied: bool
-    dims: Mapping[str, int] | None
+    dims: Mapping[str, int | str] | None
     states: Sequence[tuple[str, str]]
     fusion: str | None
     bucket_mb: float | None

@@ -30,7 +30,7 @@ TIMEOUT = 60.0
 def options(
     layout: str,
     *,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, int | str] | None = None,
     strategy: Mapping[str, Any] | None = None,
 ) -> Options:
     """Options from `tensor-parallel 4`, `hybrid dp=2,tp=3`, or a mesh alone; verifying."""

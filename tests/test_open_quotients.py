@@ -13,7 +13,7 @@ from agreement import TIMEOUT, check_outputs, options, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar import pipeline
-from onnxpar.errors import InputError, StrategyError
+from onnxpar.errors import InputError, OnnxparError, StrategyError
 from onnxpar.runtime.threads import ThreadSession
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -114,6 +114,28 @@ def test_strided_width_stays_whole_and_the_rest_is_split(reader: Path, tmp_path:
     shapes = [{"x": (2, 3, 16, w)} for w in (60, 61, 62, 63, 64, 65, 66, 67)]
     strategy = {"tensors": {"x": [None, None, None, "tp"]}}
     check(reader, tmp_path / "m.par", "tp=2", shapes, strategy=strategy)
+
+
+def test_a_height_that_a_node_limits(tmp_path: Path) -> None:
+    """The pool must leave one row: heights from 4 to 7."""
+    model = save(
+        tmp_path / "rows.onnx",
+        """
+        rows (float[batch, 3, height, width] x) => (float[n, 6, 1, w] y) {
+            a = AveragePool <kernel_shape = [4, 1], strides = [4, 1]> (x)
+            b = ReduceMax <axes = [2]> (x)
+            y = Concat <axis = 1> (a, b)
+        }
+        """,
+    )
+    shapes = [{"x": (4, 3, h, 9)} for h in (4, 5, 7)]
+    text = check(model, tmp_path / "m.par", "data-parallel 2", shapes)
+    assert "width" in text
+    with (
+        ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
+        pytest.raises(OnnxparError, match="Concat"),
+    ):
+        session.run(None, {"x": np.zeros((4, 3, 8, 9), np.float32)})
 
 
 @pytest.fixture(scope="module")
@@ -319,3 +341,83 @@ def test_sizes_that_nothing_tells_are_named(tmp_path: Path) -> None:
         pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2"))
     how = options("data-parallel 2", dims={"height": 8, "width": 8})
     pipeline.shard(model, tmp_path / "m.par", how)
+
+
+def tied(path: Path) -> Path:
+    """What torch's exporter makes of Dim.DYNAMIC: a symbol for every dimension."""
+    return save(
+        path,
+        """
+        tied (float[s2, s18, 8] x, float[s74, s5, 8] z) => (float[a, b, c] y) {
+            sum = Add (x, z)
+            y = MatMul (sum, w)
+        }
+        """,
+        weight("w", 8, 6),
+    )
+
+
+@pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
+def test_symbols_that_must_be_equal_are_one(layout: str, tmp_path: Path) -> None:
+    model = tied(tmp_path / "tied.onnx")
+    shapes = [{"x": (b, s, 8), "z": (b, s, 8)} for b, s in ((3, 5), (4, 4), (7, 3))]
+    text = check(model, tmp_path / "m.par", layout, shapes)
+    assert "s74" not in text and "s5" not in text
+
+
+def test_one_beside_n_is_refused_and_may_be_bound(tmp_path: Path) -> None:
+    """onnxruntime would repeat it; here both are one symbol, unless --dim says that it is 1."""
+    model = tied(tmp_path / "tied.onnx")
+    pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2"))
+    feeds = {"x": np.ones((4, 5, 8), np.float32), "z": np.ones((1, 5, 8), np.float32)}
+    with (
+        ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
+        pytest.raises(InputError, match=r"'z' has 1 at dimension 0.*'x' has 4"),
+    ):
+        session.run(None, feeds)
+    shapes = [{"x": (b, 5, 8), "z": (1, 5, 8)} for b in (2, 3, 4)]
+    check(model, tmp_path / "n.par", "data-parallel 2", shapes, dims={"s74": 1})
+
+
+def test_symbols_are_tied_by_hand(tmp_path: Path) -> None:
+    model = save(
+        tmp_path / "by_hand.onnx",
+        """
+        by_hand (float[b, past, 4] x, float[b, n, 4] z, float[b, total] m) => (float[p, q] y) {
+            r = ReduceMax <axes = [1, 2], keepdims = 0> (x)
+            s = ReduceMax <axes = [1, 2], keepdims = 0> (z)
+            t = ReduceMax <axes = [1], keepdims = 0> (m)
+            rs = Add (r, s)
+            rst = Add (rs, t)
+            axes = Constant <value_ints = [1]> ()
+            column = Unsqueeze (rst, axes)
+            y = Add (column, m)
+        }
+        """,
+    )
+    shapes = [{"x": (4, 5, 4), "z": (4, 3, 4), "m": (4, 8)}]
+    dims = {"total": "past + n"}
+    text = check(model, tmp_path / "m.par", "data-parallel 2", shapes, dims=dims)
+    assert '"n + past"' in text
+    bad = {"x": np.ones((4, 5, 4)), "z": np.ones((4, 3, 4)), "m": np.ones((4, 9))}
+    with (
+        ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
+        pytest.raises(InputError, match=r"past|n \+"),
+    ):
+        session.run(None, {k: v.astype(np.float32) for k, v in bad.items()})
+
+
+@pytest.mark.parametrize(
+    ("dims", "says"),
+    [
+        ({"s74": "s2", "s2": "s74 + 1"}, "--dim s2=s74 [+] 1.*once"),
+        ({"s74": "s74 + 1"}, "--dim s74=s74 [+] 1"),
+        ({"s74": "batch"}, "no symbol batch; there are: s18, s2, s5, s74"),
+        ({"s74": "s2 ** 2"}, "is no size"),
+        ({"other": "s2"}, "no such symbol"),
+    ],
+)
+def test_ties_that_cannot_be_are_named(dims: dict[str, str], says: str, tmp_path: Path) -> None:
+    model = tied(tmp_path / "tied.onnx")
+    with pytest.raises(StrategyError, match=says):
+        pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2", dims=dims))

@@ -48,7 +48,7 @@ def grad(
     clip_norm: float | None = None,
     accumulate: int = 1,
     untie: bool = False,
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, int | str] | None = None,
     devices: int | None = None,
     mesh: str | Mesh | None = None,
     preset: str | None = None,
@@ -76,7 +76,7 @@ def grad(
     accumulate  batches of the model's size that a step takes, one after the other
     untie       gives each node that reads a vector as its scale or bias a copy of its own, where
                 several read one
-    dims        sizes of symbolic dimensions, by symbol
+    dims        sizes of symbolic dimensions, by symbol: numbers, or texts of other symbols
     preset      "manual" where the model is one rank's program: the step is one too, for so many
                 devices or the mesh given (`"dp=2,tp=4"` or a Mesh), its tensors dealt as the
                 strategy says
