@@ -8,10 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import onnx_graphsurgeon as gs
+
 import onnxpar.candidate_lines
 import onnxpar.comparison_lines  # noqa: F401  (these register the texts of results)
 from onnxpar import op_table, pipeline
-from onnxpar.candidates import Candidates, choices, fastest_first, try_candidate
+from onnxpar.candidates import (
+    Candidates,
+    choices,
+    fastest_first,
+    on_one_rank,
+    try_candidate,
+)
 from onnxpar.checking import Check, Inputs, Way, check_model
 from onnxpar.dump import Dump
 from onnxpar.errors import InputError, StrategyError
@@ -19,7 +27,6 @@ from onnxpar.explain import Explainer, explain
 from onnxpar.given_model import Source, model_file
 from onnxpar.manual import MANUAL
 from onnxpar.named_passes import run_named
-from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan, SavedPlan
@@ -32,6 +39,7 @@ from onnxpar.search.compare_trace import PlannedNode, planned_nodes
 from onnxpar.search.comparison import Comparison
 from onnxpar.search.save import Saver
 from onnxpar.trace import read_trace
+from onnxpar.typical import sizes_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,7 +74,8 @@ def shard(
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
-        made = pipeline.shard(path, target, asked, progress, watch_all(saver, dump, explainer))
+        watch = watch_all(saver, dump)
+        made = pipeline.shard(path, target, asked, progress, watch, explainer.reckon)
     saver.write()
     return _with_steps(made, explainer, asked)
 
@@ -88,7 +97,7 @@ def make_plan(
     asked = options_of(options, "plan")
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
-        made, _ = pipeline.plan(path, asked, watch_all(saver, dump, explainer))
+        made, _ = pipeline.plan(path, asked, watch_all(saver, dump), explainer.reckon)
     saver.write()
     made = _with_steps(made, explainer, asked)
     if html is not None:
@@ -232,11 +241,13 @@ def compare_strategies(
     """Plans every strategy, and writes the page of one if asked; `follow` shows the progress."""
     options = replace(options, verify=False)
     given = options if html is None else replace(options, preset=None, search=None)
-    tried = [try_candidate(path, each) for each in follow(choices(path, given))]
-    found = fastest_first(path.name, options.aim.objective, tried)
+    alone = on_one_rank(path, given)
+    tried = (try_candidate(path, each) for each in follow(choices(path, given)))
+    found = fastest_first(path.name, options.aim.objective, tried, alone)
     if html is not None:
         is_open = options.preset is None and options.search is None
-        write_page(html, explain(path, found.winner.chosen(options) if is_open else options), found)
+        won = found.winner.explained if is_open else None
+        write_page(html, won or explain(path, options), found)
     return found
 
 
@@ -249,22 +260,20 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
         )
     nodes: dict[str, PlannedNode] = {}
 
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        if isinstance(step, FuseAllReduces):
-            apart = model.step.evaluation if model.step is not None else ()
-            nodes.update(planned_nodes(model.graph, ctx.sharding, apart))
+    def reckon(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+        apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
+        for name, node in planned_nodes(graph, ctx.sharding, apart).items():
+            nodes[name] = node.weighted(weight, nodes.get(name))
 
-    made, _ = pipeline.plan(path, options, watch)
-    return replace(comparing.compare_trace(recorded, made, nodes), example=dict(made.example))
+    at = replace(options, reckon_at=recorded.sizes)
+    made, _ = pipeline.plan(path, at, reckon=reckon)
+    sizes = recorded.sizes or made.typical
+    return replace(comparing.compare_trace(recorded, made, nodes), sizes=sizes_text(sizes))
 
 
-def watch_all(saver: Saver, dump: File | None, *others: Explainer) -> pipeline.Watch:
-    """What is called after each pass: it dumps the graph, and notes the strategy and the steps."""
-    watching: list[Dump | Saver | Explainer] = [
-        *([Dump(dump)] if dump is not None else []),
-        saver,
-        *others,
-    ]
+def watch_all(saver: Saver, dump: File | None) -> pipeline.Watch:
+    """What is called after each pass: it dumps the graph, and notes the strategy."""
+    watching: list[Dump | Saver] = [*([Dump(dump)] if dump is not None else []), saver]
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         for each in watching:

@@ -23,7 +23,7 @@ def candidate_lines(candidates: Candidates) -> Iterator[str]:
     yield f"{candidates.model} over {candidates.ranks} ranks, the fastest strategy first"
     run = "a run," if candidates.objective == LATENCY else "a run, the longer of"
     yield f"milliseconds of {run} computing and talking, by the cost model; memory of a rank:"
-    held = [k for k in _MEMORY if any(c.memory.get(k) for c in candidates.found)]
+    held = [k for k in _MEMORY if any(c.memory.get(k) for c in candidates.rows)]
     heads = [*_TIMES, *(_MEMORY[k] for k in held), "in all"]
     rows = [
         (
@@ -32,7 +32,7 @@ def candidate_lines(candidates: Candidates) -> Iterator[str]:
             *(size_text(candidate.memory.get(k, 0)) for k in held),
             size_text(candidate.held),
         )
-        for candidate in candidates.found
+        for candidate in candidates.rows
         for p in [candidate.predicted]
         for times in [(candidate.seconds, p.compute, p.communication)]
     ]

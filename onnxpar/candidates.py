@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onnxpar import pipeline
 from onnxpar.errors import StrategyError
+from onnxpar.explain import Explained, explain
 from onnxpar.interchange import header_of
 from onnxpar.mesh import Mesh
-from onnxpar.model import Model, read_proto
-from onnxpar.passes.fuse_all_reduces import FuseAllReduces
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.model import read_proto
 from onnxpar.pipeline import Options
-from onnxpar.search.compare_trace import planned_nodes
 from onnxpar.search.expert_parallel import EXPERT
 from onnxpar.search.meshes import BATCH, WIDTH
 from onnxpar.search.predict import Prediction
-from onnxpar.search.presets import PRESETS, preset_mesh
-from onnxpar.search.search import AUTO
+from onnxpar.search.presets import preset_mesh
+from onnxpar.search.search import AUTO, PROPAGATION
 from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES
 from onnxpar.shown import Shown
 from onnxpar.step import Step
 
+ONE_RANK = "one rank"
+"""How tables call the model on one rank, whole."""
 MOST_HYBRIDS = 6
 """Meshes of two axes that are tried; of more factorizations, some from all over their range."""
 _SAME = 1e-9
@@ -34,7 +33,7 @@ _SAME = 1e-9
 @dataclass(frozen=True)
 class Candidate:
     """A strategy that applies: seconds of a run, and what the objective makes of them; bytes that a
-    rank sends by kind of collective, and bytes that it holds."""
+    rank sends by kind of collective, and bytes that it holds; and its plan, step by step."""
 
     strategy: str
     mesh: Mesh
@@ -42,22 +41,17 @@ class Candidate:
     seconds: float
     sent: dict[str, int]
     memory: dict[str, int]
+    explained: Explained | None = field(default=None, repr=False, compare=False)
 
     @property
     def label(self) -> str:
         """The strategy and its mesh."""
-        return f"{self.strategy} {self.mesh}"
+        return self.strategy if self.strategy == ONE_RANK else f"{self.strategy} {self.mesh}"
 
     @property
     def held(self) -> int:
         """Bytes of all that a rank holds at once."""
         return sum(self.memory.values())
-
-    def chosen(self, options: Options) -> Options:
-        """The options with this strategy and its mesh."""
-        if self.strategy in PRESETS:
-            return replace(options, preset=self.strategy, mesh=self.mesh, compared=True)
-        return replace(options, search=self.strategy, mesh=self.mesh)
 
     def to_json(self) -> dict[str, Any]:
         """As `plan --candidates --json` has it; times in seconds."""
@@ -89,6 +83,12 @@ class Candidates(Shown):
     objective: str
     found: list[Candidate]
     refused: list[Refused]
+    one_rank: Candidate
+
+    @property
+    def rows(self) -> list[Candidate]:
+        """All that tables show, one rank among them, where it would be."""
+        return sorted([*self.found, self.one_rank], key=_order)
 
     @property
     def winner(self) -> Candidate:
@@ -103,7 +103,7 @@ class Candidates(Shown):
         equal = [c.label for c in self.found[1 : len(self.found) - len(slower)]]
         alike = f" (and as fast: {', '.join(equal)})" if equal else ""
         if not slower:
-            return f"{best.label} wins{alike}: none is slower"
+            return f"{best.label} wins{alike}: none is slower{self._alone}"
         other = slower[0]
         ahead = _ms(other.seconds - best.seconds)
         parts = [
@@ -120,7 +120,15 @@ class Candidates(Shown):
             )
             if abs(gain) > _SAME
         ]
-        return f"{best.label} wins{alike}, {ahead} ahead of {other.label}: {', '.join(parts)}"
+        gains = ", ".join(parts)
+        return f"{best.label} wins{alike}, {ahead} ahead of {other.label}: {gains}{self._alone}"
+
+    @property
+    def _alone(self) -> str:
+        """What is to be said where ranks gain nothing."""
+        if self.one_rank.seconds > self.winner.seconds + _SAME:
+            return ""
+        return f"; one rank alone takes no longer, {_ms(self.one_rank.seconds)}"
 
     def to_json(self) -> dict[str, Any]:
         """As `plan --candidates --json` prints it, the winner first."""
@@ -129,6 +137,7 @@ class Candidates(Shown):
             "ranks": self.ranks,
             "objective": self.objective,
             "candidates": [c.to_json() for c in self.found],
+            "one_rank": self.one_rank.to_json(),
             "refused": [asdict(r) for r in self.refused],
             "why": self.why,
         }
@@ -174,36 +183,53 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
 def try_candidate(path: Path, options: Options) -> Candidate | Refused:
     """Plans one strategy, as `plan` does."""
     strategy = options.preset or options.search or ""
-    nodes: list[Prediction] = []
-
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        if isinstance(step, FuseAllReduces):
-            apart = model.step.evaluation if model.step is not None else ()
-            planned = planned_nodes(model.graph, ctx.sharding, apart).values()
-            nodes.extend(node.predicted for node in planned if node.predicted is not None)
-
     try:
-        plan, _ = pipeline.plan(path, options, watch)
+        explained = explain(path, options)
     except StrategyError as error:
         return Refused(strategy, str(options.mesh or ""), str(error))
+    return _candidate(strategy, explained, options)
+
+
+def on_one_rank(path: Path, options: Options) -> Candidate:
+    """What one rank takes and holds that does everything; whatever it may hold."""
+    alone = replace(
+        options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
+    )
+    alone = replace(alone, aim=replace(options.aim, memory=None), configuration="none")
+    return _candidate(ONE_RANK, explain(path, alone), alone)
+
+
+def _candidate(strategy: str, explained: Explained, options: Options) -> Candidate:
+    plan = explained.plan
     sent: dict[str, int] = {}
     for entry in plan.collectives:
         sent[entry.kind] = sent.get(entry.kind, 0) + entry.bytes
-    seconds = Prediction(sum(n.compute for n in nodes), sum(n.communication for n in nodes))
+    seconds = explained.predicted
     counted = options.aim.seconds(seconds.compute, seconds.communication)
-    return Candidate(strategy, plan.mesh, seconds, counted, sent, dict(plan.memory))
+    return Candidate(strategy, plan.mesh, seconds, counted, sent, dict(plan.memory), explained)
 
 
-def fastest_first(model: str, objective: str, tried: Iterable[Candidate | Refused]) -> Candidates:
-    """Sorts candidates by what the objective makes of the predicted times. Errors: StrategyError
-    where none applies."""
-    tried = list(tried)
-    refused = [t for t in tried if isinstance(t, Refused)]
-    found = [t for t in tried if isinstance(t, Candidate)]
+def fastest_first(
+    model: str, objective: str, tried: Iterable[Candidate | Refused], one_rank: Candidate
+) -> Candidates:
+    """Sorts candidates by what the objective makes of the predicted times; only the fastest keeps
+    its steps. Errors: StrategyError where none applies."""
+    found: list[Candidate] = []
+    refused: list[Refused] = []
+    for each in tried:
+        if isinstance(each, Refused):
+            refused.append(each)
+            continue
+        best = min([*found, each], key=_order)
+        found = [c if c is best else replace(c, explained=None) for c in [*found, each]]
     if not found:
         raise StrategyError(f"no strategy applies; {refused[0].strategy}: {refused[0].reason}")
-    found.sort(key=lambda c: (round(c.seconds / _SAME), c.held))
-    return Candidates(model, found[0].mesh.size, objective, found, refused)
+    found.sort(key=_order)
+    return Candidates(model, found[0].mesh.size, objective, found, refused, one_rank)
+
+
+def _order(candidate: Candidate) -> tuple[int, int]:
+    return round(candidate.seconds / _SAME), candidate.held
 
 
 def _ms(seconds: float) -> str:

@@ -366,6 +366,16 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         "s74=s2, total=past+seq",
     )
     to.add_argument(
+        "--typical",
+        action="append",
+        default=[],
+        metavar="NAME=N,..",
+        help="sizes that runs usually have, where sizes are open: batch=1,seq=128. The search and "
+        "all costs are for these; any size still runs. Give it several times, with weights, for "
+        "a mix: batch=1,seq=1:0.9. Default: a batch of 1, and lengths of 128 or what the model "
+        "allows",
+    )
+    to.add_argument(
         "--state",
         dest="states",
         action="append",

@@ -41,6 +41,7 @@ from onnxpar.search.comparison import Comparison
 from onnxpar.trace import check_place
 from onnxpar.trace_lines import trace_lines
 from onnxpar.training_commands import warn_of
+from onnxpar.typical import Typical
 
 
 def shard(args: argparse.Namespace) -> int:
@@ -201,8 +202,12 @@ def ops(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Options:
     asked = {name: value for name, value in vars(args).items() if name in option_names()}
-    dims, states = dims_of(args.dims), states_of(args.states)
-    return options_of({**asked, "dims": dims, "states": states, "verify": True})
+    read = {
+        "dims": dims_of(args.dims),
+        "states": states_of(args.states),
+        "typical": Typical.parse(args.typical),
+    }
+    return options_of({**asked, **read, "verify": True})
 
 
 def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:

@@ -39,10 +39,9 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     yield "predicted worst:"
     rows = [(*_worst(row), *_times(row.predicted, row.measured)) for row in comparison.worst()]
     yield from table(rows[:WORST], ("node", "op", "calls", *_times_heads()))
-    if comparison.example:
-        sizes = ", ".join(f"{name}={size}" for name, size in comparison.example.items())
+    if comparison.sizes:
         yield ""
-        yield f"sizes are open; predictions are for {sizes}, whatever was run"
+        yield f"sizes are open: predictions are for {comparison.sizes}"
 
 
 @text_of.register

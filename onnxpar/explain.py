@@ -17,9 +17,7 @@ from onnxpar.clone import nodes_of_run
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
 from onnxpar.manual import MANUAL
-from onnxpar.model import Model
-from onnxpar.passes.fuse_all_reduces import FuseAllReduces
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import PassContext
 from onnxpar.pipeline import Options
 from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import Plan, reshards
@@ -105,15 +103,14 @@ class Explained:
 
 
 class Explainer:
-    """Notes the steps of one run of passes: `watch` is for the pipeline to call."""
+    """Notes the steps of a plan: `reckon` is for the pipeline to call."""
 
     def __init__(self) -> None:
-        self._found: list[Step] = []
+        self._found: list[tuple[float, list[Step]]] = []
 
-    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """Reads the graph once all reshards are in it."""
-        if isinstance(step, FuseAllReduces):
-            self._found = list(_steps(model, ctx))
+    def reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+        """Reads the graph once all reshards are in it, at each of the sizes that count."""
+        self._found.append((weight, list(_steps(graph, ctx))))
 
     def explained(self, plan: Plan) -> Explained:
         """The plan that came of these passes, with its steps."""
@@ -121,8 +118,8 @@ class Explainer:
         for entry in plan.collectives:
             sent[entry.name.split("::")[0]] += entry.bytes
             sent[entry.name] += entry.bytes if "::" in entry.name else 0
-        steps = (replace(step, sent=sent.get(step.name, 0)) for step in self._found)
-        return Explained(plan, tuple(steps))
+        found = (_mean(steps) for steps in zip(*_weighted(self._found), strict=True))
+        return Explained(plan, tuple(replace(s, sent=sent.get(s.name, 0)) for s in found))
 
 
 def explain(path: str | Path, options: Options) -> Explained:
@@ -130,14 +127,27 @@ def explain(path: str | Path, options: Options) -> Explained:
     if options.preset == MANUAL:
         raise StrategyError("of a manual program nothing is predicted; use `run --profile`")
     explainer = Explainer()
-    plan, _ = pipeline.plan(path, options, explainer.watch)
+    plan, _ = pipeline.plan(path, options, reckon=explainer.reckon)
     return explainer.explained(plan)
 
 
-def _steps(model: Model, ctx: PassContext) -> Iterator[Step]:
+def _weighted(each: Iterable[tuple[float, Iterable[Step]]]) -> Iterator[list[tuple[float, Step]]]:
+    for weight, steps in each:
+        yield [(weight, step) for step in steps]
+
+
+def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
+    """A step at several sizes as one: what it takes on average, and the most that is held."""
+    predicted = Prediction(
+        sum(weight * step.predicted.compute for weight, step in steps),
+        sum(weight * step.predicted.communication for weight, step in steps),
+    )
+    return replace(steps[0][1], predicted=predicted, alive=max(step.alive for _, step in steps))
+
+
+def _steps(graph: gs.Graph, ctx: PassContext) -> Iterator[Step]:
     """The nodes of the graph behind insert-collectives, but for what is computed apart."""
-    graph = model.graph
-    apart = model.step.evaluation if model.step is not None else ()
+    apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
     within = list(_within(graph, nodes_of_run(graph, apart), ctx))
     predicted = predict_nodes((node for node, _, _ in within), ctx.sharding)
     blocks = _Blocks()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.layout import Concat, Dim, Factor, Product
+from onnxpar.layout import Concat, Dim, Factor, Product, SizedFactor
 from onnxpar.layout import leaves as leaves_of
 from onnxpar.mesh import Axes
 from onnxpar.narrow import Whole, narrowed
@@ -53,13 +53,20 @@ Pairs = frozenset[tuple[int, int]]
 @dataclass(frozen=True)
 class TensorFactors:
     """Dimensions of a tensor as unsplit trees, and their splittable leaves in order; `open` are
-    those of dimensions whose size only a run can tell."""
+    those of dimensions whose size only a run can tell. `priced` are the dimensions at the sizes
+    that costs are computed at, with weights of which the sum is 1; none: at these sizes."""
 
     dims: tuple[Dim, ...]
     leaves: tuple[Leaf, ...]
     dim_of_leaf: tuple[int, ...]
     apart: Pairs = frozenset()
     open: frozenset[int] = frozenset()
+    priced: tuple[tuple[float, tuple[Dim, ...]], ...] = ()
+
+    @property
+    def costed(self) -> tuple[tuple[float, tuple[Dim, ...]], ...]:
+        """The dimensions at each of the sizes that costs are computed at, with weights."""
+        return self.priced or ((1.0, self.dims),)
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,11 @@ class BodyFactors:
 @dataclass(eq=False)
 class OpFactors:
     """A node's rule over atoms. `inputs[i][j]` is the op leaf behind leaf j of operand i, or None
-    where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit;
-    `ties` are leaves that are split over the same axes or not at all. `graph` is the scope that the
-    node stands in; `bodies` are those that are split with it.
-    `result` is the name of its first result, also when it has been replaced."""
+    where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit,
+    and `atoms` what their leaves are; `ties` are leaves that are split over the same axes or not
+    at all. `graph` is the scope that the node stands in; `bodies` are those that are split with it.
+    `result` is the name of its first result, also when it has been replaced. `priced` is the same
+    at the sizes that costs are computed at, as of tensors."""
 
     node: gs.Node
     graph: gs.Graph
@@ -104,6 +112,13 @@ class OpFactors:
     ties: tuple[tuple[int, ...], ...] = ()
     bodies: tuple[BodyFactors, ...] = ()
     result: str = ""
+    atoms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    priced: tuple[tuple[float, OpFactors], ...] = ()
+
+    @property
+    def costed(self) -> tuple[tuple[float, OpFactors], ...]:
+        """The node at each of the sizes that costs are computed at, with weights."""
+        return self.priced or ((1.0, self),)
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:
         """Every operand and result with its links, then those of the bodies."""
@@ -112,6 +127,12 @@ class OpFactors:
         for body in self.bodies:
             yield from zip(body.graph.outputs, body.outputs, strict=True)
             yield from zip(body.graph.inputs, body.inputs, strict=True)
+
+    def extent(self, leaf: int) -> int:
+        """Elements of a leaf in its tree: at the sizes that the node is taken at."""
+        own = self.leaves[leaf]
+        found = (f.size for f in leaves_of(self.trees[own.factor]) if f.is_leaf)
+        return dict(zip(self.atoms[own.factor], found, strict=True))[own.atom]
 
     def reduction(self, leaf: int) -> str | None:
         """The reduction that results need where this leaf is split, if any."""
@@ -297,9 +318,10 @@ class _Analysis:
         tied = {f for group in rule.ties for f in group}
         leaves: list[OpLeaf] = []
         index: dict[str, list[int | None]] = {}
-        for name, factor in factors.items():
+        found_in = {name: list(self._leaves(factor)) for name, factor in factors.items()}
+        for name, of_factor in found_in.items():
             index[name] = []
-            for leaf in self._leaves(factor):
+            for leaf in of_factor:
                 is_minor = name in tied and bool(index[name])  # a part of it is no run
                 index[name].append(None if name in whole or is_minor else len(leaves))
                 if index[name][-1] is not None:
@@ -347,6 +369,7 @@ class _Analysis:
             ties,
             tuple(map(BodyFactors, joined.bodies, givens, backs)),
             node.outputs[0].name if node.outputs else "",
+            {name: tuple(x.atom for x in of_factor) for name, of_factor in found_in.items()},
         )
 
 
@@ -400,8 +423,10 @@ def with_axes(dim: Dim, axes: Iterator[tuple[Axes, tuple[int, ...] | None]]) -> 
     """The tree with its splittable leaves given, in order, (axes, parts) from the iterator; those
     that it does not reach are whole."""
     if isinstance(dim, Factor):
-        if dim.size <= 1:
+        if not dim.is_leaf:
             return dim
         over, parts = next(axes, ((), None))
-        return Factor(dim.size, over, parts)
+        if isinstance(dim, SizedFactor):  # sizes by hand are those of another size
+            parts = parts if parts and sum(parts) == dim.size else None
+        return type(dim)(dim.size, over, parts)
     return type(dim)(tuple(with_axes(c, axes) for c in dim.children))

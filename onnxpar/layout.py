@@ -48,6 +48,11 @@ class Factor:
     parts: tuple[int, ...] | None = None
     filled: bool = False
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it can be split: of one element there is nothing to split."""
+        return self.size > 1
+
     def part_sizes(self) -> tuple[int, ...]:
         """The size of each part, in the row-major order of the axes."""
         sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
@@ -63,6 +68,15 @@ class Factor:
         if self.filled and self.size and not size:
             return min(start, self.size - 1), 1
         return start, size
+
+
+class SizedFactor(Factor):
+    """A factor that can be split, at another size than the one that this was found for: it may have
+    one element or none there."""
+
+    @property
+    def is_leaf(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from onnxpar.errors import StrategyError
@@ -18,6 +19,8 @@ SLACK, LEAST = 0.005, 0.5
 """Shares of a limit by which the search aims lower at least, and to which at most."""
 MORE = 16
 """Times as many ranks are tried at most."""
+GROWING = 12.0
+"""Seconds in which that is done."""
 
 Made = tuple[Plan, PassContext]
 Make = Callable[[Aim, int | None], Made]
@@ -26,20 +29,34 @@ Make = Callable[[Aim, int | None], Made]
 
 def within_limit(aim: Aim, devices: int | None, may_grow: bool, make: Make) -> tuple[Aim, Made]:
     """The plan that keeps to the limit of `aim`, and the aim that it was made for. Errors:
-    StrategyError where there is none, with the fewest ranks that would do where their number
-    `may_grow`."""
+    StrategyError where there is none, with a number of ranks that would do where it `may_grow`."""
+    aim = replace(aim, patience=aim.patience.renewed())
     try:
-        return _lower(aim, devices, make)
+        found, (plan, ctx) = _lower(aim, devices, make)
     except OverLimit as error:
-        more = f"{error}, more than --memory-limit {text_of(aim.memory or 0, 'B')}: raise it"
-        if not may_grow or devices is None:
-            raise StrategyError(f"{more}, or give a mesh of more ranks") from None
-        enough = _enough(aim, devices, make, error.least or 0.0)
-        if enough is None:
-            raise StrategyError(f"{more}; up to {MORE * devices} ranks do not help") from None
-        raise StrategyError(
-            f"{more}, or give --devices {enough}, the fewest that would do"
-        ) from None
+        raise StrategyError(_advice(error, aim, devices if may_grow else None, make)) from None
+    if aim.patience.is_out:
+        plan.notes.append(
+            f"the search within the limit stopped after {aim.patience.seconds:.0f} s: there may be "
+            "faster strategies that keep to it"
+        )
+    return found, (plan, ctx)
+
+
+def _advice(error: OverLimit, aim: Aim, devices: int | None, make: Make) -> str:
+    """What would help, where nothing over so many ranks keeps to the limit."""
+    text = f"{error}, more than --memory-limit {text_of(aim.memory or 0, 'B')}"
+    if error.least:
+        text += f" (no strategy there holds less than {text_of(error.least, 'B')})"
+    if devices is None:
+        return f"{text}: raise it, or give a mesh of more ranks"
+    enough, is_fewest, is_sure = _enough(aim, devices, make, error.least or 0.0)
+    if enough is not None:
+        fewest = "the fewest found that would do" if is_fewest else "which would do"
+        return f"{text}: raise it, or give --devices {enough}, {fewest}"
+    if is_sure:
+        return f"{text}: raise it; up to {MORE * devices} ranks do not help"
+    return f"{text}: raise it; no number of ranks that would do was found within the time"
 
 
 def _lower(aim: Aim, devices: int | None, make: Make) -> tuple[Aim, Made]:
@@ -47,10 +64,11 @@ def _lower(aim: Aim, devices: int | None, make: Make) -> tuple[Aim, Made]:
     have to aim lower. Errors: OverLimit; StrategyError where something else decides."""
     limit = most = aim.memory or math.inf
     over: OverLimit | None = None
-    while most >= LEAST * limit:
+    while most >= LEAST * limit and not (over and aim.patience.is_out):
+        lowered = replace(aim, memory=most)
         try:
-            lowered = replace(aim, memory=most)
-            made, ctx = make(lowered, devices)
+            with aim.patience.spending() if over else nullcontext():
+                made, ctx = make(lowered, devices)
         except OverLimit as error:
             raise over or error from None
         held = sum(made.memory.values())
@@ -68,16 +86,36 @@ def _lower(aim: Aim, devices: int | None, make: Make) -> tuple[Aim, Made]:
     raise over
 
 
-def _enough(aim: Aim, devices: int, make: Make, least: float) -> int | None:
-    """The fewest ranks of which a plan keeps to the limit."""
+class _OutOfTime(Exception):
+    """What would help was looked for long enough."""
+
+
+def _enough(aim: Aim, devices: int, make: Make, least: float) -> tuple[int | None, bool, bool]:
+    """A number of ranks of which a plan keeps to the limit, whether nothing was found for fewer,
+    and whether there was time for all. Multiples of `devices` are tried first, then fewer."""
+    patience = aim.patience.renewed(GROWING)
+    quick = replace(aim, any_fit=True, patience=patience)
 
     def fits(count: int) -> bool:
+        if patience.is_out:
+            raise _OutOfTime
+        patience.tell(f"{count} ranks")
         try:
-            _lower(aim, count, make)
+            _lower(quick, count, make)
         except StrategyError:
+            if patience.is_out:
+                raise _OutOfTime from None
             return False
         return True
 
-    share = least / (aim.memory or math.inf)
-    first = max(devices + 1, math.ceil(devices * share))
-    return enough_devices(fits, first, MORE * devices)
+    first = max(devices + 1, math.ceil(devices * least / (aim.memory or math.inf)))
+    high: int | None = None
+    with patience.spending():
+        try:
+            multiples = [devices * 2**i for i in range(1, MORE.bit_length())]
+            high = next((n for n in multiples if n >= first and fits(n)), None)
+            if high is None:
+                return None, False, True
+            return enough_devices(fits, first, high), True, True
+        except _OutOfTime:
+            return high, False, False

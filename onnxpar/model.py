@@ -36,6 +36,7 @@ from onnxpar.stored import (
 )
 from onnxpar.subgraphs import all_nodes
 from onnxpar.tolerated import restate
+from onnxpar.typical import Typical, check_closed
 from onnxpar.unfuse import unfuse
 from onnxpar.untie import shared_vectors, untie
 from onnxpar.upgrade import raise_opset, upgrade
@@ -88,6 +89,7 @@ def load(
     own_types: Callable[[Step | None], InferTypes | None] = lambda step: None,
     for_training: bool = False,
     untied: bool = False,
+    typical: Typical | None = None,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -97,6 +99,7 @@ def load(
     own_types  of a training step or None: what declares types, where it is no global program
     for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
     untied  each node that reads a vector as its scale or bias gets a copy of its own
+    typical  sizes for costs where sizes are open
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
     """
@@ -138,13 +141,15 @@ def load(
         return graph
 
     sizes = None
+    if not open_dims:
+        check_closed(typical or Typical(), path)
     step = Step.of(header)
     infer_types = own_types(step)
     if infer_types is not None:
         infer_types(proto, defaults)
         graph = prepare(proto)
     elif open_dims:
-        sizes = infer_open(proto, open_dims, least, prepare)
+        sizes = infer_open(proto, open_dims, least, prepare, typical)
         graph = sizes.graph(0)
     else:
         infer(proto, stored if for_training else None)

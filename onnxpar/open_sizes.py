@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, TypeProto
@@ -19,6 +20,7 @@ from onnxpar.scopes import open_scopes
 from onnxpar.shapes import keep_nodes
 from onnxpar.stored import FOLD_LIMIT, copy_with_stubs
 from onnxpar.symbols import Binding, Polynomial, Quotient, Variable
+from onnxpar.typical import Profile, Ties, Typical, typical_sizes
 
 OpenDims = Mapping[tuple[str, int], Polynomial]
 """Open dimensions of inputs, by name and axis."""
@@ -28,7 +30,8 @@ OpenDims = Mapping[tuple[str, int], Polynomial]
 class OpenSizes:
     """What a model leaves open. `graph(i)` is the model's graph at `bindings[i]`; the same nodes
     and tensors at each, with other sizes. `labels` are the symbols as `--dim` knows them; nodes
-    whose results have sizes without a closed form are among the `whole` ones."""
+    whose results have sizes without a closed form are among the `whole` ones. `typical` are sizes
+    for costs, with weights, and `is_told` whether a user gave them."""
 
     symbols: tuple[str, ...]
     bindings: list[Binding]
@@ -37,6 +40,8 @@ class OpenSizes:
     quotients: tuple[Quotient, ...] = ()
     labels: tuple[str, ...] = ()
     whole: Whole = field(default_factory=dict)
+    typical: tuple[Profile, ...] = ()
+    is_told: bool = False
 
     @property
     def flags(self) -> str:
@@ -54,6 +59,7 @@ def infer_open(
     dims: OpenDims,
     least: int,
     prepare: Callable[[onnx.ModelProto], gs.Graph],
+    typical: Typical | None = None,
 ) -> OpenSizes:
     """Folds and infers the model at sample sizes of at least `least`, in place.
 
@@ -66,7 +72,12 @@ def infer_open(
     labels = _symbols(dims)
     # No sample may cut a table so that nothing is left of it, or a single row.
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
-    dims, walks = _Search(proto, dims, least, taken).run()
+    search = _Search(proto, dims, least, taken)
+    dims, walks = search.run()
+    typical = typical or Typical()
+    symbols, ties = tuple(walks.bindings[0]), Ties(tuple(search.ties))
+    odd = len(walks.conflicts)
+    profiles = typical_sizes(typical, symbols, ties, dims, lambda b: search.conflicts(b) <= odd)
     keep_nodes(proto.graph, walks.kept)
     bare = copy_with_stubs(proto, _reference_to_nowhere)
     live = [walks.walks[i] for i in walks.live]
@@ -82,7 +93,10 @@ def infer_open(
 
     quotients = tuple(walks.quotients)
     whole = dict.fromkeys(walks.lost)
-    return OpenSizes(tuple(bindings[0]), bindings, dims, graph, quotients, labels, whole)
+    told = bool(typical.profiles)
+    return OpenSizes(
+        tuple(bindings[0]), bindings, dims, graph, quotients, labels, whole, profiles, told
+    )
 
 
 def _symbols(dims: OpenDims) -> tuple[str, ...]:
@@ -102,6 +116,7 @@ class _Search:
         self.taken = set(taken)
         self.domains: dict[str, Domain] = {}
         self.strides: Strides = {}
+        self.ties: list[tuple[str, Polynomial]] = []
         self.best: tuple[tuple[int, int], OpenDims, Lockstep] | None = None
 
     def run(self) -> tuple[OpenDims, Lockstep]:
@@ -111,6 +126,7 @@ class _Search:
             for _ in range(_ROUNDS):
                 walks = self._walk(general)
                 if walks.tie is not None:
+                    self.ties.append(walks.tie)
                     tied = {at: d.replace(*walks.tie) for at, d in self.dims.items()}
                     self.dims = tied
                     self.best = None
@@ -137,6 +153,13 @@ class _Search:
                 f"give " + " ".join(f"--dim {s}=N" for s in _symbols(self.dims))
             )
         return dims, walks
+
+    def conflicts(self, binding: Binding) -> int:
+        """How many nodes do not fit these sizes."""
+        alone = Lockstep(self.proto, [self._types(binding)], [binding], _symbols(self.dims))
+        with np.errstate(all="ignore"):  # what is folded may be the logarithm of 0
+            alone.run()
+        return len(alone.conflicts)
 
     def _walk(self, general: Domain) -> Lockstep:
         symbols = sorted(_symbols(self.dims))

@@ -16,7 +16,7 @@ from onnxpar.accumulators import Accumulator, accumulators
 from onnxpar.factors import Links, OpFactors
 from onnxpar.layout import ReduceOp
 from onnxpar.mesh import Axes
-from onnxpar.plan import part_bytes
+from onnxpar.plan import mean_bytes
 from onnxpar.sharding import Placement, Sharding, overlaps
 from onnxpar.subgraphs import scopes
 
@@ -141,7 +141,7 @@ class _Chooser:
         for tensor in (carried.given, carried.back):
             self.decided.results[f"{op.node.name}::{tensor.name}"] = pending
         self.decided.results[result.name] = pending
-        size = part_bytes(result, self.sharding.layout(result, placement), self.sharding.mesh)
+        size = mean_bytes(result, placement, self.sharding)
         seconds = self.sharding.costs.collective("AllReduce", term.axes, size)
         choice = _Choice(op.graph, term.axes, term.op, 0.0, seconds, through=False)
         self.choices[result.name] = choice
@@ -194,13 +194,13 @@ class _Chooser:
         if isinstance(tensor, gs.Constant) or not tensor.name:
             return 0.0
         placement = self.sharding.operand_placement(op, op.inputs[index])
-        size = part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
+        size = mean_bytes(tensor, placement, self.sharding)
         return self.sharding.costs.local("Select", size)
 
     def _reduction(self, op: OpFactors, axes: Axes, reduce: ReduceOp) -> float:
         tensor = op.node.outputs[0]
         placement = self.sharding.operand_placement(op, op.outputs[0])
-        size = part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
+        size = mean_bytes(tensor, placement, self.sharding)
         return self.sharding.costs.collective("AllReduce", axes, size)
 
     def _keep(self, op: OpFactors, choice: _Choice) -> None:

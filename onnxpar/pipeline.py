@@ -44,9 +44,11 @@ from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.plan import Plan
 from onnxpar.plugins import load_entry_points
-from onnxpar.replay import opened, replay, stay_whole
+from onnxpar.reckoning import Reckon, predicted, reckon_typical
+from onnxpar.replay import opened, replay, stay_whole, variants
 from onnxpar.search.aim import Aim
 from onnxpar.search.choices import Kept
+from onnxpar.search.given_mesh import best_on_mesh
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.presets import preset_mesh
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION, SEARCHES, Solution, solve
@@ -55,6 +57,7 @@ from onnxpar.step import Step
 from onnxpar.strategy import Seed, Strategy
 from onnxpar.summary import summarize
 from onnxpar.topology import Topology
+from onnxpar.typical import Profile, Typical
 from onnxpar.unused_options import refuse_for_manual, refuse_of_collectives, refuse_without_search
 from onnxpar.verify import verify
 from onnxpar.write_annotations import operand_names, original, save, write_annotations
@@ -84,9 +87,15 @@ Watch = Callable[[Pass, Model, PassContext], None]
 """Is called after each pass, also after one that failed, with the graph as that has left it."""
 
 
+def _ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Options:
-    """What `shard`, `plan` and `check` have in common; see `onnxpar shard --help`."""
+    """What `shard`, `plan` and `check` have in common; see `onnxpar shard --help`. `found` is what
+    a search has decided on the mesh, which is not searched again then. Costs of what was decided
+    are computed at the sizes of `reckon_at`, if any, else at the `typical` ones."""
 
     devices: int | None = None
     mesh: Mesh | None = None
@@ -107,6 +116,9 @@ class Options:
     aim: Aim = field(default_factory=Aim)
     passes: Sequence[Pass | Placed] = ()
     compared: bool = False  # with other strategies, by the objective
+    found: list[Seed] | None = None
+    typical: Typical = field(default_factory=Typical)
+    reckon_at: Sequence[Profile] = ()
 
 
 def prepare(
@@ -160,7 +172,9 @@ def make_context(model: Model, options: Options) -> PassContext:
     if not options.compared:
         refuse_without_search(options)
     refuse_collectives(model.graph)
-    factors = opened(model, analyse(model.graph, model.states, model.sizes is None, model.whole))
+    factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
+    others = variants(model, factors)
+    factors = opened(model, factors, others)
     mesh, preset, annotated, found = _mesh_and_preset(model, options, factors)
     return PassContext(
         model,
@@ -170,6 +184,7 @@ def make_context(model: Model, options: Options) -> PassContext:
         annotated=annotated,
         aim=options.aim,
         found=found,
+        variants=others,
     )
 
 
@@ -183,19 +198,23 @@ def _mesh_and_preset(
     if annotated is not None:
         if how is None:
             refuse_without_search(options, is_annotated=True)
-        return annotated_mesh(annotated, mesh), how, annotated, None
+        return annotated_mesh(annotated, mesh), how, annotated, options.found
     if devices is None:
         raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
     if how is None and options.strategy is None and options.search is None:
         how = AUTO
-    if how not in (AUTO, EXHAUSTIVE) or mesh is not None:
-        return mesh or preset_mesh(how, devices), how, None, None
+    if how not in (AUTO, EXHAUSTIVE) or (mesh is not None and options.found is not None):
+        return mesh or preset_mesh(how, devices), how, None, options.found
 
     def on_mesh(sharding: Sharding, given: Sequence[Sequence[Seed]], kept: Kept | None) -> Solution:
         states, aim = model.states, options.aim
         return solve(model.graph, sharding, states, given, how, kept, aim, model.step)
 
-    best = best_mesh(model, factors, devices, options.topology, on_mesh, options.strategy)
+    given = (options.topology, on_mesh, options.strategy, options.aim)
+    if mesh is not None:
+        best = best_on_mesh(factors, mesh, *given)
+    else:
+        best = best_mesh(model, factors, devices, *given)
     return best.mesh, how, None, best.seeds
 
 
@@ -261,6 +280,7 @@ def load_model(
         own_types=own_types,
         for_training=for_training,
         untied=untied,
+        typical=options.typical,
     )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []
@@ -303,12 +323,13 @@ def run_passes(
     passes: Iterable[Pass],
     watch: Watch | None = None,
     check: bool = False,
+    reckon: Reckon = _ignore,
 ) -> Plan | None:
     """Runs passes in order; the plan is taken after insert-collectives, and told of what comes.
 
-    `check` verifies the invariants after every pass; `watch` is called before that, for dumps.
-    Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and those
-    before it.
+    `check` verifies the invariants after every pass; `watch` is called before that, for dumps;
+    `reckon` where costs are computed, unless sizes are open. Errors: OnnxparError of a pass;
+    PassError for any other failure, naming the pass and those before it.
     """
     plan = None
     ran: list[str] = []
@@ -318,6 +339,9 @@ def run_passes(
         compressed = changed and isinstance(step, CompressCollectives)
         if compressed or isinstance(step, (InsertCollectives, KeepCollectives)):
             plan = summarize(model.graph, ctx, model.path.name, ctx.preset)
+        if isinstance(step, FuseAllReduces) and plan is not None and model.sizes is None:
+            plan.predicted = predicted(model.graph, ctx)
+            reckon(1.0, model.graph, ctx)
     if plan is not None:
         plan.collectives = list(ctx.collectives)
     return plan
@@ -386,38 +410,55 @@ def _no_collector() -> Iterator[None]:
 
 
 def plan(
-    path: str | Path, options: Options, watch: Watch | None = None
+    path: str | Path,
+    options: Options,
+    watch: Watch | None = None,
+    reckon: Reckon | None = None,
 ) -> tuple[Plan, PassContext]:
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
-    if options.aim.memory is None:
-        return _plan(path, options, watch)
-    within, made = _within_limit(path, options)
-    return made if watch is None else _plan(path, within, watch)
+    try:
+        if options.aim.memory is None:
+            return _plan(path, options, watch, reckon)
+        within, made = _within_limit(path, options)
+        if watch is not None or reckon is not None:
+            notes = made[0].notes
+            made = _plan(path, within, watch, reckon)
+            made[0].notes[:] = notes
+        return made
+    finally:
+        options.aim.patience.tell("")
 
 
 def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Plan, PassContext]]:
-    """The plan that keeps to the limit on memory, and with which aim it was made."""
+    """The plan that keeps to the limit on memory, and options with which it is made again."""
 
     def make(aim: Aim, devices: int | None) -> tuple[Plan, PassContext]:
         return _plan(path, replace(options, aim=aim, devices=devices))
 
     may_grow = options.devices is not None and _wanted_mesh(options) is None
     aim, made = within_limit(options.aim, options.devices, may_grow, make)
-    return replace(options, aim=aim), made
+    plan, ctx = made
+    return replace(options, aim=aim, mesh=plan.mesh, found=ctx.found), made
 
 
 @_no_collector()
 def _plan(
-    path: str | Path, options: Options, watch: Watch | None = None
+    path: str | Path,
+    options: Options,
+    watch: Watch | None = None,
+    reckon: Reckon | None = None,
 ) -> tuple[Plan, PassContext]:
+    reckon = reckon or _ignore
     whole: Whole = {}
     while True:
         model = load_model(path, options)
         model.whole = {**model.whole, **whole}
-        made, ctx, lowering = _made(model, options, watch)
+        made, ctx, lowering = _made(model, options, watch, reckon)
         try:
             replay(model, ctx, lowering)
             check_open(model.graph, ctx)
+            if model.sizes is not None:
+                reckon_typical(made, model, ctx, lowering, reckon, options.reckon_at)
             open_ports(made, ctx)
             break
         except OpenSizesError as error:  # such nodes stay whole, and all is decided anew
@@ -441,13 +482,13 @@ def _plan(
 
 
 def _made(
-    model: Model, options: Options, watch: Watch | None
+    model: Model, options: Options, watch: Watch | None, reckon: Reckon
 ) -> tuple[Plan, PassContext, list[Pass]]:
     """What the passes before split-ranks make of a model, and those that lower it."""
     steps = passes_of(options, model)
     ctx = prepare(model, options, steps, watch)
     steps = [s for s in steps if s.stage is not Stage.REWRITE]
-    made = run_passes(model, ctx, steps, watch, options.verify)
+    made = run_passes(model, ctx, steps, watch, options.verify, reckon)
     assert made is not None
     return made, ctx, [s for s in steps if s.stage is Stage.LOWER]
 
@@ -489,6 +530,7 @@ def shard(
     options: Options,
     progress: Callable[[int], None] | None = None,
     watch: Watch | None = None,
+    reckon: Reckon | None = None,
 ) -> Plan:
     """Writes the model as a folder `output`, which an InferenceSession runs. Errors:
     OnnxparError."""
@@ -497,7 +539,7 @@ def shard(
         raise OnnxparError(f"{output}: exists and is no sharded model; choose another -o")
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
-    made, ctx = plan(path, options, watch)
+    made, ctx = plan(path, options, watch, reckon)
     with writing(output):
         _write(output, made, ctx, progress)
     return made

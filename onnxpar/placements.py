@@ -63,6 +63,20 @@ class Step:
     rows: int = 0
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """What the fullest rank holds under each placement, at one of the sizes that costs are computed
+    at: `kinds` are the bytes that there are, `numbers` which of them; `valid`, whether leaves have
+    elements enough. `extents` and `rows` are by dimension."""
+
+    weight: float
+    valid: Array
+    kinds: Array
+    numbers: Array
+    extents: list[Array]
+    rows: list[Array]
+
+
 class Placements:
     """All placements of a tensor in which each piece is where some of the `wanted` ones have it.
 
@@ -94,9 +108,8 @@ class Placements:
         counts = [len(wheres) for wheres in self.wheres]
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.states: Array = np.indices(counts).reshape(len(counts), math.prod(counts)).T
-        self.extents: list[Array] = []
-        self.rows: list[Array] = []
-        self.bytes, self.valid = self._sizes(itemsize)
+        self.sizes = [self._sizes(dims, itemsize, weight) for weight, dims in factors.costed]
+        self.valid = self.sizes[0].valid & self._is_one_reduction()
         self.at = [
             sum(
                 s * wheres.index(places.get(piece))
@@ -159,17 +172,19 @@ class Placements:
     def _matrix(self, moves: Iterable[Move]) -> Any:
         count = len(self.states)
         rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-        sizes, numbers = np.unique(self.bytes, return_inverse=True)
         for kind, axes, source, target in moves:
             start, end = self._edges(axes, source, target)
-            larger = np.maximum(numbers[start], numbers[end])
-            steps = np.zeros(len(sizes))
-            for i in np.flatnonzero(np.bincount(larger)):
-                steps[i] = self.costs.step(kind, axes, sizes[i]) + STEP
-            moved = self._rows(source, target, start, end)
+            seconds = np.full(len(start), STEP)
+            for at in self.sizes:
+                larger = np.maximum(at.numbers[start], at.numbers[end])
+                steps = np.zeros(len(at.kinds))
+                for i in np.flatnonzero(np.bincount(larger)):
+                    steps[i] = self.costs.step(kind, axes, at.kinds[i])
+                moved = self._rows(at, source, target, start, end)
+                seconds += at.weight * (steps[larger] + self.costs.rows(1) * moved)
             rows.append(start)
             columns.append(end)
-            values.append(steps[larger] + self.costs.rows(1) * moved)
+            values.append(seconds)
         ends = (np.concatenate(rows), np.concatenate(columns))
         return csr_array((np.concatenate(values), ends), shape=(count, count))
 
@@ -181,9 +196,10 @@ class Placements:
         source, target = (self.wheres[run[0]][at[run[0]]] for at in (before, after))
         kind = self._kind(axes, source, target)
         assert kind is not None
-        rows = self._rows(source, target, np.array([start]), np.array([end]))
+        ends = np.array([start]), np.array([end])
+        rows = sum(at.weight * self._rows(at, source, target, *ends)[0] for at in self.sizes)
         placements = self._placement(before), self._placement(after)
-        return Step(kind, merge_axes(axes), *placements, int(rows[0]))
+        return Step(kind, merge_axes(axes), *placements, round(rows))
 
     def _placement(self, state: Array) -> Placement:
         leaves: list[Axes] = [()] * len(self.factors.leaves)
@@ -252,15 +268,15 @@ class Placements:
         legal = self.valid[start + shift]
         return start[legal], start[legal] + shift
 
-    def _rows(self, source: Where, target: Where, start: Array, end: Array) -> Array:
+    def _rows(self, at: _Sizes, source: Where, target: Where, start: Array, end: Array) -> Array:
         """The rows that a step moves, as `rows_moved` has them."""
         changed = {self.factors.dim_of_leaf[leaf] for leaf in _leaves(source) ^ _leaves(target)}
         rows: Array = np.zeros(len(start))
         outer: Array = np.ones(len(start))
         for dim in range(max(changed, default=-1) + 1):
             if dim in changed:
-                rows += outer * np.maximum(self.rows[dim][start], self.rows[dim][end])
-            outer = outer * np.maximum(self.extents[dim][start], self.extents[dim][end])
+                rows += outer * np.maximum(at.rows[dim][start], at.rows[dim][end])
+            outer = outer * np.maximum(at.extents[dim][start], at.extents[dim][end])
         return rows
 
     def _is_told(self, where: Where) -> bool:
@@ -270,7 +286,8 @@ class Placements:
             return True
         assert isinstance(where, tuple)
         dim = self.factors.dims[self.factors.dim_of_leaf[where[0]]]
-        major = next(c for c in dim.children if c.size > 1) if isinstance(dim, Product) else dim
+        children = dim.children if isinstance(dim, Product) else (dim,)
+        major = next(c for c in children if not isinstance(c, Factor) or c.is_leaf)
         first = self.factors.dim_of_leaf.index(self.factors.dim_of_leaf[where[0]])
         return where == (first,) and isinstance(major, Factor)
 
@@ -287,12 +304,12 @@ class Placements:
         dims = [with_axes(dim, given) for dim in self.factors.dims]
         return covered_axes(dims[self.factors.dim_of_leaf[slot[0]]]) is not None
 
-    def _sizes(self, itemsize: float) -> tuple[Array, Array]:
-        """Bytes that the fullest rank holds under each placement, and whether it is one: leaves
-        have elements enough, and all that is pending is so in one reduction."""
+    def _sizes(self, dims: Sequence[Dim], itemsize: float, weight: float) -> _Sizes:
+        """What the fullest rank holds under each placement, where the dimensions are these."""
         sizes = np.full(len(self.states), float(itemsize))
+        every_extent, every_rows = [], []
         first = 0
-        for number, dim in enumerate(self.factors.dims):
+        for number, dim in enumerate(dims):
             count = self.factors.dim_of_leaf.count(number)
             leaves = range(first, first + count)
             first += count
@@ -306,17 +323,22 @@ class Placements:
                 for state in self.states[examples]
             )
             extents, rows = np.array([self._extent(dim, leaves, key) for key in keys]).T
-            self.extents.append(extents[which.reshape(-1)])
-            self.rows.append(rows[which.reshape(-1)])
-            sizes *= self.extents[-1]
-        valid = ~np.isnan(sizes)
+            every_extent.append(extents[which.reshape(-1)])
+            every_rows.append(rows[which.reshape(-1)])
+            sizes *= every_extent[-1]
+        kinds, which_kind = np.unique(sizes, return_inverse=True)
+        return _Sizes(weight, ~np.isnan(sizes), kinds, which_kind, every_extent, every_rows)
+
+    def _is_one_reduction(self) -> Array:
+        """Whether all that is pending under a placement is so in one reduction."""
+        valid: Array = np.ones(len(self.states), bool)
         for i, j in combinations(range(len(self.pieces)), 2):
             for a, b in product(self.wheres[i], self.wheres[j]):
                 if isinstance(a, str) and isinstance(b, str) and a != b:
                     valid &= (self.states[:, i] != self.wheres[i].index(a)) | (
                         self.states[:, j] != self.wheres[j].index(b)
                     )
-        return sizes, valid
+        return valid
 
     def _kept(self, piece: int, leaves: set[int]) -> list[int]:
         """Where a piece is, by number, as far as these leaves show: else -1."""

@@ -17,6 +17,7 @@ from onnxpar.lookup import Lookup
 from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
 from onnxpar.search.cost import bytes_sent
+from onnxpar.sharding import Placement, Sharding
 from onnxpar.shown import Shown
 from onnxpar.step import Step
 
@@ -39,6 +40,13 @@ def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> 
     """Bytes of a rank's part; rank 0 has the largest of default parts."""
     size = math.prod(layout.estimated_shape(mesh, rank))
     return math.ceil(size * element_bytes(tensor))
+
+
+def mean_bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> float:
+    """Bytes that the fullest rank holds of a tensor, on average of the sizes that costs are
+    computed at."""
+    each = sharding.costed_layouts(tensor.name, placement)
+    return sum(weight * part_bytes(tensor, at, sharding.mesh) for weight, at in each)
 
 
 def element_bytes(tensor: gs.Tensor) -> float:
@@ -175,14 +183,36 @@ class Whole:
         return self.bytes > 0 or self.reason.startswith(NO_RULE)
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of a run by the cost model: of the rank that has the most to do, computing and
+    communicating, one after the other; and of one rank that does all."""
+
+    compute: float
+    communication: float
+    one_rank: float
+
+    @property
+    def total(self) -> float:
+        """Both, one after the other."""
+        return self.compute + self.communication
+
+    def to_json(self) -> dict[str, float]:
+        """As plan.json has it."""
+        return {"total": self.total, **asdict(self)}
+
+
 @dataclass(repr=False)
 class Plan(Shown):
     """The plan of a sharded model; `plan.json` is its `to_json`.
 
-    `example` has a size for every open symbol: what bytes, memory and FLOPs are given for.
+    `example` has a size for every open symbol; bytes, memory, FLOPs and what is `predicted` are for
+    the `typical` ones, with weights: means of these, and of memory the most. `is_told`: whether a
+    user gave these. Of a manual program, nothing is predicted.
     `initial` says by state input what its first value is: STORED with the model, or ZERO; `step`
-    which ports are what where the model is a training step. `explained` has the steps of the plan
-    where somebody asked for them: a page is made of it.
+    which ports are what where the model is a training step. `notes` are sentences that a user
+    should read. `explained` has the steps of the plan where somebody asked for them: a page is made
+    of it.
     """
 
     model: str
@@ -203,6 +233,10 @@ class Plan(Shown):
     step: Step | None = None
     lookups: Sequence[Lookup] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    predicted: Predicted | None = None
+    typical: Sequence[tuple[Mapping[str, int], float]] = ()
+    is_told: bool = False
     explained: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -233,6 +267,10 @@ class Plan(Shown):
             "memory": dict(self.memory),
             "flops": dict(self.flops),
             "metadata": dict(self.metadata),
+            "predicted": None if self.predicted is None else self.predicted.to_json(),
+            "typical": [{"sizes": dict(s), "weight": weight} for s, weight in self.typical],
+            "typical_given": self.is_told,
+            "notes": list(self.notes),
         }
 
     def text(self) -> str:

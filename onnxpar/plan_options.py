@@ -18,9 +18,12 @@ from onnxpar.pass_order import Placed
 from onnxpar.passes.pass_ import Pass
 from onnxpar.pipeline import Options
 from onnxpar.plugins import load_plugin
+from onnxpar.progress_line import progress_line
 from onnxpar.search.aim import Aim
+from onnxpar.search.patience import Patience
 from onnxpar.strategy import Strategy
 from onnxpar.topology import Topology
+from onnxpar.typical import Typical
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -40,6 +43,8 @@ class PlanOptions(TypedDict, total=False):
     memory_limit    bytes that a rank may hold at any time, or text as "16GB"
     untied          the search decides each of several repeated blocks by itself
     dims            sizes of symbolic dimensions, by symbol: numbers, or texts of other symbols
+    typical         where sizes are open, those that runs usually have, by symbol, or several such
+                    with weights: [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]; costs are for these
     states          (input, output) pairs that are fed back; caches that grow are found
     fusion          of collectives: size, cost or none
     bucket_mb       the most MiB of collectives that are fused by size
@@ -61,6 +66,7 @@ class PlanOptions(TypedDict, total=False):
     memory_limit: float | str | None
     untied: bool
     dims: Mapping[str, int | str] | None
+    typical: Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
     states: Sequence[tuple[str, str]]
     fusion: str | None
     bucket_mb: float | None
@@ -117,9 +123,13 @@ def options_of(asked: Mapping[str, Any], caller: str = "options_of") -> Options:
         configuration=asked.get("configuration"),
         topology=Topology.given(asked.get("topology")),
         aim=Aim.given(
-            asked.get("objective"), asked.get("memory_limit"), asked.get("untied", False)
+            asked.get("objective"),
+            asked.get("memory_limit"),
+            asked.get("untied", False),
+            Patience(tell=progress_line("search")),
         ),
         dims=asked.get("dims"),
+        typical=Typical.given(asked.get("typical")),
         states=asked.get("states") or (),
         fusion=asked.get("fusion"),
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),

@@ -29,10 +29,13 @@ _SMALL = ("n", "u", "m", "")
 _LARGE = ("", "k", "M", "G", "T")
 
 
-def quantity(value: Any, unit: str, what: str) -> float:
-    """A number of `unit`, given as a number or as text with the unit behind it, which may have a
-    prefix; GB are 1e9 bytes, GiB 2**30. Errors: StrategyError, naming `what` was read."""
+def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> float:
+    """A number of `unit`, given as a number or as text with the unit after it, which may have a
+    prefix; GB are 1e9 bytes, GiB 2**30. Errors: StrategyError, naming `what` was read, also where
+    text has no unit but must have one."""
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
+    if found and not found[2] and isinstance(value, str) and not may_omit_unit:
+        raise StrategyError(f"{what} {value}: give a unit: {found[1]}G{unit} or {found[1]}{unit}")
     suffix = found[2] if found and found[2] else unit
     scale = _SCALES.get(suffix.removesuffix(unit)) if suffix.endswith(unit) else None
     try:

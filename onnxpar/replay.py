@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import onnx_graphsurgeon as gs
 
 from onnxpar.errors import OpenSizesError
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.fits import ENOUGH
 from onnxpar.model import Model
 from onnxpar.narrow import Whole, delicate
-from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.passes.pass_ import Pass, PassContext, Variant
 from onnxpar.sharding import Sharding
+from onnxpar.sized_factors import Sample, at_sizes, atom_sizes, priced
+from onnxpar.symbols import Variable
+from onnxpar.typical import Profile
 
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
@@ -21,38 +26,82 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
     consist of other factors there, are dropped from the model's. Errors: OpenSizesError where
     too few are left: the structure of the model depends on its sizes.
     """
-    if model.sizes is None:
+    sizes = model.sizes
+    if sizes is None:
         return
     kept, odd = [0], ""
     nodes: dict[str, frozenset[str]] = {}
-    for i in range(1, len(model.sizes.bindings)):
-        graph = model.sizes.graph(i)
-        factors = analyse(graph, model.states, in_bodies=False, whole=model.whole)
-        difference = _difference(ctx.sharding.factors, factors)
+    known = {variant.number: variant for variant in ctx.variants}
+    for i in range(1, len(sizes.bindings)):
+        variant = known.get(i) or _analysed(model, i)
+        difference = "" if i in known else _difference(ctx.sharding.factors, variant.factors)
         if difference:
             odd = difference
-            for name, changed in _changed(ctx.sharding.factors, factors).items():
+            for name, changed in _changed(ctx.sharding.factors, variant.factors).items():
                 nodes[name] = nodes.get(name, frozenset()) | changed
             continue
         kept.append(i)
-        other = PassContext(model, _sharding(factors, ctx.sharding), choices=ctx.choices)
+        other = _context(ctx, variant.factors)
         for step in passes:
-            step.run(graph, other)
-        ctx.replays.append((graph, other))
+            step.run(variant.graph, other)
+        ctx.replays.append((variant.graph, other))
     if len(kept) < ENOUGH:
-        flags = model.sizes.flags
-        raise OpenSizesError(f"{odd} depends on sizes that are open; give {flags}", nodes)
-    model.sizes = replace(model.sizes, bindings=[model.sizes.bindings[i] for i in kept])
+        raise OpenSizesError(f"{odd} depends on sizes that are open; give {sizes.flags}", nodes)
+    model.sizes = replace(sizes, bindings=[sizes.bindings[i] for i in kept])
 
 
-def opened(model: Model, factors: GraphFactors) -> GraphFactors:
-    """The factors, told which sizes are open by those at another binding."""
-    for i in range(1, len(model.sizes.bindings) if model.sizes is not None else 0):
-        assert model.sizes is not None
-        other = analyse(model.sizes.graph(i), model.states, in_bodies=False, whole=model.whole)
-        if not _difference(factors, other):
-            return factors.opened(other)
-    return factors
+def replay_typical(
+    model: Model, ctx: PassContext, passes: Sequence[Pass], profiles: Sequence[Profile]
+) -> Iterator[tuple[float, gs.Graph, PassContext]]:
+    """The graph and context behind these passes at each of these sizes, with weights."""
+    found = _samples(model, ctx.sharding.factors, ctx.variants)
+    for wanted, weight in profiles:
+        variant = _analysed(model, ctx.variants[0].number)
+        factors = at_sizes(variant.factors, atom_sizes(found, wanted))
+        other = _context(ctx, factors)
+        for step in passes:
+            step.run(variant.graph, other)
+        yield weight, variant.graph, other
+
+
+def variants(model: Model, factors: GraphFactors) -> list[Variant]:
+    """The graph at the other bindings of open sizes, but for those at which sizes coincide."""
+    count = 0 if model.sizes is None else len(model.sizes.bindings)
+    each = (_analysed(model, i) for i in range(1, count))
+    return [variant for variant in each if not _difference(factors, variant.factors)]
+
+
+def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
+    """The factors, told by those at other bindings which sizes are open, and what sizes costs are
+    computed at."""
+    if not others or model.sizes is None:
+        return factors
+    found = _samples(model, factors, others)
+    each = [(atom_sizes(found, sizes), weight) for sizes, weight in model.sizes.typical]
+    return priced(factors.opened(others[0].factors), each)
+
+
+def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Sample]:
+    """The factors at each binding, with the values of symbols and quotients there."""
+    assert model.sizes is not None
+    pairs = [(model.sizes.bindings[0], factors), *((v.sizes, v.factors) for v in others)]
+    quotients = model.sizes.quotients
+    values: list[dict[Variable, int]] = [dict(at.items()) for at, _ in pairs]
+    for each, (at, _) in zip(values, pairs, strict=True):
+        each.update({q: q.at(at) for q in quotients})
+    return [(each, found) for each, (_, found) in zip(values, pairs, strict=True)]
+
+
+def _analysed(model: Model, number: int) -> Variant:
+    assert model.sizes is not None
+    graph = model.sizes.graph(number)
+    factors = analyse(graph, model.states, in_bodies=False, whole=model.whole)
+    return Variant(number, model.sizes.bindings[number], graph, factors)
+
+
+def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
+    """What was decided, for the sizes of another graph."""
+    return PassContext(ctx.model, _sharding(factors, ctx.sharding), choices=ctx.choices)
 
 
 def _difference(have: GraphFactors, other: GraphFactors) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from textwrap import wrap
 from typing import Any
 
 from onnxpar.plan import Plan, SavedPlan
 from onnxpar.shown import text_of
+from onnxpar.typical import sizes_text
 
 WIDTH = 100
 
@@ -62,9 +64,10 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield from _weight_lines(plan["weights"], plan["ranks"], full)
     yield from _whole_lines(plan["whole"])
     memory, flops = plan["memory"], plan["flops"]
-    sizes = ", ".join(f"{name}={size}" for name, size in plan.get("example", {}).items())
-    if sizes:
-        yield f"sizes are open; bytes and FLOPs are for {sizes}"
+    typical = [(each["sizes"], each["weight"]) for each in plan.get("typical", ())]
+    if typical:
+        change = "" if plan.get("typical_given") else "; --typical changes that"
+        yield f"sizes are open: costs are at {sizes_text(typical)}{change}"
     states = memory.get("states_per_rank", 0)
     yield (
         f"per rank: weights {size_text(memory['weights_per_rank'])}, "
@@ -72,6 +75,34 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         + f"activations at most {size_text(memory['activations_per_rank'])}, "
         f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
     )
+    yield from _predicted_lines(plan.get("predicted"), plan["ranks"])
+    yield from _note_lines(plan.get("notes", ()))
+
+
+def _predicted_lines(predicted: Mapping[str, float] | None, ranks: int) -> Iterator[str]:
+    """The time of a run by the cost model, and what ranks gain."""
+    if not predicted:
+        return
+    total, one = predicted["total"], predicted["one_rank"]
+    parts = " and ".join(f"{_ms(predicted[kind])} {kind}" for kind in ("compute", "communication"))
+    yield f"predicted: {_ms(total)} ms a run ({parts})"
+    if ranks > 1 and total:
+        yield f"on one rank: {_ms(one)} ms; {ranks} ranks are {_gain(one / total)}"
+
+
+def _gain(times: float) -> str:
+    if times > 1.005:
+        return f"{times:.2f} times as fast"
+    return f"{1 / times:.2f} times as slow" if times < 0.995 else "no faster"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _note_lines(notes: Sequence[str]) -> Iterator[str]:
+    for note in notes:
+        yield from wrap(f"note: {note}", WIDTH, subsequent_indent="      ", break_on_hyphens=False)
 
 
 @text_of.register(Plan)

@@ -16,6 +16,7 @@ from onnxpar.explain import COLLECTIVE, CUT, NODE, Block, Explained, Operand, St
 from onnxpar.plan import Plan
 from onnxpar.report import size_text
 from onnxpar.shown import html_of
+from onnxpar.typical import sizes_text
 from onnxpar.write_file import whole_file
 
 NODES_ROOM, COLLECTIVES_ROOM = 1_300_000, 300_000
@@ -152,6 +153,7 @@ def _header(explained: Explained) -> Iterator[str]:
     yield f"<p>{plan.mesh.size} ranks, mesh <b>{plan.mesh}</b>{how}</p>"
     facts = {
         "predicted": f"{_ms(seconds.total)} ms a run",
+        "on one rank": f"{_ms(plan.predicted.one_rank if plan.predicted else 0.0)} ms",
         "computing": f"{_ms(seconds.compute)} ms",
         "talking": f"{_ms(seconds.communication)} ms",
         "sent by a rank": size_text(sum(c.bytes for c in plan.collectives)),
@@ -161,9 +163,10 @@ def _header(explained: Explained) -> Iterator[str]:
             facts[f"{key.removesuffix('_per_rank')} of a rank"] = size_text(size)
     items = "".join(f"<li>{escape(k)}: <b>{escape(v)}</b></li>" for k, v in facts.items())
     yield f'<ul class="facts">{items}</ul>'
-    if plan.example:
-        sizes = ", ".join(f"{name}={size}" for name, size in plan.example.items())
-        yield f"<p>Sizes are open; everything here is for {escape(sizes)}.</p>"
+    if plan.typical:
+        yield f"<p>Sizes are open; costs are at {escape(sizes_text(plan.typical))}.</p>"
+    for note in plan.notes:
+        yield f"<p>Note: {escape(note)}</p>"
 
 
 def _candidates(candidates: Candidates) -> Iterator[str]:
@@ -172,9 +175,10 @@ def _candidates(candidates: Candidates) -> Iterator[str]:
     times = ("run, ms", "computing", "talking", "memory", *kinds)
     heads = [("strategy", ""), ("mesh", ""), *map(_number, times)]
     rows = []
-    for candidate in candidates.found:
+    for candidate in candidates.rows:
         seconds, sent = candidate.predicted, candidate.sent
-        cells = [(escape(candidate.strategy), ""), (str(candidate.mesh), "")]
+        mesh = "" if candidate is candidates.one_rank else str(candidate.mesh)
+        cells = [(escape(candidate.strategy), ""), (mesh, "")]
         for each in (candidate.seconds, seconds.compute, seconds.communication):
             cells.append(_number(_ms(each)))
         cells.append(_number(size_text(candidate.held)))

@@ -157,12 +157,20 @@ class Sharding:
     def layout(self, tensor: gs.Tensor | str, placement: Placement) -> Layout:
         """The placement as a layout of the tensor's dimensions."""
         name = tensor if isinstance(tensor, str) else tensor.name
+        return self._layout(name, placement, self.factors.tensors[name].dims)
+
+    def costed_layouts(self, name: str, placement: Placement) -> list[tuple[float, Layout]]:
+        """The same at each of the sizes that costs are computed at, with weights."""
+        each = self.factors.tensors[name].costed
+        return [(weight, self._layout(name, placement, dims)) for weight, dims in each]
+
+    def _layout(self, name: str, placement: Placement, of: tuple[Dim, ...]) -> Layout:
         factors = self.factors.tensors[name]
         given = iter(
             (axes, self.parts.get((leaf.atom, axes)) if axes else None)
             for leaf, axes in zip(factors.leaves, placement.leaves, strict=True)
         )
-        dims = tuple(with_axes(dim, given) for dim in factors.dims)
+        dims = tuple(with_axes(dim, given) for dim in of)
         return Layout(dims, placement.partial, placement.reduce)
 
 

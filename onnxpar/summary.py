@@ -158,7 +158,7 @@ def _is_made_whole(node: gs.Node, links: Links) -> bool:
         return False
     ((_, before, after),) = reshards(node)
     had, have = (
-        [leaf.axes for dim in layout.dims for leaf in leaves(dim) if leaf.size > 1]
+        [leaf.axes for dim in layout.dims for leaf in leaves(dim) if leaf.is_leaf]
         for layout in (before, after)
     )
     return any(link is None and a != b for link, a, b in zip(links, had, have, strict=True))

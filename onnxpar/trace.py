@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,8 @@ class NodeTimes:
 @dataclass(frozen=True)
 class Trace:
     """Runs of all ranks. `left_out` are those before, that are no part of it; `dropped` those
-    behind, for which onnxruntime had no room."""
+    behind, for which onnxruntime had no room. `sizes` are those of the runs, where the model leaves
+    them open, each with its share of the runs."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -104,6 +105,7 @@ class Trace:
     events: Sequence[Event]
     left_out: int = 0
     dropped: int = 0
+    sizes: Sequence[tuple[Mapping[str, int], float]] = ()
 
     def runs(self, program: str = "") -> list[int]:
         """The numbers of a program's runs."""
@@ -147,6 +149,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
             "ranks": trace.ranks,
             "left_out": trace.left_out,
             "dropped": trace.dropped,
+            "sizes": [[dict(sizes), share] for sizes, share in trace.sizes],
         },
     }
     with whole_file(file) as sink:
@@ -186,6 +189,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             [_event(e) for e in events if e.get("cat") == NODE],
             head["left_out"],
             head["dropped"],
+            [(dict(sizes), share) for sizes, share in head.get("sizes", ())],
         )
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from None

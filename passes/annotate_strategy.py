@@ -54,9 +54,8 @@ class AnnotateStrategy(Pass):
             check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
             ctx.seeds.append(with_derived(asked, ctx.sharding))
         if ctx.preset in (AUTO, EXHAUSTIVE):
-            found = ctx.found
-            if found is None:
-                found = solve(
+            if ctx.found is None:
+                ctx.found = solve(
                     graph,
                     ctx.sharding,
                     ctx.model.states,
@@ -65,7 +64,7 @@ class AnnotateStrategy(Pass):
                     aim=ctx.aim,
                     step=ctx.model.step,
                 ).seeds
-            ctx.seeds.append(found)
+            ctx.seeds.append(ctx.found)
         elif ctx.preset is None:
             ctx.seeds += default_rounds(graph, ctx.sharding, ctx.model.step)
         else:

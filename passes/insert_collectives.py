@@ -15,7 +15,7 @@ from onnxpar.factors import BodyFactors, OpFactors
 from onnxpar.passes.pass_ import LAYOUTS, Pass, PassContext, Stage
 from onnxpar.pending import Pending, choose_pending
 from onnxpar.placements import Step
-from onnxpar.plan import element_bytes, part_bytes
+from onnxpar.plan import element_bytes, mean_bytes
 from onnxpar.reshard import Bytes, Tensor, cost, plan_tree
 from onnxpar.schedule import schedule
 from onnxpar.sharding import Placement
@@ -285,7 +285,7 @@ class _Insertion:
     def _bytes(self, tensor: gs.Tensor) -> Bytes:
         """Bytes of a tensor that a rank holds under a placement."""
         sharding = self.sharding
-        return lambda at: part_bytes(tensor, sharding.layout(tensor, at), sharding.mesh)
+        return lambda at: mean_bytes(tensor, at, sharding)
 
     def _follow(
         self,

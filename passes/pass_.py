@@ -11,12 +11,14 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.annotations import Configuration
 from onnxpar.collective import PerRank
+from onnxpar.factors import GraphFactors
 from onnxpar.layout import Layout
 from onnxpar.manual import Manual
 from onnxpar.model import Model
 from onnxpar.search.aim import Aim
 from onnxpar.sharding import Sharding
 from onnxpar.strategy import Seed, Strategy
+from onnxpar.symbols import Binding
 
 if TYPE_CHECKING:
     from onnxpar.plan import Collective
@@ -40,6 +42,16 @@ class Choices:
 
 
 @dataclass
+class Variant:
+    """A model's graph at another binding of its open sizes, the sizes, and its factors."""
+
+    number: int
+    sizes: Binding
+    graph: gs.Graph
+    factors: GraphFactors
+
+
+@dataclass
 class PassContext:
     """What passes share beside the graph; side tables are keyed by tensor or node name.
 
@@ -55,6 +67,7 @@ class PassContext:
     localized    whether nodes are rank-local; `ordered`, whether collectives are chained
     copies       weights that are stored in a second layout, and the weight each is a copy of
     choices      what was decided by sizes
+    variants     the graph at the other bindings of open sizes, before passes
     replays      the graph and context at the other bindings of open sizes, from localize-ops on
     programs     graphs of what is computed apart, by name, from split-programs on
     """
@@ -73,6 +86,7 @@ class PassContext:
     collectives: list[Collective] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
     choices: Choices = field(default_factory=Choices)
+    variants: list[Variant] = field(default_factory=list)
     replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
     programs: dict[str, gs.Graph] = field(default_factory=dict)
     localized: bool = False

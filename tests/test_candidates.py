@@ -10,14 +10,17 @@ import pytest
 import yaml
 from small_models import HEAD, write_text
 
+from onnxpar import pipeline
 from onnxpar.candidate_lines import candidate_lines
 from onnxpar.candidates import (
     MOST_HYBRIDS,
+    ONE_RANK,
     Candidate,
     Candidates,
     Refused,
     choices,
     fastest_first,
+    on_one_rank,
     try_candidate,
 )
 from onnxpar.cli import main
@@ -27,6 +30,7 @@ from onnxpar.pipeline import Options
 from onnxpar.search.aim import LATENCY, THROUGHPUT, Aim
 from onnxpar.search.predict import Prediction
 from onnxpar.search.training_presets import ZERO_STAGES
+from onnxpar.topology import Topology
 
 TEXT = """m (float[8,4,16] x, float[16,32] w1, float[32,16] w2) => (float[8,4,16] y)
 { a = MatMul(x, w1)  b = Relu(a)  c = MatMul(b, w2)  s = Add(c, x)
@@ -154,7 +158,7 @@ def test_errors(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_applies_nowhere() -> None:
     with pytest.raises(StrategyError, match="no strategy applies; zero1: none"):
         refused = [Refused("zero1", "dp=2", "none"), Refused("zero2", "dp=2", "some")]
-        fastest_first("m", LATENCY, refused)
+        fastest_first("m", LATENCY, refused, ALONE)
 
 
 def candidate(
@@ -167,8 +171,11 @@ def candidate(
     return Candidate(name, Mesh.parse("dp=2"), predicted, counts, {}, memory)
 
 
+ALONE = candidate(ONE_RANK, 9.0, 0.0)
+
+
 def why(*found: Candidate) -> str:
-    return fastest_first("m", LATENCY, found).why
+    return fastest_first("m", LATENCY, found, ALONE).why
 
 
 def test_why() -> None:
@@ -185,12 +192,28 @@ def test_why() -> None:
 
 def test_throughput_counts_the_longer() -> None:
     talks, computes = (candidate(*c, 1, THROUGHPUT) for c in (("a", 2.0, 2.0), ("b", 3.0, 0.0)))
-    found = fastest_first("m", THROUGHPUT, [computes, talks])
+    found = fastest_first("m", THROUGHPUT, [computes, talks], ALONE)
     assert found.winner is talks
     assert "a dp=2 wins, 1.000 ms ahead of b dp=2" in found.why
     assert "the longer of computing and talking" in "\n".join(candidate_lines(found))
 
 
 def test_no_collective_anywhere() -> None:
-    found = Candidates("m", 2, LATENCY, [candidate("a", 1.0, 0.0)], [])
+    found = Candidates("m", 2, LATENCY, [candidate("a", 1.0, 0.0)], [], ALONE)
     assert "kind of collective" not in "\n".join(candidate_lines(found))
+
+
+def test_one_rank_stands_beside_them(tmp_path: Path) -> None:
+    """Its time is that of the model as a plan over one rank has it, and it never wins."""
+    path = write_text(HEAD + TEXT, tmp_path / "m.onnx")
+    options = Options(devices=2, topology=Topology.of(TOPOLOGY))
+    alone = on_one_rank(path, options)
+    made, _ = pipeline.plan(path, options)
+    assert made.predicted is not None
+    assert alone.seconds == pytest.approx(made.predicted.one_rank, rel=1e-9)
+    slow = candidate("a", 999.0, 0.0)
+    found = fastest_first("m", LATENCY, [slow], alone)
+    assert found.winner is slow and found.rows == [alone, slow]
+    assert "one rank alone takes no longer" in found.why
+    lines = "\n".join(candidate_lines(found))
+    assert f"\n{ONE_RANK} " in lines and found.to_json()["one_rank"]["seconds"] == alone.seconds

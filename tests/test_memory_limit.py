@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Options
 from onnxpar.search.aim import Aim
 from onnxpar.search.enough_devices import enough_devices
+from onnxpar.search.patience import Patience
 from onnxpar.search.search import solve
 
 GPT2 = MODELS / "gpt2.dynamo.static.onnx"
@@ -126,10 +128,39 @@ def test_never_enough_devices() -> None:
     assert enough_devices(lambda n: False, 3, 100) is None
 
 
-@pytest.mark.parametrize("size", ["16 horses", "0"])
+@pytest.mark.parametrize("size", ["16 horses", "0", "16"])
 def test_what_is_no_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(GPT2), "--devices", "2", "--memory-limit", size]) == 2
     assert "--memory-limit" in capsys.readouterr().err
+
+
+def test_a_size_needs_a_unit() -> None:
+    """16 would be 16 bytes, which nobody means."""
+    with pytest.raises(StrategyError, match="--memory-limit 16: give a unit: 16GB or 16B"):
+        Aim.given(None, "16")
+    assert Aim.given(None, "16GB").memory == 16e9 and Aim.given(None, 16).memory == 16.0
+
+
+def test_what_no_ranks_can_hold_is_answered_in_time_and_with_a_bound(tmp_path: Path) -> None:
+    """Which strategies hold little is known by then, whatever number of ranks was tried."""
+    told: list[str] = []
+    patience = Patience(tell=told.append)
+    path, how = MODELS / "gpt2.dynamo.static.onnx", Aim(memory=20 * KB, patience=patience)
+    pattern = r"would hold ([\d.]+) kB, more .* \(no strategy there holds less than ([\d.]+) kB\)"
+    with pytest.raises(StrategyError, match=pattern) as caught:
+        pipeline.plan(path, Options(devices=2, aim=how))
+    found = re.search(pattern, str(caught.value))
+    assert found and 20 < float(found[2]) <= float(found[1]) <= 1.05 * float(found[2])
+    assert "mesh tp=2" in told and "64 ranks" not in told and told[-1] == ""
+
+
+def test_the_best_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without patience, something that fits counts, and the plan says so."""
+    patience = Patience(0.0)
+    monkeypatch.setattr(Patience, "renewed", lambda self, seconds=0.0: self)
+    made, _ = pipeline.plan(GPT2, Options(devices=4, aim=Aim(memory=250 * KB, patience=patience)))
+    assert sum(made.memory.values()) <= 250 * KB
+    assert any("stopped after 0 s" in note for note in made.notes)
 
 
 def test_a_step_has_no_throughput() -> None:

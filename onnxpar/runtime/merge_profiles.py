@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.profile import Record
 from onnxpar.trace import Collective, Event, Span, Trace
 
@@ -38,8 +38,11 @@ class _Rank:
         self.events = [replace(e, start=e.start + seconds) for e in self.events]
 
 
-def merge(bundle: Bundle, records: Sequence[Record], left_out: int = 0) -> Trace:
-    """The trace of all ranks, without the first runs that are left out, but with the last.
+def merge(
+    bundle: Bundle, records: Sequence[Record], left_out: int = 0, sizes: Sequence[Sizes] = ()
+) -> Trace:
+    """The trace of all ranks, without the first runs that are left out, but with the last. `sizes`
+    are the open ones of each run, in order.
 
     Runs that onnxruntime had no room for on some rank are left out on all.
     """
@@ -68,7 +71,17 @@ def merge(bundle: Bundle, records: Sequence[Record], left_out: int = 0) -> Trace
         [event for rank in ranks for event in _with_waits(rank, begins)],
         left_out,
         dropped,
+        _shares(bundle, [sizes[number] for number in numbers.values() if number < len(sizes)]),
     )
+
+
+def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int], float]]:
+    """The open sizes of runs, each once, with its share of the runs."""
+    counts = Counter(sizes)
+    return [
+        (dict(zip(bundle.symbols, of, strict=True)), count / len(sizes))
+        for of, count in counts.items()
+    ]
 
 
 def _common_runs(records: Sequence[Record]) -> list[_Run]:

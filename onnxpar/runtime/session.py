@@ -54,6 +54,8 @@ class Session(Interface, Closing):
         self._ranks = ranks
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[int, ...]] = {}
+        self._is_recorded = bool(scratch)
+        self._sizes_of_runs: list[Sizes] = []
         self._parts = PortParts(bundle)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks, scratch)
 
@@ -126,6 +128,8 @@ class Session(Interface, Closing):
                 parts = self._ranks.run(request, feeds)
             except RunError as error:
                 raise self.blame(error, feeds) from error
+            if self._is_recorded and sizes:
+                self._sizes_of_runs.append(sizes)
             if keep_states:
                 self._kept.update(self._ranks.kept_shapes)
             whole = {name: self._assemble(name, parts, sizes) for name in fetch}
@@ -167,7 +171,7 @@ class Session(Interface, Closing):
             raise InputError("nothing is recorded; make the session with profile=True")
         if len(records) < self._bundle.mesh.size:
             return None
-        trace = merge(self._bundle, records, warm_up)
+        trace = merge(self._bundle, records, warm_up, self._sizes_of_runs)
         write_trace(trace, path)
         return trace
 

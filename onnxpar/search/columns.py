@@ -19,6 +19,7 @@ from onnxpar.arrays import Array
 from onnxpar.search.elimination import Table
 from onnxpar.search.limits import Limit, TooMuch, Undecided
 from onnxpar.search.mixed_integer import integer_program
+from onnxpar.search.patience import Patience
 
 CLOSE = 1e-9
 """Share by which a sum may be above its bound and be the least."""
@@ -35,27 +36,38 @@ Minimum = Callable[[Sequence[Table]], tuple[float, list[int], bool]]
 
 
 def minimize_within(
-    sizes: Sequence[int], sums: Sequence[Sequence[Table]], limit: Limit, minimum: Minimum
+    sizes: Sequence[int],
+    sums: Sequence[Sequence[Table]],
+    limit: Limit,
+    minimum: Minimum,
+    patience: Patience | None = None,
+    any_fit: bool = False,
 ) -> tuple[float, list[int]]:
     """The least that the largest of the sums, each of several tables, can be within the limit, and
-    an assignment; or little more, where variables are too many to be sure. Infinite where tables
-    allow nothing. Errors: TooMuch, Undecided."""
-    columns = _Columns(sums, limit, minimum)
+    an assignment; or little more, where variables are too many to be sure, or patience runs out.
+    Infinite where tables allow nothing. With `any_fit`, the first assignment within the limit.
+    Errors: TooMuch, Undecided."""
+    patience = patience or Patience()
+    columns = _Columns(sums, limit, minimum, patience, any_fit)
     if not columns.start():
         return math.inf, [0] * len(sizes)
+    with patience.spending():
+        if columns.best is None:
+            columns.find_some()
+        has_mixture = columns.best is not None or columns.find_room()
+        if columns.best is not None and any_fit:
+            return columns.value, columns.best.values
+        bound = columns.find_least() if has_mixture else 0.0
+        if columns.value > bound + CLOSE * abs(bound) and not patience.is_out:
+            seconds = patience.left / 2  # another mesh may need the rest
+            try:
+                found = integer_program(sizes, sums, limit, columns.steps, seconds)
+            except TooMuch as error:
+                raise TooMuch(error.least, columns.least_held) from None
+            if found is not None and found[0] <= columns.value:
+                return found
     if columns.best is None:
-        columns.find_some()
-    has_mixture = columns.best is not None or columns.find_room()
-    bound = columns.find_least() if has_mixture else 0.0
-    if columns.value > bound + CLOSE * abs(bound):
-        try:
-            found = integer_program(sizes, sums, limit, columns.steps)
-        except TooMuch as error:
-            raise TooMuch(error.least, columns.least_held) from None
-        if found is not None and found[0] <= columns.value:
-            return found
-    if columns.best is None:
-        raise Undecided
+        raise Undecided(columns.least, columns.least_held)
     return columns.value, columns.best.values
 
 
@@ -71,11 +83,14 @@ class _Column:
 @dataclass
 class _Columns:
     """Assignments found so far. `steps` are those at which some hold too much; `best` is the best
-    within the limit."""
+    within the limit; any holds `least` bytes somewhere."""
 
     sums: Sequence[Sequence[Table]]
     limit: Limit
     minimum: Minimum
+    patience: Patience
+    any_fit: bool
+    least: float = 0.0
     found: list[_Column] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     best: _Column | None = None
@@ -106,12 +121,14 @@ class _Columns:
         every = np.full(self.limit.steps, price)
         for power in range(RAISES):
             self._find(np.ones(len(self.sums)), every * 4.0**power)
-            if self.best is not None or self.found[-1].values == self.found[-2].values:
+            is_stuck = self.found[-1].values == self.found[-2].values
+            if self.best is not None or is_stuck or self.patience.is_out:
                 return
 
     def find_room(self) -> bool:
         """Looks for something within the limit: what holds the least at the step where it holds the
-        most. Returns whether at least a mixture is. Errors: TooMuch."""
+        most. Returns whether at least a mixture is. Errors: TooMuch, once it is also known nearly
+        how much too much."""
         least = math.inf
         for turn in range(TURNS):
             mixture = self._mix(for_room=True)
@@ -120,10 +137,14 @@ class _Columns:
             prices = np.full(self.limit.steps, even / self.limit.steps)
             prices[self.steps] += (1 - even) * mixture.first / mixture.first.sum()
             bound = self._find(np.zeros(len(self.sums)), prices)
-            if bound > self.limit.bytes * (1 + CLOSE):
-                raise TooMuch(bound, self.least_held)
-            if self.best is not None or least <= bound * (1 + CLOSE):
+            self.least = max(self.least, bound)
+            is_over = self.least > self.limit.bytes * (1 + CLOSE)
+            if self.best is not None or least <= bound * (1 + CLOSE) or self.patience.is_out:
                 break
+            if is_over and self.any_fit:
+                break
+        if is_over:
+            raise TooMuch(self.least, self.least_held)
         return least <= self.limit.bytes or self.best is not None
 
     def find_least(self) -> float:
@@ -134,6 +155,8 @@ class _Columns:
             price = mixture.second.sum() * self.limit.bytes
             bound = max(bound, self._add(mixture.first, mixture.second) - price)
             if min(mixture.value, self.value) <= bound + CLOSE * abs(bound):
+                break
+            if self.patience.is_out:
                 break
         return bound
 

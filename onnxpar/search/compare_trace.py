@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 import onnx_graphsurgeon as gs
@@ -39,6 +39,19 @@ class PlannedNode:
     predicted: Prediction | None
     is_collective: bool
     always: bool
+
+    def weighted(self, weight: float, other: PlannedNode | None) -> PlannedNode:
+        """The same with its times in proportion, and those of another one added."""
+        if self.predicted is None:
+            return self
+        before = Prediction(0.0, 0.0)
+        if other is not None and other.predicted is not None:
+            before = other.predicted
+        total = Prediction(
+            before.compute + weight * self.predicted.compute,
+            before.communication + weight * self.predicted.communication,
+        )
+        return replace(self, predicted=total)
 
 
 def planned_nodes(

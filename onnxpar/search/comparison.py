@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from onnxpar.search.predict import Prediction
@@ -64,8 +64,8 @@ class OpType:
 class Comparison(Shown):
     """Prediction beside measurement, in seconds of a run: the mean of `runs`, the middle half by
     length of those that were `recorded`. `rank` is the one that computes longest;
-    `length` is from a run's begin on the first rank to its end on the last; `example` has the size
-    of each open symbol that the prediction is for."""
+    `length` is from a run's begin on the first rank to its end on the last; `sizes` are the open
+    ones that the prediction is for: those of the runs, where the trace has them."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -75,7 +75,7 @@ class Comparison(Shown):
     length: float
     computed: Sequence[Computed]
     talked: Sequence[Talked]
-    example: Mapping[str, int] = field(default_factory=dict)
+    sizes: str = ""
 
     @property
     def predicted(self) -> Prediction:

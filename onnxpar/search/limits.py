@@ -58,7 +58,12 @@ class TooMuch(Exception):
 
 
 class Undecided(Exception):
-    """Nothing was found within the limit, nor that there is nothing."""
+    """Nothing was found within the limit, nor that there is nothing: `least` bytes are held at
+    least, and `found` is what something was found to hold."""
+
+    def __init__(self, least: float, found: float) -> None:
+        super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
+        self.least, self.found = least, found
 
 
 def exhaust_within(

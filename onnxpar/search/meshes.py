@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.factors import GraphFactors
 from onnxpar.mesh import Axes, Mesh
 from onnxpar.model import Model
-from onnxpar.search.aim import OverLimit
+from onnxpar.search.aim import Aim, OverLimit
 from onnxpar.search.choices import Choice, Kept
 from onnxpar.search.expert_parallel import expert_atoms
 from onnxpar.search.presets import batch_atoms, preset_mesh
@@ -52,17 +51,21 @@ def best_mesh(
     topology: Topology | None,
     solve: Solve,
     strategy: Strategy | None = None,
+    aim: Aim | None = None,
 ) -> Solution:
     """The fastest strategy over the meshes of so many ranks that keeps to what is asked for, on the
     axes that are named there. Errors: StrategyError where there is none."""
-    search = _Meshes(factors, devices, topology or Topology.default(), solve, strategy)
+    search = Meshes(factors, devices, topology or Topology.default(), solve, strategy, aim)
     best = search.best()
     sharding = Sharding.open(best.mesh, factors, search.topology)
     names = _names(best.mesh, _uses(best, model, sharding), search.asked)
-    return _renamed(best, names, search.is_even)
+    shape = [(names[name], size) for name, size in best.mesh.shape]
+    if search.is_even:
+        shape.sort(key=lambda axis: _place(axis[0]))
+    return renamed(best, names, Mesh(tuple(shape)))
 
 
-class _Meshes:
+class Meshes:
     """Tries meshes for one model."""
 
     def __init__(
@@ -72,8 +75,10 @@ class _Meshes:
         topology: Topology,
         solve: Solve,
         strategy: Strategy | None,
+        aim: Aim | None,
     ) -> None:
         self.factors = factors
+        self.aim = aim or Aim()
         self.one_axis = preset_mesh(None, devices)
         self.topology = topology
         self.solve = solve
@@ -87,15 +92,28 @@ class _Meshes:
     def best(self) -> Solution:
         """Of the meshes of few axes, over which everything is decided at once, or of those that the
         fastest with most axes leads to."""
-        found = [s for mesh in self._coarse() if (s := self._try(mesh)) is not None]
+        if self.aim.any_fit:
+            return self._first()
+        found = [s for mesh in self._coarse() if (s := self.attempt(mesh)) is not None]
         if not found:
-            raise self._why()
+            raise self.why()
         least = min(solution.seconds for solution in found)
         best = next(s for s in found if s.seconds <= least * (1 + SAME))
         most = max(len(solution.mesh.shape) for solution in found)
         start = min((s for s in found if len(s.mesh.shape) == most), key=_seconds)
         refined = self._refined(start)
         return refined if refined.seconds < best.seconds * (1 - WORTH) else best
+
+    def _first(self) -> Solution:
+        """The first that there is, on one axis or on two that are nearly alike."""
+        one, *more = self._coarse()  # a strategy may name more than one axis
+        for mesh in [one, *sorted(more, key=lambda mesh: max(size for _, size in mesh.shape))[:2]]:
+            solution = self.attempt(mesh)
+            if solution is not None:
+                return solution
+            if self.aim.patience.is_out:
+                break
+        raise self.why()
 
     def _refined(self, best: Solution) -> Solution:
         """The same with an axis as two, while that is worth it: how nodes are split over the other
@@ -111,26 +129,30 @@ class _Meshes:
         """One axis, then two of all sizes; of more, where a strategy names more."""
         devices = self.one_axis.size
         for count in range(max(1, len(self.asked)), max(TOGETHER, len(self.asked)) + 1):
-            names = (*self.asked, *_free(count - len(self.asked), self.asked))
+            names = (*self.asked, *free_names(count - len(self.asked), self.asked))
             for sizes in [(devices,)] if count == 1 else _products(devices, count):
                 for order in permutations(names) if self.asked else [names]:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
     def _finer(self, best: Solution) -> Iterator[Solution]:
         """With each axis that nobody has named as two of all sizes."""
-        shape = best.mesh.shape
-        for at, (name, size) in enumerate(shape):
-            if name in self.asked:
-                continue
-            others = [n for n, _ in shape if n != name]
-            kept = Kept(frozenset(others), best.chosen)
-            for sizes in _products(size, 2):
-                parts = zip(_free(2, [*others, name]), sizes, strict=True)
-                found = self._try(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept)
+        for at, (name, size) in enumerate(best.mesh.shape):
+            for sizes in _products(size, 2) if name not in self.asked else ():
+                found = self.split(best, at, sizes)
                 if found is not None:
                     yield found
 
-    def _try(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
+    def split(self, best: Solution, at: int, sizes: Sequence[int]) -> Solution | None:
+        """The same with one axis as two of these sizes; what the other axes split is kept."""
+        shape = best.mesh.shape
+        others = [n for i, (n, _) in enumerate(shape) if i != at]
+        parts = zip(free_names(2, [*others, shape[at][0]]), sizes, strict=True)
+        kept = Kept(frozenset(others), best.chosen)
+        return self.attempt(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept)
+
+    def attempt(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
+        """The fastest on a mesh; None where there is none, for which `why` has the reason."""
+        self.aim.patience.tell(f"mesh {mesh}")
         sharding = Sharding.open(mesh, self.factors, self.topology)
         try:
             given = [] if self.strategy is None else seeds_of(self.strategy, sharding)
@@ -139,7 +161,7 @@ class _Meshes:
             self.refused.append((mesh, error))
             return None
 
-    def _why(self) -> StrategyError:
+    def why(self) -> StrategyError:
         """Why no mesh applies: where one would but for the limit on memory, by how much least."""
         devices = self.one_axis.size
         if not self.refused:
@@ -149,7 +171,9 @@ class _Meshes:
             )
         over = [error for _, error in self.refused if isinstance(error, OverLimit)]
         if over:
-            return min(over, key=lambda error: error.least or math.inf)
+            nearest = min(over, key=lambda error: error.found)
+            least = min(error.least or 0.0 for error in over)
+            return OverLimit(str(nearest), least, nearest.found)
         mesh, error = self.refused[0]
         return StrategyError(
             f"no mesh of {devices} ranks does what is asked for; on {mesh}: {error}"
@@ -179,7 +203,7 @@ def _products(size: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield first, *rest
 
 
-def _free(count: int, taken: Iterable[str]) -> tuple[str, ...]:
+def free_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
     """So many names of axes that are not taken, until it is known what they split."""
     names = chain((WIDTH,) if count == 1 else (BATCH, WIDTH), (f"axis{i}" for i in numbers()))
     return tuple(islice((name for name in names if name not in set(taken)), count))
@@ -223,11 +247,8 @@ def _names(
     return names
 
 
-def _renamed(best: Solution, names: Mapping[str, str], is_even: bool) -> Solution:
-    """The solution with other names of axes, and its mesh in ORDER where that decides nothing."""
-    shape = [(names[name], size) for name, size in best.mesh.shape]
-    if is_even:
-        shape.sort(key=lambda axis: _place(axis[0]))
+def renamed(best: Solution, names: Mapping[str, str], mesh: Mesh) -> Solution:
+    """The solution with other names of axes, on a mesh that has these."""
 
     def named(axes: Axes) -> Axes:
         return tuple(replace(axis, name=names[axis.name]) for axis in axes)
@@ -243,7 +264,7 @@ def _renamed(best: Solution, names: Mapping[str, str], is_even: bool) -> Solutio
         for node, c in best.chosen.items()
     }
     seeds = [seed(one) for one in best.seeds]
-    return replace(best, mesh=Mesh(tuple(shape)), seeds=seeds, chosen=chosen)
+    return replace(best, mesh=mesh, seeds=seeds, chosen=chosen)
 
 
 def _place(name: str) -> int:

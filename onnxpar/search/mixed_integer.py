@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from onnxpar.search.limits import Limit, TooMuch
 MOST_ENTRIES = 60_000
 """Entries of tables above which the program is not tried."""
 MOST_SECONDS = 60.0
-"""After so long the best that was found counts."""
+"""After so long at most the best that was found counts."""
 INFEASIBLE = 2
 """The status by which SciPy says so."""
 UNIT = 1e4
@@ -30,9 +31,11 @@ def integer_program(
     sums: Sequence[Sequence[Table]],
     limit: Limit,
     steps: Iterable[int],
+    seconds: float = MOST_SECONDS,
 ) -> tuple[float, list[int]] | None:
     """The least that the largest sum can be within the limit, and an assignment; None where it
-    found none. `steps` are those that are likely to hold too much. Errors: TooMuch."""
+    found none within `seconds`. `steps` are those that are likely to hold too much. Errors:
+    TooMuch."""
     sums = [[diagonal(table) for table in tables] for tables in sums]
     demands = [diagonal(demand.table) for demand in limit.demands]
     entries = {t.scope: t.values.size for t in (*itertools.chain(*sums), *demands)}
@@ -40,8 +43,9 @@ def integer_program(
         return None
     program = _Program(sizes, sums, demands, limit)
     steps = list(steps)
+    end = time.monotonic() + min(seconds, MOST_SECONDS)
     while True:
-        values = program.solve(steps)
+        values = program.solve(steps, max(end - time.monotonic(), 0.1))
         if values is None:
             return None
         held = limit.held(values)
@@ -82,7 +86,7 @@ class _Program:
         for table in tables:
             self.most[self.columns[table.scope][np.isinf(table.values)]] = 0
 
-    def solve(self, steps: Iterable[int]) -> list[int] | None:
+    def solve(self, steps: Iterable[int], seconds: float) -> list[int] | None:
         """The best assignment that holds no more than the limit at these steps."""
         largest = np.zeros(self.count + 1)
         largest[-1] = 1
@@ -94,7 +98,7 @@ class _Program:
             bounds=Bounds(0, self.most),
             constraints=self._stacked([*self._one_value_each(), *self._sums(), *self._held(steps)]),
             # bringing solutions back from a presolved program, HiGHS 1.12 prints a line to stdout
-            options={"time_limit": MOST_SECONDS, "mip_rel_gap": 0.0, "presolve": False},
+            options={"time_limit": seconds, "mip_rel_gap": 0.0, "presolve": False},
         )
         if solved.status == INFEASIBLE:
             raise TooMuch(self.limit.bytes, math.inf)

@@ -37,6 +37,16 @@ def predict(graph: gs.Graph, sharding: Sharding) -> Prediction:
     return Prediction(sum(p.compute for p in each), sum(p.communication for p in each))
 
 
+def predict_on_one(nodes: Iterable[gs.Node], sharding: Sharding) -> float:
+    """Seconds that the nodes take where one rank does everything."""
+    times = repetitions(list(nodes))
+    total = 0.0
+    for op in sharding.factors.ops:
+        whole = Choice(tuple(() for _ in op.leaves))
+        total += times.get(op.node.name, 0) * sum(work(op, whole, sharding))
+    return total
+
+
 def predict_nodes(nodes: Iterable[gs.Node], sharding: Sharding) -> dict[str, Prediction]:
     """What each node takes, by name, in all turns of the loops around it. What ranks tell each
     other inside an op is communication; a local cut is computing. What the rules do not know (a

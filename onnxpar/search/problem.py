@@ -129,7 +129,10 @@ class Problem:
         elif most is None and not self._is_apart:
             seconds, values, _ = self._minimum(self.sums[0])
         else:
-            seconds, values = minimize_within(self.sizes, self.sums, limit, self._minimum)
+            aim = self.aim
+            seconds, values = minimize_within(
+                self.sizes, self.sums, limit, self._minimum, aim.patience, aim.any_fit
+            )
         chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}
         states = {n: self._fed(n) for n in self.states.values()}
         held = {

@@ -59,11 +59,10 @@ def solve(
         seconds, chosen, held = problem.solve(exhaustively=how == EXHAUSTIVE)
     except TooLarge as error:
         raise StrategyError(f"--search {how}: {error}; take {AUTO}") from None
-    except TooMuch as error:
+    except (TooMuch, Undecided) as error:
         needed = f"a rank would hold {text_of(error.found, 'B')}"
-        raise OverLimit(f"over {sharding.mesh}, {needed}", error.least) from None
-    except Undecided:
-        raise OverLimit(f"over {sharding.mesh}, nothing was found that fits", None) from None
+        text = f"over {sharding.mesh}, {needed}"
+        raise OverLimit(text, error.least, error.found) from None
     if math.isinf(seconds):
         raise StrategyError("no strategy agrees with all that is asked for; ask for less")
     seeds = [TensorSeed(name, placement.leaves) for name, placement in held.items()]

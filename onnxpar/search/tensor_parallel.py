@@ -20,7 +20,7 @@ from onnxpar.factors import OpFactors
 from onnxpar.interchange import is_weight
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, parts_over
-from onnxpar.plan import part_bytes
+from onnxpar.plan import mean_bytes
 from onnxpar.rules.rule import dtype_of
 from onnxpar.search.covering import covering
 from onnxpar.search.recurrences import MOVES, Recurrences, recurrences
@@ -496,6 +496,4 @@ def _moves_less(sharding: Sharding, op: OpFactors, link: int, weight: str) -> bo
     stored = next(t for t in op.node.inputs if t.name == weight)
     whole = Placement(tuple(() for _ in sharding.factors.tensors[weight].leaves))
     made = sharding.operand_placement(op, op.outputs[0])
-    return part_bytes(result, sharding.layout(result, made), sharding.mesh) <= part_bytes(
-        stored, sharding.layout(stored, whole), sharding.mesh
-    )
+    return mean_bytes(result, made, sharding) <= mean_bytes(stored, whole, sharding)

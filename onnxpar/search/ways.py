@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.placements import LOCAL_STEPS, Placements, Unordered
-from onnxpar.plan import element_bytes, part_bytes
+from onnxpar.plan import element_bytes, mean_bytes, part_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
 from onnxpar.search.elimination import Table
 from onnxpar.sharding import Placement, Sharding
@@ -61,7 +61,7 @@ class Ways:
         factors = sharding.factors.tensors[name]
         parts = partial(sharding.part_sizes, name) if sharding.parts else None
         size = element_bytes(self.tensor)
-        key = (*self.index, factors.dims, size, name if parts else None)
+        key = (*self.index, factors.dims, factors.priced, size, name if parts else None)
         if key not in self.known:
             try:
                 found = Placements(list(self.index), factors, sharding.costs, size, parts)
@@ -114,12 +114,16 @@ class Ways:
         return best
 
     def sizes(self, end: End) -> Array:
-        """Bytes that a rank holds under each placement of an end."""
-        return np.array([self._size(placement) for placement in end.placements])
+        """Bytes that a rank holds under each placement of an end, at the sizes at which that is
+        most."""
+        mesh, name = self.sharding.mesh, self.tensor.name
+        each = [self.sharding.costed_layouts(name, at) for at in end.placements]
+        return np.array(
+            [float(max(part_bytes(self.tensor, at, mesh) for _, at in some)) for some in each]
+        )
 
     def _size(self, placement: Placement) -> float:
-        layout = self.sharding.layout(self.tensor, placement)
-        return float(part_bytes(self.tensor, layout, self.sharding.mesh))
+        return mean_bytes(self.tensor, placement, self.sharding)
 
     def differ(self, *ends: End) -> Array:
         """Where the placement of the last of several ends is none of the others."""

@@ -51,12 +51,21 @@ class _Part:
 def work(op: OpFactors, choice: Choice, sharding: Sharding) -> tuple[float, float]:
     """Seconds of a node on the rank with the largest part: of computing, the roofline of its
     operations and the bytes that it reads and writes, and its rows; and of what ranks say to each
-    other in it."""
+    other in it. On average of the sizes that costs are computed at."""
     if op.bodies:
         return 0.0, 0.0
+    seconds = talk = 0.0
+    for number, (weight, at) in enumerate(op.costed):
+        own, between = _work(at, choice, sharding, number)
+        seconds, talk = seconds + weight * own, talk + weight * between
+    return seconds, talk
+
+
+def _work(op: OpFactors, choice: Choice, sharding: Sharding, at: int) -> tuple[float, float]:
+    """The same of a node at one of these sizes, by number."""
     node, costs = op.node, sharding.costs
-    held = [_part(t, choice.operand(op, i), sharding) for i, t in enumerate(node.inputs)]
-    made = [_part(t, choice.result(op, i), sharding) for i, t in enumerate(node.outputs)]
+    held = [_part(t, choice.operand(op, i), sharding, at) for i, t in enumerate(node.inputs)]
+    made = [_part(t, choice.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
     read, written = sum(part.bytes for part in held), sum(part.bytes for part in made)
     if node.op in _VIEWS:
         read = written = 0.0
@@ -82,10 +91,10 @@ def work(op: OpFactors, choice: Choice, sharding: Sharding) -> tuple[float, floa
     return seconds, _talk(op, choice, sharding, max((part.bytes for part in made), default=0.0))
 
 
-def _part(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> _Part:
+def _part(tensor: gs.Tensor, placement: Placement, sharding: Sharding, at: int) -> _Part:
     if tensor.name not in sharding.factors.tensors:
         return _Part()
-    layout = sharding.layout(tensor, placement)
+    _, layout = sharding.costed_layouts(tensor.name, placement)[at]
     shape = layout.estimated_shape(sharding.mesh, 0)
     return _Part(shape, part_bytes(tensor, layout, sharding.mesh))
 
@@ -120,7 +129,7 @@ def _halo(
 ) -> float:
     """What it takes to fetch the neighbours' edges: about one position of each split dimension."""
     axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in choice.axes[i]))
-    extent = max(op.leaves[i].size for i in leaves)
+    extent = max(max(op.extent(i) for i in leaves), 1)
     edge = size * parts_over(axes) / extent
     return sharding.costs.collective("NeighborExchange", axes, edge)
 
@@ -143,9 +152,9 @@ def _talk(op: OpFactors, choice: Choice, sharding: Sharding, result: float) -> f
         state = result / _turns(op)
         return _turns(op) * sharding.costs.collective("AllGather", axes, state * parts_over(axes))
     across = math.prod(
-        leaf.size
-        for leaf, over in zip(op.leaves, choice.axes, strict=True)
+        op.extent(i)
+        for i, (leaf, over) in enumerate(zip(op.leaves, choice.axes, strict=True))
         if over and leaf.factor in op.rule.across
     )
-    whole = result * parts_over(axes) / across
+    whole = result * parts_over(axes) / max(across, 1)
     return _ROUNDS * sharding.costs.collective("AllReduce", axes, whole)

@@ -1,0 +1,119 @@
+"""What a plan costs, at the sizes that runs typically have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.clone import nodes_of_run
+from onnxpar.collective import DOMAIN
+from onnxpar.fits import fit
+from onnxpar.model import Model
+from onnxpar.passes.fuse_all_reduces import FuseAllReduces
+from onnxpar.passes.pass_ import Pass, PassContext
+from onnxpar.placements import LOCAL_STEPS
+from onnxpar.plan import Collective, Plan, Predicted, collective_of
+from onnxpar.replay import replay_typical
+from onnxpar.search.predict import predict_nodes, predict_on_one
+from onnxpar.subgraphs import nodes_within
+from onnxpar.summary import summarize
+from onnxpar.typical import Profile
+
+Reckon = Callable[[float, gs.Graph, PassContext], None]
+"""Is called with the graph behind fuse-all-reduces at each of the sizes that costs are computed at,
+and with their weight."""
+
+
+def _nobody(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+    pass
+
+
+def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
+    """What a run takes, from the graph behind fuse-all-reduces; without a step's evaluation."""
+    step = ctx.model.step
+    nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
+    each = predict_nodes(nodes, ctx.sharding).values()
+    return Predicted(
+        sum(p.compute for p in each),
+        sum(p.communication for p in each),
+        predict_on_one(nodes, ctx.sharding),
+    )
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """A plan at sizes that count so much."""
+
+    weight: float
+    plan: Plan
+    predicted: Predicted
+    bytes: Mapping[str, int]
+
+
+def reckon_typical(
+    made: Plan,
+    model: Model,
+    ctx: PassContext,
+    passes: Sequence[Pass],
+    reckon: Reckon,
+    sizes: Sequence[Profile] = (),
+) -> None:
+    """Gives a plan of a model with open sizes its costs: means over the typical sizes, and the most
+    that is held. `passes` are those from insert-collectives on. With other `sizes`, `reckon` alone
+    is told what these cost."""
+    assert model.sizes is not None
+    at = next(i for i, step in enumerate(passes) if isinstance(step, FuseAllReduces))
+    first = ((model.sizes.bindings[0], 1.0),)
+    for weight, graph, other in replay_typical(model, ctx, passes[: at + 1], sizes):
+        reckon(weight, graph, other)
+    if sizes:
+        reckon = _nobody
+    each: list[_Costs] = []
+    for weight, graph, other in replay_typical(
+        model, ctx, passes[:at], model.sizes.typical or first
+    ):
+        plan = summarize(graph, other, made.model, made.preset)
+        passes[at].run(graph, other)
+        reckon(weight, graph, other)
+        each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
+    made.typical = model.sizes.typical or first
+    made.is_told = model.sizes.is_told
+    made.memory = {key: max(c.plan.memory[key] for c in each) for key in made.memory}
+    made.flops = {key: _mean((c.weight, c.plan.flops[key]) for c in each) for key in made.flops}
+    made.whole = each[0].plan.whole
+    made.predicted = Predicted(
+        sum(c.weight * c.predicted.compute for c in each),
+        sum(c.weight * c.predicted.communication for c in each),
+        sum(c.weight * c.predicted.one_rank for c in each),
+    )
+    made.collectives = [
+        replace(entry, bytes=_bytes(i, entry, ctx, each))
+        for i, entry in enumerate(made.collectives)
+    ]
+
+
+def _mean(each: Iterable[tuple[float, int]]) -> int:
+    return round(sum(weight * value for weight, value in each))
+
+
+def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
+    """Bytes that a rank sends in each collective between layouts, by node."""
+    mesh = ctx.sharding.mesh
+    nodes = [n for n in graph.nodes if n.domain == DOMAIN and n.op not in LOCAL_STEPS]
+    return {node.name: collective_of(node, mesh).bytes for node in nodes}
+
+
+def _bytes(at: int, entry: Collective, ctx: PassContext, each: Sequence[_Costs]) -> int:
+    """Bytes that a rank sends in the collective of that number; of one inside an op, as those at
+    the bindings tell."""
+    if all(entry.name in c.bytes for c in each):
+        return _mean((c.weight, c.bytes[entry.name]) for c in each)
+    sizes = ctx.model.sizes
+    assert sizes is not None
+    found = [entry.bytes, *(other.collectives[at].bytes for _, other in ctx.replays)]
+    polynomial = fit(found, sizes.variables())
+    if polynomial is None or not sizes.typical:
+        return entry.bytes
+    return _mean((weight, max(polynomial.at(b), 0)) for b, weight in sizes.typical)

@@ -1,0 +1,116 @@
+"""The search on a mesh that is given: it starts wherever the search for a mesh may start.
+
+The search for a mesh tries axes in both orders, and finds three axes by splitting one of two. On a
+mesh that is given, the same is done: its axes stand on a dimension in any order where that decides
+nothing else, and neighbours among them are one axis at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations
+
+from onnxpar.factors import GraphFactors
+from onnxpar.mesh import Mesh
+from onnxpar.search.aim import Aim
+from onnxpar.search.meshes import MOST_AXES, TOGETHER, Meshes, Solve, free_names, renamed
+from onnxpar.search.search import Solution
+from onnxpar.strategy import Strategy
+from onnxpar.topology import Topology
+
+Group = tuple[tuple[str, int], ...]
+"""Neighbouring axes of the mesh, by name and size, that are one axis at first."""
+
+
+def best_on_mesh(
+    factors: GraphFactors,
+    mesh: Mesh,
+    topology: Topology | None,
+    solve: Solve,
+    strategy: Strategy | None = None,
+    aim: Aim | None = None,
+) -> Solution:
+    """The fastest strategy on a mesh that keeps to what is asked for: no slower than what
+    `best_mesh` finds on it. Errors: StrategyError where there is none."""
+    topology = topology or Topology.default()
+    search = Meshes(factors, mesh.size, topology, solve, strategy, aim)
+    found = list(_GivenMesh(search, mesh).solutions())
+    if not found:
+        raise search.why()
+    return min(found, key=lambda solution: solution.seconds)
+
+
+class _GivenMesh:
+    """Solves for a mesh, and for those with fewer axes that it is split from."""
+
+    def __init__(self, search: Meshes, mesh: Mesh) -> None:
+        self.search = search
+        self.mesh = mesh
+        self.known: dict[tuple[Group, ...], Solution | None] = {}
+
+    def solutions(self) -> Iterator[Solution]:
+        """What is found from each start, on the mesh as it was given."""
+        for order in self._orders():
+            axes = tuple((axis,) for axis in order)
+            is_given = order == self._split_axes()
+            for solution in self._found(axes, directly=is_given or len(order) <= TOGETHER):
+                names = {
+                    new: old for (new, _), (old, _) in zip(solution.mesh.shape, order, strict=True)
+                }
+                yield renamed(solution, names, self.mesh)
+
+    def _split_axes(self) -> Group:
+        return tuple(axis for axis in self.mesh.shape if axis[1] > 1) or self.mesh.shape[:1]
+
+    def _orders(self) -> Iterable[Group]:
+        """The orders in which axes may stand on a dimension: where ranks are at different
+        distances, or axes are many, that of the mesh. Of orders that differ in names alone, one."""
+        given = self._split_axes()
+        if not self.search.is_even or len(given) > MOST_AXES:
+            return [given]
+        asked = self.search.asked
+        alike: dict[object, Group] = {}
+        for order in permutations(given):
+            sign = tuple((name if name in asked else None, size) for name, size in order)
+            alike.setdefault(sign, order)
+        return alike.values()
+
+    def _found(self, groups: tuple[Group, ...], directly: bool) -> Iterator[Solution]:
+        """Solutions with an axis for each group: everything decided at once, and from each mesh
+        in which two neighbours are one axis."""
+        if directly:
+            yield from self._given(self._direct(groups))
+        for at in range(len(groups) - 1 if len(groups) > TOGETHER else 0):
+            pair = groups[at : at + 2]
+            if any(name in self.search.asked for group in pair for name, _ in group):
+                continue
+            start = self._best((*groups[:at], (*pair[0], *pair[1]), *groups[at + 2 :]))
+            if start is not None:
+                sizes = [_size(group) for group in pair]
+                yield from self._given(self.search.split(start, at, sizes))
+
+    def _best(self, groups: tuple[Group, ...]) -> Solution | None:
+        """The fastest with an axis for each group."""
+        if groups not in self.known:
+            found = self._found(groups, directly=len(groups) <= TOGETHER)
+            self.known[groups] = min(found, key=lambda one: one.seconds, default=None)
+        return self.known[groups]
+
+    def _direct(self, groups: Sequence[Group]) -> Solution | None:
+        """Everything decided at once. Axes that nobody asks for are called as the search for a mesh
+        calls them, so that it is the same problem."""
+        own = [g[0][0] if len(g) == 1 and g[0][0] in self.search.asked else None for g in groups]
+        free = iter(free_names(own.count(None), self.search.asked))
+        names = [name or next(free) for name in own]
+        return self.search.attempt(Mesh(tuple(zip(names, map(_size, groups), strict=True))))
+
+    def _given(self, solution: Solution | None) -> Iterator[Solution]:
+        if solution is not None:
+            yield solution
+
+
+def _size(group: Group) -> int:
+    size = 1
+    for _, count in group:
+        size *= count
+    return size

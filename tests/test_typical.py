@@ -1,0 +1,181 @@
+"""Costs of a model with open sizes are those of the model at typical sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agreement import check_agrees
+from committed import MODELS
+
+from onnxpar import pipeline
+from onnxpar.cli import main
+from onnxpar.errors import StrategyError
+from onnxpar.explain import explain
+from onnxpar.mesh import Mesh
+from onnxpar.pipeline import Options
+from onnxpar.plan import Plan
+from onnxpar.symbols import Polynomial
+from onnxpar.typical import Ties, Typical, typical_sizes
+
+
+def planned(name: str, how: Options) -> Plan:
+    return pipeline.plan(MODELS / f"{name}.onnx", how)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "preset"),
+    [
+        ("gpt2.dynamo.dynamic", {"batch": 4, "seq": 16}, "tensor-parallel"),
+        ("bert.legacy.dynamic", {"batch": 4}, "tensor-parallel"),
+        ("llama_decode.legacy.dynamic", {"batch": 2, "past": 12}, "tensor-parallel"),
+        ("resnet.dynamo.dynamic", {"batch": 4}, "data-parallel"),
+    ],
+)
+def test_costs_are_those_of_fixed_sizes(name: str, sizes: dict[str, int], preset: str) -> None:
+    """With `--dim`, sizes are numbers from the beginning: an oracle that knows nothing of typical
+    sizes. More is folded there; whatever is a node in both takes the same, and is sent alike."""
+    axis = "dp" if preset == "data-parallel" else "tp"
+    how = Options(mesh=Mesh.parse(f"{axis}=2"), preset=preset)
+    opened = explain(MODELS / f"{name}.onnx", replace(how, typical=Typical.given(sizes)))
+    fixed = explain(MODELS / f"{name}.onnx", replace(how, dims=sizes))
+    times = {step.name: step.predicted for step in opened.steps}
+    both = [step for step in fixed.steps if step.name in times]
+    assert len(both) > 0.9 * len(fixed.steps)
+    for step in both:
+        assert times[step.name].compute == pytest.approx(step.predicted.compute, rel=1e-9)
+        assert times[step.name].communication == pytest.approx(
+            step.predicted.communication, rel=1e-9
+        )
+    assert opened.plan.flops == fixed.plan.flops
+    told = {(c.kind, c.tensor): c.bytes for c in opened.plan.collectives}
+    assert told == {(c.kind, c.tensor): c.bytes for c in fixed.plan.collectives}
+    example = opened.plan.example
+    assert all(example[name] != size for name, size in sizes.items())
+
+
+def test_a_batch_of_one_is_not_worth_a_split() -> None:
+    """One of two ranks has all of it, so that both take as long as one; a batch of 64 halves."""
+    how = {"devices": 2, "preset": "data-parallel"}
+    one, many = (
+        planned("gpt2.dynamo.dynamic", Options(typical=Typical.given({"batch": n}), **how))  # type: ignore[arg-type]
+        for n in (1, 64)
+    )
+    assert one.predicted is not None and many.predicted is not None
+    assert one.predicted.total >= 0.99 * one.predicted.one_rank
+    assert many.predicted.total < 0.6 * many.predicted.one_rank
+
+
+def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
+    """Each of two plans is the faster one at its own sizes, and both run at any."""
+    name, path = "llama.dynamo.dynamic", MODELS / "llama.dynamo.dynamic.onnx"
+    batches, texts = Typical.given({"batch": 64, "seq": 2}), Typical.given({"batch": 1, "seq": 64})
+    for own, other in ((batches, texts), (texts, batches)):
+        found = planned(name, Options(devices=2, typical=own))
+        alien = planned(name, Options(devices=2, typical=other))
+        there, ctx = pipeline.plan(path, Options(devices=2, typical=other))
+        again = planned(name, Options(mesh=there.mesh, search="auto", found=ctx.found, typical=own))
+        assert again.predicted is not None and found.predicted is not None
+        assert found.predicted.total < again.predicted.total * (1 - 1e-6)
+        assert alien.typical == other.profiles or dict(alien.typical[0][0]) == dict(
+            other.profiles[0][0]
+        )
+        check_agrees(path, tmp_path, Options(devices=2, typical=own, verify=True))
+
+
+def test_several_are_weighed() -> None:
+    """Times are means by weight, memory is the most."""
+    name, mesh = "llama.dynamo.dynamic", Mesh.parse("tp=2")
+    small, large = {"batch": 1, "seq": 4}, {"batch": 8, "seq": 16}
+
+    def at(typical: object) -> Plan:
+        given = Typical.given(typical)  # type: ignore[arg-type]
+        return planned(name, Options(mesh=mesh, preset="tensor-parallel", typical=given))
+
+    a, b, both = at(small), at(large), at([(small, 3), (large, 1)])
+    assert a.predicted and b.predicted and both.predicted
+    assert both.predicted.total == pytest.approx(
+        0.75 * a.predicted.total + 0.25 * b.predicted.total
+    )
+    assert both.memory == b.memory
+    assert [weight for _, weight in both.typical] == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt2.dynamo.dynamic", {"batch": 1, "seq": 128}),
+        ("bert.legacy.dynamic", {"batch": 1}),
+        ("llama_decode.dynamo.dynamic", {"batch": 1, "past": 128}),
+        ("dlrm.legacy.dynamic", {"batch": 1}),
+    ],
+)
+def test_by_default(name: str, sizes: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch of one, and a length of 128 or what a table of positions has; it is written."""
+    assert main(["plan", str(MODELS / f"{name}.onnx"), "--devices", "2"]) == 0
+    text = ", ".join(f"{key}={size}" for key, size in sizes.items())
+    out = capsys.readouterr().out
+    assert f"sizes are open: costs are at {text}; --typical changes that" in out
+    given = ",".join(f"{key}={size}" for key, size in sizes.items())
+    assert main(["plan", str(MODELS / f"{name}.onnx"), "--devices", "2", "--typical", given]) == 0
+    again = capsys.readouterr().out
+    assert again == out.replace("; --typical changes that", "")
+
+
+def test_sizes_that_are_tied() -> None:
+    """The mask is as long as past and present; any of them may be given."""
+    past, total, seq = (Polynomial.variable(s) for s in ("past", "total", "seq"))
+    ties = Ties((("total", past + seq),))
+    dims = {("ids", 0): Polynomial.variable("batch"), ("ids", 1): seq, ("mask", 1): past + seq}
+    symbols = ("batch", "past", "seq")
+
+    def found(**sizes: int) -> dict[str, int]:
+        given = Typical.given(sizes) if sizes else Typical()
+        ((at, weight),) = typical_sizes(given, symbols, ties, dims, lambda binding: True)
+        assert weight == 1.0 and total.variables == ("total",)
+        return dict(at)
+
+    assert found() == {"batch": 1, "past": 128, "seq": 128}
+    assert found(total=100, seq=1) == {"batch": 1, "past": 99, "seq": 1}
+    assert found(total=100, past=60, batch=2) == {"batch": 2, "past": 60, "seq": 40}
+    assert found(past=0, seq=7) == {"batch": 1, "past": 0, "seq": 7}
+    with pytest.raises(StrategyError, match=r"typical total=9: in this model it is past . seq"):
+        found(total=9, past=5, seq=5)
+
+
+@pytest.mark.parametrize(
+    ("entries", "profiles"),
+    [
+        (["batch=1,seq=128"], [({"batch": 1, "seq": 128}, 1.0)]),
+        (["seq=1:0.9", "seq=512:0.1"], [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]),
+    ],
+)
+def test_what_is_typed(
+    entries: Sequence[str], profiles: list[tuple[dict[str, int], float]]
+) -> None:
+    assert Typical.parse(entries).profiles == tuple(profiles)
+    assert Typical.given(profiles).profiles == tuple(profiles)
+
+
+@pytest.mark.parametrize("entry", ["batch", "batch=", "batch=x", "=3", "a=1:0", "a=1:x", ""])
+def test_what_cannot_be_read(entry: str) -> None:
+    with pytest.raises(StrategyError, match=r"--typical .*: write NAME=N"):
+        Typical.parse([entry])
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("bert.legacy.dynamic", "foo=3", "no size of that name is open; there are: batch, seq"),
+        ("bert.legacy.dynamic", "seq=99", "in this model it is 16"),
+        ("bert.legacy.static", "seq=9", "leaves no size open"),
+    ],
+)
+def test_what_does_not_fit(
+    name: str, entry: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ["plan", str(MODELS / f"{name}.onnx"), "--devices", "2", "--typical", entry]
+    assert main(how) == 2
+    assert message in capsys.readouterr().err
