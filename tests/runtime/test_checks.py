@@ -84,8 +84,8 @@ def test_no_folder(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": 99}, "has format 99, this onnxpar reads 1"),
-        ({"mesh": 7}, "plan.json: TypeError"),
-        ({"outputs": [{}]}, "plan.json: KeyError: 'name'"),
+        ({"mesh": 7}, "plan.json is damaged: TypeError"),
+        ({"outputs": [{}]}, "plan.json is damaged: KeyError: 'name'"),
         ({"states": [{"input": "x", "output": "nope"}]}, r"state pairs name no port: \['nope'\]"),
         (
             {"inputs": [{"name": "x", "dtype": "str", "shape": None}]},
