@@ -67,8 +67,20 @@ class ReshardBuilder:
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
         """To the rank's part of that layout."""
-        shape = self._varying(f"shape{len(self.built)}", partial(local_shape, layout, self.mesh))
-        self._add("Reshape", [x, shape], y)
+        name = f"shape{len(self.built)}"
+        if self.opset >= 14:
+            shape = self._varying(name, partial(local_shape, layout, self.mesh))
+            self._add("Reshape", [x, shape], y, allowzero=1)
+            return
+        split = [i for i, dim in enumerate(layout.dims) if split_count(dim) > 1]
+
+        def sizes(rank: int) -> Array:
+            """One of them is left to the op to find, as it takes a 0 for a size to copy."""
+            found = local_shape(layout, self.mesh, rank)
+            found[split[:1]] = -1
+            return found
+
+        self._add("Reshape", [x, self._varying(name, sizes)], y)
 
     def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
         self._collective("AllReduce", x, y, op=self.before.reduce)
@@ -119,8 +131,8 @@ class ReshardBuilder:
             return
 
         def start(rank: int) -> Array:
-            held = indices(before, self.mesh, rank)
-            return np.array([indices(after, self.mesh, rank)[0] - held[0]], np.int64)
+            held, kept = (indices(dim, self.mesh, rank) for dim in (before, after))
+            return np.array([kept[0] - held[0] if len(kept) else 0], np.int64)
 
         def end(rank: int) -> Array:
             return start(rank) + local_size(after, self.mesh, rank)

@@ -23,7 +23,7 @@ from scipy.sparse.csgraph import dijkstra
 from onnxpar.arrays import Array
 from onnxpar.factors import TensorFactors, with_axes
 from onnxpar.layout import Dim, Factor, Product, ReduceOp, estimated_size
-from onnxpar.mesh import Axes, Axis, merge_axes, parts_over
+from onnxpar.mesh import Axes, Axis, merge_axes
 from onnxpar.rows import rows_within
 from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement, covered_axes
@@ -356,8 +356,6 @@ class Placements:
                 if at >= 0 and leaf in _leaves(wheres[at])
             ]
             axes = merge_axes(tuple(held))
-            if parts_over(axes) > self.factors.leaves[leaf].size:
-                return math.nan, math.nan
             given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
         split = with_axes(dim, iter(given))
         return estimated_size(split, self.costs.mesh, 0), rows_within(split, self.costs.mesh)

@@ -14,7 +14,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, with_axes
 from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp, nested_parts, normalize
-from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, parts_over
+from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes
 from onnxpar.search.cost import Costs
 from onnxpar.topology import Topology
 
@@ -178,8 +178,6 @@ def _fits(
     factors: TensorFactors | OpFactors, have: list[Axes | None], leaf: int, axes: Axes
 ) -> bool:
     """Whether a leaf can be split over axes that no leaf beside it uses; segments may share."""
-    if parts_over(axes) > factors.leaves[leaf].size:
-        return False
     used = (
         a for i, other in enumerate(have) if other and (i, leaf) not in factors.apart for a in other
     )

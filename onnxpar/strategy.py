@@ -250,7 +250,7 @@ class _Leaves:
             spread = [over for over, _ in pieces]
             blocked = any(over and k is None for over, k in zip(spread, links, strict=True))
             hand = {k: p for k, (_, p) in zip(links, pieces, strict=True) if k is not None and p}
-            if blocked or not _fit(dim, spread):
+            if blocked:
                 raise StrategyError(f"{self.what}: {ask!r} splits what must stay whole")
         else:
             over, sizes, pre = read_ask(ask, self.sharding.mesh, self.what, pre)
@@ -270,12 +270,6 @@ def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int
     for (i, a), (j, b) in combinations(axes.items(), 2):
         if (i, j) not in factors.apart and overlaps(a, b):
             raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
-
-
-def _fit(dim: Dim, spread: Sequence[Axes]) -> bool:
-    """Whether each leaf has an element for each part."""
-    sizes = (leaf.size for leaf in leaves(dim) if leaf.size > 1)
-    return all(parts_over(over) <= size for over, size in zip(spread, sizes, strict=True))
 
 
 def _counted(ask: Any) -> bool:
@@ -311,7 +305,7 @@ def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int
         return *read_piece(ask, mesh, what), pre
     if isinstance(ask, Mapping) and len(ask) == 1:
         name, sizes = next(iter(ask.items()))
-        if isinstance(sizes, Sequence) and all(isinstance(s, int) and s > 0 for s in sizes):
+        if isinstance(sizes, Sequence) and all(isinstance(s, int) and s >= 0 for s in sizes):
             return (mesh.axis(str(name)),), tuple(sizes), pre
     if isinstance(ask, Sequence) and ask and all(isinstance(a, str) for a in ask):
         return tuple(mesh.axis(a) for a in ask), None, pre
@@ -343,7 +337,7 @@ def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
             spread = spread_dim(dim, over)
             if spread is not None:
                 parts |= _hand_parts(what, at, spread, over, sizes, dim)
-        if spread is None or not _fit(dim, spread):
+        if spread is None:
             raise StrategyError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
         axes += spread
     _check_once(what, factors, dict(enumerate(axes)))
@@ -385,9 +379,30 @@ def _does_not_split(what: str, dim: Dim, axes: Axes, sharding: Sharding) -> str:
 def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:
     """Axes for the splittable leaves of a dimension, so that it is split over all of them.
 
-    Of merged factors the first takes them that divides evenly, else the first that is large enough;
-    of segments each that can. `blocked` leaves stay whole. None where nothing is large enough.
+    Of merged factors the first takes them that divides evenly, else the first that is large enough,
+    else the largest, of which some parts are empty then; of segments each that can. `blocked`
+    leaves stay whole. None where all are.
     """
+    found = _spread_over(dim, axes, blocked)
+    if found is not None or not axes:
+        return found
+    if dim.size <= 1:
+        return []
+    at = [i for i, leaf in enumerate(_splittable(dim)) if i not in blocked]
+    if not at:
+        return None
+    if isinstance(dim, Concat):
+        return [axes if i in at else () for i in range(_leaf_count(dim))]
+    largest = max(at, key=lambda i: _splittable(dim)[i].size)
+    return [axes if i == largest else () for i in range(_leaf_count(dim))]
+
+
+def _splittable(dim: Dim) -> list[Factor]:
+    return [leaf for leaf in leaves(dim) if leaf.size > 1]
+
+
+def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | None:
+    """The same where no part is empty; None where nothing is large enough."""
     if isinstance(dim, Factor):
         if not axes:
             return [()] if dim.size > 1 else []
@@ -401,7 +416,7 @@ def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> l
     if not axes:
         return [a for e in empty for a in e]
     if isinstance(dim, Concat):
-        split = [spread_dim(c, axes, b) for c, b in zip(dim.children, inner, strict=True)]
+        split = [_spread_over(c, axes, b) for c, b in zip(dim.children, inner, strict=True)]
         if all(s is None for s in split):
             return None
         return [a for s, e in zip(split, empty, strict=True) for a in (e if s is None else s)]
@@ -409,7 +424,7 @@ def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> l
     ranked = [i for i, c in enumerate(dim.children) if c.size % n == 0]
     ranked += [i for i, c in enumerate(dim.children) if c.size >= n and i not in ranked]
     for i in ranked:
-        taken = spread_dim(dim.children[i], axes, inner[i])
+        taken = _spread_over(dim.children[i], axes, inner[i])
         if taken is not None:
             return [a for j, e in enumerate(empty) for a in (taken if i == j else e)]
     nestable = all(isinstance(c, Factor) for c in dim.children) and not blocked
@@ -417,7 +432,7 @@ def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> l
 
 
 def _leaf_count(dim: Dim) -> int:
-    return sum(leaf.size > 1 for leaf in leaves(dim))
+    return len(_splittable(dim))
 
 
 def nest(sizes: Sequence[int], axes: Axes) -> list[Axes] | None:

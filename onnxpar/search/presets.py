@@ -89,16 +89,17 @@ def batch_seeds(
 ) -> Iterator[Seed]:
     """Splits the batch: the first dimension of the first input, and of all inputs of that extent.
 
-    Errors: StrategyError where the batch has fewer elements than parts.
+    Where there are fewer of its elements than parts, some ranks have none; one element is left
+    whole. Errors: StrategyError for a model without a batch.
     """
     size = _batch_size(graph)
     parts = parts_over(axes)
     if parts == 1:
         return
-    if size is None or size < parts:
+    if size is None:
         raise StrategyError(
-            f"data-parallel over {parts}: the batch has {size or 'no'} elements; export or bind "
-            f"(--dim) a batch of at least {parts}, or use tensor-parallel"
+            f"data-parallel over {parts}: no input has a first dimension of a size that is known; "
+            "use tensor-parallel"
         )
     for name, factors in _batched(graph, sharding, step):
         yield TensorSeed(name, _batch_axes(factors, axes, step.turns if step else 1))
@@ -140,7 +141,8 @@ def _batch_axes(factors: TensorFactors, axes: Axes, turns: int) -> list[Axes | N
             continue
         if factors.dim_of_leaf[i] or parts == 1:
             break
-        own = parts if leaf.size >= parts else gcd(leaf.size, parts)
+        is_last = i + 1 == len(out) or factors.dim_of_leaf[i + 1] > 0
+        own = parts if leaf.size >= parts or is_last else gcd(leaf.size, parts)
         out[i], left = nest([own, parts // own], left) or (left, ())
     return out
 
