@@ -188,7 +188,7 @@ def test_a_file_and_its_mesh(tmp_path: Path) -> None:
         ({"shard": {"fc": "rows"}}, ["Gemm 'fc'", "a list of inputs"]),
         ({"shard": {"fc": [[{"tp": [4, 4]}, 1]]}}, ["Gemm 'fc'", "[4, 4]", "add up to 10"]),
         ({"shard": {"fc": [[{"tp": [5, 4, 1]}, 1]]}}, ["Gemm 'fc'", "2 parts"]),
-        ({"shard": {"fc": [[{"tp": [10, 0]}, 1]]}}, ["Gemm 'fc'", "is no split"]),
+        ({"shard": {"fc": [[{"tp": [11, -1]}, 1]]}}, ["Gemm 'fc'", "is no split"]),
         ({"shard": {"fc": [[0, 1]]}}, ["Gemm 'fc'"]),
         ({"shard": {"fc": [[1, "tp"], [1, "tp"]]}}, ["Gemm 'fc'", "use each axis once"]),
         ({"tensors": {"x": [1]}}, ["'x'", "2 dimensions"]),

@@ -33,7 +33,6 @@ def test_uneven_batch_has_no_collective(model: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("data-parallel 8", "the batch has 4 elements"),
         ("tensor-parallel 0", "--devices 0: at least 1"),
         ("hybrid 3", "give --mesh dp=..,tp=.."),
         ("hybrid tp=4", "hybrid needs an axis dp and another"),

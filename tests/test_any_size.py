@@ -1,0 +1,47 @@
+"""Fixed sizes below the number of parts: some ranks hold nothing, and results stay exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from agreement import check_agrees, options
+from committed import MODELS
+from training.models import CONV
+from training.steps import MLP, check_training, write_step
+
+
+@pytest.mark.parametrize("layout", ["data-parallel 5", "data-parallel 8"])
+@pytest.mark.parametrize("name", ["llama.dynamo", "resnet.legacy", "unet.dynamo", "dlrm.dynamo"])
+def test_a_batch_of_four(name: str, layout: str, tmp_path: Path) -> None:
+    check_agrees(MODELS / f"{name}.static.onnx", tmp_path, options(layout))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "port", "dims"),
+    [
+        ("resnet.legacy", "tp=5", "pixel_values", [None, None, "tp", None]),
+        ("mobilenet.dynamo", "tp=8", "pixel_values", [None, None, "tp", None]),
+        ("unet.legacy", "dp=5,tp=6", "sample", ["dp", None, "tp", None]),
+        ("llama.dynamo", "dp=3,tp=5", "input_ids", ["dp", "tp"]),
+        ("gpt2.legacy", "dp=5,tp=3", "input_ids", ["dp", "tp"]),
+    ],
+)
+def test_rows_of_images_and_tokens(
+    name: str, mesh: str, port: str, dims: list[str | None], tmp_path: Path
+) -> None:
+    how = options(mesh, strategy={"tensors": {port: dims}})
+    check_agrees(MODELS / f"{name}.static.onnx", tmp_path, how)
+
+
+@pytest.mark.parametrize(
+    "layout", ["data-parallel 3", "data-parallel 4", "zero1 3", "zero2 3", "zero3 3"]
+)
+def test_gradients_of_a_batch_of_two(layout: str, tmp_path: Path) -> None:
+    step = write_step(MLP.replace("float[8,", "float[2,"), tmp_path, optimizer="adam")
+    check_training(step, layout, 3)
+
+
+def test_batch_statistics_of_ranks_without_samples(tmp_path: Path) -> None:
+    step = write_step(CONV.replace("float[8,", "float[2,"), tmp_path, optimizer="adam")
+    check_training(step, "data-parallel 3", 3)
