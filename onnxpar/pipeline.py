@@ -44,7 +44,7 @@ from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.plan import Plan
 from onnxpar.plugins import load_entry_points
-from onnxpar.reckoning import Reckon, predicted, reckon_typical
+from onnxpar.reckoning import Reckon, note_weights, predicted, reckon_typical
 from onnxpar.replay import opened, replay, stay_whole, variants
 from onnxpar.search.aim import Aim
 from onnxpar.search.choices import Kept
@@ -471,6 +471,7 @@ def _plan(
         if model.sizes is not None:
             raise StrategyError(f"--each: sizes are open; give {model.sizes.flags}")
         expose(made, ctx, options.exposed)
+    note_weights(made)
     unruled = [w for w in made.whole if w.is_lack]
     if options.strict and unruled:
         first = unruled[0]

@@ -15,6 +15,7 @@ from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.placements import LOCAL_STEPS
 from onnxpar.plan import Collective, Plan, Predicted, collective_of
+from onnxpar.quantities import text_of
 from onnxpar.replay import replay_typical
 from onnxpar.search.predict import predict_nodes, predict_on_one
 from onnxpar.subgraphs import nodes_within
@@ -40,6 +41,17 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
         sum(p.communication for p in each),
         predict_on_one(nodes, ctx.sharding),
     )
+
+
+def note_weights(made: Plan) -> None:
+    """Says so where the ranks split no weight, and what splits them."""
+    total = sum(weight.bytes for weight in made.weights)
+    is_whole = all(weight.bytes_per_rank >= weight.bytes for weight in made.weights)
+    if total and is_whole and made.mesh.size > 1 and made.predicted is not None:
+        made.notes.append(
+            f"all weights stay on every rank, {text_of(total, 'B')} each; --memory-limit SIZE "
+            "makes the search split them, and so does --preset tensor-parallel"
+        )
 
 
 @dataclass(frozen=True)

@@ -169,3 +169,15 @@ def test_a_step_has_no_throughput() -> None:
     assert made.step is None
     with pytest.raises(StrategyError, match="objective"):
         pipeline.plan(path, Options(devices=2, aim=Aim("fastest")))
+
+
+def test_weights_that_stay_on_every_rank_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """And what splits them; of a plan that splits them, nothing is said."""
+    how = ["plan", str(GPT2), "--devices", "4"]
+    assert main(how) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "note: all weights stay on every rank" in out
+    assert "--memory-limit SIZE" in out and "--preset tensor-parallel" in out
+    for split in (["--memory-limit", "250kB"], ["--preset", "tensor-parallel"]):
+        assert main([*how, *split]) == 0
+        assert "all weights stay" not in capsys.readouterr().out
