@@ -126,6 +126,8 @@ class _Search:
             for _ in range(_ROUNDS):
                 walks = self._walk(general)
                 if walks.tie is not None:
+                    if not walks.tie[1].variables and general is not DOMAINS[-1]:
+                        break  # a table of positions may be shorter than the sizes sampled
                     self.ties.append(walks.tie)
                     tied = {at: d.replace(*walks.tie) for at, d in self.dims.items()}
                     self.dims = tied

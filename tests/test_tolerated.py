@@ -355,6 +355,26 @@ def test_large_weights_in_bodies_at_open_sizes(op: str, tmp_path: Path) -> None:
     agree(proto, tmp_path, {"x": x, "c": np.array(True)})
 
 
+def test_a_table_of_positions_shorter_than_any_guess_leaves_the_size_open(tmp_path: Path) -> None:
+    """A slice of the table has its length at all larger sizes, which pins nothing."""
+    table = RANDOM.standard_normal((16, 4)).astype(np.float32)
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"], start=0, end=1),
+        helper.make_node("Slice", ["table", "zero", "s"], ["p"]),
+        helper.make_node("Add", ["x", "p"], ["y"]),
+    ]
+    stored = {"table": table, "zero": np.array([0])}
+    proto = model(nodes, [port("x", ["n", 4])], [port("y", ["n", 4])], stored)
+    agree(proto, tmp_path, {"x": X}, 2, {"x": X[:5]}, preset="tensor-parallel")
+
+
+def test_sizes_that_a_weight_pins(tmp_path: Path) -> None:
+    proto = product()
+    proto.graph.input[0].CopyFrom(port("x", [-1, -1]))
+    plan = agree(proto, tmp_path, {"x": X}, strategy=TP)
+    assert plan.inputs[0].shape is not None and plan.inputs[0].shape[1] == 4
+
+
 def test_older_paddle(tmp_path: Path) -> None:
     """Sizes of -1 at the input, a Reshape by them, and an output of which they are unknown."""
     image, kernel = (
