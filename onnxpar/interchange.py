@@ -166,6 +166,7 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     nodes = list(_gs_nodes(graph))
     empty = [_take_empty(node) for node in nodes]
     model: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
+    model.ir_version = graph.ir_version  # which older graphsurgeons do not write
     for node, message, lists in zip(nodes, _nodes(model.graph), empty, strict=True):
         message.attribute.extend(AttributeProto(name=k, type=v.kind) for k, v in lists.items())
         _describe(message, _source(node))

@@ -185,7 +185,8 @@ class Placements:
             rows.append(start)
             columns.append(end)
             values.append(seconds)
-        ends = (np.concatenate(rows), np.concatenate(columns))
+        # csgraph takes 32-bit indices only, in SciPy before 1.15
+        ends = tuple(np.concatenate(each).astype(np.int32) for each in (rows, columns))
         return csr_array((np.concatenate(values), ends), shape=(count, count))
 
     def _step(self, start: int, end: int) -> Step:

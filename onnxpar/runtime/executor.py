@@ -190,8 +190,9 @@ class Executor:
             return self._evaluate(request, feeds, room, options)
         if self._has_values:
             return self._run_values(request, feeds, room, options)
+        order = self._bind_anew(request, feeds)
         self._bind_inputs(feeds, request.sizes)
-        slots, order = self._bind_outputs(request, room)
+        slots = self._bind_outputs(request, room)
         self.session.run_with_iobinding(self._binding, options)
         values = dict(zip(order, self._binding.get_outputs(), strict=True))
         shapes = {name: self._check(name, value.shape()) for name, value in values.items()}
@@ -201,6 +202,9 @@ class Executor:
         if request.keep:
             self._keep({i: self._own(o, values[o]) for i, o in self._states.items()})
             self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
+            # In onnxruntime up to 1.25 at least, what is kept refers to the outputs of the
+            # binding: bound anew, they would change it.
+            self._forget_bindings()
         return slots
 
     def stop(self, run: ort.RunOptions) -> None:
@@ -217,8 +221,11 @@ class Executor:
         """Takes back what the call has changed, as another rank has failed in it."""
         if self._before is not None:
             self._kept, self._before = self._before, None
-        self._binding.clear_binding_inputs()
-        self._binding.clear_binding_outputs()
+        self._forget_bindings()
+
+    def _forget_bindings(self) -> None:
+        """Begins with a new binding."""
+        self._binding = self.session.io_binding()
         self._bound.clear()
         self._placed.clear()
         self._order = []
@@ -339,11 +346,7 @@ class Executor:
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
         """Binds all that is fed or kept; of what has a default, only that."""
-        fed = [name for name in self._defaults if name in feeds]
-        if any(name in self._bound for name in self._defaults if name not in fed):
-            self._binding.clear_binding_inputs()
-            self._bound.clear()
-        for name in [*self._inputs, *fed]:
+        for name in [*self._inputs, *(name for name in self._defaults if name in feeds)]:
             self._bind_input(name, feeds)
         if self._has_sizes:
             self._sizes = np.array(sizes, np.int64)
@@ -365,24 +368,31 @@ class Executor:
             bind_input(self._binding, name, feeds[name])
             self._bound[name] = at
 
-    def _bind_outputs(self, request: Request, room: Room) -> tuple[dict[str, Slot], list[str]]:
-        """Binds what is fetched or kept: into room where sizes are known, else as it comes."""
-        kept = list(self._states.values()) if request.keep else []
+    def _bind_anew(self, request: Request, feeds: Mapping[str, Array]) -> list[str]:
+        """Returns the outputs to bind, in their order: what is fetched or kept. Where they are
+        others than before, or a default is not fed any more, the binding is a new one."""
+        kept = self._states.values() if request.keep else ()
         order = list(dict.fromkeys([*request.fetch, *kept]))
-        if order != self._order:
-            self._binding.clear_binding_outputs()
-            self._placed.clear()
+        gone = any(name in self._bound for name in self._defaults if name not in feeds)
+        if gone or order != self._order:
+            self._forget_bindings()
             self._order = order
-        specs = {n: s for n in order if n not in kept and (s := self._direct(n)) is not None}
+        return order
+
+    def _bind_outputs(self, request: Request, room: Room) -> dict[str, Slot]:
+        """Binds the outputs: into room where sizes are known, else as they come."""
+        kept = set(self._states.values()) if request.keep else set()
+        names = [name for name in self._order if name not in kept]
+        specs = {n: s for n in names if (s := self._direct(n)) is not None}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
-        for name in order:
+        for name in self._order:
             if name not in slots:
                 self._placed.pop(name, None)
                 self._binding.bind_output(name, "cpu")
             elif self._placed.get(name) != (at := _place(slots[name].array)):
                 bind_output(self._binding, name, slots[name].array)
                 self._placed[name] = at
-        return slots, order
+        return slots
 
     def _direct(self, name: str) -> Spec | None:
         """What to place for an output that onnxruntime can write where the reader wants it.

@@ -21,12 +21,14 @@ T = TypeVar("T")
 
 BOOT = """
 import sys
+sys.path[:] = filter(None, sys.path)
 from importlib.util import find_spec, module_from_spec
 sys.modules["onnxpar"] = module_from_spec(find_spec("onnxpar"))
 from onnxpar.runtime.worker import main
 main()
 """
-"""Starts a rank without `onnxpar/__init__.py`: it saves each 0.4 s, and the compiler's memory."""
+"""Starts a rank without `onnxpar/__init__.py`: it saves each 0.4 s, and the compiler's memory. It
+does not import from the working folder, as PYTHONSAFEPATH has it from Python 3.11 on."""
 
 
 @dataclass
