@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -15,9 +15,11 @@ import numpy as np
 
 from onnxpar import pipeline
 from onnxpar.errors import InputError
+from onnxpar.layout import dim_axes
 from onnxpar.manual import MANUAL
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
+from onnxpar.ranges import Range, contradictions, integer_ranges
 from onnxpar.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_array
@@ -27,6 +29,7 @@ from onnxpar.runtime.feeds import make_feeds, read_given
 from onnxpar.runtime.replicas import compare_replicas
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.shown import Shown, text_of
+from onnxpar.symbols import Polynomial
 from onnxpar.training.compare import compare_training, judge_compressed, judge_gradients
 from onnxpar.training.data import Data
 from onnxpar.training.replicas import compare_copies
@@ -102,7 +105,7 @@ def check_model(
         par = Path(folder) / "model.par"
         options = replace(options, replicas=True, exposed=exposed)
         made = pipeline.shard(model, par, options, progress)
-        feeds, made_up = _feeds(way, made, Bundle.load(par))
+        feeds, made_up = _feeds(model, options, way, made, Bundle.load(par))
         with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
             report: Report
             if way.each:
@@ -166,9 +169,11 @@ def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, 
     ]
 
 
-def _feeds(way: Way, made: Plan, bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
+def _feeds(
+    model: Path, options: Options, way: Way, made: Plan, bundle: Bundle
+) -> tuple[dict[str, Any], list[str]]:
     """What is given, and random feeds for the rest, of which it tells name, type and shape; open
-    sizes are those of what is given, else the plan's examples."""
+    sizes are those of what is given, else the plan's examples, unless they contradict others."""
     specs = input_specs(bundle.path)
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
@@ -184,13 +189,58 @@ def _feeds(way: Way, made: Plan, bundle: Bundle) -> tuple[dict[str, Any], list[s
         if isinstance(value, np.ndarray) and name in bundle.inputs
     }
     known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
-    sizes = {s: known[s] or made.example[s] for s in bundle.symbols}
+    told = {v for n in shapes for v in bundle.inputs[n].symbols}
+    sizes = {s: known[s] if s in told else made.example[s] for s in bundle.symbols}
+    sizes, ranges = _usual(model, options, made, bundle, sizes, told)
     rest: Any = [
         (name, kind, bundle.inputs[name].shape_at(sizes))
         for name, kind, _ in specs
         if name not in feeds
     ]
     unknown = {name for name, _, _ in rest}
-    ranges = {name: r for name, r in made.ranges.items() if name in unknown}
+    ranges = {name: r for name, r in ranges.items() if name in unknown}
     made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
     return make_feeds(rest, ranges, way.seed) | feeds, made_up
+
+
+def _usual(
+    model: Path,
+    options: Options,
+    made: Plan,
+    bundle: Bundle,
+    sizes: Mapping[str, int],
+    told: Collection[str],
+) -> tuple[dict[str, int], Mapping[str, Range]]:
+    """Sizes with which the runtime takes the feeds, and the range of each integer input for these.
+    Sizes that are `told` by feeds stay; others change where they contradict them or each other:
+    the length of a mask is that of past and present together."""
+    found = dict(sizes)
+    if not bundle.symbols or options.preset == MANUAL:
+        return found, made.ranges
+    for _ in bundle.symbols:
+        shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
+        fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
+        graph = pipeline.load_model(
+            model, replace(options, dims=None, typical=None), shapes=fixed
+        ).graph
+        free = {s: n for s, n in found.items() if s not in told}
+        split = {s for s in free if _splits(bundle, s, found)}
+        changed: dict[str, int] = {}
+        for ways in contradictions(graph):
+            may = [{s: to for s, n in free.items() if n == size} for size, to in ways]
+            changed |= next((way for way in may if way and split.isdisjoint(way)), {})
+        if not changed:
+            break
+        found |= changed
+    return found, integer_ranges(graph)
+
+
+def _splits(bundle: Bundle, symbol: str, sizes: Mapping[str, int]) -> bool:
+    """Whether the ranks hold parts of an input or output by a dimension of this size."""
+    ports = (*bundle.inputs.values(), *bundle.outputs.values())
+    layouts = [(p.shape, p.layout_at(sizes)) for p in ports if symbol in p.symbols]
+    return any(
+        isinstance(size, Polynomial) and symbol in size.variables and bool(dim_axes(dim))
+        for shape, layout in layouts
+        for size, dim in zip(shape or (), layout.dims if layout is not None else (), strict=False)
+    )

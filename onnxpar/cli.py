@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -46,8 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     args = parser().parse_args(argv)
+    warnings.formatwarning = _warning_line
     with quiet_ends():
         return _status_of(args)
+
+
+def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning as people read it, without the place in the code."""
+    return f"onnxpar: warning: {message}\n"
 
 
 def _status_of(args: argparse.Namespace) -> int:
@@ -381,7 +388,13 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         action="append",
         default=[],
         metavar="IN=OUT",
-        help="an output that is fed back as an input (caches that grow are found)",
+        help="an output that is fed back as an input, beside those found by ops and by names",
+    )
+    to.add_argument(
+        "--only-given-states",
+        dest="find_states",
+        action="store_false",
+        help="look for no state pairs beside those of --state",
     )
     to.add_argument(
         "--fusion",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -96,6 +96,16 @@ def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None
     if symbol is not None:
         return None if symbol in value.variables else (symbol, value)
     return solve_tie(own, value, own.variables)
+
+
+def fix_shapes(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Gives inputs of the graph these shapes, in place."""
+    for tensor in graph.input:
+        sizes = shapes.get(tensor.name)
+        if sizes is not None and tensor.type.HasField("tensor_type"):
+            dims = tensor.type.tensor_type.shape
+            dims.ClearField("dim")
+            dims.dim.extend(onnx.TensorShapeProto.Dimension(dim_value=size) for size in sizes)
 
 
 def _label(name: str, axis: int, label: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from onnxpar.checker import MIN_IR, check_standard
 from onnxpar.errors import ModelError
 from onnxpar.exported import exported_kinds
 from onnxpar.inference import infer
-from onnxpar.input_sizes import bind_dims
+from onnxpar.input_sizes import bind_dims, fix_shapes
 from onnxpar.interchange import header_of, import_graph, reopen
 from onnxpar.narrow import Whole
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.runtime_shapes import is_known
 from onnxpar.sequences import split_sequences
-from onnxpar.state_pairs import find_states
+from onnxpar.state_pairs import find_states, given_states
 from onnxpar.step import Step
 from onnxpar.stored import (
     check_stored,
@@ -90,6 +90,8 @@ def load(
     for_training: bool = False,
     untied: bool = False,
     typical: Typical | None = None,
+    find_others: bool = True,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -100,6 +102,8 @@ def load(
     for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
     untied  each node that reads a vector as its scale or bias gets a copy of its own
     typical  sizes for costs where sizes are open
+    find_others  whether states are looked for beside those that are given
+    shapes  of inputs, which then leave no size open
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
     """
@@ -123,6 +127,7 @@ def load(
     proto = upgrade(proto, str(path))
     if for_training:
         proto = raise_opset(proto, TRAINING_OPSET, str(path))
+    fix_shapes(proto.graph, shapes or {})
     open_dims = bind_dims(proto.graph, dims or {}, path)
     unfuse(proto)
     declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
@@ -155,7 +160,10 @@ def load(
         infer(proto, stored if for_training else None)
         graph = prepare(proto)
     handed = [(s.input, s.output) for s in step.slots] if step else []
-    pairs = find_states(graph, [*handed, *states], is_step=step is not None)
+    given = [*handed, *states]
+    pairs = (
+        find_states(graph, given, step is not None) if find_others else given_states(graph, given)
+    )
     whole = sizes.whole if sizes is not None else {}
     model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
     model.exported, model.shared = exported, shared

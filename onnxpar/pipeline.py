@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ from onnxpar.search.meshes import best_mesh
 from onnxpar.search.presets import preset_mesh
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION, SEARCHES, Solution, solve
 from onnxpar.sharding import Sharding
+from onnxpar.state_pairs import unpaired_text
 from onnxpar.step import Step
 from onnxpar.strategy import Seed, Strategy
 from onnxpar.summary import summarize
@@ -103,6 +105,7 @@ class Options:
     strategy: Strategy | None = None
     dims: Mapping[str, int | str] | None = None
     states: Sequence[tuple[str, str]] = ()
+    find_states: bool = True
     strict: bool = False
     verify: bool = False
     configuration: str | None = None
@@ -261,10 +264,14 @@ def manual_of(options: Options, step: Step | None = None) -> Manual | None:
 
 
 def load_model(
-    path: str | Path, options: Options, for_training: bool = False, untied: bool = False
+    path: str | Path,
+    options: Options,
+    for_training: bool = False,
+    untied: bool = False,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Model:
-    """The model as its preset sees it: a global program, or that of each rank; `for_training` and
-    `untied` as for `load`."""
+    """The model as its preset sees it: a global program, or that of each rank; `for_training`,
+    `untied` and `shapes` as for `load`."""
 
     def own_types(step: Step | None) -> InferTypes | None:
         manual = manual_of(options, step)
@@ -281,6 +288,8 @@ def load_model(
         for_training=for_training,
         untied=untied,
         typical=options.typical,
+        find_others=options.find_states,
+        shapes=shapes,
     )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []
@@ -472,6 +481,8 @@ def _plan(
             raise StrategyError(f"--each: sizes are open; give {model.sizes.flags}")
         expose(made, ctx, options.exposed)
     note_weights(made)
+    if made.unpaired:
+        warnings.warn(unpaired_text(made.unpaired), stacklevel=2)
     unruled = [w for w in made.whole if w.is_lack]
     if options.strict and unruled:
         first = unruled[0]

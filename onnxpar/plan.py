@@ -211,8 +211,9 @@ class Plan(Shown):
     user gave these. Of a manual program, nothing is predicted.
     `initial` says by state input what its first value is: STORED with the model, or ZERO; `step`
     which ports are what where the model is a training step. `notes` are sentences that a user
-    should read. `explained` has the steps of the plan where somebody asked for them: a page is made
-    of it.
+    should read; `unpaired` are inputs that no output follows, though the others of their kind are
+    states. `explained` has the steps of the plan where somebody asked for them: a page is made of
+    it.
     """
 
     model: str
@@ -237,6 +238,7 @@ class Plan(Shown):
     predicted: Predicted | None = None
     typical: Sequence[tuple[Mapping[str, int], float]] = ()
     is_told: bool = False
+    unpaired: Sequence[str] = ()
     explained: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -256,6 +258,7 @@ class Plan(Shown):
             "states": [
                 {"input": i, "output": o, "initial": self.initial.get(i)} for i, o in self.states
             ],
+            "unpaired": list(self.unpaired),
             "step": None if self.step is None else asdict(self.step),
             "fixed": list(self.fixed),
             "example": dict(self.example),

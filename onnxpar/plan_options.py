@@ -45,7 +45,8 @@ class PlanOptions(TypedDict, total=False):
     dims            sizes of symbolic dimensions, by symbol: numbers, or texts of other symbols
     typical         where sizes are open, those that runs usually have, by symbol, or several such
                     with weights: [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]; costs are for these
-    states          (input, output) pairs that are fed back; caches that grow are found
+    states          (input, output) pairs that are fed back, beside those that are found
+    find_states     look for pairs by what ops say and by names (the default); False: only `states`
     fusion          of collectives: size, cost or none
     bucket_mb       the most MiB of collectives that are fused by size
     compression     how gradients of a training step travel: float16, bfloat16, 2bit:THRESHOLD, none
@@ -68,6 +69,7 @@ class PlanOptions(TypedDict, total=False):
     dims: Mapping[str, int | str] | None
     typical: Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
     states: Sequence[tuple[str, str]]
+    find_states: bool
     fusion: str | None
     bucket_mb: float | None
     compression: str | None
@@ -80,6 +82,7 @@ class PlanOptions(TypedDict, total=False):
 DEFAULTS: Mapping[str, Any] = {
     "untied": False,
     "states": (),
+    "find_states": True,
     "strict": False,
     "plugin": (),
     "add_pass": (),
@@ -131,6 +134,7 @@ def options_of(asked: Mapping[str, Any], caller: str = "options_of") -> Options:
         dims=asked.get("dims"),
         typical=Typical.given(asked.get("typical")),
         states=asked.get("states") or (),
+        find_states=asked.get("find_states", True),
         fusion=asked.get("fusion"),
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
         compression=asked.get("compression"),

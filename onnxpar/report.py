@@ -10,6 +10,7 @@ from typing import Any
 
 from onnxpar.plan import Plan, SavedPlan
 from onnxpar.shown import text_of
+from onnxpar.state_pairs import unpaired_text
 from onnxpar.typical import sizes_text
 
 WIDTH = 100
@@ -60,6 +61,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     ]
     yield from table(rows, ("tensor", "", "dtype", "shape", "layout"))
     yield ""
+    yield from _state_lines(plan, full)
     yield from _collective_lines(plan["collectives"], full)
     yield from _weight_lines(plan["weights"], plan["ranks"], full)
     yield from _whole_lines(plan["whole"])
@@ -125,6 +127,20 @@ def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield from (("input", p) for p in plan["inputs"] if p["name"] not in pairs)
     yield from (("state", p) for p in plan["inputs"] if p["name"] in pairs)
     yield from (("output", p) for p in plan["outputs"] if p["name"] not in pairs.values())
+
+
+def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
+    """State pairs, but for those of a training step, which stand among the ports."""
+    pairs, missing = plan["states"], plan.get("unpaired", [])
+    if pairs and not plan.get("step"):
+        yield f"{len(pairs)} state pairs, which ranks keep between runs with keep_states=True"
+        if full:
+            rows = [(pair["input"], pair["output"]) for pair in pairs]
+            yield from table(rows, ("input", "is the last run's"))
+        yield ""
+    if missing:
+        yield f"warning: {unpaired_text(missing)}"
+        yield ""
 
 
 def _shape(shape: Sequence[int | str | None] | None) -> str:

@@ -30,6 +30,8 @@ REFUSED = (
 """What onnxruntime raises for a model that it cannot load or run."""
 _GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
 """Caches whose length an operand says; the runtime takes them for as long as those before."""
+_NO_SIZES = frozenset(("DecoderMaskedMultiHeadAttention",))
+"""Ops whose integers are no sizes of their results."""
 _SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
 _Shape = list[int | str | None]
 
@@ -172,7 +174,8 @@ def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
     for port in graph.input:
         tensor = port.type.tensor_type
         dims = [d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim]
-        if not tensor.HasField("shape") or -1 in dims or tensor.elem_type in _SIZES:
+        may_be_size = tensor.elem_type in _SIZES and graph.node[0].op_type not in _NO_SIZES
+        if not tensor.HasField("shape") or -1 in dims or may_be_size:
             return None
         feeds[port.name] = (dims, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     if sum(int(np.prod(dims)) for dims, _ in feeds.values()) > RUN_LIMIT:

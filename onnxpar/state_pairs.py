@@ -39,20 +39,25 @@ _WRITES = frozenset(("Scatter", "ScatterElements", "ScatterND"))
 """Ops that write into their first operand."""
 
 
-def find_states(
-    graph: gs.Graph, declared: Sequence[Pair] = (), is_step: bool = False
-) -> list[Pair]:
-    """Pairs of an input and an output: the declared ones, then those that ops tell, then those that
+def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
+    """The pairs that are given. Errors: StrategyError for a name that the model does not have."""
+    inputs = {t.name for t in graph.inputs}
+    outputs = {t.name for t in graph.outputs}
+    for source, result in given:
+        if source not in inputs or result not in outputs:
+            raise StrategyError(f"state {source}={result}: no such input and output of the model")
+    return list(dict(given).items())
+
+
+def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = False) -> list[Pair]:
+    """Pairs of an input and an output: the given ones, then those that ops tell, then those that
     names tell. Of a training step, only caches that a Concat extends are looked for.
 
-    Errors: StrategyError for a declared name that the model does not have.
+    Errors: StrategyError for a given name that the model does not have.
     """
     inputs = {t.name: t for t in graph.inputs}
     outputs = {t.name: t for t in graph.outputs}
-    for source, result in declared:
-        if source not in inputs or result not in outputs:
-            raise StrategyError(f"state {source}={result}: no such input and output of the model")
-    pairs = dict(declared)
+    pairs = dict(given_states(graph, given))
     for output in graph.outputs:
         if output.name not in pairs.values():
             extended = _extended(output, inputs, pairs, is_step)
@@ -78,6 +83,15 @@ def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
         if "#" in pattern:
             found += [t.name for t in rest if (str(t.dtype), len(t.shape or ())) in ranks]
     return found
+
+
+def unpaired_text(missing: Sequence[str]) -> str:
+    """What a user should know of inputs that no output follows, though one follows their like."""
+    names = ", ".join(map(repr, missing[:4])) + (", ..." if len(missing) > 4 else "")
+    return (
+        f"no output is fed back as {names}, though states have such names: it must be fed whole to "
+        "each run; declare its pair with --state IN=OUT"
+    )
 
 
 def _extended(

@@ -28,6 +28,7 @@ from onnxpar.plan import (
 )
 from onnxpar.ranges import integer_ranges, lookups
 from onnxpar.search.tensor_parallel import is_contraction
+from onnxpar.state_pairs import missing_states
 from onnxpar.subgraphs import captured, constants, read_by, subgraphs
 
 _MAKE_WHOLE = ("AllGather", "AllReduce")
@@ -59,6 +60,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         initial=initial,
         step=ctx.model.step,
         lookups=lookups(graph, ctx.model.sizes is not None),
+        unpaired=missing_states(graph, ctx.model.states),
     )
 
 

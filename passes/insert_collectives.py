@@ -172,17 +172,20 @@ class _Insertion:
 
     def _place_weight(self, weight: gs.Constant) -> None:
         """A weight is stored once per layout that it is needed in, unless its layout was asked
-        for."""
+        for and it may be gathered."""
         name = weight.name
         if name not in self.sharding.factors.tensors:
             return
-        if name in self.sharding.pinned:
-            self._serve(weight, self.sharding.tensor_placement(name), self.reads[name])
-            return
+        stored = self.reads[name]
+        served = [read for read in stored if not self._packs(read)]
+        is_pinned = name in self.sharding.pinned and (bool(served) or not stored)
+        if is_pinned:
+            self._serve(weight, self.sharding.tensor_placement(name), served)
+            stored = [read for read in stored if self._packs(read)]
         by_need: dict[Placement, list[_Read]] = defaultdict(list)
-        for read in self.reads[name]:
+        for read in stored:
             by_need[read.need].append(read)
-        for i, (need, reads) in enumerate(by_need.items()):
+        for i, (need, reads) in enumerate(by_need.items(), int(is_pinned)):
             copy = weight
             if i:
                 copy = gs.Constant(f"{name}@{i}", weight._values, export_dtype=weight.export_dtype)
@@ -192,6 +195,12 @@ class _Insertion:
                 for read in reads:
                     read.take(copy)
             self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
+
+    def _packs(self, read: _Read) -> bool:
+        """Whether a node computes otherwise with a weight that is gathered than a stored one."""
+        if not isinstance(read.node, gs.Node):
+            return False
+        return read.index in self.sharding.factors.op(read.node.name).rule.constants
 
     def _place_result(self, op: OpFactors, tensor: gs.Variable) -> None:
         if is_random(op.node) and self.sharding.mesh.size > 1:

@@ -56,6 +56,7 @@ class Builder:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self.seq: int | str = 1 if decoder.options.get("one") else "seq"
         self.random = np.random.default_rng(7)
         self.nodes: list[onnx.NodeProto] = []
         self.stored: dict[str, Array] = {}
@@ -126,12 +127,12 @@ class Builder:
 def build(decoder: Decoder) -> onnx.ModelProto:
     """ids [batch, seq] -> logits [batch, seq, VOCABULARY], with a pair of caches for each layer."""
     b = Builder(decoder)
-    ids = b.input("input_ids", "int64", ["batch", "seq"])
+    ids = b.input("input_ids", "int64", ["batch", b.seq])
     x = b.add("Gather", [b.weight(VOCABULARY, decoder.hidden), ids])
     for layer in range(LAYERS):
         y = CACHES[decoder.cache](b, layer, x)
         x = b.add("Add", [x, b.product(y, decoder.hidden, decoder.hidden)])
-    b.output("logits", decoder.dtype, ["batch", "seq", VOCABULARY])
+    b.output("logits", decoder.dtype, ["batch", b.seq, VOCABULARY])
     b.add("MatMul", [x, b.weight(decoder.hidden, VOCABULARY)], ["logits"])
     return b.model()
 
@@ -186,7 +187,7 @@ def _grouped(b: Builder, layer: int, x: str) -> str:
     lengths = _lengths(b)
     operands = [q, k, v, *past, *lengths, *_rotary(b)]
     if d.options.get("positions"):
-        operands.append(b.input("position_ids", "int64", ["batch", "seq"]))
+        operands.append(b.input("position_ids", "int64", ["batch", b.seq]))
     result = f"attended_{layer}"
     return b.add(
         "GroupQueryAttention",
@@ -199,7 +200,196 @@ def _grouped(b: Builder, layer: int, x: str) -> str:
     )
 
 
-CACHES: dict[str, Callable[[Builder, int, str], str]] = {"GroupQueryAttention": _grouped}
+def _heads(b: Builder, x: str, heads: int, form: str = "bnsd") -> str:
+    """A projection of x to heads, [batch, seq, heads, width] or with heads before positions."""
+    d = b.decoder
+    flat = b.product(x, d.hidden, heads * d.width)
+    apart = b.add("Reshape", [flat, b.constant([0, 0, heads, d.width])])
+    return b.add("Transpose", [apart], perm=[0, 2, 1, 3]) if form == "bnsd" else apart
+
+
+def _flat(b: Builder, x: str) -> str:
+    """[batch, heads, seq, width] as [batch, seq, hidden]."""
+    order = b.add("Transpose", [x], perm=[0, 2, 1, 3])
+    return b.add("Reshape", [order, b.constant([0, 0, -1])])
+
+
+def _multi_head(b: Builder, layer: int, x: str) -> str:
+    d = b.decoder
+    past, present = _caches(b, layer, d.heads, d.width)
+    operands = [b.product(x, d.hidden, d.hidden) for _ in range(3)]
+    return b.add(
+        "MultiHeadAttention",
+        [*operands, "", "", "", *past],
+        [f"attended_{layer}", *present],
+        domain=MICROSOFT,
+        num_heads=d.heads,
+        unidirectional=1,
+    )
+
+
+def _stacked(b: Builder, layer: int, x: str) -> str:
+    """onnxruntime's Attention, whose cache has keys and values in one tensor."""
+    d = b.decoder
+    shape: list[int | str] = ["batch", d.heads]
+    before, after = [2, *shape, "past", d.width], [2, *shape, "total", d.width]
+    past, present = _ports(b, layer, ["both"], before, after)
+    weights = [b.weight(d.hidden, 3 * d.hidden), b.weight(3 * d.hidden)]
+    return b.add(
+        "Attention",
+        [x, *weights, "", *past],
+        [f"attended_{layer}", *present],
+        domain=MICROSOFT,
+        num_heads=d.heads,
+        unidirectional=1,
+    )
+
+
+def _masked(b: Builder, layer: int, x: str) -> str:
+    """One token at a time, into a cache of fixed length."""
+    d = b.decoder
+    past, present = _caches(b, layer, d.heads, d.width)
+    operands = [b.product(x, d.hidden, d.hidden) for _ in range(3)]
+    length = b.input("past_sequence_length", "int32", [1])
+    return b.add(
+        "DecoderMaskedMultiHeadAttention",
+        [*operands, "", "", *past, length],
+        [f"attended_{layer}", *present],
+        domain=MICROSOFT,
+        num_heads=d.heads,
+        past_present_share_buffer=1,
+    )
+
+
+def _standard(b: Builder, layer: int, x: str) -> str:
+    """ONNX's Attention, of three dimensions or of four."""
+    d = b.decoder
+    past, present = _caches(b, layer, d.shared, d.width)
+    flat = d.options.get("flat", True)
+    counts = (d.heads, d.shared, d.shared)
+    make = (lambda n: b.product(x, d.hidden, n * d.width)) if flat else (lambda n: _heads(b, x, n))
+    attrs = {"q_num_heads": d.heads, "kv_num_heads": d.shared} if flat else {}
+    operands = [*map(make, counts), "", *past]
+    results = [f"attended_{layer}", *present]
+    y = b.add("Attention", operands, results, is_causal=1, **attrs)
+    return y if flat else _flat(b, y)
+
+
+def _scores(b: Builder, q: str, keys: str, values: str, visible: str) -> str:
+    """Attention in plain ops; `visible` is 0 where a key is hidden."""
+    d = b.decoder
+    scale = b.constant(d.width**-0.5, d.dtype)
+    turned = b.add("Transpose", [keys], perm=[0, 1, 3, 2])
+    scores = b.add("Mul", [b.add("MatMul", [q, turned]), scale])
+    hidden = b.constant(-1e4, d.dtype)
+    shown = b.add("Softmax", [b.add("Where", [visible, scores, hidden])], axis=-1)
+    return _flat(b, b.add("MatMul", [shown, values]))
+
+
+def _visible(b: Builder, past: str, axis: int) -> str:
+    """[seq, keys]: which keys a query sees, by positions: those that are fed, or, where the cache
+    grows, those after it."""
+    d, zero, one = b.decoder, b.constant(0), b.constant(1)
+    if d.length:
+        at = b.input("positions", "int64", [b.seq])
+        keys = b.constant(np.arange(d.length))
+    else:
+        before = b.add("Gather", [b.add("Shape", [past]), b.constant(axis)])
+        seq = b.add("Gather", [b.add("Shape", ["input_ids"]), one])
+        total = b.add("Add", [before, seq])
+        at, keys = (b.add("Range", [start, total, one]) for start in (before, zero))
+    return b.add("LessOrEqual", [keys, b.add("Unsqueeze", [at, b.constant([1])])])
+
+
+def _plain(b: Builder, layer: int, x: str) -> str:
+    """Concat, or a write in place, by one of many spellings."""
+    d, how = b.decoder, b.decoder.options["spelling"]
+    q, *new = (_heads(b, x, d.heads) for _ in range(3))
+    if how in ("rows first", "behind a transpose"):  # [batch, length, heads, width]
+        shape: list[int | str] = [d.heads, d.width]
+        before, after = ["batch", "past", *shape], ["batch", "total", *shape]
+        past, present = _ports(b, layer, ["key", "value"], before, after)
+    else:
+        past, present = _caches(b, layer, d.heads, d.width)
+    spelled = [_SPELLINGS[how](b, *each) for each in zip(past, new, present, strict=True)]
+    axis = 1 if how in ("rows first", "behind a transpose") else 2
+    return _scores(b, q, *spelled, _visible(b, past[0], axis))
+
+
+def _concat(b: Builder, past: str, new: str, present: str) -> str:
+    return b.add("Concat", [past, new], [present], axis=2)
+
+
+def _concat_copied(b: Builder, past: str, new: str, present: str) -> str:
+    """As dynamo writes it: copies before, between and after."""
+    same = b.add("Identity", [b.add("Cast", [past], to=ELEMENTS[b.decoder.dtype])])
+    joined = b.add("Concat", [same, new], axis=-2)
+    b.add("Identity", [joined], [present])
+    return joined
+
+
+def _concat_rows(b: Builder, past: str, new: str, present: str) -> str:
+    """The cache has positions before heads."""
+    rows = b.add("Transpose", [new], perm=[0, 2, 1, 3])
+    joined = b.add("Concat", [past, rows], [present], axis=1)
+    return b.add("Transpose", [joined], perm=[0, 2, 1, 3])
+
+
+def _concat_turned(b: Builder, past: str, new: str, present: str) -> str:
+    """The same, joined with heads before positions."""
+    joined = b.add("Concat", [b.add("Transpose", [past], perm=[0, 2, 1, 3]), new], axis=2)
+    b.add("Transpose", [joined], [present], perm=[0, 2, 1, 3])
+    return joined
+
+
+def _scattered(b: Builder, past: str, new: str, present: str) -> str:
+    """ScatterND writes positions of a cache that has them first."""
+    turned = b.add("Transpose", [past], perm=[2, 0, 1, 3])
+    rows = b.add("Transpose", [new], perm=[2, 0, 1, 3])
+    at = b.input("positions", "int64", [b.seq])
+    joined = b.add("ScatterND", [turned, b.add("Unsqueeze", [at, b.constant([1])]), rows])
+    return b.add("Transpose", [joined], [present], perm=[1, 2, 0, 3])
+
+
+def _scattered_elements(b: Builder, past: str, new: str, present: str) -> str:
+    at = b.input("positions", "int64", [b.seq])
+    places = b.add("Unsqueeze", [at, b.constant([0, 1, 3])])
+    every = b.add("Expand", [places, b.add("Shape", [new])])
+    return b.add("ScatterElements", [past, every, new], [present], axis=2)
+
+
+def _tensor_scatter(b: Builder, past: str, new: str, present: str) -> str:
+    at = b.input("write_at", "int64", ["batch"])
+    return b.add("TensorScatter", [past, new, at], [present], axis=-2)
+
+
+def _chosen(b: Builder, past: str, new: str, present: str) -> str:
+    """Where writes one token, at a position by comparison."""
+    at = b.input("positions", "int64", [b.seq])
+    here = b.add("Equal", [b.constant(np.arange(b.decoder.length)), at])
+    column = b.add("Unsqueeze", [here, b.constant([0, 1, 3])])
+    return b.add("Where", [column, new, past], [present])
+
+
+_SPELLINGS: dict[str, Callable[[Builder, str, str, str], str]] = {
+    "concat": _concat,
+    "copies": _concat_copied,
+    "rows first": _concat_rows,
+    "behind a transpose": _concat_turned,
+    "ScatterND": _scattered,
+    "ScatterElements": _scattered_elements,
+    "TensorScatter": _tensor_scatter,
+    "Where": _chosen,
+}
+
+CACHES: dict[str, Callable[[Builder, int, str], str]] = {
+    "GroupQueryAttention": _grouped,
+    "MultiHeadAttention": _multi_head,
+    "com.microsoft.Attention": _stacked,
+    "DecoderMaskedMultiHeadAttention": _masked,
+    "Attention": _standard,
+    "plain": _plain,
+}
 
 
 def feeds_of(decoder: Decoder, model: onnx.ModelProto, ids: Array, before: int) -> dict[str, Array]:

@@ -17,12 +17,17 @@ from decoders import (
     feeds_of,
     pairs_of,
 )
+from onnx import helper
 
 from onnxpar import pipeline
+from onnxpar.checking import Way, check_model
+from onnxpar.model import load
 from onnxpar.plan import Plan
+from onnxpar.report import plan_lines
 from onnxpar.runtime.threads import ThreadSession
 
-TOKENS = 32
+TOKENS = {1: 32, 2: 6, 5: 4}
+"""By batch, so that one request is long."""
 PROMPTS = ((1, 3, 5), (2, 4), (5, 1))
 """Batch and tokens of the prompt, of one request also of a prompt after the first one's tokens:
 GroupQueryAttention takes such only alone."""
@@ -34,6 +39,24 @@ DECODERS = [
     Decoder(GQA, options={"lengths": "vector"}),
     Decoder(GQA, options={"lengths": "column"}),
     Decoder(GQA, length=48),
+    Decoder(GQA, "int4"),
+    Decoder(GQA, "int4", options={"packed": False, "points": False}),
+    Decoder("MultiHeadAttention"),
+    Decoder("com.microsoft.Attention"),
+    Decoder("DecoderMaskedMultiHeadAttention", length=48, options={"one": True}),
+    Decoder("Attention", options={"opset": 23}),
+    Decoder("Attention", "float16", options={"opset": 23}),
+    Decoder("Attention", shared=4, options={"opset": 24, "flat": False}),
+    *(
+        Decoder("plain", options={"spelling": spelling})
+        for spelling in ("concat", "copies", "rows first", "behind a transpose")
+    ),
+    Decoder("plain", "float16", options={"spelling": "concat"}),
+    *(
+        Decoder("plain", length=48, options={"spelling": spelling, "opset": 24})
+        for spelling in ("ScatterND", "ScatterElements", "TensorScatter")
+    ),
+    Decoder("plain", length=48, options={"spelling": "Where", "one": True}),
 ]
 
 
@@ -65,7 +88,7 @@ class Loop:
         fed, before = dict(caches), 0
         for count, seq in enumerate(prompts):
             ids = random.integers(0, VOCABULARY, (batch, seq))
-            for step in range(TOKENS // len(prompts)):
+            for step in range(TOKENS[batch] // len(prompts)):
                 feeds = feeds_of(self.decoder, self.model, ids, before)
                 names = ["logits", *self.pairs.values()]
                 wanted = dict(zip(names, self.whole.run(names, feeds | caches), strict=True))
@@ -90,7 +113,8 @@ def test_a_decoder_keeps_its_caches_on_the_ranks(
     with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
         for batch, *prompts in PROMPTS:
             session.states.reset()
-            loop.request(session, batch, tuple(prompts))
+            one = decoder.options.get("one")
+            loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
 
 
 def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
@@ -102,3 +126,101 @@ def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
     wanted = loop.whole.run(None, feeds)
     with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
         check_outputs(session.run(None, feeds), wanted, [p.name for p in loop.plan.outputs])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_weights_in_blocks_are_never_gathered(ranks: int, tmp_path: Path) -> None:
+    """The runtime quantizes activations only for a weight that is stored."""
+    loop = Loop(Decoder(GQA, "int4"), tmp_path, ranks)
+    stored = {t.name for t in loop.model.graph.initializer}
+    assert not [c.tensor for c in loop.plan.collectives if c.tensor in stored]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("past_key_values.{}.key", "present.{}.key"),
+        ("past_key_values_{}_key", "present_key_{}"),
+        ("past.{}.key", "present.{}.key"),
+        ("past_{}", "present_{}"),
+        ("cache_k_in_{}", "cache_k_out_{}"),
+        ("key_cache.{}", "updated_key_cache.{}"),
+        ("h{}_in", "h{}_out"),
+        ("state", "stateN"),
+        ("h", "hn"),
+        ("past_key_values.{}.encoder.key", "present.{}.encoder.key"),
+    ],
+)
+def test_states_are_found_by_names(before: str, after: str, tmp_path: Path) -> None:
+    """What no op tells: the output is made by arithmetic, or passes through."""
+    layers = (0, 1) if "{}" in before else (0,)
+    ports = [(before.format(i), after.format(i)) for i in layers]
+    shape = ["n", 4]
+    nodes = [
+        helper.make_node(("Sigmoid", "Identity")[i], [a], [b]) for i, (a, b) in enumerate(ports)
+    ]
+    file = plain_model(tmp_path, nodes, ports, shape, shape)
+    assert load(file).states == ports
+    assert not load(file, find_others=False).states
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lengths"),
+    [
+        ("image_in", "image_out", [4, 4]),  # no word for a state
+        ("hidden_states", "hidden_states_out", [4, 4]),  # of a layer, not of a run
+        ("past_key", "present_value", [4, 4]),
+        ("past_key", "present_key", [4, 5]),  # two dimensions differ: see below
+    ],
+)
+def test_what_names_do_not_tell(
+    before: str, after: str, lengths: list[int], tmp_path: Path
+) -> None:
+    a, b = lengths
+    pads = [0, 0, b - a, b - a]
+    nodes = [
+        helper.make_node("Constant", [], ["pads"], value_ints=pads),
+        helper.make_node("Pad", [before, "pads"], [after]),
+    ]
+    assert not load(plain_model(tmp_path, nodes, [(before, after)], [a, a], [b, b])).states
+
+
+def plain_model(
+    folder: Path,
+    nodes: list[onnx.NodeProto],
+    ports: list[tuple[str, str]],
+    before: list[int | str],
+    after: list[int | str],
+) -> Path:
+    """Writes a model of these nodes, of which every input and output is float32."""
+    inputs, outputs = (
+        [helper.make_tensor_value_info(pair[i], 1, shape) for pair in ports]
+        for i, shape in enumerate((before, after))
+    )
+    graph = helper.make_graph(nodes, "plain", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    onnx.save(model, folder / "plain.onnx")
+    return folder / "plain.onnx"
+
+
+def test_a_state_that_lacks_its_pair_is_named(tmp_path: Path) -> None:
+    """Of six layers, one passes what no output follows."""
+    ports = [(f"past_key_values.{i}.key", f"present.{i}.key") for i in range(6)]
+    nodes = [helper.make_node("Neg", [a], [b]) for a, b in ports]
+    file = plain_model(tmp_path, nodes, ports, [4, 6], [4, 6])
+    model = onnx.load(file)
+    model.graph.output[4].name = model.graph.node[4].output[0] = "other"
+    onnx.save(model, file)
+    with pytest.warns(UserWarning, match=r"fed back as 'past_key_values\.4\.key', though"):
+        plan, _ = pipeline.plan(file, options("tensor-parallel 2"))
+    assert plan.unpaired == ["past_key_values.4.key"]
+    text = "\n".join(plan_lines(plan.to_json()))
+    assert "5 state pairs" in text and "warning: no output is fed back as" in text
+    assert "past_key_values.5.key  present.5.key" in text
+
+
+@pytest.mark.parametrize("decoder", DECODERS, ids=str)
+def test_check_makes_feeds_that_the_model_takes(decoder: Decoder, tmp_path: Path) -> None:
+    file = tmp_path / "decoder.onnx"
+    onnx.save(build(decoder), file)
+    assert check_model(file, options("data-parallel 2"), Way()).ok

@@ -141,6 +141,32 @@ def multi_head_attention(node: gs.Node) -> Rule:
     return _stated(node, operands, results, whole, sizes=sizes, local=local)
 
 
+@rule("DecoderMaskedMultiHeadAttention", domain=DOMAIN)
+def decoder_masked_attention(node: gs.Node) -> Rule:
+    """`b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n p e -> b 1 (n e)`: one token.
+
+    Keys may be those of an encoder, `b n t d`. Beams mix the rows of the batch.
+    """
+    query, key, value = (_shape(node, i) for i in range(3))
+    out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
+    if not key or not value or None in (*query, *key, *value, *out):
+        return whole_rule(node, _OPEN)
+    sizes: dict[str, Size] = {"n": heads, "d": (query[2] or 0) // heads}
+    sizes["e"] = (out[2] or 0) // heads
+    keys = ("b s (n d)", "b s (n e)") if len(key) == 3 else ("b n t d", "b n t e")
+    operands = {0: "b s (n d)", 1: keys[0], 2: keys[1], 3: "b m", 5: "b n p d", 6: "b n p e"}
+    operands |= {9: "b x y", 10: "(n d) + (n d) + (n e)"}
+    if given(node, 4) is not None:
+        operands[4] = _bias(node, 4, "n").replace("t", "m")
+    cached = "p" if node.attrs.get("past_present_share_buffer") else "u"
+    results = {0: "b s (n e)", 1: f"b n {cached} d", 2: f"b n {cached} e", 3: "b n s v"}
+    whole = dict.fromkeys("demptuvxy", _ATTENDED)
+    if given(node, 8) is not None or given(node, 9) is not None:
+        whole["b"] = "beams are rows of the whole batch"
+    local: dict[str | int, Any] = {"num_heads": lambda at: at.size("n")}
+    return _stated(node, operands, results, whole, sizes=sizes, local=local)
+
+
 @rule("GroupQueryAttention", domain=DOMAIN)
 def group_query_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b -> b s (k g d) ; b k u d ; b k u d`.

@@ -25,6 +25,8 @@ from onnxpar.rules.rule import (
 DOMAIN = "com.microsoft"
 _EITHER = (FIRST, frozenset({1}))
 _PACKED = "its elements are packed in blocks"
+_INTEGERS = 4
+"""The accuracy level at which products are of 8-bit integers."""
 
 
 @rule("FusedMatMul TransposeMatMul", domain=DOMAIN)
@@ -51,7 +53,9 @@ def matmul_integer16(node: gs.Node) -> Rule:
 def matmul_bits(node: gs.Node) -> Rule:
     """`m (k z i), n (k z) w, n (k z), n k, n -> m n`: blocks of i, z of them per zero point byte.
 
-    Older files store scales and zero points as vectors `(n k z)`.
+    Older files store scales and zero points as vectors `(n k z)`. At accuracy level 4 the kernel
+    quantizes each block of the first operand, too, but only where the second is stored: so terms of
+    a sum are not passed through, and weights not gathered.
     """
     if given(node, 4) is not None:
         return whole_rule(node, "groups by index")
@@ -80,9 +84,10 @@ def matmul_bits(node: gs.Node) -> Rule:
         f"{', '.join(used[: len(node.inputs)])} -> {dims_text([*lead, 'n'])}",
         sizes=sizes,
         whole={f: why for f, why in whole.items() if any(f in o for o in used)},
-        linear=(FIRST | bias,),
+        linear=() if node.attrs.get("accuracy_level") == _INTEGERS else (FIRST | bias,),
         additive=bias,
         local=local,
+        constants=frozenset((1, 2, 3)),
     )
 
 

@@ -42,7 +42,7 @@ REASONS = {
     "it counts positions and looks up tables at once": "QEmbedLayerNormalization",
     "its pads may be computed by other nodes": "Pad",
     "its masks and caches count through the whole batch and all heads": (
-        "DecoderMaskedMultiHeadAttention MRotaryEmbedding SparseAttention"
+        "MRotaryEmbedding SparseAttention"
     ),
     "its branches are mixed": "EngramGate HyperConnectionPostMix HyperConnectionPreMix",
     "a word's characters make one row": "WordConvEmbedding",

@@ -195,6 +195,8 @@ class Rule:
     runs      factors of which each rank must hold consecutive values
     ties      factors split over the same axes or not at all, each in parts of its own: windows
     nonempty  factors whose parts onnxruntime's kernel does not take empty: it gets a stand-in there
+    constants operands that, as stored weights, a kernel computes with otherwise than as results of
+              nodes: they are never gathered in a run
     """
 
     inputs: tuple[Spec | None, ...]
@@ -212,6 +214,7 @@ class Rule:
     runs: frozenset[str] = frozenset()
     ties: tuple[tuple[str, ...], ...] = ()
     nonempty: frozenset[str] = frozenset()
+    constants: frozenset[int] = frozenset()
 
     def text(self) -> str:
         """The rule on one line: `m k, k n -> m n {sum: k}`."""

@@ -67,6 +67,13 @@ class Port:
         shape = [str(s) if isinstance(s, Polynomial) else s for s in self.shape or ()]
         return NodeArg(self.name, self.type or tensor_type(self.dtype), shape)
 
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The symbols that its shape tells."""
+        return frozenset(
+            v for s in self.shape or () if isinstance(s, Polynomial) for v in s.variables
+        )
+
     def layout_at(self, sizes: Mapping[str, int]) -> Layout | None:
         """The layout for these values of the symbols."""
         if self.open_layout is None:

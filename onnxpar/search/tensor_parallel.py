@@ -449,6 +449,8 @@ class SplitAlone:
         if not chosen:
             return False
         links = [(o, link) for o in readers for i in chosen for link in _links(o, self.tensor, i)]
+        if any(_packs(op, self.tensor) for op in readers):
+            return self._split_readers(sharding, links, chosen)
         reader, link = links[0]
         is_one = len(links) == links.count(links[0])
         if is_one and link is not None and _moves_less(sharding, reader, link, self.tensor):
@@ -457,6 +459,21 @@ class SplitAlone:
             if link is not None and sharding.ops[op.node.name][link] is None:
                 sharding.ops[op.node.name][link] = ()
         sharding.pinned.add(self.tensor)
+        return self._store(sharding, chosen)
+
+    def _split_readers(
+        self,
+        sharding: Sharding,
+        links: Sequence[tuple[OpFactors, int | None]],
+        chosen: Sequence[int],
+    ) -> bool:
+        """Splits what reads a weight that is not to be gathered; leaves it whole where that cannot
+        be."""
+        found = {(op.node.name, link): (op, link) for op, link in links}.values()
+        if not all(
+            link is not None and sharding.assign_op(op, link, self.axes) for op, link in found
+        ):
+            return False
         return self._store(sharding, chosen)
 
     def _store(self, sharding: Sharding, chosen: Sequence[int]) -> bool:
@@ -474,6 +491,15 @@ class SplitAlone:
                 choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
             first += sum(leaf.size > 1 for leaf in leaves(dim))
         return min(choices, default=(False, 0, []))[2]
+
+
+def _packs(op: OpFactors, tensor: str) -> bool:
+    """Whether a node computes otherwise with a weight that is gathered."""
+    return any(op.node.inputs[i].name == tensor for i in op.rule.constants & _places(op))
+
+
+def _places(op: OpFactors) -> frozenset[int]:
+    return frozenset(range(len(op.node.inputs)))
 
 
 def _reads(op: OpFactors, tensor: str) -> bool:

@@ -29,6 +29,7 @@ MASK = array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], np.int32)
 GQA = {"num_heads": 4, "kv_num_heads": 2}
 CACHE = [(2, 2, 6, 8), (2, 2, 6, 8)]
 WIDE = [np.cos(np.linspace(0, 3, 72, dtype=np.float32)).reshape(9, 8)] * 2
+AFTER_3 = array([3], np.int32)
 SEQLENS, TOTAL = array([6, 5], np.int32), array(7, np.int32)
 PROMPT = array([3, 2], np.int32), array(4, np.int32)
 TURN = [np.cos(np.linspace(0, 3, 36, dtype=np.float32)).reshape(9, 4)] * 2
@@ -103,6 +104,48 @@ ATTENTION = [
     (
         case("MultiHeadAttention", [Q3, (3, 2, 5, 4), (3, 2, 5, 4)], {"num_heads": 2}),
         "b s (n d), b n t d, b n t e -> b s (n e) {whole: d e t}",
+    ),
+    (
+        case(
+            "DecoderMaskedMultiHeadAttention",
+            [*[(3, 1, 8)] * 3, None, None, *[(3, 2, 6, 4)] * 2, AFTER_3],
+            {"num_heads": 2, "past_present_share_buffer": 1},
+            fed=[7],
+            outputs=3,
+        ),
+        "b s (n d), b s (n d), b s (n e), _, _, b n p d, b n p e, _"
+        " -> b s (n e); b n p d; b n p e {whole: d e p}",
+    ),
+    (
+        case(
+            "DecoderMaskedMultiHeadAttention",
+            [*[(3, 1, 8)] * 3, None, (1, 2, 1, 4), *[(3, 2, 6, 4)] * 2, AFTER_3, None, None, (24,)],
+            {"num_heads": 2, "past_present_share_buffer": 1},
+            fed=[7],
+            outputs=3,
+        ),
+        f"b s (n d), b s (n d), b s (n e), _, 1 n 1 m, b n p d, b n p e, _, _, _, {COLUMNS}"
+        " -> b s (n e); b n p d; b n p e {whole: d e m p}",
+    ),
+    (
+        case(
+            "DecoderMaskedMultiHeadAttention",
+            [(3, 1, 8), (3, 2, 5, 4), (3, 2, 5, 4), array([[1] * 5] * 3, np.int32)],
+            {"num_heads": 2},
+            fed=[3],
+        ),
+        "b s (n d), b n t d, b n t e, b m -> b s (n e) {whole: d e m t}",
+    ),
+    (
+        case(
+            "GroupQueryAttention",
+            [(2, 1, 32), (2, 1, 16), (2, 1, 16), *CACHE, SEQLENS[:, None], TOTAL],
+            GQA,
+            fed=[5],
+            outputs=3,
+        ),
+        "b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b 1, _"
+        " -> b s (k g d); b k u d; b k u d {whole: s d p t u}",
     ),
     (
         case(
