@@ -34,6 +34,7 @@ from onnxpar.training.compare import compare_training, judge_compressed, judge_g
 from onnxpar.training.data import Data
 from onnxpar.training.replicas import compare_copies
 from onnxpar.training.trainer import Trainer
+from onnxpar.typical import Typical
 
 NOTHING = "no output is held by several ranks, so there is nothing to compare"
 Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -217,12 +218,11 @@ def _usual(
     found = dict(sizes)
     if not bundle.symbols or options.preset == MANUAL:
         return found, made.ranges
+    bound = replace(options, dims=None, typical=Typical())
     for _ in bundle.symbols:
         shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
         fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
-        graph = pipeline.load_model(
-            model, replace(options, dims=None, typical=None), shapes=fixed
-        ).graph
+        graph = pipeline.load_model(model, bound, shapes=fixed).graph
         free = {s: n for s, n in found.items() if s not in told}
         split = {s for s in free if _splits(bundle, s, found)}
         changed: dict[str, int] = {}
