@@ -3,7 +3,7 @@
 ```python    runs; where the first line is `# file: NAME`, it is written to that file instead
 ```console   lines from `$ ` on are commands, the others what they print; `...` stands for anything
 ```yaml      is written to the file that its first line names, as above
-Other blocks (text, toml, cpp) only show something.
+Other blocks (text, toml, sh) only show something.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# file: (\S+)\n")
-SHOWN = {"text", "toml", "cpp", "json"}
+SHOWN = {"text", "toml", "cpp", "json", "sh"}
 """Kinds of blocks that are not run."""
 TIMEOUT = 300.0
 """Seconds for one command."""
