@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from onnxpar.errors import StrategyError
+from onnxpar.host_memory import SHARE, held_together, host_bytes
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import Plan
 from onnxpar.quantities import text_of
@@ -41,6 +42,33 @@ def within_limit(aim: Aim, devices: int | None, may_grow: bool, make: Make) -> t
             "faster strategies that keep to it"
         )
     return found, (plan, ctx)
+
+
+def within_host(aim: Aim, plan: Plan, make: Make) -> tuple[Aim, Made] | None:
+    """The plan of the same mesh or number of ranks of which all ranks together fit the memory of
+    this host, where those of `plan` do not. None where they do, where a strategy that was asked for
+    decides, or where no such plan was found: then a note of `plan` says so."""
+    memory = host_bytes()
+    held = held_together(plan)
+    if memory is None or plan.mesh.size == 1 or held <= SHARE * memory:
+        return None
+    have = f"{text_of(memory, 'B')} of this host"
+    said = f"the {plan.mesh.size} ranks hold {text_of(held, 'B')} together, more than the {have}"
+    if plan.preset not in (AUTO, EXHAUSTIVE):
+        plan.notes.append(f"{said}; --preset tensor-parallel or --memory-limit split the weights")
+        return None
+    limited = replace(aim, memory=SHARE * memory / plan.mesh.size, patience=aim.patience.renewed())
+    try:
+        found, made = _lower(limited, plan.mesh.size, make)
+    except OverLimit:
+        plan.notes.append(f"{said}, and no strategy was found that fits: they need more hosts")
+        return None
+    made[0].notes.append(
+        f"the search keeps to {text_of(limited.memory or 0, 'B')} for a rank, so that all ranks "
+        f"fit the {have}; the fastest strategy would hold {text_of(held, 'B')} together. "
+        "--memory-limit sets another limit"
+    )
+    return found, made
 
 
 def _advice(error: OverLimit, aim: Aim, devices: int | None, make: Make) -> str:

@@ -25,7 +25,7 @@ from onnxpar.expose import expose
 from onnxpar.factors import GraphFactors, analyse
 from onnxpar.interchange import metadata_of
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
-from onnxpar.memory_limit import within_limit
+from onnxpar.memory_limit import within_host, within_limit
 from onnxpar.mesh import Mesh
 from onnxpar.model import InferTypes, Model, load
 from onnxpar.narrow import Whole
@@ -427,8 +427,13 @@ def plan(
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
     try:
         if options.aim.memory is None:
-            return _plan(path, options, watch, reckon)
-        within, made = _within_limit(path, options)
+            made = _plan(path, options, watch, reckon)
+            fitting = _within_host(path, options, made[0])
+            if fitting is None:
+                return made
+            within, made = fitting
+        else:
+            within, made = _within_limit(path, options)
         if watch is not None or reckon is not None:
             notes = made[0].notes
             made = _plan(path, within, watch, reckon)
@@ -445,7 +450,27 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
         return _plan(path, replace(options, aim=aim, devices=devices))
 
     may_grow = options.devices is not None and _wanted_mesh(options) is None
-    aim, made = within_limit(options.aim, options.devices, may_grow, make)
+    return _again(options, *within_limit(options.aim, options.devices, may_grow, make))
+
+
+def _within_host(
+    path: str | Path, options: Options, made: Plan
+) -> tuple[Options, tuple[Plan, PassContext]] | None:
+    """The same, where ranks that are all on this host would not fit its memory; else None."""
+    if options.topology is not None or options.preset == MANUAL:
+        return None
+
+    def make(aim: Aim, devices: int | None) -> tuple[Plan, PassContext]:
+        return _plan(path, replace(options, aim=aim))
+
+    found = within_host(options.aim, made, make)
+    return None if found is None else _again(options, *found)
+
+
+def _again(
+    options: Options, aim: Aim, made: tuple[Plan, PassContext]
+) -> tuple[Options, tuple[Plan, PassContext]]:
+    """Options with which a plan is made again, and the plan."""
     plan, ctx = made
     return replace(options, aim=aim, mesh=plan.mesh, found=ctx.found), made
 

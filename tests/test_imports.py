@@ -85,7 +85,7 @@ LAYERS = (
     ("passes",),
     ("summary", "text", "verify", "write_annotations"),
     ("replay", "open_ports", "reckoning", "search.save", "expose"),
-    ("memory_limit", "pass_order", "plugins"),
+    ("memory_limit", "host_memory", "pass_order", "plugins"),
     ("pipeline", "unused_options", "typed_json", "dump"),
     ("candidates", "explain"),
     (
