@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# file: (\S+)\n")
+_ERROR_TEXT = r"\d\.\de[-+]\d\d"
+_ERROR = re.compile(r"\d\\\.\de\\-\d\d")
 SHOWN = {"text", "toml", "cpp", "json", "sh"}
 """Kinds of blocks that are not run."""
 TIMEOUT = 300.0
@@ -64,8 +66,10 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 
 
 def matches(printed: str, found: str) -> bool:
-    """Whether a text is as printed, where `...` stands for anything."""
+    """Whether a text is as printed, where `...` stands for anything, and a rounding error such as
+    6.2e-07 for any other."""
     parts = [re.escape(part.strip()) for part in printed.strip().split("...")]
+    parts = [_ERROR.sub(lambda _: _ERROR_TEXT, part) for part in parts]
     return re.fullmatch(r"(?s:\s*.*?\s*)".join(parts), found.strip()) is not None
 
 

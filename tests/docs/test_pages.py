@@ -26,3 +26,5 @@ def test_matching() -> None:
     assert matches("...", "anything")
     assert not matches("a\n...\nc", "a\nb\nd\n")
     assert not matches("", "something")
+    assert matches("error 6.2e-07", "error 5.1e-07\n")
+    assert not matches("error 6.2e-07", "error nan")
