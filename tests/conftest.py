@@ -34,3 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random graphs to shard and compare",
     )
+    parser.addoption(
+        "--zoo",
+        action="store_true",
+        help="all models at every preset, number of ranks and batch (two hours on 2 cores)",
+    )

@@ -8,4 +8,5 @@ ruff check .
 ruff format --check --quiet .
 clang-format --dry-run -Werror onnxpar/native/*.cc onnxpar/native/*.h
 mypy
+tests/oldest.sh
 pytest -q -n 2 "$@"
