@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.options import keep_double
+from onnxpar.runtime.sensitivity import CHANGE, MARGIN, RUNS, movements
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
 from onnxpar.runtime.values import arrays_in, is_optional, is_value
@@ -32,6 +33,12 @@ TOLERANCES: Mapping[str, float] = {
 What is not named here must be equal.
 """
 COLUMNS = 100
+MOVED = (
+    "The model quantizes values as it runs: a change in the last bits moves results by whole",
+    f"steps. Allowed is {MARGIN:.0f} times what those of the unsplit model move by in {RUNS} runs",
+    f"in which small weights and fed floats change by up to {CHANGE:.0e} of each, or the usual",
+    "tolerance if that is more.",
+)
 TIMED_RUNS, TIMED_SECONDS = 5, 1.0
 """Runs that are timed, or fewer where these take longer than that."""
 _ORT_ERRORS = (
@@ -118,6 +125,8 @@ class Report:
 
     rows: tuple[Comparison, ...]
     times: Times | None = None
+    moved: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """How far outputs of a model that rounds as it runs move by themselves."""
 
     @property
     def ok(self) -> bool:
@@ -137,6 +146,8 @@ class Report:
         verdict = "all outputs agree" if self.ok else "the outputs differ"
         worst = self.worst
         lines.append(f"{verdict}; the worst is {worst.name}: {worst.fault or f'{worst.error:.1e}'}")
+        if self.moved:
+            lines += ["", *MOVED]
         if self.times is not None:
             lines += ["", self.times.text()]
         return "\n".join(line[:COLUMNS] for line in lines)
@@ -172,18 +183,38 @@ def compare(
     if timed:
         times = Times(seconds, shortest(lambda: _run(par, feeds)), par.ranks)
     allowed = {**TOLERANCES, **(tolerances or {})}
+    moved = _moved(model, feeds, reference) if close is None else {}
     types = {argument.name: argument.type for argument in par.get_outputs()}
     wanted, given = (
         {k: a for n, v in values.items() for k, a in arrays_in(n, v, types.get(n, "")).items()}
         for values in (reference, outputs)
     )
-    rows = [compare_arrays(n, given.get(n), array, allowed, close) for n, array in wanted.items()]
+    rows = [
+        compare_arrays(n, given.get(n), array, _raised(allowed, moved.get(n, 0.0)), close)
+        for n, array in wanted.items()
+    ]
     extra = [
         Comparison(n, a.dtype.name, a.shape, 0.0, 0.0, "the unsplit model lacks it")
         for n, a in given.items()
         if n not in wanted
     ]
-    return Report((*rows, *extra), times)
+    return Report((*rows, *extra), times, moved=moved)
+
+
+def _moved(
+    model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any], reference: Mapping[str, Any]
+) -> dict[str, float]:
+    """How far results of a model that rounds as it runs move by themselves; nothing where the
+    runtime does not take its weights as inputs."""
+    try:
+        return movements(model, feeds, reference)
+    except _ORT_ERRORS:
+        return {}
+
+
+def _raised(tolerances: Mapping[str, float], moved: float) -> Mapping[str, float]:
+    """The tolerances, at least so large as MARGIN times what an output moves by itself."""
+    return {dtype: max(most, MARGIN * moved) for dtype, most in tolerances.items()}
 
 
 def shortest(run: Callable[[], object]) -> float:
