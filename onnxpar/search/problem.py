@@ -14,6 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
+from onnxpar.errors import StrategyError
 from onnxpar.factors import Links, OpFactors
 from onnxpar.repetitions import repetitions, turns
 from onnxpar.search.aim import THROUGHPUT, Aim
@@ -177,6 +178,12 @@ class Problem:
             classes[number].append(op)
         for alike in classes.values():
             choices = choices_of(alike[0], self.sharding, kinds, self.kept)
+            if not choices:
+                raise StrategyError(
+                    f"{alike[0].node.op} {alike[0].node.name!r} cannot be split over "
+                    f"{self.sharding.mesh} as the strategy asks: a size does not divide, or two "
+                    "entries disagree"
+                )
             variable = self._add_variable(len(choices))
             seconds = np.array([work(alike[0], choice, self.sharding) for choice in choices]).T
             seconds[0] += [PASSING * bool(choice.passed) for choice in choices]

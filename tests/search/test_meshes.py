@@ -158,6 +158,15 @@ def test_a_mesh_is_chosen_on_which_the_strategy_works(tmp_path: Path) -> None:
     assert made.mesh.sizes["rows"] in (2, 4)
 
 
+def test_a_mesh_on_which_a_node_has_no_split_is_passed_over() -> None:
+    """The columns of a product can be split over 2 ranks as the strategy asks, but not over 8."""
+    path = MODELS / "llama.legacy.static.onnx"
+    asked = {"shard": {"*/q_proj/*": [None, [None, "heads"]]}}
+    assert onnxpar.plan(path, devices=8, search="auto", strategy=asked).mesh.sizes["heads"] == 2
+    with pytest.raises(StrategyError, match=r"q_proj/MatMul' cannot be split over heads=8"):
+        onnxpar.plan(path, mesh="heads=8", search="auto", strategy=asked)
+
+
 def test_strategies_that_no_mesh_meets(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 4)
     three = {"shard": {"up": [["a", "b"], ["b", "c"]]}}
