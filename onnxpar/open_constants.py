@@ -269,6 +269,8 @@ class OpenConstants:
             yield from self._attributes(rank, node)
 
     def _attributes(self, rank: int, node: gs.Node) -> list[tuple[str, str]]:
+        if self._reaches_over(node):
+            raise self.needs_sizes(node.name)
         found = []
         keys = {k for each in self.all for k in each.nodes[node.name].attrs}
         for key in sorted(k for k in keys if not k.startswith("onnxpar.")):
@@ -279,6 +281,27 @@ class OpenConstants:
                 raise self.needs_sizes(node.name)
             found.append((node.name, key))
         return found
+
+
+    def _reaches_over(self, node: gs.Node) -> bool:
+        """Whether lowering made the node to move the bounds between parts of an open size: amounts
+        that are equal at all samples are wrong where a part is smaller than what its neighbours
+        want of it, and any run may have such parts."""
+        axis = _moved_axis(node)
+        if axis is None or vars(node).get("onnx_source") is None:  # by hand: its author's amounts
+            return False
+        results = [each.nodes[node.name].outputs[0] for each in self.all]
+        return len({tuple(y.shape)[axis] for y in results}) > 1
+
+
+def _moved_axis(node: gs.Node) -> int | None:
+    """The axis along which a collective moves the bounds between parts, if it does."""
+    if node.domain != DOMAIN:
+        return None
+    if node.op == "NeighborExchange":
+        return int(node.attrs["axis"])
+    same = node.op == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]
+    return int(node.attrs["split_axis"]) if same else None
 
 
 def _ranks_to_check(count: int) -> list[int]:
@@ -311,7 +334,7 @@ def _part_values(parts: Mapping[str, Part], bindings: Sequence[Binding]) -> dict
 def _is_told_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
     """Whether a collective finds these sizes by itself: what members have, or parts as equal as
     can be."""
-    if node.op == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]:
+    if _moved_axis(node) is not None:
         return False
     if (node.op, key) in (("AllGather", "sizes"), ("AllToAll", "concat_sizes")):
         return True

@@ -270,6 +270,111 @@ def test_a_size_that_only_looks_constant_is_none(tmp_path: Path) -> None:
     check(model, tmp_path / "m.par", "data-parallel 2", shapes)
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide windows over an image, windows side by side, and windows over what is left."""
+    return save(
+        tmp_path_factory.mktemp("windows") / "windowed.onnx",
+        """
+        windowed (float[batch, 3, height, width] x) => (float[n, 4, h, w] y) {
+            a = Conv <pads = [3, 3, 3, 3]> (x, k1)
+            b = Relu (a)
+            c = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (b)
+            y = Conv <pads = [1, 1, 1, 1]> (c, k2)
+        }
+        """,
+        weight("k1", 4, 3, 7, 7),
+        weight("k2", 4, 4, 3, 3),
+    )
+
+
+IMAGES = [(1, 3, 16, 12), (1, 3, 2, 12), (2, 3, 12, 3), (1, 3, 2, 2), (3, 3, 7, 9)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("axis", [2, 3])
+def test_parts_may_be_smaller_than_windows(
+    windowed: Path, axis: int, ranks: int, tmp_path: Path
+) -> None:
+    """No rank's neighbours have what its windows reach in a small image: they run whole."""
+    strategy = {"tensors": {"x": ["tp" if i == axis else None for i in range(4)]}}
+    shapes = [{"x": shape} for shape in IMAGES]
+    text = check(windowed, tmp_path / "m.par", f"tp={ranks}", shapes, strategy=strategy)
+    assert "NeighborExchange" not in text and "cannot be told while sizes are open" in text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_smaller_than_windows(windowed: Path, layout: str, tmp_path: Path) -> None:
+    check(windowed, tmp_path / "m.par", layout, [{"x": shape} for shape in IMAGES])
+
+
+def test_a_known_height_is_exchanged_beside_open_sizes(windowed: Path, tmp_path: Path) -> None:
+    strategy = {"tensors": {"x": [None, None, "tp", None]}}
+    shapes = [{"x": (b, 3, 16, w)} for b, w in ((1, 2), (2, 9), (3, 40))]
+    how = {"strategy": strategy, "dims": {"height": 16}}
+    assert "NeighborExchange" in check(windowed, tmp_path / "m.par", "tp=2", shapes, **how)
+
+
+@pytest.mark.parametrize(("width", "ranks"), [(2, 2), (2, 3), (4, 3), (4, 5)])
+def test_windows_side_by_side_over_empty_parts(width: int, ranks: int, tmp_path: Path) -> None:
+    """The heights sampled are steps apart that may be the number of ranks; those fed are not."""
+    model = save(
+        tmp_path / "pool.onnx",
+        f"""
+        pool (float[batch, 3, height, 2] x) => (float[n, 3, h, 2] y) {{
+            a = Relu (x)
+            b = MaxPool <kernel_shape = [{width}, 1], strides = [{width}, 1]> (a)
+            y = Sigmoid (b)
+        }}
+        """,
+    )
+    strategy = {"tensors": {"x": [None, None, "tp", None]}}
+    shapes = [{"x": (2, 3, height, 2)} for height in range(width, 25)]
+    check(model, tmp_path / "m.par", f"tp={ranks}", shapes, strategy=strategy)
+
+
+def test_windows_that_line_up_at_all_sizes(tmp_path: Path) -> None:
+    """Heights are multiples of 4, so that pairs of rows never lie on two ranks."""
+    model = save(
+        tmp_path / "pairs.onnx",
+        """
+        pairs (float[batch, 3, height, 2] x) => (float[n, 3, height, 2] y) {
+            a = MaxPool <kernel_shape = [2, 1], strides = [2, 1]> (x)
+            b = MaxPool <kernel_shape = [2, 1], strides = [2, 1]> (a)
+            c = ConvTranspose <strides = [4, 1], group = 3> (b, k)
+            y = Add (c, x)
+        }
+        """,
+        weight("k", 3, 1, 4, 1),
+    )
+    strategy = {"tensors": {"x": [None, None, "tp", None]}}
+    for ranks in (2, 3):
+        shapes = [{"x": (2, 3, 4 * n, 2)} for n in range(1, 8)]
+        check(model, tmp_path / f"{ranks}.par", f"tp={ranks}", shapes, strategy=strategy)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("opset", [13, 17])
+@pytest.mark.parametrize("target", ["0, 0, 2, 8", "0, -1, 2, 8", "-1, 2, 8", "2, -1, 16", "-1, 16"])
+def test_a_past_of_nothing_is_reshaped(target: str, opset: int, axis: int, tmp_path: Path) -> None:
+    """A size of 0 in a rank's own shape is none, also where an operand's would be copied, and
+    beside a part of the batch that is empty."""
+    sizes = ", ".join("abcd"[: target.count(",") + 1])
+    model = tmp_path / "past.onnx"
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
+        past (float[batch, past, 16] old) => (float[{sizes}] y) {{
+            target = Constant <value_ints = [{target}]> ()
+            heads = Reshape (old, target)
+            y = Relu (heads)
+        }}"""
+    onnx.save(onnx.parser.parse_model(text), model)
+    strategy = {"tensors": {"old": ["tp" if i == axis else None for i in range(3)]}}
+    pasts = (5, 0) if axis != 1 else (5, 1)
+    shapes = [{"old": (batch, past, 16)} for batch in (4, 1, 2) for past in pasts]
+    shapes = [s for s in shapes if "2, -1" not in target or s["old"][0] * s["old"][1] % 2 == 0]
+    check(model, tmp_path / "m.par", "tp=2", shapes, strategy=strategy)
+
+
 def branches(path: Path) -> Path:
     """An If whose branches call different weights by one name, which read what is around them."""
 

@@ -85,27 +85,42 @@ def _surround(
 
 
 def _void_dims(op: OpFactors, view: NodeView) -> list[int]:
-    """The dimensions of a Reshape's result that may be empty."""
+    """The dimensions of a Reshape's result that may have no elements on some rank."""
+
+    def may_be_void(factor: str) -> bool:
+        return view.may_be_empty(factor) or (factor in view.open and not view.is_split(factor))
+
     spec = op.rule.outputs[0] or ()
-    return [i for i, e in enumerate(spec) if any(map(view.may_be_empty, expr_vars(e)))]
+    return [i for i, e in enumerate(spec) if any(map(may_be_void, expr_vars(e)))]
+
+
+def _strays(op: OpFactors, void: Sequence[int]) -> list[int]:
+    """Those of a Reshape's dimensions that stand elsewhere in its operand: before opset 14, a size
+    of 0 is a copy of the operand's size there, so that the others are right as they are."""
+    before, after = op.rule.inputs[0] or (), op.rule.outputs[0] or ()
+    return [i for i in void if before[i : i + 1] != after[i : i + 1]]
 
 
 def _merged_zeros(graph: gs.Graph, op: OpFactors, view: NodeView) -> frozenset[str]:
-    """The factors that a Reshape must not see empty: before opset 14 it takes a size of 0 for one
-    to copy, and can find one size by itself, not two."""
-    if op.node.op != "Reshape" or graph.opset >= 14 or len(_void_dims(op, view)) < 2:
+    """The factors that a Reshape must not see empty: before opset 14 it can find one size by
+    itself, where no other is 0."""
+    if op.node.op != "Reshape" or graph.opset >= 14:
+        return frozenset()
+    void = _void_dims(op, view)
+    if len(void) < 2 or not _strays(op, void):
         return frozenset()
     return frozenset(filter(view.may_be_empty, op.rule.sizes))
 
 
 def _keep_zeros(graph: gs.Graph, op: OpFactors, view: NodeView, per_rank: PerRank) -> None:
     """Makes a Reshape to a rank's own shape take a size of 0 for what it is, not for a size that
-    is copied; before opset 14, one such size is left to the op to find."""
+    is copied; before opset 14, the only such size is left to the op to find."""
     void = _void_dims(op, view)
-    if not void:
-        return
     if graph.opset >= 14:
-        op.node.attrs["allowzero"] = 1
+        if void:
+            op.node.attrs["allowzero"] = 1
+        return
+    if len(void) != 1 or not _strays(op, void):
         return
     target = op.node.inputs[1]
     by_rank = per_rank.constants.pop(target.name, None)
