@@ -282,7 +282,6 @@ class OpenConstants:
             found.append((node.name, key))
         return found
 
-
     def _reaches_over(self, node: gs.Node) -> bool:
         """Whether lowering made the node to move the bounds between parts of an open size: amounts
         that are equal at all samples are wrong where a part is smaller than what its neighbours
