@@ -135,14 +135,13 @@ def einsum_op(node: gs.Node) -> Rule:
     ]
     out = dims_text(_subscripts(right, tensor_shape(node.outputs[0]) or (), rank))
     linear = tuple(frozenset({i}) for i in range(len(terms)))
-    shared = frozenset(d for d in sizes if sum(d in of for of in dims) > 1)
     return einsum(
         node,
         f"{', '.join(ones)} -> {out}",
         sizes=sizes,
         linear=linear,
-        # the kernel divides by the product of those that stand in two operands and the result
-        nonempty=shared if len(shared & set(out.split())) > 1 else frozenset(),
+        # the kernel moves dimensions of its operands by a transpose that divides by their sizes
+        nonempty=frozenset(sizes),
     )
 
 

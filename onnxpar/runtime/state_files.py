@@ -66,6 +66,8 @@ class PartFiles:
             entry = self._index[rank][name]
             dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
             count = int(np.prod(shape, dtype=np.int64))
+            if not count:  # no file can be mapped for no bytes, nor at its end
+                return np.empty(shape, dtype)
             data = np.memmap(
                 file.with_suffix(".bin"),
                 np.uint8,

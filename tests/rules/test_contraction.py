@@ -66,6 +66,14 @@ CASES = [
         "i j, i j, j -> () {sum: i, sum: j}",
     ),
     (Case("Einsum", [(1, 4), (3, 4)], {"equation": "ij,ij->ij"}), "1 j, i j -> i j"),
+    (
+        Case("Einsum", [(2, 6, 4, 3), (4, 2, 3, 8)], {"equation": "gsec,egcm->gsm"}),
+        "g s e c, e g c m -> g s m {sum: c, sum: e}",
+    ),
+    (
+        Case("Einsum", [(3, 2), (2, 5, 3, 4)], {"equation": "cb,bdca->cdba"}),
+        "c b, b d c a -> c d b a",
+    ),
 ]
 
 
