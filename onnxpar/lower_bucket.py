@@ -9,9 +9,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
-from onnxpar.layout import Layout
+from onnxpar.layout import Layout, split_count
 from onnxpar.lower_reshard import ReshardBuilder, changed_dims, is_run, local_shape
-from onnxpar.mesh import Mesh, parts_over
+from onnxpar.mesh import parts_over
 
 
 class BucketBuilder(ReshardBuilder):
@@ -39,7 +39,7 @@ class BucketBuilder(ReshardBuilder):
         self._collective("AllReduce", joined, summed, op=self.before.reduce)
         befores = [before for _, _, (before, _) in self.members]
         for i, piece in enumerate(self._pieces(summed, befores, 0)):
-            self._placed(piece, befores[i], self.outputs[i], f"shape{i}")
+            self._reshape(piece, befores[i], self.outputs[i])
 
     def _scatter(self) -> None:
         """Several reduce-scatters as one: each row has what one member gets of all."""
@@ -54,7 +54,7 @@ class BucketBuilder(ReshardBuilder):
         self._collective("ReduceScatter", joined, summed, **how)
         afters = [after for _, _, (_, after) in self.members]
         for i, piece in enumerate(self._pieces(summed, afters, 1)):
-            self._placed(piece, afters[i], self.outputs[i], f"shape{i}")
+            self._reshape(piece, afters[i], self.outputs[i])
 
     def _gather(self) -> None:
         """Several all-gathers as one: each row has what one member gives of all."""
@@ -77,14 +77,18 @@ class BucketBuilder(ReshardBuilder):
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
         """A row for each part of a dimension, whatever dimensions stand before it."""
         if axis:
-            x = self._swapped(x, lambda rank: [_outer(before, self.mesh, rank, axis), count], what)
+
+            def apart(rank: int) -> list[int]:
+                outer, inner = self._around(before, rank, axis)
+                return [outer, count, inner // count]
+
+            x = self._swapped(x, apart, what)
         return self._shaped(x, [count, -1], what)
 
     def _swapped(self, x: gs.Tensor, sizes: Callable[[int], list[int]], what: str) -> gs.Variable:
-        """The elements with the two outer dimensions, of these sizes, in the other order."""
+        """The elements in these three dimensions, with the two outer ones in the other order."""
         apart, turned = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
-        shape = self._varying(f"{what}.sizes", lambda rank: np.array([*sizes(rank), -1]))
-        self._add("Reshape", [x, shape], apart)
+        self._resized(x, lambda rank: np.array(sizes(rank), np.int64), [2], apart)
         self._add("Transpose", [apart], turned, perm=[1, 0, 2])
         return turned
 
@@ -98,11 +102,19 @@ class BucketBuilder(ReshardBuilder):
             own[axis] *= count
             return own
 
+        def apart(rank: int) -> list[int]:
+            outer, inner = self._around(before, rank, axis)
+            return [count, outer, inner]
+
         if axis:
-            piece = self._swapped(
-                piece, lambda rank: [count, _outer(before, self.mesh, rank, axis)], f"rows{number}"
-            )
-        self._add("Reshape", [piece, self._varying(f"shape{number}", shape)], y)
+            piece = self._swapped(piece, apart, f"rows{number}")
+        others = [i for i, dim in enumerate(before.dims) if i != axis and split_count(dim) > 1]
+        self._resized(piece, shape, others, y)
+
+    def _around(self, layout: Layout, rank: int, axis: int) -> tuple[int, int]:
+        """How many elements the dimensions before one have on a rank, and those from it on."""
+        shape = local_shape(layout, self.mesh, rank)
+        return int(np.prod(shape[:axis], dtype=int)), int(np.prod(shape[axis:], dtype=int))
 
     def _pieces(self, x: gs.Tensor, layouts: Sequence[Layout], axis: int) -> list[gs.Variable]:
         """A dimension cut into the elements of a rank's parts of these layouts."""
@@ -133,13 +145,3 @@ class BucketBuilder(ReshardBuilder):
         y = self._fresh(x, what)
         self._add("Reshape", [x, self._constant(f"{what}.shape", np.array(shape))], y)
         return y
-
-    def _placed(self, x: gs.Tensor, layout: Layout, y: gs.Tensor, what: str) -> None:
-        """A tensor in the shape of the rank's part of a layout."""
-        shape = partial(local_shape, layout, self.mesh)
-        self._add("Reshape", [x, self._varying(what, shape)], y)
-
-
-def _outer(layout: Layout, mesh: Mesh, rank: int, axis: int) -> int:
-    """How many elements the dimensions before one have on a rank."""
-    return int(np.prod(local_shape(layout, mesh, rank)[:axis], dtype=np.int64))

@@ -67,17 +67,22 @@ class ReshardBuilder:
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
         """To the rank's part of that layout."""
+        split = [i for i, dim in enumerate(layout.dims) if split_count(dim) > 1]
+        self._resized(x, partial(local_shape, layout, self.mesh), split, y)
+
+    def _resized(
+        self, x: gs.Tensor, shape: Callable[[int], Array], void: Sequence[int], y: gs.Tensor
+    ) -> None:
+        """To that shape, of which these dimensions may have no elements."""
         name = f"shape{len(self.built)}"
         if self.opset >= 14:
-            shape = self._varying(name, partial(local_shape, layout, self.mesh))
-            self._add("Reshape", [x, shape], y, allowzero=1)
+            self._add("Reshape", [x, self._varying(name, shape)], y, allowzero=1)
             return
-        split = [i for i, dim in enumerate(layout.dims) if split_count(dim) > 1]
 
         def sizes(rank: int) -> Array:
             """One of them is left to the op to find, as it takes a 0 for a size to copy."""
-            found = local_shape(layout, self.mesh, rank)
-            found[split[:1]] = -1
+            found = shape(rank)
+            found[list(void[:1])] = -1
             return found
 
         self._add("Reshape", [x, self._varying(name, sizes)], y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -373,6 +374,42 @@ def test_a_past_of_nothing_is_reshaped(target: str, opset: int, axis: int, tmp_p
     shapes = [{"old": (batch, past, 16)} for batch in (4, 1, 2) for past in pasts]
     shapes = [s for s in shapes if "2, -1" not in target or s["old"][0] * s["old"][1] % 2 == 0]
     check(model, tmp_path / "m.par", "tp=2", shapes, strategy=strategy)
+
+
+def bucketed(path: Path, opset: int, batch: int | str) -> Path:
+    """Two sums over parts of one row, with the batch as the second dimension, and what is made of
+    them."""
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}]>
+        bucketed (float[4, {batch}, 8] x) => (float[4, n, 8] y, float[4, m, 4] z) {{
+            y = MatMul (x, w1)
+            z = MatMul (x, w2)
+        }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend([weight("w1", 8, 8), weight("w2", 8, 4)])
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("batch", ["batch", 2])
+@pytest.mark.parametrize("last", [None, "tp"])
+@pytest.mark.parametrize("opset", [13, 17])
+def test_buckets_with_empty_parts(
+    opset: int, last: str | None, batch: int | str, tmp_path: Path
+) -> None:
+    """Sums that are reduced together, or reduced and scattered, where ranks have no samples."""
+    model = bucketed(tmp_path / "sums.onnx", opset, batch)
+    dims: dict[str, list[str | None]] = {"x": [None, "dp", "tp"], "w1": ["tp", None]}
+    dims |= {"w2": ["tp", None], "y": [None, "dp", last], "z": [None, "dp", last]}
+    how = replace(options("dp=3,tp=2", strategy={"tensors": dims}), fusion="size")
+    plan = pipeline.shard(model, tmp_path / "m.par", how)
+    if last is None or batch == 2:
+        assert [c.tensor for c in plan.collectives] == ["y z"]
+    source = np.random.default_rng(0)
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for rows in (1, 2, 3, 4) if batch == "batch" else (2,):
+            feeds = {"x": source.standard_normal((4, rows, 8)).astype(np.float32)}
+            wanted = run_unsplit(model, feeds)
+            check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
 def branches(path: Path) -> Path:
