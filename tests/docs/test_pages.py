@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from docs.blocks import ROOT, blocks, matches, run
 
-PAGES = ("README.md", "docs/extending.md", "docs/python.md", "docs/search.md", "docs/training.md")
+PAGES = (
+    "README.md",
+    "docs/extending.md",
+    "docs/hvd.md",
+    "docs/manual.md",
+    "docs/profiling.md",
+    "docs/python.md",
+    "docs/search.md",
+    "docs/training.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
