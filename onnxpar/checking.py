@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar import pipeline
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, ModelError
 from onnxpar.layout import dim_axes
 from onnxpar.manual import MANUAL
 from onnxpar.pipeline import Options
@@ -106,15 +106,26 @@ def check_model(
         par = Path(folder) / "model.par"
         options = replace(options, replicas=True, exposed=exposed)
         made = pipeline.shard(model, par, options, progress)
-        feeds, made_up = _feeds(model, options, way, made, Bundle.load(par))
-        with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
-            report: Report
+        bundle = Bundle.load(par)
+
+        def compared(session: InferenceSession, feeds: Mapping[str, Any]) -> Report:
             if way.each:
-                report = compare_each(model, session, feeds, close)
-            elif is_manual:
-                report = compare_replicas(session, feeds, close)
-            else:
-                report = compare(model, session, feeds, close=close, timed=True)
+                return compare_each(model, session, feeds, close)
+            if is_manual:
+                return compare_replicas(session, feeds, close)
+            return compare(model, session, feeds, close=close, timed=True)
+
+        with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
+            part = 1
+            while True:
+                feeds, made_up, largest = _feeds(model, options, way, made, bundle, part)
+                try:
+                    report = compared(session, feeds)
+                    break
+                except (ModelError, InputError):  # a table of positions may be shorter than that
+                    if largest <= part:
+                        raise
+                    part *= 2
     if made.step is not None and close is None and not way.each:
         report = judge_compressed(judge_gradients(report, made.step), made.step)
     own = [port for port in made.outputs if port.name not in set(exposed)]
@@ -171,10 +182,11 @@ def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, 
 
 
 def _feeds(
-    model: Path, options: Options, way: Way, made: Plan, bundle: Bundle
-) -> tuple[dict[str, Any], list[str]]:
-    """What is given, and random feeds for the rest, of which it tells name, type and shape; open
-    sizes are those of what is given, else the plan's examples, unless they contradict others."""
+    model: Path, options: Options, way: Way, made: Plan, bundle: Bundle, part: int
+) -> tuple[dict[str, Any], list[str], int]:
+    """What is given; random feeds for the rest, of which it tells name, type and shape; and the
+    largest open size that nothing given decides. Those are one `part`th of the plan's examples,
+    unless they contradict others."""
     specs = input_specs(bundle.path)
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
@@ -191,7 +203,8 @@ def _feeds(
     }
     known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
     told = {v for n in shapes for v in bundle.inputs[n].symbols}
-    sizes = {s: known[s] if s in told else made.example[s] for s in bundle.symbols}
+    free = {s: made.example[s] for s in bundle.symbols if s not in told}
+    sizes = {s: max(free[s] // part, 1) if s in free else known[s] for s in bundle.symbols}
     sizes, ranges = _usual(model, options, made, bundle, sizes, told)
     rest: Any = [
         (name, kind, bundle.inputs[name].shape_at(sizes))
@@ -201,7 +214,7 @@ def _feeds(
     unknown = {name for name, _, _ in rest}
     ranges = {name: r for name, r in ranges.items() if name in unknown}
     made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
-    return make_feeds(rest, ranges, way.seed) | feeds, made_up
+    return make_feeds(rest, ranges, way.seed) | feeds, made_up, max(free.values(), default=0)
 
 
 def _usual(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,10 @@ def test_each_needs_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["check", str(model), "--devices", "2", "--each"]) == 2
     assert "--each: sizes are open; give --dim n=N" in capsys.readouterr().err
     assert main(["check", str(model), "--devices", "2", "--each", "--dim", "n=8"]) == 0
+
+
+def test_made_up_lengths_shrink_to_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path(__file__).parents[1] / "models" / "gpt2.legacy.dynamic.onnx"  # of 16 positions
+    assert main(["check", str(model), "--devices", "2", "--preset", "tensor-parallel"]) == 0
+    shape = re.search(r"logits  float32   \[(\d+), (\d+), 512\]", capsys.readouterr().out)
+    assert shape is not None and 1 < int(shape[2]) <= 16
