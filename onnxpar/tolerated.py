@@ -36,6 +36,7 @@ def restate(model: onnx.ModelProto) -> None:
     _one_import(model)
     for port in model.graph.input:
         _open_sizes(port.type, below=0)
+    _return_once(model.graph)
     for graph in _graphs(model.graph):
         _restate_graph(graph)
 
@@ -64,13 +65,18 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
         yield from subgraphs_of(node)
 
 
+def _return_once(graph: GraphProto) -> None:
+    """Returns an output that is listed twice once. A body of If, Loop or Scan may hand back the
+    same tensor in two places, and is left alone."""
+    outputs = {port.name: port for port in reversed(graph.output)}
+    if len(outputs) < len(graph.output):
+        _replace(graph.output, [*outputs.values()][::-1])
+
+
 def _restate_graph(graph: GraphProto) -> None:
     stored = {t.name: t for t in graph.initializer if t.name}  # the last of a name counts
     if len(stored) < len(graph.initializer):
         _replace(graph.initializer, list(stored.values()))
-    outputs = {port.name: port for port in reversed(graph.output)}
-    if len(outputs) < len(graph.output):
-        _replace(graph.output, [*outputs.values()][::-1])
     typed = {p.name: p for p in graph.value_info if p.name and p.type.WhichOneof("value")}
     if len(typed) < len(graph.value_info):
         _replace(graph.value_info, list(typed.values()))

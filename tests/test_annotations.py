@@ -186,7 +186,6 @@ def test_a_preset_decides_what_annotations_leave_open(tmp_path: Path) -> None:
             r"0 of the model's .* fit 4 ranks.*'mine' of 2 devices",
         ),
         (2, {}, {"configuration": "yours"}, "--configuration yours: the model has 'mine'"),
-        (16, {"up": [("w", range(16), {1: 16})]}, {}, "axis 1 does not split into 16 of 12"),
     ],
 )
 def test_what_is_refused(
@@ -219,6 +218,13 @@ ROUND_TRIPS = [
 ]
 
 
+def decided(plan: Plan) -> dict[str, Any]:
+    """A plan without what the model says of itself, to which annotations add, and without what its
+    runs take, which only whole plans have."""
+    left_out = ("metadata", "predicted", "notes")
+    return {key: value for key, value in plan.to_json().items() if key not in left_out}
+
+
 @pytest.mark.parametrize("name, layout", ROUND_TRIPS)
 def test_an_annotated_model_shards_as_the_plan_it_has(
     tmp_path: Path, name: str, layout: str
@@ -227,7 +233,7 @@ def test_an_annotated_model_shards_as_the_plan_it_has(
     how = options(layout)
     pipeline.annotate(MODELS / name, path, how)
     again, wanted = (pipeline.plan(p, o)[0] for p, o in ((path, VERIFY), (MODELS / name, how)))
-    assert again.to_json() | {"preset": wanted.preset} == wanted.to_json()
+    assert decided(again) | {"preset": wanted.preset} == decided(wanted)
     onnx.checker.check_model(path)
     quiet = ort.SessionOptions()
     quiet.log_severity_level = 4
@@ -259,7 +265,7 @@ def test_what_the_standard_cannot_say_is_metadata(tmp_path: Path) -> None:
     how = Options(strategy=Strategy.of(asked), configuration="none", verify=True)
     written = tmp_path / "annotated.onnx"
     plan = pipeline.annotate(path, written, how)
-    assert plan.to_json() == check(written, VERIFY, path).to_json() | {"model": "model.onnx"}
+    assert decided(plan) == decided(check(written, VERIFY, path)) | {"model": "model.onnx"}
     model = onnx.load(written)
     node = next(n for n in model.graph.node if n.name == "down")
     metadata = {p.key: json.loads(p.value) for p in node.metadata_props}

@@ -233,23 +233,33 @@ def test_a_plan_is_made_for_the_topology(model: Path) -> None:
         make_plan(model, devices=8, topology={"levels": [LEVEL]})
 
 
-@pytest.mark.parametrize("preset", ["data-parallel", "manual"])
 def test_it_is_given_as_a_file(
-    model: Path, preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(FILE)
-    command = ["plan", str(model), "--preset", preset, "--topology", str(file), "--devices"]
-    assert main([*command, "8"]) == 0
+    command = [
+        "plan",
+        str(model),
+        "--preset",
+        "data-parallel",
+        "--topology",
+        str(file),
+        "--devices",
+    ]
+    assert main([*command, "--devices", "8"]) == 0
     file.write_text("levels: [{name: host, size: 2, latency: 1 us, bandwidth: 1 GB/s}]")
-    assert main([*command, "4"]) == 2
+    assert main([*command, "--devices", "4"]) == 2
     assert "the topology has 2 ranks, the mesh 4" in capsys.readouterr().err
+    command[command.index("data-parallel")] = "manual"
+    assert main([*command, "--devices", "2"]) == 2
+    assert "--topology" in capsys.readouterr().err
 
 
 def test_the_file_in_the_docs_is_read() -> None:
     text = (Path(__file__).parents[1] / "docs/search.md").read_text()
-    block = text[text.index("    levels:\n") :]
-    lines = takewhile(lambda line: line.startswith("    "), block.splitlines())
+    block = text[text.index("\nlevels:\n") + 1 :]
+    lines = takewhile(lambda line: not line.startswith("```"), block.splitlines())
     read = Topology.of(yaml.safe_load("\n".join(lines)), "docs/search.md")
     assert [level.name for level in read.levels] == ["host", "rack", "cluster"]
     assert read.units() == [8, 32] and read.ranks is None

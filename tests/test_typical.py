@@ -107,7 +107,7 @@ def test_several_are_weighed() -> None:
     ("name", "sizes"),
     [
         ("gpt2.dynamo.dynamic", {"batch": 1, "seq": 128}),
-        ("bert.legacy.dynamic", {"batch": 1}),
+        ("bert.legacy.dynamic", {"batch": 1, "seq": 16}),
         ("llama_decode.dynamo.dynamic", {"batch": 1, "past": 128}),
         ("dlrm.legacy.dynamic", {"batch": 1}),
     ],
@@ -169,7 +169,7 @@ def test_what_cannot_be_read(entry: str) -> None:
     ("name", "entry", "message"),
     [
         ("bert.legacy.dynamic", "foo=3", "no size of that name is open; there are: batch, seq"),
-        ("bert.legacy.dynamic", "seq=99", "in this model it is 16"),
+        ("bert.legacy.dynamic", "seq=99", "the model does not allow these sizes"),
         ("bert.legacy.static", "seq=9", "leaves no size open"),
     ],
 )
