@@ -128,11 +128,11 @@ def _sorted(graph: GraphProto) -> list[int]:
 
 
 def _reads(node: NodeProto) -> set[str]:
-    """Every name that a node reads, also what its subgraphs capture."""
+    """Every name that a node reads, also what its subgraphs capture; names of their own may be the
+    same as names around them."""
     names = set(node.input)
     for graph in subgraphs_of(node):
-        names.update(port.name for port in graph.output)
-        names.update(name for inner in nodes_of(graph) for name in inner.input)
-        for inner in nodes_of(graph):
-            names.update(port.name for deep in subgraphs_of(inner) for port in deep.output)
+        read = {port.name for port in graph.output}.union(*map(_reads, graph.node))
+        own = {t.name for t in (*graph.input, *graph.initializer)}
+        names |= read - own - {name for inner in graph.node for name in inner.output}
     return names

@@ -238,15 +238,7 @@ def test_it_is_given_as_a_file(
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(FILE)
-    command = [
-        "plan",
-        str(model),
-        "--preset",
-        "data-parallel",
-        "--topology",
-        str(file),
-        "--devices",
-    ]
+    command = ["plan", str(model), "--preset", "data-parallel", "--topology", str(file)]
     assert main([*command, "--devices", "8"]) == 0
     file.write_text("levels: [{name: host, size: 2, latency: 1 us, bandwidth: 1 GB/s}]")
     assert main([*command, "--devices", "4"]) == 2
