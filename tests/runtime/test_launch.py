@@ -300,6 +300,7 @@ def test_an_error_reaches_the_terminal(four: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.count("onnxpar: error: there is no file none.npz") == 1
-    for rank in range(4):
-        log = (tmp_path / "log" / f"rank.{rank}" / "stderr.log").read_text()
-        assert log.count("\n") == 1 and "there is no file none.npz" in log
+    logs = [log.read_text() for log in (tmp_path / "log").glob("rank.*/stderr.log")]
+    written = [log for log in logs if log]  # mpirun ends the others once the first has failed
+    assert written
+    assert all(log.count("\n") == 1 and "there is no file none.npz" in log for log in written)
