@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -175,8 +176,16 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = T
     log.close()
 
 
+_HEAD_START = 2.0
+"""Seconds that a rank that fails leaves rank 0 to say why: launchers end all once one has ended."""
+
+
 def tell_terminal(line: str) -> None:
-    """Writes a line to what was standard error before rank 0's was redirected, if it was."""
+    """Writes a line to what was standard error before rank 0's was redirected, if it was; on
+    another rank, leaves rank 0 the time to do so."""
+    launched = launched_rank()
+    if launched is not None and launched.rank:
+        time.sleep(_HEAD_START)
     for descriptor in _terminal:
         with suppress(OSError):
             os.write(descriptor, f"{line}\n".encode(errors="backslashreplace"))
