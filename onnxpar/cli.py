@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def _status_of(args: argparse.Namespace) -> int:
         status, failure = 2, error
     failure = _flush() or failure
     if failure is not None:
-        report(failure)
+        with suppress(KeyboardInterrupt, Terminated):  # a launcher ends ranks that wait in it
+            report(failure)
         return 2
     return status
 
