@@ -67,12 +67,17 @@ _EXACT = frozenset(
         "Min",
         "Equal",
         "Less",
+        "LessOrEqual",
         "Greater",
+        "GreaterOrEqual",
+        "And",
+        "Or",
+        "Not",
     ]
 )
 """Ops whose results are polynomials where their operands are, with exceptions: see `_is_exact`."""
 _SAME = frozenset(("Max", "Min"))
-_COMPARE = frozenset(("Equal", "Less", "Greater"))
+_COMPARE = frozenset(("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"))
 _ROUND = frozenset(("Floor", "Ceil", "Cast"))
 _FRACTION = 1 << 10
 """Floats that are multiples of 1 / _FRACTION, and not too large, are exact sizes."""
@@ -337,8 +342,8 @@ class Lockstep:
             return all(_rounds_down(node.op_type, a, b) for a, b in values)
         if node.op_type in _SAME:
             return all(_agree([[row[0]], [v]]) for row in values for v in row[1:])
-        if node.op_type in _COMPARE:  # a size is never negative
-            return all(_apart(a, b) or _apart(b, a) for a, b in values)
+        if node.op_type in _COMPARE:
+            return _compare_alike([[v for v in row if v is not None] for row in values])
         return True
 
     def _are_sizes(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> bool:
@@ -423,5 +428,15 @@ def _rounds_down(op: str, a: Any, b: Any) -> bool:
     return above_zero and (op == "Mod" or bool((np.asarray(a) >= 0).all()))
 
 
-def _apart(sizes: Any, bound: Any) -> bool:
-    return bool((np.asarray(sizes) >= 0).all() and (np.asarray(bound) < 0).all())
+def _compare_alike(values: Sequence[Sequence[Array]]) -> bool:
+    """Whether two tensors, given at all bindings, compare alike at any: each pair of elements is as
+    far apart everywhere, or one is a size, which is never negative, and the other below zero."""
+    if any(np.asarray(v).dtype.kind not in "biu" for row in values for v in row):
+        return _agree(values)
+    rows = [np.broadcast_arrays(*row) for row in values]
+    if any(row[0].shape != rows[0][0].shape for row in rows):
+        return False
+    first, second = (np.stack([row[k] for row in rows]).astype(np.int64) for k in (0, 1))
+    alike = (first - second == first[:1] - second[:1]).all(0)
+    apart = ((first >= 0) & (second < 0)).all(0) | ((second >= 0) & (first < 0)).all(0)
+    return bool((alike | apart).all())

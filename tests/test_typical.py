@@ -31,6 +31,7 @@ def planned(name: str, how: Options) -> Plan:
         ("gpt2.dynamo.dynamic", {"batch": 4, "seq": 16}, "tensor-parallel"),
         ("bert.legacy.dynamic", {"batch": 4}, "tensor-parallel"),
         ("llama_decode.dynamo.dynamic", {"batch": 2, "past": 12}, "tensor-parallel"),
+        ("llama_decode.legacy.dynamic", {"batch": 2, "past": 12}, "tensor-parallel"),
         ("resnet.dynamo.dynamic", {"batch": 4}, "data-parallel"),
     ],
 )
