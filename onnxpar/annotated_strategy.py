@@ -59,6 +59,7 @@ def annotation_seeds(annotated: Configuration, sharding: Sharding) -> Iterator[S
             f"the model is annotated with {len(stages)} pipeline stages; every rank runs them all",
             stacklevel=2,
         )
+    _warn_of_gone(annotated, sharding)
     inner = json.loads(annotated.metadata.get(AXES, "{}"))
     for op in sharding.factors.ops:
         if node_key(op.node) in inner:
@@ -79,6 +80,18 @@ def annotation_seeds(annotated: Configuration, sharding: Sharding) -> Iterator[S
                 f"metadata {TENSORS} speaks of another tensor {name!r}; annotate anew"
             )
         yield TensorSeed(name, axes, pin=True)
+
+
+def _warn_of_gone(annotated: Configuration, sharding: Sharding) -> None:
+    """Warns of nodes that are annotated to be split and are not there any more."""
+    known = {node_key(op.node) for op in sharding.factors.ops}
+    for key, note in annotated.nodes.items():
+        if key not in known and any(stated.dims for stated in note.shardings.values()):
+            warnings.warn(
+                f"{note.what}: its annotation has no effect, as the node is folded into a constant "
+                "or made part of another",
+                stacklevel=2,
+            )
 
 
 def check_agreement(annotations: Sequence[Seed], strategy: Sequence[Seed], mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.rules.rule import Expr, Rule, Size, Spec, Var, expr_vars, tensor_shape, whole_rule
 
-OPEN = "its parts cannot be told while sizes are open"
+OPEN = "its parts cannot be told while sizes are open; --dim NAME=N fixes a size"
 Whole = Mapping[str, Collection[str] | None]
 """Factors that a node must not split, by the name of its first result; None for all of them."""
 

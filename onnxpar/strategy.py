@@ -17,6 +17,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
+from onnxpar.rules.rule import expr_vars
 from onnxpar.sharding import Sharding, overlaps
 
 
@@ -97,9 +98,9 @@ class NodeSeed:
     parts: Mapping[int, tuple[int, ...]]
 
     def apply(self, sharding: Sharding) -> bool:
-        """Fixes the named leaves, the whole ones too."""
+        """Fixes the named leaves, the whole ones too, and those that are tied to them."""
         name = self.op.node.name
-        for leaf, axes in self.axes.items():
+        for leaf, axes in _with_ties(self.op, self.axes).items():
             sharding.ops[name][leaf] = axes
             if leaf in self.parts:
                 sharding.parts[self.op.leaves[leaf].atom, axes] = self.parts[leaf]
@@ -135,23 +136,37 @@ class TensorSeed:
 
 
 def seeds_of(strategy: Strategy, sharding: Sharding) -> list[NodeSeed | TensorSeed]:
-    """The strategy's entries, matched against the graph's names.
+    """The strategy's entries, matched against the graph's names: one seed for each node or tensor,
+    in which later entries have the last word.
 
     Errors: StrategyError for a pattern that matches nothing, and for what cannot be met, naming the
     node or tensor and the remedy.
     """
-    seeds: list[NodeSeed | TensorSeed] = []
+    of_nodes: dict[str, NodeSeed] = {}
+    of_tensors: dict[str, TensorSeed] = {}
     ops = {op.node.name: op for op in sharding.factors.ops}
     readers = readers_of_fed(sharding.factors)
     for pattern, entry in strategy.shard.items():
         nodes = (*ops, *([] if _matches(str(pattern), ops) else readers))
         for name in matching(str(pattern), nodes, "node", strategy.source):
-            named = [ops[name]] if name in ops else readers[name]
-            seeds += [_node_seed(op, entry, sharding) for op in named]
+            for op in [ops[name]] if name in ops else readers[name]:
+                seed = _node_seed(op, entry, sharding)
+                earlier = of_nodes.get(op.node.name)
+                of_nodes[op.node.name] = seed if earlier is None else _joined(earlier, seed)
     for pattern, entry in strategy.tensors.items():
         for name in matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
-            seeds.append(_tensor_seed(name, entry, sharding))
-    return seeds
+            of_tensors[name] = _tensor_seed(name, entry, sharding)
+    return [*of_nodes.values(), *of_tensors.values()]
+
+
+def _joined(earlier: NodeSeed, later: NodeSeed) -> NodeSeed:
+    """What two entries ask of one node; of what both decide, the later one has the last word.
+    Errors: StrategyError where they split two dimensions over one axis."""
+    axes = {**earlier.axes, **later.axes}
+    parts = {leaf: sizes for leaf, sizes in earlier.parts.items() if leaf not in later.axes}
+    op = later.op
+    _check_once(f"{op.node.op} '{op.node.name}'", op, _with_ties(op, axes))
+    return NodeSeed(op, axes, parts | dict(later.parts))
 
 
 def readers_of_fed(factors: GraphFactors) -> dict[str, list[OpFactors]]:
@@ -208,9 +223,10 @@ def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
                 if parts_over(over) == ask:
                     continue  # this factor had its axes from an earlier operand
             label = f"input {index} dimension {axis}"
-            seed = _Leaves(op, sharding, f"{what}: {label}", axes, parts)
+            factors = _factors_of(op, index, axis)
+            seed = _Leaves(op, sharding, f"{what}: {label}", factors, axes, parts)
             pre = seed.decide(tensor.dims[axis], links, ask, pre)
-    _check_once(what, op, axes)
+    _check_once(what, op, _with_ties(op, axes))
     return NodeSeed(op, axes, parts)
 
 
@@ -223,23 +239,35 @@ def _factor_seed(
     pre = 1
     for factor, ask in entry.items():
         if factor not in op.trees:
-            raise StrategyError(f"{what} has no factor {factor!r}; its rule is {op.rule.text()}")
+            why = "".join(f"; {reason}" for reason in dict.fromkeys(op.whole.values()))
+            raise StrategyError(
+                f"{what} has no factor {factor!r}; its rule is {op.rule.text()}{why}"
+            )
         tree = op.trees[factor]
         at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == factor]
         links = [*at, *[None] * (_leaf_count(tree) - len(at))]
-        seed = _Leaves(op, sharding, f"{what}: factor {factor}", axes, parts)
+        label = f"{what}: factor {factor}"
+        seed = _Leaves(op, sharding, label, frozenset({factor}), axes, parts)
         pre = seed.decide(tree, links, ask, pre)
-    _check_once(what, op, axes)
+    _check_once(what, op, _with_ties(op, axes))
     return NodeSeed(op, axes, parts)
+
+
+def _factors_of(op: OpFactors, index: int, axis: int) -> frozenset[str]:
+    """The factors that an operand's dimension consists of, by the node's rule."""
+    spec = op.rule.inputs[index] if index < len(op.rule.inputs) else None
+    return frozenset(expr_vars(spec[axis])) if spec and axis < len(spec) else frozenset()
 
 
 @dataclass
 class _Leaves:
-    """The leaves of a node that its entry has decided so far."""
+    """The leaves of a node that its entry has decided so far, and the factors that are spoken
+    of."""
 
     op: OpFactors
     sharding: Sharding
     what: str
+    factors: frozenset[str]
     axes: dict[int, Axes]
     parts: dict[int, tuple[int, ...]]
 
@@ -254,7 +282,9 @@ class _Leaves:
                 raise StrategyError(f"{self.what}: {ask!r} splits what must stay whole")
         else:
             over, sizes, pre = read_ask(ask, self.sharding.mesh, self.what, pre)
-            spread = _spread(dim, over, links, self.what, self.op, self.sharding)
+            if over and links and all(link is None for link in links):
+                raise StrategyError(f"{self.what} must stay whole ({self._reasons()}); leave it 1")
+            spread = _spread(dim, over, links, self.what, self.sharding)
             leaves = [-1 if k is None else k for k in links]
             hand = _hand_parts(self.what, leaves, spread, over, sizes, dim)
         known = {k: a for k, a in zip(links, spread, strict=True) if k is not None}
@@ -264,6 +294,22 @@ class _Leaves:
             self.axes[leaf] = given or self.axes.get(leaf, ())
         self.parts |= hand
         return pre
+
+    def _reasons(self) -> str:
+        """Why these factors are not split."""
+        whole = self.op.whole
+        reasons = [whole[f] for f in sorted(self.factors) if f in whole] or whole.values()
+        return "; ".join(dict.fromkeys(reasons)) or "it has no factor"
+
+
+def _with_ties(op: OpFactors, axes: Mapping[int, Axes]) -> dict[int, Axes]:
+    """The axes with those of leaves that are split alike, as far as nothing else is said of them:
+    rows after a convolution go with those before it."""
+    found = dict(axes)
+    for group in op.ties:
+        split = next((axes[leaf] for leaf in group if axes.get(leaf)), ())
+        found |= {leaf: split for leaf in group if split and leaf not in axes}
+    return found
 
 
 def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int, Axes]) -> None:
@@ -277,13 +323,10 @@ def _counted(ask: Any) -> bool:
 
 
 def _spread(
-    dim: Dim, over: Axes, links: Sequence[int | None], what: str, op: OpFactors, sharding: Sharding
+    dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: Sharding
 ) -> list[Axes]:
     """The axes for the leaves of an operand's dimension; an error where it cannot be split so."""
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
-    if over and links and len(blocked) == len(links):
-        reasons = "; ".join(dict.fromkeys(op.whole.values())) or "it has no factor"
-        raise StrategyError(f"{what} must stay whole ({reasons}); leave it 1")
     spread = spread_dim(dim, over, blocked)
     if spread is None:
         raise StrategyError(_does_not_split(what, dim, over, sharding))

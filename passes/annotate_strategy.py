@@ -20,10 +20,10 @@ from onnxpar.strategy import Seed, seeds_of
 class AnnotateStrategy(Pass):
     """Turn the strategy and the preset into seeds, in rounds of falling priority.
 
-    Requires nothing. Ensures `ctx.seeds`: first what the model's annotations and the user ask for,
-    which must agree, each with what that asks of nodes that are derived from those it names; then
-    what the search finds beside that, or the preset, or data parallelism along the batch over the
-    axis `dp`, where the mesh has one.
+    Requires nothing. Ensures `ctx.asked`, what the model's annotations and the user ask for, which
+    must agree and be kept; and `ctx.seeds`: first these, each with what that asks of nodes that are
+    derived from those it names; then what the search finds beside that, or the preset, or data
+    parallelism along the batch over the axis `dp`, where the mesh has one.
     """
 
     name: ClassVar[str] = "annotate-strategy"
@@ -45,13 +45,15 @@ class AnnotateStrategy(Pass):
         return bool(ctx.seeds)
 
     def _collect(self, graph: gs.Graph, ctx: PassContext) -> None:
-        ctx.seeds = []
+        ctx.seeds, ctx.asked = [], []
         if ctx.annotated is not None:
             noted: list[Seed] = list(annotation_seeds(ctx.annotated, ctx.sharding))
+            ctx.asked += noted
             ctx.seeds.append(with_derived(noted, ctx.sharding))
         if ctx.strategy is not None:
             asked: list[Seed] = list(seeds_of(ctx.strategy, ctx.sharding))
             check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
+            ctx.asked += asked
             ctx.seeds.append(with_derived(asked, ctx.sharding))
         if ctx.preset in (AUTO, EXHAUSTIVE):
             if ctx.found is None:

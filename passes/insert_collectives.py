@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.asked import check_asked
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
 from onnxpar.factors import BodyFactors, OpFactors
@@ -19,6 +20,7 @@ from onnxpar.plan import element_bytes, mean_bytes
 from onnxpar.reshard import Bytes, Tensor, cost, plan_tree
 from onnxpar.schedule import schedule
 from onnxpar.sharding import Placement
+from onnxpar.strategy import TensorSeed
 from onnxpar.subgraphs import captured, constants, is_random
 
 
@@ -68,6 +70,7 @@ class _Insertion:
         for op in self.sharding.factors.ops:
             self.sharding.legalize(op)
         self._pin_states()
+        check_asked(self.ctx.asked, self.sharding, self.ctx.model.states)
         pending = self._pending()
         for op in self.sharding.factors.ops:
             if not op.bodies:
@@ -173,7 +176,7 @@ class _Insertion:
     def _place_weight(self, weight: gs.Constant) -> None:
         """A weight is stored once per layout that it is needed in, unless its layout was asked
         for and it may be gathered."""
-        name = weight.name
+        name, asked = weight.name, self.ctx.asked
         if name not in self.sharding.factors.tensors:
             return
         stored = self.reads[name]
@@ -185,6 +188,8 @@ class _Insertion:
         by_need: dict[Placement, list[_Read]] = defaultdict(list)
         for read in stored:
             by_need[read.need].append(read)
+            if not is_pinned and any(isinstance(s, TensorSeed) and s.tensor == name for s in asked):
+                self._check_stored(weight, read)
         for i, (need, reads) in enumerate(by_need.items(), int(is_pinned)):
             copy = weight
             if i:
@@ -195,6 +200,20 @@ class _Insertion:
                 for read in reads:
                     read.take(copy)
             self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
+
+    def _check_stored(self, weight: gs.Constant, read: _Read) -> None:
+        """Errors: StrategyError where a node must have a weight stored in its own layout, as it
+        computes otherwise with one that is gathered, and another layout is asked for."""
+        mesh, placement = self.sharding.mesh, self.sharding.tensor_placement(weight.name)
+        if read.need != placement:
+            asked, need = (
+                self.sharding.layout(weight, p).text(mesh) for p in (placement, read.need)
+            )
+            raise StrategyError(
+                f"tensor '{weight.name}': {asked} is asked for, but {read.node.op} "
+                f"'{read.node.name}' needs it stored as {need}; split the node by an entry under "
+                "shard instead"
+            )
 
     def _packs(self, read: _Read) -> bool:
         """Whether a node computes otherwise with a weight that is gathered than a stored one."""

@@ -60,6 +60,7 @@ class PassContext:
     aim          what a search judges strategies by
     found        what a search has chosen with the mesh, beside what is asked for
     seeds        annotations in rounds of falling priority
+    asked        those of the user and of the model's own annotations
     sharding     axes per leaf, while they are being decided
     layouts      the layout of every tensor, from insert-collectives on
     per_rank     constants and attributes that depend on the rank, from localize-ops on
@@ -81,6 +82,7 @@ class PassContext:
     aim: Aim = field(default_factory=Aim)
     found: list[Seed] | None = None
     seeds: list[list[Seed]] = field(default_factory=list)
+    asked: list[Seed] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
     per_rank: PerRank = field(default_factory=PerRank)
     collectives: list[Collective] = field(default_factory=list)

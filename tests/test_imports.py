@@ -74,6 +74,7 @@ LAYERS = (
         "strategy",
         "derived_seeds",
         "annotated_strategy",
+        "asked",
         "manual",
         "rank_shapes",
         "handwritten",
