@@ -219,7 +219,10 @@ class _Insertion:
         """Whether a node computes otherwise with a weight that is gathered than a stored one."""
         if not isinstance(read.node, gs.Node):
             return False
-        return read.index in self.sharding.factors.op(read.node.name).rule.constants
+        op = self.sharding.factors.find(read.node.name)
+        if op is None or op.node is not read.node:  # inside a body that runs whole
+            return False
+        return read.index in op.rule.constants
 
     def _place_result(self, op: OpFactors, tensor: gs.Variable) -> None:
         if is_random(op.node) and self.sharding.mesh.size > 1:

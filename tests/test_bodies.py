@@ -260,3 +260,25 @@ def test_collectives_take_what_has_grown_since_the_last_turn(tmp_path: Path, ran
     model, feeds = growing(tmp_path / "m.onnx", nodes, 1, 4, 0)
     plan = agree(model, feeds, f"tp={ranks}", {"tensors": {"a0": ["tp", None]}})
     assert kinds(plan) == ["AllReduce", "AllReduce"] and not plan.whole
+
+
+def test_a_body_that_runs_whole_captures_a_weight(tmp_path: Path) -> None:
+    """All bodies do while sizes are open."""
+    shape: Any = ["batch", 6]
+    then = graph("then", [node("MatMul", ["x", "w"], ["t"])], [], [("t", FLOAT, shape)])
+    other = graph("else", [node("Add", ["y", "y"], ["e"])], [], [("e", FLOAT, shape)])
+    main = graph(
+        "g",
+        [
+            node("MatMul", ["x", "w"], ["y"], "mm"),
+            node("If", ["c"], ["z"], "choose", then_branch=then, else_branch=other),
+        ],
+        [("x", FLOAT, ["batch", 8]), ("c", BOOL, [])],  # type: ignore[list-item]
+        [("y", FLOAT, shape), ("z", FLOAT, shape)],
+        {"w": values(8, 6)},
+    )
+    model = save(tmp_path / "m.onnx", main)
+    feeds = [{"x": values(6, 8), "c": np.array(c)} for c in (True, False)]
+    agree(model, feeds, "data-parallel 3")
+    plan = agree(model, feeds, "tp=2", {"shard": {"mm": COLUMNS}})
+    assert axes_of(plan, "w") == "[-, tp]"
