@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.interchange import default_of
@@ -206,6 +207,19 @@ def _one(node: gs.Node, position: int) -> Range | None:
     return 1, 2
 
 
+def _compared(node: gs.Node, position: int) -> Range | None:
+    """One-hot encoding compares with all numbers of a list; fewer than 3 are no list."""
+    listed = constant(node.inputs[1 - position])
+    if listed is None or listed.dtype.kind not in "iu" or np.unique(listed).size < 3:
+        return None
+    return int(listed.min()), int(listed.max()) + 1
+
+
+def _depth(node: gs.Node, position: int) -> Range | None:
+    depth = constant(node.inputs[1])
+    return None if depth is None else _below(int(depth.reshape(-1)[0]))
+
+
 def _beams(node: gs.Node, position: int) -> Range | None:
     return _below(_size(node, position, 1))
 
@@ -221,6 +235,8 @@ _LIMITS: Mapping[tuple[str, str], Mapping[int, Limit]] = {
     ("", "ReverseSequence"): {
         1: lambda node, _: _below((_size(node, 0, node.attrs.get("time_axis", 0)) or 0) + 1, 1)
     },
+    ("", "Equal"): {0: _compared, 1: _compared},
+    ("", "OneHot"): {0: _depth},
     ("", "LSTM"): {4: _lengths(0, 0)},
     ("", "GRU"): {4: _lengths(0, 0)},
     ("", "RNN"): {4: _lengths(0, 0)},
