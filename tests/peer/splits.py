@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnxpar.factors import GraphFactors
-from onnxpar.layout import Factor, nested_parts
+from onnxpar.layout import Dim, Factor, leaves, nested_parts
 from onnxpar.mesh import Mesh
 from onnxpar.strategy import Strategy
 
@@ -17,7 +17,8 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs that are fed split over one mesh axis, in default parts or in sizes by hand."""
+    """Inputs that are fed split over one mesh axis, in default parts or in sizes by hand; parts may
+    have no elements."""
 
     ranks: int
     places: tuple[Place, ...]
@@ -38,6 +39,10 @@ class Split:
         return f"{where} over {self.ranks}{sizes}"
 
 
+MOST = 4
+"""Ranks at most of a split over more ranks than a dimension has elements."""
+
+
 def splits_of(inputs: Sequence[str], factors: GraphFactors) -> Iterator[Split]:
     """Every split of these inputs, then of pairs of inputs along dimensions of the same atoms."""
     places = [
@@ -47,32 +52,44 @@ def splits_of(inputs: Sequence[str], factors: GraphFactors) -> Iterator[Split]:
         if tree.size >= 2
     ]
     for place in places:
-        for ranks in (2, 3):
-            for parts in _parts(place, ranks, factors):
-                yield Split(ranks, (place,), parts)
+        for ranks, parts in _parts(place, factors):
+            yield Split(ranks, (place,), parts)
     for i, a in enumerate(places):
         for b in places[i + 1 :]:
             if a[0] != b[0] and _atoms(a, factors) & _atoms(b, factors):
-                for ranks in (2, 3):
-                    if _size(a, factors) >= ranks and _size(b, factors) >= ranks:
-                        yield Split(ranks, (a, b))
+                fewer = min(a, b, key=lambda place: _size(place, factors))
+                for ranks in _ranks(fewer, factors):
+                    yield Split(ranks, (a, b))
 
 
-def _parts(place: Place, ranks: int, factors: GraphFactors) -> Iterator[tuple[int, ...] | None]:
-    """Default parts, and others by hand: the default from behind where it is uneven, else 1 + ...
-    and the rest; only where the dimension is one atom can they be asked for."""
-    size = _size(place, factors)
-    if size < ranks:
-        return
-    yield None
-    default = nested_parts(size, (ranks,))
-    uneven = default[::-1] if len(set(default)) > 1 else (*[1] * (ranks - 1), size - ranks + 1)
-    if size > ranks and isinstance(factors.tensors[place[0]].dims[place[1]], Factor):
-        yield uneven
+def _ranks(place: Place, factors: GraphFactors) -> list[int]:
+    """2 and 3 ranks that all get elements, and as many that one or more get none."""
+    enough = [ranks for ranks in (2, 3) if ranks <= _size(place, factors)]
+    too_many = max(leaf.size for leaf in leaves(_dim(place, factors))) + 1
+    return enough + [too_many] * (too_many <= MOST and too_many not in enough)
+
+
+def _parts(place: Place, factors: GraphFactors) -> Iterator[tuple[int, tuple[int, ...] | None]]:
+    """Numbers of ranks with default parts (None), and with others by hand: the default from behind
+    where it is uneven, else 1 + ... and the rest; and none for rank 0, where the default leaves no
+    rank without. Only where the dimension is one atom can they be asked for."""
+    size, by_hand = _size(place, factors), isinstance(_dim(place, factors), Factor)
+    for ranks in _ranks(place, factors):
+        yield ranks, None
+        if by_hand and size > ranks:
+            default = nested_parts(size, (ranks,))
+            ones = (*[1] * (ranks - 1), size - ranks + 1)
+            yield ranks, default[::-1] if len(set(default)) > 1 else ones
+    if by_hand and size >= MOST:
+        yield 3, (0, *nested_parts(size, (2,)))
+
+
+def _dim(place: Place, factors: GraphFactors) -> Dim:
+    return factors.tensors[place[0]].dims[place[1]]
 
 
 def _size(place: Place, factors: GraphFactors) -> int:
-    return factors.tensors[place[0]].dims[place[1]].size
+    return _dim(place, factors).size
 
 
 def _atoms(place: Place, factors: GraphFactors) -> set[int]:

@@ -46,9 +46,11 @@ def test_a_run_on_parts_is_split(tmp_path: Path) -> None:
         "x.0 over 2 as 1+3",
         "x.0 over 3",
         "x.0 over 3 as 1+1+2",
+        "x.0 over 3 as 0+2+2",
         "x.1 over 2",
         "x.1 over 2 as 1+2",
         "x.1 over 3",
+        "x.1 over 4",
     ]
 
 
