@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import torch
 import transformers
@@ -28,7 +29,15 @@ from building import OTHER_SIZES, SIZES, build, run_torch, sample_inputs
 from cases import TRAINING, Architecture, Case, Variant
 from exporters import export_dynamo, export_legacy, export_training
 from torch import Tensor
-from training import build_for_training, steady_batch, write_expected
+from training import (
+    FEW,
+    TRAINED_ON_FEW,
+    Batch,
+    build_for_training,
+    changed_constants,
+    steady_batch,
+    write_expected,
+)
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2}
 
@@ -109,10 +118,24 @@ def export_for_training(model: Architecture, folder: Path) -> Result:
         export_training(case, path)
         deviation = check(case, path, batch.inputs)
         write_expected(model, case, batch, expected)
+        for rows in FEW if model.name in TRAINED_ON_FEW else ():
+            write_few(model, case, batch, path, rows)
     except Exception as error:
         path.unlink(missing_ok=True)
         return Result(model.name, TRAINING, False, root_cause(error))
     return Result(model.name, TRAINING, False, "", deviation, path.stat().st_size)
+
+
+def write_few(model: Architecture, case: Case, batch: Batch, path: Path, rows: int) -> None:
+    """Write what torch makes of the first rows of a batch, beside the constants by which an export
+    at that batch size differs from the one in `path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        few = Path(folder) / "few.onnx"
+        export_training(copy.deepcopy(case), few, SIZES | {"batch": rows})
+        constants = changed_constants(onnx.load(path), onnx.load(few))
+    inputs = {name: value[:rows] for name, value in batch.inputs.items()}
+    own = path.parent / "expected" / f"{path.stem}.batch{rows}.npz"
+    write_expected(model, case, Batch(inputs, batch.target[:rows]), own, constants)
 
 
 def root_cause(error: BaseException) -> str:

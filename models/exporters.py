@@ -94,12 +94,12 @@ def export_legacy(case: Case, path: Path, *, dynamic: bool, external_data: bool)
         onnx.save(onnx.load(path), path, save_as_external_data=True, location=f"{path.name}.data")
 
 
-def export_training(case: Case, path: Path) -> None:
+def export_training(case: Case, path: Path, sizes: dict[str, int] = SIZES) -> None:
     """Write the case as torch.jit traces it, each module in the mode that it is in.
 
     What is folded or fused would be no parameter any more: every one keeps its name, once.
     """
-    inputs = sample_inputs(case, SIZES)
+    inputs = sample_inputs(case, sizes)
     trace(
         Positional(copy.deepcopy(case)),  # tracing moves running statistics
         inputs,

@@ -2,13 +2,17 @@
 
 import copy
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from building import SEED, SIZES, build, run_torch, sample_inputs
 from cases import Architecture, Case, Loss
+from onnx import ModelProto, numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +22,10 @@ JOLT, STEADY = 1e-6, 1e-4
 """Where weights are moved by this much of themselves, gradients move by less than that."""
 ROUNDED = 2e-5
 """How far gradients in float32 may be from those in float64."""
+FEW = (1, 2)
+"""How many rows of a batch are trained on, too."""
+TRAINED_ON_FEW = ("gpt2", "llama", "bert", "vit", "resnet", "dlrm", "moe", "lstm")
+"""Models that are."""
 STEPS = 50
 """How many steps of gradient descent are taken, all on the same batch."""
 
@@ -143,9 +151,15 @@ def steady_batch(model: Architecture, case: Case) -> Batch:
     return next(batch for batch in batches if is_steady(batch))
 
 
-def write_expected(model: Architecture, case: Case, batch: Batch, path: Path) -> None:
+def write_expected(
+    model: Architecture,
+    case: Case,
+    batch: Batch,
+    path: Path,
+    constants: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({}),
+) -> None:
     """Write a batch, its loss, and of every gradient some elements and the magnitude; then the
-    losses of many steps, and the same elements of every parameter behind them.
+    losses of many steps, and the same elements of every parameter after them; and `constants`.
 
     Floats of the batch are sixteenths, and so exact in float16. `places` are flat positions, the
     gradient's largest element's first; `mean` is that of absolute values, `largest` the parameter's
@@ -179,4 +193,20 @@ def write_expected(model: Architecture, case: Case, batch: Batch, path: Path) ->
         trained=np.array([trained[n].numpy().ravel()[places[n]] for n in values]),
         largest=np.array([float(trained[n].abs().max()) for n in values]),
         **arrays,
+        **{f"constant.{name}": value for name, value in constants.items()},
     )
+
+
+def changed_constants(model: ModelProto, other: ModelProto) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the constants of `other` that differ from those of the same name in `model`, of which
+    all else must be equal."""
+    assert [n.op_type for n in model.graph.node] == [n.op_type for n in other.graph.node]
+    found = {}
+    for node, same in zip(model.graph.node, other.graph.node, strict=True):
+        if node.op_type == "Constant":
+            value = numpy_helper.to_array(same.attribute[0].t)
+            if not np.array_equal(numpy_helper.to_array(node.attribute[0].t), value):
+                found[same.output[0]] = value
+        else:
+            assert node == same, f"{node.op_type} {node.name}"
+    return found

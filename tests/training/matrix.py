@@ -1,7 +1,7 @@
 """Trains models over ranks by every preset that applies, and compares with one, and with PyTorch.
 
 python tests/training/matrix.py [--models gpt2,llama] [--presets zero1,hybrid] [--ranks 2,3]
-    [--steps 50] [--workers 2] [--write FILE]
+    [--rows 4,2,1] [--steps 50] [--workers 2] [--write FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from agreement import options
 from training.steps import Array
 from training.trajectories import (
     DOUBLE,
+    ROWS,
     Trajectory,
     as_type,
     descend,
@@ -50,14 +51,25 @@ MORE = {
 """Presets for models that have what these split."""
 MESH = "dp=2,tp=2"
 ON_MESH = ("hybrid", "zero1", "zero3")
+FEW = {
+    1: ("data-parallel 2", "zero3 4"),
+    2: ("data-parallel 3", "zero1 3", "zero2 3", "zero3 3", "hybrid dp=3,tp=2"),
+}
+"""Layouts by rows of a batch, of which there are fewer than ranks."""
+UNSTEADY = {("resnet", 1)}
+"""Batch-norms over one image, which multiply what float32 rounds."""
+ROUGH = {("resnet", 2): 5e-5}
+"""Errors of gradients that batch-norms over two images make of what float32 rounds: those of torch
+in float32 are off by 7e-6 in places."""
 ABOUT = """# Training over ranks, against training on one
 
-The largest errors of 50 steps of gradient descent on one batch of 4, by model and preset, the worst
-over all meshes. Losses are relative, parameters relative to each one's largest element, gradients
-of the first step as `onnxpar check` measures them. *PyTorch* is the error of losses and parameters
-against PyTorch in float64, beside it that of the unsplit step; *float64* the error of losses and
-parameters where onnxruntime has kernels in float64 for the whole step. Allowed are 1e-5, 1e-3,
-1e-5, twice the unsplit step's, and 1e-9.
+The largest errors of 50 steps of gradient descent, by model and preset on a batch of 4, the worst
+over all meshes; then by model on a batch of 2 and of 1, which have fewer rows than there are ranks,
+the worst over all layouts. Losses are relative, parameters relative to each one's largest element,
+gradients of the first step as `onnxpar check` measures them. *PyTorch* is the error of losses and
+parameters against PyTorch in float64, beside it that of the unsplit step; *float64* the error of
+losses and parameters where onnxruntime has kernels in float64 for the whole step. Allowed are 1e-5,
+1e-3, 1e-5 (of `resnet` on 2 rows 5e-5), twice the unsplit step's, and 1e-9.
 
 Written by `python tests/training/matrix.py --write docs/agreement.md`."""
 EARLY = 10
@@ -73,6 +85,7 @@ class Row:
 
     model: str
     layout: str
+    rows: int = ROWS
     early: float = np.nan
     late: float = np.nan
     gradients: float = np.nan
@@ -89,7 +102,8 @@ class Row:
         told = {"early": self.early, "late": self.late, "gradients": self.gradients}
         if self.double is not None:
             told["double"] = self.double
-        found = [name for name, error in told.items() if not error <= ALLOWED[name]]
+        allowed = {**ALLOWED, "gradients": ROUGH.get((self.model, self.rows), ALLOWED["gradients"])}
+        found = [name for name, error in told.items() if not error <= allowed[name]]
         if self.double is None and not self.torch <= max(2 * self.torch_unsplit, ROUNDING):
             found.append("torch")
         return [self.fault] if self.fault else found
@@ -101,13 +115,13 @@ class Row:
         text = "  ".join(f"{error:7.0e}" for error in errors)
         verdict = "  ".join(self.faults) or "ok"
         return (
-            f"{self.model:8} {self.layout:26} {text}  {double} {self.whole:5} "
+            f"{self.model:8} {self.rows:4} {self.layout:26} {text}  {double} {self.whole:5} "
             f"{self.seconds:6.1f}  {verdict}"
         )
 
 
 HEAD = (
-    f"{'model':8} {'layout':26} {'loss10':>7}  {'loss':>7}  {'grads':>7}  {'torch':>7}  "
+    f"{'model':8} {'rows':4} {'layout':26} {'loss10':>7}  {'loss':>7}  {'grads':>7}  {'torch':>7}  "
     f"{'unsplit':>7}  {'float64':>7} {'whole':>5} {'s':>6}"
 )
 
@@ -121,38 +135,39 @@ class Reference:
 
 
 @cache
-def reference(model: str, folder: Path, double: bool, steps: int) -> Reference:
+def reference(model: str, folder: Path, rows: int, double: bool, steps: int) -> Reference:
     """Once for all layouts."""
     own = Path(tempfile.mkdtemp(dir=folder))
-    path = write_descent(model, own, double=double)
+    path = write_descent(model, own, double=double, rows=rows)
     spec = Step.of(onnx.load(path, load_external_data=False))
     assert spec is not None
-    told = expected(model)
+    told = expected(model, rows)
     batch = as_type(told.batch, np.float64 if double else np.float32)
     return Reference(path, descend_unsplit(path, spec, batch, told.rate, steps))
 
 
-def try_layout(model: str, layout: str, steps: int, folder: Path) -> Row:
+def try_layout(model: str, rows: int, layout: str, steps: int, folder: Path) -> Row:
     """Trains over ranks, in float32 and where that runs in float64."""
     start = time.perf_counter()
     try:
-        row = compare(model, layout, steps, folder)
+        row = compare(model, layout, steps, folder, rows)
         if model in DOUBLE:
-            row = replace(row, double=double_error(model, layout, steps, folder))
+            row = replace(row, double=double_error(model, layout, steps, folder, rows))
     except Exception as error:  # whatever goes wrong is a row of the table
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        row = Row(model, layout, fault=text[:300])
+        row = Row(model, layout, rows, fault=text[:300])
     return replace(row, seconds=time.perf_counter() - start)
 
 
-def compare(model: str, layout: str, steps: int, folder: Path) -> Row:
+def compare(model: str, layout: str, steps: int, folder: Path, rows: int = ROWS) -> Row:
     """The errors in float32. Errors: OnnxparError."""
-    told = expected(model)
-    one = reference(model, folder, False, steps)
+    told = expected(model, rows)
+    one = reference(model, folder, rows, False, steps)
     given, whole = over_ranks(one, layout, told.batch, told.rate, steps)
     return Row(
         model,
         layout,
+        rows,
         loss_error(given.losses[:EARLY], one.unsplit.losses),
         loss_error(given.losses, one.unsplit.losses),
         gradient_error(given.gradients, one.unsplit.gradients),
@@ -163,10 +178,10 @@ def compare(model: str, layout: str, steps: int, folder: Path) -> Row:
     )
 
 
-def double_error(model: str, layout: str, steps: int, folder: Path) -> float:
+def double_error(model: str, layout: str, steps: int, folder: Path, rows: int = ROWS) -> float:
     """The largest error of a loss or a parameter in float64. Errors: OnnxparError."""
-    told = expected(model)
-    one = reference(model, folder, True, steps)
+    told = expected(model, rows)
+    one = reference(model, folder, rows, True, steps)
     given, _ = over_ranks(one, layout, as_type(told.batch, np.float64), told.rate, steps)
     return max(
         loss_error(given.losses, one.unsplit.losses),
@@ -193,23 +208,41 @@ def layouts(model: str, presets: Sequence[str], ranks: Sequence[int]) -> Iterato
         yield from (f"{preset} {MESH}" for preset in ON_MESH if not presets or preset in presets)
 
 
+def few_layouts(model: str, rows: int, presets: Sequence[str]) -> Iterator[str]:
+    """Those that apply to a model on fewer rows than ranks, of those asked for."""
+    more = (f"{preset} {rows + 1}" for preset in MORE.get(model, ()))
+    for layout in (*FEW[rows], *more):
+        if (model, rows) not in UNSTEADY and (not presets or layout.split()[0] in presets):
+            yield layout
+
+
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The errors as a page of Markdown: a row for a model and a preset, the worst of its meshes."""
+    """The errors as a page of Markdown: a row for a model and a preset, the worst of its meshes;
+    and one for a model and few rows, the worst of all layouts."""
     yield from ABOUT.splitlines()
-    yield ""
-    yield "| model | preset | meshes | loss, 10 steps | loss, 50 | gradients | PyTorch | float64 |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    groups: dict[tuple[str, str], list[Row]] = {}
+    presets: dict[tuple[str, str], list[Row]] = {}
+    few: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.model, row.layout.split()[0]), []).append(row)
-    for (model, preset), found in groups.items():
-        meshes = ", ".join(row.layout.split()[1] for row in found)
-        names = ("early", "late", "gradients")
-        worst = [f"{np.max([getattr(row, name) for row in found]):.0e}" for name in names]
-        told = f"{max(row.torch for row in found):.0e} ({found[0].torch_unsplit:.0e})"
-        wide = [row.double for row in found if row.double is not None]
-        double = f"{max(wide):.0e}" if wide else ""
-        yield f"| {model} | {preset} | {meshes} | {' | '.join(worst)} | {told} | {double} |"
+        if row.rows == ROWS:
+            presets.setdefault((row.model, row.layout.split()[0]), []).append(row)
+        else:
+            few.setdefault((row.model, str(row.rows)), []).append(row)
+    names = "loss, 10 steps | loss, 50 | gradients | PyTorch | float64"
+    for head, groups in (("preset | meshes", presets), ("rows | layouts", few)):
+        yield ""
+        yield f"| model | {head} | {names} |"
+        yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+        for (model, kind), found in groups.items():
+            layouts = [row.layout.split()[1] if groups is presets else row.layout for row in found]
+            yield f"| {model} | {kind} | {', '.join(layouts)} | {_worst_of(found)} |"
+
+
+def _worst_of(rows: Sequence[Row]) -> str:
+    names = ("early", "late", "gradients")
+    worst = [f"{np.max([getattr(row, name) for row in rows]):.0e}" for name in names]
+    told = f"{max(row.torch for row in rows):.0e} ({rows[0].torch_unsplit:.0e})"
+    wide = [row.double for row in rows if row.double is not None]
+    return f"{' | '.join(worst)} | {told} | {f'{max(wide):.0e}' if wide else ''}"
 
 
 def main() -> int:
@@ -218,6 +251,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--presets", default="", help="default: all that apply")
     parser.add_argument("--ranks", default="2,3,4")
+    parser.add_argument("--rows", default="4,2,1", help="of the batch: 4, 2 or 1")
     parser.add_argument("--steps", type=int, default=50, help="at most 50")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to put a table of errors")
@@ -228,9 +262,14 @@ def main() -> int:
     print(HEAD)
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.workers) as pool:
         waiting = [
-            pool.submit(try_layout, model, layout, args.steps, Path(folder))
+            pool.submit(try_layout, model, count, layout, args.steps, Path(folder))
+            for count in map(int, args.rows.split(","))
             for model in args.models.split(",")
-            for layout in layouts(model, presets, ranks)
+            for layout in (
+                layouts(model, presets, ranks)
+                if count == ROWS
+                else few_layouts(model, count, presets)
+            )
         ]
         for future in waiting:
             rows.append(future.result())

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training.matrix import ALLOWED, MODELS, compare, double_error, layouts
+from training.matrix import (
+    ALLOWED,
+    FEW,
+    MODELS,
+    UNSTEADY,
+    compare,
+    double_error,
+    few_layouts,
+    layouts,
+)
 from training.trajectories import (
     Trajectory,
     expected,
@@ -55,6 +64,31 @@ def test_float64(model: str, layout: str, folder: Path) -> None:
     assert double_error(model, layout, 50, folder) <= ALLOWED["double"]
 
 
+@pytest.mark.parametrize(
+    ("model", "rows", "layout"),
+    [
+        ("gpt2", 2, "zero1 3"),
+        ("llama", 1, "sequence-parallel 2"),
+        ("bert", 2, "hybrid dp=3,tp=2"),
+        ("vit", 1, "data-parallel 2"),
+        ("resnet", 2, "data-parallel 3"),
+        ("dlrm", 2, "zero2 3"),
+        ("moe", 2, "expert-parallel 3"),
+        ("lstm", 2, "zero3 3"),
+    ],
+)
+def test_fewer_rows_than_ranks(model: str, rows: int, layout: str, folder: Path) -> None:
+    row = compare(model, layout, 10, folder, rows)
+    assert not row.faults, row.line()
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "layout"), [("gpt2", 2, "data-parallel 3"), ("dlrm", 1, "zero3 4")]
+)
+def test_fewer_rows_in_float64(model: str, rows: int, layout: str, folder: Path) -> None:
+    assert double_error(model, layout, 50, folder, rows) <= ALLOWED["double"]
+
+
 def test_what_the_errors_are() -> None:
     """Each is seen, also one that is no number."""
     ones = np.ones(3)
@@ -81,3 +115,8 @@ def test_the_presets_that_apply() -> None:
         "hybrid dp=2,tp=2",
     ]
     assert len({*layouts("gpt2", [], [2, 3, 4])}) == 6 * 3 + 3
+    assert list(few_layouts("moe", 1, ["expert-parallel", "zero3"])) == [
+        "zero3 4",
+        "expert-parallel 2",
+    ]
+    assert all(any(few_layouts(m, n, [])) != ((m, n) in UNSTEADY) for m in MODELS for n in FEW)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 from committed import MODELS
 from double_models import write_double
+from onnx import numpy_helper
 from training.steps import Array, ThreadTrainer
 
 from onnxpar.runtime.compare import Report, compare_arrays
@@ -17,6 +19,8 @@ from onnxpar.step import Step
 from onnxpar.training import grad
 from onnxpar.training.compare import UnsplitStep, judge_gradients
 
+ROWS = 4
+"""Of the batch on which a model is trained."""
 HUGE = 2.0**40
 """A learning rate at which nothing of a parameter is left in the next one but its gradient."""
 DOUBLE = ("gpt2", "llama", "dlrm", "mixtral", "t5")
@@ -35,7 +39,8 @@ class Trajectory:
 @dataclass(frozen=True)
 class Expected:
     """A batch, a learning rate, and what PyTorch makes of them: losses, and elements of each
-    parameter at flat `places`, the largest of which is as large as `largest` says."""
+    parameter at flat `places`, the largest of which is as large as `largest` says. `constants` are
+    those by which an export at this batch size differs from the committed one."""
 
     kind: str
     output: str
@@ -45,13 +50,16 @@ class Expected:
     places: Mapping[str, Array]
     values: Mapping[str, Array]
     largest: Mapping[str, float]
+    constants: Mapping[str, Array]
 
 
-def expected(model: str) -> Expected:
-    """What is written down of a model, its batch in float32."""
-    with np.load(MODELS / "expected" / f"{model}.legacy.training.npz") as stored:
+def expected(model: str, rows: int = ROWS) -> Expected:
+    """What is written down of a model trained on so many rows of its batch, in float32."""
+    few = "" if rows == ROWS else f".batch{rows}"
+    with np.load(MODELS / "expected" / f"{model}.legacy.training{few}.npz") as stored:
         told = dict(stored)
     batch = {k.removeprefix("feed."): v for k, v in told.items() if k.startswith("feed.")}
+    constants = {k.removeprefix("constant."): v for k, v in told.items() if k.startswith("const")}
     kind = str(told["kind"])
     if kind == "softmax-cross-entropy":
         batch["labels"] = batch.pop("target")
@@ -65,6 +73,7 @@ def expected(model: str) -> Expected:
         dict(zip(names, told["places"], strict=True)),
         dict(zip(names, told["trained"], strict=True)),
         dict(zip(names, map(float, told["largest"]), strict=True)),
+        constants,
     )
 
 
@@ -73,15 +82,31 @@ def as_type(batch: Mapping[str, Array], dtype: type[np.floating]) -> dict[str, A
     return {k: v.astype(dtype) if v.dtype.kind == "f" else v for k, v in batch.items()}
 
 
-def write_descent(model: str, folder: Path, *, double: bool = False) -> Path:
-    """Writes the step of gradient descent of a model, in float32 or float64."""
+def write_descent(model: str, folder: Path, *, double: bool = False, rows: int = ROWS) -> Path:
+    """Writes the step of gradient descent of a model, in float32 or float64, on so many rows."""
     source, step = MODELS / f"{model}.legacy.training.onnx", folder / f"{model}.{double}.onnx"
+    how = expected(model, rows)
+    if rows != ROWS:
+        write_few(source, folder / "few.onnx", rows, how.constants)
+        source = folder / "few.onnx"
     if double:
         write_double(source, folder / "double.onnx")
         source = folder / "double.onnx"
-    how = expected(model)
     grad(source, step, loss=how.kind, loss_of=how.output, optimizer="sgd")
     return step
+
+
+def write_few(source: Path, path: Path, rows: int, constants: Mapping[str, Array]) -> None:
+    """Writes the model as its exporter writes it at a batch of so many rows."""
+    model = onnx.load(source)
+    for port in (*model.graph.input, *model.graph.output):
+        port.type.tensor_type.shape.dim[0].dim_value = rows
+    del model.graph.value_info[:]
+    for node in model.graph.node:
+        if node.output[0] in constants:
+            node.attribute[0].t.CopyFrom(numpy_helper.from_array(constants[node.output[0]]))
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
 
 
 def descend_unsplit(
