@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from onnx.helper import tensor_dtype_to_np_dtype
@@ -118,17 +119,24 @@ def _positions(v: Vjp, scores: Value) -> Value | None:
     """Which keys each query sees by where they stand; None for all."""
     rows, seen = scores.shape[2:]
     lengths, past = v.operand(_LENGTHS), v.operand(4)
-    columns = np.arange(seen)
+    columns, own = np.arange(seen), np.arange(rows)[:, None]
     if lengths is None:
         ahead = past.shape[2] if past is not None else 0
-        earlier = columns <= np.arange(rows)[:, None] + ahead
-        return v.builder.constant(earlier) if v.attr("is_causal") else None
+        near = _near(v, own + ahead - columns)
+        return v.builder.constant(np.logical_and.reduce(near)) if near else None
     lengths = lengths.reshape([-1, 1, 1, 1])
-    within = v.builder.constant(columns) < lengths
-    if not v.attr("is_causal"):
-        return within
-    last = lengths + np.arange(rows)[:, None] - rows
-    return within.op("And", v.builder.constant(columns) <= last)
+    visible: Value = v.builder.constant(columns) < lengths
+    for each in _near(v, lengths + (own - rows) - columns):
+        visible = visible.op("And", each)
+    return visible
+
+
+def _near(v: Vjp, distance: Any) -> list[Any]:
+    """Which keys are no later than a query, and within its window, by how far they are before."""
+    left, right = (v.node.attrs.get(f"{side}_window_size", -1) for side in ("left", "right"))
+    bounds = [distance >= 0] if v.attr("is_causal") else []
+    bounds += [distance <= left] if left >= 0 else []
+    return bounds + ([distance >= -right] if right >= 0 else [])
 
 
 @vjp("RotaryEmbedding")

@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.attention_lowering import AttentionLowering, default_scale
+from onnxpar.rules.attention_lowering import AttentionLowering, default_scale, sees_by_place
 from onnxpar.rules.rule import (
     FIRST,
     Rule,
@@ -79,7 +79,7 @@ def attention(node: gs.Node) -> Rule:
         reduce={},
         local=local,
         across=across,
-        lowered=across | (frozenset("s") if node.attrs.get("is_causal") else frozenset()),
+        lowered=across | (frozenset("s") if sees_by_place(node.attrs) else frozenset()),
         lower=lowering.lower,
     )
 

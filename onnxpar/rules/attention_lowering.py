@@ -7,7 +7,7 @@ of powers of each row (log-sum-exp), so that no scores are exchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from onnxpar.rules.across import finish, like, places, wanted, widen
 from onnxpar.rules.rule import Local, Lowering, dtype_of, given
 
 _MASK, _LENGTHS = 3, 6
+_WINDOW = ("left_window_size", "right_window_size")
 Width = Callable[[Local], int]
 
 
@@ -59,7 +60,7 @@ class AttentionLowering:
         operands = [build.input(i) for i in range(len(node.inputs))]
         operands += [gs.Variable.empty()] * (_MASK + 1 - len(operands))
         operands[_MASK] = visible
-        attrs = {k: v for k, v in self.attrs.items() if k != "is_causal"}
+        attrs = {k: v for k, v in self.attrs.items() if k not in ("is_causal", *_WINDOW)}
         if self.flat:
             attrs["q_num_heads"] = lambda local: local.size("k") * local.size("g")
             attrs["kv_num_heads"] = lambda local: local.size("k")
@@ -79,18 +80,32 @@ class AttentionLowering:
         if given(node, _LENGTHS) is not None:
             lengths = build.add("Unsqueeze", [build.input(_LENGTHS)], axes=[1, 2, 3])
             found.append(build.add("Less", [columns, lengths]))
-        if self.attrs.get("is_causal"):
+        if sees_by_place(self.attrs):
             rows = places(build, "s", 0, 2)
             ahead: Any = np.array(self.past, np.int64)
             if lengths is not None:
                 ahead = build.add("Sub", [lengths, np.array(self.queries, np.int64)])
-            last = build.add("Add", [rows, ahead])
-            found.append(build.add("LessOrEqual", [columns, last]))
+            found += self._near(build, columns, build.add("Add", [rows, ahead]))
         if given(node, _MASK) is not None and self._mask(build) is None:
             found.append(build.input(_MASK))
         while len(found) > 1:
             found[-2:] = [build.add("And", found[-2:])]
         return found[0] if found else None
+
+    def _near(self, build: Lowering, columns: gs.Tensor, own: gs.Tensor) -> list[gs.Tensor]:
+        """Which keys are no later than a query, and within its window; `own` are the places of the
+        queries among the keys."""
+        left, right = (self.attrs.get(key, -1) for key in _WINDOW)
+        found = []
+        if self.attrs.get("is_causal"):
+            found.append(build.add("LessOrEqual", [columns, own]))
+        if left >= 0:
+            first = build.add("Sub", [own, np.array(left, np.int64)])
+            found.append(build.add("GreaterOrEqual", [columns, first]))
+        if right >= 0:
+            last = build.add("Add", [own, np.array(right, np.int64)])
+            found.append(build.add("LessOrEqual", [columns, last]))
+        return found
 
     def _columns(self, build: Lowering) -> gs.Tensor:
         """Global positions of the keys that the rank's scores are of."""
@@ -194,6 +209,11 @@ class AttentionLowering:
             return
         result = build.add("Transpose", [result], perm=[0, 2, 1, 3])
         finish(build, "Reshape", [result, np.array([0, 0, -1], np.int64)])
+
+
+def sees_by_place(attrs: Mapping[str, Any]) -> bool:
+    """Whether the keys that a query attends to depend on its place in the sequence."""
+    return bool(attrs.get("is_causal")) or any(attrs.get(key, -1) >= 0 for key in _WINDOW)
 
 
 def default_scale(width: int) -> float:

@@ -52,6 +52,15 @@ CASES = [
     attention([*GROUPED, None, None, None, array([4, 5])], opset=24),
     attention([*GROUPED, None, None, None, array([4, 2])], CAUSAL, opset=24, fed=[6]),
     attention([*GROUPED, (3, 5), None, None, array([4, 3])], CAUSAL, opset=24, fed=[6]),
+    attention(SELF, {"left_window_size": 1, **CAUSAL}, opset=25),
+    attention([*GROUPED, SEEN], {"left_window_size": 2, "right_window_size": 1}, opset=25),
+    attention([*GROUPED, None, *CACHE], {"right_window_size": 0}, outputs=3, opset=25),
+    attention(
+        [*GROUPED, None, None, None, array([4, 3])],
+        {"left_window_size": 0, "right_window_size": 1},
+        opset=25,
+        fed=[6],
+    ),
 ]
 
 

@@ -88,6 +88,34 @@ CASES = [
         "b s (k g d), b t (k d), b t (k e), _, b k p d, b k p e"
         " -> b s (k g e); b k u d; b k u e {whole: d t p u}",
     ),
+    *(
+        (
+            Case("Attention", [Q, K, V, MASK], window, fed=[3], opset=25),
+            "b (k g) s d, b k t d, b k t e, s t -> b (k g) s e {across: t, whole: d}",
+        )
+        for window in (
+            {"left_window_size": 1},
+            {"left_window_size": 2, "right_window_size": 1},
+            {"right_window_size": 0, "left_window_size": 3, "is_causal": 1},
+        )
+    ),
+    (
+        Case(
+            "Attention", [*FLAT, None, *PAST], {**HEADS, "left_window_size": 2}, outputs=3, opset=25
+        ),
+        "b s (k g d), b t (k d), b t (k e), _, b k p d, b k p e"
+        " -> b s (k g e); b k u d; b k u e {whole: d t p u}",
+    ),
+    (
+        Case(
+            "Attention",
+            [Q, K, V, None, None, None, LENGTHS],
+            {"left_window_size": 1, "right_window_size": 1},
+            fed=[6],
+            opset=25,
+        ),
+        "b (k g) s d, b k t d, b k t e, _, _, _, b -> b (k g) s e {across: t, whole: d}",
+    ),
     (
         Case("RotaryEmbedding", [Q, ANGLES, ANGLES], opset=23),
         "b h s d, b s r, b s r -> b h s d {whole: d r}",
