@@ -83,7 +83,10 @@ def reduce_(node: gs.Node) -> Rule:
         return einsum(node, text, **across(node, gone, (), _ACROSS[node.op](axes, gone)))
     reduce = dict.fromkeys(gone, _PENDING[node.op])
     if node.op != "ReduceMean":
-        return einsum(node, text, reduce=reduce, linear=linear)
+        lowering: dict[str, Any] = {}
+        if dtype_of(node.inputs[0]) == np.bool_:
+            lowering = {"lowered": frozenset(gone), "lower": _lower_truth_values}
+        return einsum(node, text, reduce=reduce, linear=linear, **lowering)
     return einsum(
         node,
         text,
@@ -92,6 +95,16 @@ def reduce_(node: gs.Node) -> Rule:
         lowered=frozenset(gone),
         lower=weighted_mean(dict(zip(gone, sizes, strict=True))),
     )
+
+
+def _lower_truth_values(build: Lowering) -> None:
+    """The least or largest of truth values as numbers: onnxruntime has no kernel for the least of
+    no truth values, but for that of no numbers."""
+    node = build.local.node
+    numbers = build.add("Cast", [build.input(0)], to=onnx.TensorProto.UINT8)
+    axes = [build.input(i) for i in range(1, len(node.inputs))]
+    found = build.add(node.op, [numbers, *axes], **node.attrs)
+    build.finish("Cast", [found], to=onnx.TensorProto.BOOL)
 
 
 def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Sequence[int]) -> None:

@@ -69,6 +69,14 @@ CASES = [
         for op in ACROSS
     ),
     (Case("ReduceMax", [INT, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {max: d1}"),
+    *(
+        (
+            Case(op, [x.reshape(4, 3, 2), array([0, -1])], {"keepdims": 0}, [0]),
+            f"d0 d1 d2, _ -> d1 {{{join}: d0, {join}: d2}}",
+        )
+        for op, join in (("ReduceMax", "max"), ("ReduceMin", "min"))
+        for x in (INT > 0, INT < 9, *(INT.astype(t) for t in "bBie"))
+    ),
     (
         Case("ReduceMean", [POSITIVE.astype(np.float16), array([1])], fed=[0]),
         "d0 d1, _ -> d0 1 {sum: d1}",
