@@ -14,6 +14,7 @@ import onnx
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxpar.branches import taken_branch
+from onnxpar.misfits import check_fits
 from onnxpar.scopes import is_control, open_scopes
 from onnxpar.shapes import Walk, keep_nodes
 from onnxpar.stored import subgraphs_of
@@ -23,7 +24,8 @@ _Type = TypeProto | None
 
 def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
     """Folds what is constant, branches too, and declares the type of every tensor it can tell, in
-    place; bodies are opened (`open_scopes`). `keep` as for `Walk`."""
+    place; bodies are opened (`open_scopes`). `keep` as for `Walk`. Errors: ModelError for a node
+    that cannot run on its operands."""
     open_scopes(model.graph)
     walk = Walk(model, keep=keep)
     _Inference(walk).graph(model.graph)
@@ -52,6 +54,8 @@ class _Inference:
             values = self.walk.evaluate(node)
             if values is None:
                 self._infer(node)
+                if not is_body and self.walk.conflicts[-1:] == [node]:  # a body may never run
+                    check_fits([self.walk], node)
                 kept.append(node)
             else:
                 copies = self._fold(node, values, results)

@@ -15,6 +15,7 @@ from onnx import TensorProto, TypeProto
 from onnxpar.errors import StrategyError
 from onnxpar.fits import DOMAINS, Domain, sample
 from onnxpar.lockstep import Lockstep, Strides, Unsolved
+from onnxpar.misfits import check_fits
 from onnxpar.narrow import Whole
 from onnxpar.scopes import open_scopes
 from onnxpar.shapes import keep_nodes
@@ -66,7 +67,7 @@ def infer_open(
     Where symbols turn out to be one size, or one the sum of others (a mask over past and present)
     or a multiple of a number (an image that is halved and doubled), they are tied; where sizes do
     not fit the model at all (a table of positions), others are tried. `prepare` makes a graph of
-    an inferred model.
+    an inferred model. Errors: ModelError for a node that cannot run on its operands.
     """
     open_scopes(proto.graph)  # bodies may call different weights by one name
     labels = _symbols(dims)
@@ -74,13 +75,15 @@ def infer_open(
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
     search = _Search(proto, dims, least, taken)
     dims, walks = search.run()
+    live = [walks.walks[i] for i in walks.live]
+    for node in walks.conflicts:
+        check_fits(live, node)
     typical = typical or Typical()
     symbols, ties = tuple(walks.bindings[0]), Ties(tuple(search.ties))
     odd = len(walks.conflicts)
     profiles = typical_sizes(typical, symbols, ties, dims, lambda b: search.conflicts(b) <= odd)
     keep_nodes(proto.graph, walks.kept)
     bare = copy_with_stubs(proto, _reference_to_nowhere)
-    live = [walks.walks[i] for i in walks.live]
     bindings = [walks.bindings[i] for i in walks.live]
 
     def graph(i: int) -> gs.Graph:

@@ -44,6 +44,22 @@ class RuntimeShapes:
         self._ir_version = ir_version
         self._known: dict[bytes, list[TypeProto | None]] = {}
 
+    def refusal(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> str | None:
+        """Why the runtime does not load a node with operands of these types, None where it does or
+        where a type is not known."""
+        if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
+            return None
+        try:
+            _session(self._one_node(node, types, values))
+        except REFUSED as error:
+            return str(error).splitlines()[0]
+        return None
+
     def infer(
         self,
         node: NodeProto,
@@ -112,15 +128,20 @@ def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
     return [port.name for port in schema.inputs], [port.name for port in schema.outputs]
 
 
-def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
-    """The types of the results of a one-node model; None where the runtime has no kernel."""
-    outputs = model.graph.node[0].output
+def _session(model: onnx.ModelProto) -> Any:
+    """A session of a one-node model. Errors: REFUSED."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
+    return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
+    """The types of the results of a one-node model; None where the runtime has no kernel."""
+    outputs = model.graph.node[0].output
     try:
-        session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+        session = _session(model)
     except REFUSED:
         return [None] * len(outputs)
     shapes: list[_Shape | None] = [list(o.shape) for o in session.get_outputs()]

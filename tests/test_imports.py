@@ -36,6 +36,7 @@ LAYERS = (
         "shapes",
         "checker",
         "inference",
+        "misfits",
         "input_sizes",
         "model",
         "state_pairs",

@@ -20,7 +20,7 @@ def resize(v: Vjp) -> Grads:
     if resized is None:
         raise ModelError(
             f"Resize '{v.node.name}' has scales or a region that only a run can tell, and no "
-            f"gradient there"
+            f"gradient there; store them with the model"
         )
     gradient = v.dy
     for axis, scaling in resized.items():

@@ -240,7 +240,8 @@ def col2im(v: Vjp) -> Grads:
     block = v.constant(2)
     if block is None:
         raise ModelError(
-            f"Col2Im '{v.node.name}' has a block that only a run can tell, and no gradient there"
+            f"Col2Im '{v.node.name}' has a block that only a run can tell, and no gradient there; "
+            f"store {v.node.inputs[2].name!r} with the model"
         )
     channels, places = v.y.shape[1], math.prod(block)
     kernel = np.eye(places, dtype=v.dy.dtype).reshape(places, 1, *block)

@@ -22,7 +22,8 @@ def dft(v: Vjp) -> Grads:
         if x.shape[axis] != size // 2 + 1:
             raise ModelError(
                 f"DFT '{v.node.name}' makes {size} elements of {x.shape[axis]} frequencies, not of "
-                f"{size // 2 + 1}: runtimes do not agree on what that is, and it has no gradient"
+                f"{size // 2 + 1}: runtimes do not agree on what that is, and it has no gradient; give "
+                f"it a dft_length of {2 * (x.shape[axis] - 1)}"
             )
         twice = np.full(size // 2 + 1, 2.0)  # those that stand for their mirror image, too
         twice[[0, size // 2] if size % 2 == 0 else [0]] = 1
@@ -74,7 +75,7 @@ def _known(v: Vjp, index: int) -> Array | None:
     if found is None and v.operand(index) is not None:
         raise ModelError(
             f"{v.node.op} '{v.node.name}' has an operand {index} that only a run can tell, and no "
-            f"gradient there"
+            f"gradient there; store {v.node.inputs[index].name!r} with the model"
         )
     return found
 

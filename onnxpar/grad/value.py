@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.grad.unknown_shapes import has_shape, shape_error
 from onnxpar.rules.rule import dtype_of
 from onnxpar.shapes import infer_results
 
@@ -129,14 +129,9 @@ class Value:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its sizes. Errors: ModelError where only a run can tell."""
-        shape = self.tensor.shape
-        if shape is None or not all(isinstance(s, (int, np.integer)) for s in shape):
-            raise ModelError(
-                f"tensor {self.tensor.name!r} has a shape that only a run can tell ({shape}), and "
-                "its gradient depends on it; bind symbolic sizes with --dim, and give ranks with "
-                "programs of their own equal parts"
-            )
-        return tuple(int(s) for s in shape)
+        if not has_shape(self.tensor):
+            raise shape_error(self.tensor)
+        return tuple(int(s) for s in self.tensor.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -1,0 +1,55 @@
+"""Names the node that makes a data-dependent size, where a gradient needs that size."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import ModelError
+
+
+def has_shape(tensor: gs.Tensor) -> bool:
+    """Whether every size of a tensor is known."""
+    return tensor.shape is not None and all(isinstance(s, (int, np.integer)) for s in tensor.shape)
+
+
+def shape_error(tensor: gs.Tensor) -> ModelError:
+    """The error for a tensor whose shape a gradient needs; it names the node where that is lost."""
+    first, maker = _origin(tensor)
+    needed = f"the gradient needs the shape of {tensor.name!r} ({_shape_text(tensor)})"
+    if maker is None:
+        return ModelError(
+            f"{first.name!r} comes in with open sizes, and {needed}; bind its symbols with --dim, "
+            "or give ranks with programs of their own equal parts"
+        )
+    return ModelError(
+        f"{maker.op} '{maker.name}' makes data-dependent sizes, and {needed}; export the model so "
+        "that the shapes of its inputs decide all sizes (pad, then mask), leave out the weights "
+        "before this node with --frozen, or give ranks with programs of their own equal parts"
+    )
+
+
+def _origin(tensor: gs.Tensor) -> tuple[gs.Tensor, gs.Node | None]:
+    """The first tensor on the way to this one whose shape is unknown, and the node that makes it;
+    none makes what comes in."""
+    passed: set[str] = set()
+    while tensor.inputs:
+        maker = tensor.inputs[0]
+        passed.add(tensor.name)
+        before = [t for t in maker.inputs if t.name not in passed and _lacks_shape(t)]
+        if not before:
+            return tensor, maker
+        tensor = before[0]
+    return tensor, None
+
+
+def _lacks_shape(tensor: gs.Tensor) -> bool:
+    """Whether an operand is a tensor of unknown shape; sequences and what is left out have none."""
+    makes_sequence = any(node.op.startswith("Sequence") for node in tensor.inputs)
+    return bool(tensor.name) and not makes_sequence and not has_shape(tensor)
+
+
+def _shape_text(tensor: gs.Tensor) -> str:
+    if tensor.shape is None:
+        return "of unknown rank"
+    return f"[{', '.join(str(s) if s is not None else '?' for s in tensor.shape)}]"
