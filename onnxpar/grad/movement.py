@@ -77,8 +77,8 @@ def _computed_slice(v: Vjp, gradient: Value) -> Value:
     starts, axes, steps = v.operands[1], v.constant(3), v.operand(4)
     if axes is None and v.operand(3) is not None:
         raise ModelError(
-            f"{v.node.op} '{v.node.name}' has axes that only a run can tell, and no gradient there; "
-            f"store {v.node.inputs[3].name!r} with the model"
+            f"{v.node.op} '{v.node.name}' has axes that only a run can tell, and no gradient "
+            f"there; store {v.node.inputs[3].name!r} with the model"
         )
     for i, axis in enumerate(range(starts.size) if axes is None else axes):
         size, count = v.x.shape[axis], v.y.shape[axis]
@@ -117,8 +117,8 @@ def pad(v: Vjp) -> Grads:
     amounts, axes = v.constant(1), v.constant(3)
     if amounts is None or (axes is None and v.operand(3) is not None):
         raise ModelError(
-            f"{v.node.op} '{v.node.name}' has pads that only a run can tell, and no gradient there; "
-            f"store {v.node.inputs[1].name!r} with the model, and the axes"
+            f"{v.node.op} '{v.node.name}' has pads that only a run can tell, and no gradient "
+            f"there; store {v.node.inputs[1].name!r} with the model, and the axes"
         )
     before, after = [0] * x.rank, [0] * x.rank
     ends = amounts.reshape(2, -1).tolist()

@@ -22,8 +22,8 @@ def dft(v: Vjp) -> Grads:
         if x.shape[axis] != size // 2 + 1:
             raise ModelError(
                 f"DFT '{v.node.name}' makes {size} elements of {x.shape[axis]} frequencies, not of "
-                f"{size // 2 + 1}: runtimes do not agree on what that is, and it has no gradient; give "
-                f"it a dft_length of {2 * (x.shape[axis] - 1)}"
+                f"{size // 2 + 1}: runtimes do not agree on what that is, and it has no gradient; "
+                f"give it a dft_length of {2 * (x.shape[axis] - 1)}"
             )
         twice = np.full(size // 2 + 1, 2.0)  # those that stand for their mirror image, too
         twice[[0, size // 2] if size % 2 == 0 else [0]] = 1
