@@ -61,12 +61,11 @@ def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
     """Those of the factors whose parts take more than their own sizes: they are exchanged between
     ranks, or stand in dimensions of several factors."""
     exchanged = {*rule.lowered, *rule.across, *rule.runs, *(f for g in rule.ties for f in g)}
-    joint = {
-        v
-        for spec in (*rule.inputs, *rule.outputs)
-        for expr in spec or ()
-        if not isinstance(expr, Var)
-        for v in expr_vars(expr)
-    }
     tied = {f for group in rule.ties if not set(group).isdisjoint(factors) for f in group}
-    return frozenset((set(factors) | tied) & (exchanged | joint))
+    return frozenset((set(factors) | tied) & exchanged.union(*joint(rule)))
+
+
+def joint(rule: Rule) -> list[tuple[str, ...]]:
+    """The factors of each dimension that consists of several."""
+    specs = [expr for spec in (*rule.inputs, *rule.outputs) for expr in spec or ()]
+    return [tuple(expr_vars(expr)) for expr in specs if not isinstance(expr, Var)]

@@ -496,7 +496,7 @@ def _plan(
             open_ports(made, ctx)
             break
         except OpenSizesError as error:  # such nodes stay whole, and all is decided anew
-            more = stay_whole(error.nodes, ctx, model.whole)
+            more = stay_whole(error.nodes, model.graph, ctx, model.whole)
             if not more:
                 raise
             whole = {**whole, **more}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import OpenSizesError
-from onnxpar.factors import GraphFactors, analyse
+from onnxpar.factors import GraphFactors, OpFactors, analyse
 from onnxpar.fits import ENOUGH
 from onnxpar.model import Model
-from onnxpar.narrow import Whole, delicate
+from onnxpar.narrow import Whole, delicate, joint
+from onnxpar.origin import origin_of
 from onnxpar.passes.pass_ import Pass, PassContext, Variant
 from onnxpar.sharding import Sharding
 from onnxpar.sized_factors import Sample, at_sizes, atom_sizes, priced
@@ -126,20 +127,61 @@ def _changed(have: GraphFactors, other: GraphFactors) -> dict[str, frozenset[str
     }
 
 
-def stay_whole(nodes: Mapping[str, frozenset[str]], ctx: PassContext, already: Whole) -> Whole:
-    """What these nodes must not split any more, which they may have split until now: these factors,
-    or those of open sizes, of which those first whose parts are exchanged between ranks; empty
-    where nothing is left."""
+def stay_whole(
+    nodes: Mapping[str, frozenset[str]], graph: gs.Graph, ctx: PassContext, already: Whole
+) -> Whole:
+    """What these nodes of the lowered graph must not split any more, which they may have split
+    until now: these factors, or those of open sizes, of which those first whose parts are exchanged
+    between ranks; empty where nothing is left."""
     factors = ctx.sharding.factors
     found: dict[str, Collection[str] | None] = {}
     for name, given in nodes.items():
         op = factors.find(name)
-        if op is None or (op.result in already and already[op.result] is None):
+        if op is None:
+            found.update(_uncut(_resharded(name, graph, factors), factors, already))
             continue
-        open_ = {leaf.factor for leaf in op.leaves if leaf.atom in factors.open_atoms}
+        if op.result in already and already[op.result] is None:
+            continue
         before = frozenset(already.get(op.result) or ())
-        narrow = (given or delicate(op.rule, open_)) - before
+        narrow = (given or delicate(op.rule, _open_factors(op, factors))) - before
         found[op.result] = narrow | before if narrow else None
+    return found
+
+
+def _open_factors(op: OpFactors, factors: GraphFactors) -> frozenset[str]:
+    return frozenset(leaf.factor for leaf in op.leaves if leaf.atom in factors.open_atoms)
+
+
+def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[frozenset[int]]:
+    """The atoms of each open dimension of the tensor that a node was made to reshard."""
+    for node in graph.nodes:
+        source = vars(node).get("onnx_source")
+        if source is None or origin_of(source) != name:
+            continue
+        for tensor in [factors.tensors[t.name] for t in node.outputs if t.name in factors.tensors]:
+            for axis, _ in enumerate(tensor.dims):
+                pairs = zip(tensor.leaves, tensor.dim_of_leaf, strict=True)
+                atoms = frozenset(leaf.atom for leaf, dim in pairs if dim == axis)
+                if atoms & factors.open_atoms:
+                    yield atoms
+
+
+def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
+    """The factors of all nodes that cut one of these dimensions into several: ranks have a part of
+    each segment, and their order in the whole has no closed form."""
+    wanted = list(dims)
+    found = {}
+    for op in factors.ops:
+        before = already.get(op.result, ())
+        cut = {
+            factor
+            for group in joint(op.rule)
+            for factor in group
+            for dim in wanted
+            if {*op.atoms[factor]} & dim and {a for f in group for a in op.atoms[f]} <= dim
+        }
+        if before is not None and not cut <= set(before):
+            found[op.result] = cut | set(before)
     return found
 
 

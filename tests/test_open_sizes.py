@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 from agreement import TIMEOUT, check_outputs, options, run_unsplit
@@ -167,6 +169,25 @@ def test_a_sequence_shorter_than_its_ranks(name: str, tmp_path: Path) -> None:
             feeds = feeds_at(plan, dims_of(model.name, {"batch": 2, "seq": length, "target": 3}))
             wanted = run_unsplit(model, feeds)
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_row_is_read_of_a_sequence_that_is_split(ranks: int, tmp_path: Path) -> None:
+    """A row by its number, as a pooler reads the first, cuts the sequence into segments."""
+    text = """
+        <ir_version: 8, opset_import: ["" : 18]>
+        pooled (float[batch, seq, 6] x) => (float[batch, 6] first, float[batch, seq, 6] y)
+        <int64 zero = {0}>
+        { h = Relu(x)  first = Gather<axis: int = 1>(h, zero)  e = Exp(h)  y = Neg(e) }"""
+    model = tmp_path / "pooled.onnx"
+    onnx.save(onnx.parser.parse_model(text), model)
+    strategy = {"tensors": {"x": [None, "tp", None], "y": [None, None, None]}}
+    plan = pipeline.shard(model, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
+    assert [c.kind for c in plan.collectives] == ["AllGather", "AllGather"]
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for length in (1, 2, 3, 5, 8, 9):
+            feeds = feeds_at(plan, {"batch": 2, "seq": length})
+            check_outputs(session.run(None, feeds), run_unsplit(model, feeds), ["first", "y"])
 
 
 def test_parts_by_hand_need_a_size(tmp_path: Path) -> None:
