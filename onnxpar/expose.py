@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
 from onnxpar.interchange import type_text
+from onnxpar.open_ports import opened_port
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import Plan, Port, numpy_dtype
 
@@ -30,19 +34,28 @@ _TYPES = frozenset(
 def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
     """Makes the results of nodes with these names outputs of the ranks' graphs and of the plan.
 
-    Those in bodies are left out, and so is what has no layout, as only data decide its shape. The
+    Left out are results in bodies, and those whose shape or parts are not known before a run. The
     graph must be that of the ranks, short of being cut."""
     graph = ctx.model.graph
     known = {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
     for node in graph.nodes:
         for tensor in node.outputs:
-            layout = ctx.layouts.get(tensor.name)
-            if tensor.name not in names or tensor.name in known or layout is None:
+            if tensor.name not in names or tensor.name in known:
                 continue
-            if tensor.dtype is None or numpy_dtype(tensor).name not in _TYPES:
-                continue
-            tensor.shape = list(layout.shape)
-            graph.outputs.append(tensor)
-            dtype = numpy_dtype(tensor).name
-            port = Port(tensor.name, dtype, tuple(layout.shape), layout, type_text(tensor))
-            made.outputs.append(port)
+            port = _port(tensor, ctx)
+            if port is not None:
+                tensor.shape = list(ctx.layouts[tensor.name].shape)
+                graph.outputs.append(tensor)
+                made.outputs.append(port)
+
+
+def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
+    """How a result is handed out; None where that is not known before a run."""
+    layout = ctx.layouts.get(tensor.name)
+    if layout is None or tensor.dtype is None or numpy_dtype(tensor).name not in _TYPES:
+        return None
+    dtype, shape = numpy_dtype(tensor).name, tuple(layout.shape)
+    try:
+        return opened_port(Port(tensor.name, dtype, shape, layout, type_text(tensor)), ctx)
+    except StrategyError:
+        return None

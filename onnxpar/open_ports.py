@@ -20,14 +20,19 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
     if sizes is None:
         return
     plan.example = dict(sizes.bindings[0])
-    contexts = [ctx, *(other for _, other in ctx.replays)]
     for ports in (plan.inputs, plan.outputs):
-        ports[:] = [_opened(port, contexts, sizes) for port in ports]
+        ports[:] = [opened_port(port, ctx) for port in ports]
 
 
-def _opened(port: Port, contexts: Sequence[PassContext], sizes: OpenSizes) -> Port:
+def opened_port(port: Port, ctx: PassContext) -> Port:
+    """The port with its open sizes; itself where none of it is open. Errors: StrategyError for one
+    that no polynomial of the symbols says."""
+    sizes = ctx.model.sizes
+    if sizes is None:
+        return port
     if port.layout is None:
         return _opened_strings(port, sizes)
+    contexts = [ctx, *(other for _, other in ctx.replays)]
     layouts = [each.layouts[port.name] for each in contexts]
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]

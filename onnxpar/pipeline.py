@@ -502,8 +502,6 @@ def _plan(
             whole = {**whole, **more}
     made.metadata = metadata_of(model.header)
     if options.exposed:
-        if model.sizes is not None:
-            raise StrategyError(f"--each: sizes are open; give {model.sizes.flags}")
         expose(made, ctx, options.exposed)
     note_weights(made)
     if made.unpaired:

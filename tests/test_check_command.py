@@ -124,15 +124,67 @@ def test_each_names_the_first_tensor_that_differs(
         assert f"the first that differs is '{fault}' of {op}: float32 [8, 16], error" in out
 
 
-def test_each_needs_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "open.onnx"
-    proto = onnx.parser.parse_model(MODEL.replace("[8,", "[n,"))
-    weight = np.ones((16, 4), np.float32)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+OPEN = """<ir_version: 8, opset_import: ["" : 17]>
+open (float[batch,seq,16] x, int64[batch,seq] ids) => (float[batch,k] y) {
+  [up] u = MatMul(x, a)
+  [shape] s = Shape(ids)
+  [fill] f = ConstantOfShape<value = float[1] {2.0}>(s)
+  [axes] axes = Constant<value = int64[1] {2}>()
+  [wide] g = Unsqueeze(f, axes)
+  [bend] r = Mul(u, g)
+  [odd] nz = NonZero(ids)
+  [down] d = MatMul(r, b)
+  [mean] m = ReduceMean<axes = [1], keepdims = 0>(d)
+  [last] y = Relu(m)
+}"""
+
+
+@pytest.mark.parametrize("more", [[], ["--dim", "batch=1"]])
+def test_each_with_open_sizes(
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Tensors inside are compared at the sizes of the feeds, with one element on a rank or none."""
+    model, proto = tmp_path / "open.onnx", onnx.parser.parse_model(OPEN)
+    random = np.random.default_rng(0)
+    for name in "ab":
+        weight = random.standard_normal((16, 16)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
     onnx.save(proto, model)
-    assert main(["check", str(model), "--devices", "2", "--each"]) == 2
-    assert "--each: sizes are open; give --dim n=N" in capsys.readouterr().err
-    assert main(["check", str(model), "--devices", "2", "--each", "--dim", "n=8"]) == 0
+    strategy = model.with_suffix(".yaml")
+    strategy.write_text(
+        "{mesh: {dp: 2, tp: 2}, tensors: {x: [dp, null, null]}, "
+        "shard: {up: [null, [null, tp]], down: [null, [tp, null]]}}"
+    )
+    arguments = ["check", str(model), "--strategy", str(strategy), "--each", *more]
+    feeds = {"x": np.ones((1, 3, 16), np.float32), "ids": np.ones((1, 3), np.int64)}
+    np.savez(tmp_path / "in.npz", **feeds)
+    given = ["--inputs", str(tmp_path / "in.npz")]
+    for each in (arguments, [*arguments, *given]):
+        assert main(each) == 0, capsys.readouterr().err
+        out = capsys.readouterr().out
+        found = re.search(r"(\d+) tensors that both models have were compared", out)
+        assert found is not None and int(found[1]) >= 5
+        assert len([line for line in out.splitlines() if " output " in line]) == 1
+    shard = pipeline.shard
+
+    def spoil(*args: Any, **more: Any) -> Any:
+        made = shard(*args, **more)
+        file = args[1] / "rank_0001.onnx"
+        graph = onnx.load(file)
+        (tensor,) = (t for t in graph.graph.initializer if t.name == "b")
+        array = onnx.numpy_helper.to_array(tensor).copy()
+        array[0, 0] += 1
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, "b"))
+        onnx.save(graph, file)
+        return made
+
+    monkeypatch.setattr(pipeline, "shard", spoil)
+    assert main([*arguments, *given]) == 1
+    out = capsys.readouterr().out
+    assert "the first that differs is 'd' of MatMul 'down': float32 [1, 3, 16], error" in out
 
 
 def test_made_up_lengths_shrink_to_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import onnx
 
 from onnxpar.errors import ModelError
-from onnxpar.runtime.bundle import NodeArg
 from onnxpar.runtime.compare import (
     TOLERANCES,
     Closeness,
@@ -81,7 +80,7 @@ def compare_each(
 ) -> EachReport:
     """Compares every output of the session, those in the model's order that are inside of it, too.
 
-    Both models run as often as it takes to hold but SLICE_BYTES of tensors at a time. Errors:
+    Both models run as often as it takes to hold at most SLICE_BYTES of tensors at a time. Errors:
     ModelError where the unsplit model does not load; InputError; RankError.
     """
     session.check_feeds(feeds)
@@ -95,7 +94,7 @@ def compare_each(
             proto.graph.output.append(onnx.ValueInfoProto(name=port.name))
     unsplit = Unsplit(proto.SerializeToString(), Path(model).parent)
     rows: list[Comparison] = []
-    for names in _slices(ports):
+    for names in _slices([port.name for port in ports], session.output_shapes(feeds)):
         try:
             wanted = unsplit.run(feeds, names)
         except ModelError as error:
@@ -109,15 +108,18 @@ def compare_each(
     return EachReport(outputs, None, len(rows), first, node)
 
 
-def _slices(ports: Sequence[NodeArg]) -> Iterator[list[str]]:
+def _slices(
+    outputs: Sequence[str], shapes: Mapping[str, Sequence[int | None]]
+) -> Iterator[list[str]]:
+    """Names of outputs that are compared together."""
     names: list[str] = []
     held = 0
-    for port in ports:
-        size = 8 * math.prod(s if isinstance(s, int) else 1 for s in port.shape)
+    for name in outputs:
+        size = 8 * math.prod(1 if s is None else s for s in shapes[name])
         if names and held + size > SLICE_BYTES:
             yield names
             names, held = [], 0
-        names.append(port.name)
+        names.append(name)
         held += size
     if names:
         yield names

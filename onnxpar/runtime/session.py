@@ -80,6 +80,12 @@ class Session(Interface, Closing):
         """Errors: InputError where a run would refuse these feeds."""
         check_feeds(self._bundle, feeds, self._kept)
 
+    def output_shapes(self, feeds: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
+        """The shapes of the outputs for these feeds; sizes that data decides are None. Errors:
+        InputError where feeds contradict each other."""
+        sizes = dict(zip(self._bundle.symbols, self._sizes(feeds), strict=True))
+        return {name: port.shape_at(sizes) for name, port in self._bundle.outputs.items()}
+
     @property
     def apart(self) -> frozenset[str]:
         """Outputs that evaluate a training step: they are not computed together with others."""
