@@ -12,6 +12,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, TypeProto
 
+from onnxpar.arrays import Array
 from onnxpar.errors import StrategyError
 from onnxpar.fits import DOMAINS, Domain, sample
 from onnxpar.lockstep import Lockstep, Strides, Unsolved
@@ -80,8 +81,7 @@ def infer_open(
         check_fits(live, node)
     typical = typical or Typical()
     symbols, ties = tuple(walks.bindings[0]), Ties(tuple(search.ties))
-    odd = len(walks.conflicts)
-    profiles = typical_sizes(typical, symbols, ties, dims, lambda b: search.conflicts(b) <= odd)
+    profiles = typical_sizes(typical, symbols, ties, dims, search.suits, search.fits)
     keep_nodes(proto.graph, walks.kept)
     bare = copy_with_stubs(proto, _reference_to_nowhere)
     bindings = [walks.bindings[i] for i in walks.live]
@@ -159,9 +159,29 @@ class _Search:
             )
         return dims, walks
 
-    def conflicts(self, binding: Binding) -> int:
-        """How many nodes do not fit these sizes."""
-        alone = Lockstep(self.proto, [self._types(binding)], [binding], _symbols(self.dims))
+    def fits(self, binding: Binding) -> bool:
+        """Whether the shapes of the model allow these sizes, as they do those sampled."""
+        assert self.best is not None
+        return self._conflicts(binding) <= len(self.best[2].conflicts)
+
+    def suits(self, binding: Binding) -> bool:
+        """Whether they also fit where all integers that are fed are 0, or 1: positions that are
+        computed from a mask or from token ids must lie in their table. What does not fit with
+        these values at sizes of 1 does not count."""
+        if not self.fits(binding):
+            return False
+        for value in (0, 1):
+            odd = self._conflicts(binding, value)
+            if odd and odd > self._conflicts(dict.fromkeys(binding, 1), value):
+                return False
+        return True
+
+    def _conflicts(self, binding: Binding, value: int | None = None) -> int:
+        """How many nodes do not fit these sizes, where all integers that are fed have a value."""
+        types = self._types(binding)
+        alone = Lockstep(self.proto, [types], [binding], _symbols(self.dims))
+        if value is not None:
+            alone.walks[0].suppose(_integers(types, value))
         with np.errstate(all="ignore"):  # what is folded may be the logarithm of 0
             alone.run()
         return len(alone.conflicts)
@@ -226,12 +246,26 @@ class _Search:
         return self.domains != before and largest < _LARGEST
 
 
+_INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 _ROUNDS = 24
 """Walks over a model at most, for each way to sample its symbols."""
 _WIDEST = 1 << 16
 """Up to which size the sizes are looked for that a node needs."""
 _LARGEST = 1 << 22
 """The size up to which samples grow."""
+
+
+def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
+    """Inputs of integers that all have one value; those too large to reckon with are left out."""
+    found = {}
+    for name, type_ in types.items():
+        tensor = type_.tensor_type
+        shape = [dim.dim_value for dim in tensor.shape.dim]
+        is_small = all(d.HasField("dim_value") for d in tensor.shape.dim)
+        if tensor.elem_type in _INTEGERS and is_small and math.prod(shape) <= FOLD_LIMIT:
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+            found[name] = np.full(shape, value, dtype)
+    return found
 
 
 def _prime_above(n: int) -> int:

@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxpar.runtime_shapes import RuntimeShapes
 from onnxpar.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded
+from onnxpar.table_reads import reads_beyond
 
 _TRAINED = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _NEVER = frozenset(
@@ -91,6 +92,11 @@ class Walk:
                     self.kept.add(weight.name)
                 self.values[weight.name] = numpy_helper.to_array(weight)
                 self.protos[weight.name] = weight
+
+    def suppose(self, values: Mapping[str, Any]) -> None:
+        """Takes tensors to have these values."""
+        for name, value in values.items():
+            self._know(name, value)
 
     def fold(self, node: NodeProto, values: Sequence[Any]) -> None:
         """Takes the node's results for constants."""
@@ -183,6 +189,8 @@ class Walk:
     def infer(self, node: NodeProto) -> None:
         """Records the types of the results that inference can tell."""
         self.types.update(self._inferred(node))
+        if reads_beyond(node, self.values, self.sizes) and self.conflicts[-1:] != [node]:
+            self.conflicts.append(node)
 
     def probe(self, node: NodeProto, operand: str, axis: int, size: int) -> dict[str, TypeProto]:
         """The types that the node's results would have if a dimension of an operand had another

@@ -101,12 +101,12 @@ def typical_sizes(
     symbols: Sequence[str],
     ties: Ties,
     dims: OpenDims,
-    fits: Callable[[Binding], bool],
+    *fits: Callable[[Binding], bool],
 ) -> tuple[Profile, ...]:
     """Sizes for all symbols, with weights of which the sum is 1: what is given; else a batch of 1,
-    and lengths that the model's other sizes allow, as far as `fits` tells. Empty where nothing is
-    given and nothing fits. Errors: StrategyError for a symbol that is not open, or sizes that do
-    not fit."""
+    and lengths that the model's other sizes allow, as far as `fits` tells; a later one counts where
+    nothing fits by those before. Empty where nothing is given and nothing fits. Errors:
+    StrategyError for a symbol that is not open, or sizes that do not fit."""
     known = {*symbols, *(name for name, _ in ties.found)}
     total = sum(weight for _, weight in typical.profiles)
     found: list[Profile] = []
@@ -118,8 +118,11 @@ def typical_sizes(
                 f"--typical {unknown[0]}: no size of that name is open; there are: "
                 f"{', '.join(sorted(known))}"
             )
-        tried = [ties.solve(given, free) for free in _defaults(symbols, dims)]
-        best = next((b for b in tried if fits(b)), None)
+        tried: list[dict[str, int]] = []
+        for free in _defaults(symbols, dims):
+            solved = ties.solve(given, free)
+            tried += [solved] if solved not in tried else []
+        best = next((b for fit in fits for b in tried if fit(b)), None)
         if best is None and typical.profiles:
             text = ",".join(f"{name}={size}" for name, size in sizes.items())
             raise StrategyError(f"--typical {text}: the model does not allow these sizes")

@@ -31,6 +31,7 @@ LAYERS = (
     (
         "branches",
         "runtime_shapes",
+        "table_reads",
         "unfuse",
         "sequences",
         "shapes",
