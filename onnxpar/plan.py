@@ -213,7 +213,8 @@ class Plan(Shown):
     which ports are what where the model is a training step. `notes` are sentences that a user
     should read; `unpaired` are inputs that no output follows, though the others of their kind are
     states. `explained` has the steps of the plan where somebody asked for them: a page is made of
-    it.
+    it. `sent_at_runs` are the bytes that a rank sends in each collective, by name, at sizes of runs
+    that somebody asked about.
     """
 
     model: str
@@ -240,6 +241,7 @@ class Plan(Shown):
     is_told: bool = False
     unpaired: Sequence[str] = ()
     explained: Any = field(default=None, compare=False)
+    sent_at_runs: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         how = f", {self.preset}" if self.preset else ""

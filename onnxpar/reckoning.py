@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
@@ -74,13 +74,12 @@ def reckon_typical(
 ) -> None:
     """Gives a plan of a model with open sizes its costs: means over the typical sizes, and the most
     that is held. `passes` are those from insert-collectives on. With other `sizes`, `reckon` alone
-    is told what these cost."""
+    is told what these cost, and the plan what is sent at these (`sent_at_runs`)."""
     assert model.sizes is not None
     at = next(i for i, step in enumerate(passes) if isinstance(step, FuseAllReduces))
     first = ((model.sizes.bindings[0], 1.0),)
-    for weight, graph, other in replay_typical(model, ctx, passes[: at + 1], sizes):
-        reckon(weight, graph, other)
     if sizes:
+        made.sent_at_runs = _reckon_runs(made, model, ctx, passes[: at + 1], reckon, sizes)
         reckon = _nobody
     each: list[_Costs] = []
     for weight, graph, other in replay_typical(
@@ -100,10 +99,30 @@ def reckon_typical(
         sum(c.weight * c.predicted.communication for c in each),
         sum(c.weight * c.predicted.one_rank for c in each),
     )
+    sent = _bytes(made, ctx, [(c.weight, c.bytes) for c in each], model.sizes.typical)
     made.collectives = [
-        replace(entry, bytes=_bytes(i, entry, ctx, each))
-        for i, entry in enumerate(made.collectives)
+        replace(entry, bytes=size) for entry, size in zip(made.collectives, sent, strict=True)
     ]
+
+
+def _reckon_runs(
+    made: Plan,
+    model: Model,
+    ctx: PassContext,
+    passes: Sequence[Pass],
+    reckon: Reckon,
+    sizes: Sequence[Profile],
+) -> dict[str, int]:
+    """Tells `reckon` what the plan costs at these sizes; bytes that a rank sends in a run, by
+    collective. The last of the passes is fuse-all-reduces."""
+    *first, fuse = passes
+    each: list[tuple[float, Mapping[str, int]]] = []
+    for weight, graph, other in replay_typical(model, ctx, first, sizes):
+        each.append((weight, _sent(graph, other)))
+        fuse.run(graph, other)
+        reckon(weight, graph, other)
+    sent = _bytes(made, ctx, each, sizes)
+    return {entry.name: size for entry, size in zip(made.collectives, sent, strict=True)}
 
 
 def _mean(each: Iterable[tuple[float, int]]) -> int:
@@ -117,15 +136,24 @@ def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
     return {node.name: collective_of(node, mesh).bytes for node in nodes}
 
 
-def _bytes(at: int, entry: Collective, ctx: PassContext, each: Sequence[_Costs]) -> int:
-    """Bytes that a rank sends in the collective of that number; of one inside an op, as those at
-    the bindings tell."""
-    if all(entry.name in c.bytes for c in each):
-        return _mean((c.weight, c.bytes[entry.name]) for c in each)
+def _bytes(
+    made: Plan,
+    ctx: PassContext,
+    each: Sequence[tuple[float, Mapping[str, int]]],
+    profiles: Sequence[Profile],
+) -> Iterator[int]:
+    """Bytes that a rank sends in each collective of the plan: means of those at several sizes, with
+    weights; of one inside an op, as those at the bindings tell."""
     sizes = ctx.model.sizes
     assert sizes is not None
-    found = [entry.bytes, *(other.collectives[at].bytes for _, other in ctx.replays)]
-    polynomial = fit(found, sizes.variables())
-    if polynomial is None or not sizes.typical:
-        return entry.bytes
-    return _mean((weight, max(polynomial.at(b), 0)) for b, weight in sizes.typical)
+    variables = sizes.variables()
+    for at, entry in enumerate(made.collectives):
+        if all(entry.name in sent for _, sent in each):
+            yield _mean((weight, sent[entry.name]) for weight, sent in each)
+            continue
+        found = [entry.bytes, *(other.collectives[at].bytes for _, other in ctx.replays)]
+        polynomial = fit(found, variables)
+        if polynomial is None or not profiles:
+            yield entry.bytes
+        else:
+            yield _mean((weight, max(polynomial.at(b), 0)) for b, weight in profiles)

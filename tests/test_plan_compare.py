@@ -142,6 +142,13 @@ def test_open_sizes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "means of 1 run:" in out
     fed = np.load(folder / "in.npz")["x"].shape[0]
+    assert main(["plan", *how, "--dim", f"N={fed}", "--json"]) == 0
+    fixed = {c["name"]: c["bytes"] for c in json.loads(capsys.readouterr().out)["collectives"]}
+    assert main(["plan", *how, "--json"]) == 0
+    typical = {c["name"]: c["bytes"] for c in json.loads(capsys.readouterr().out)["collectives"]}
+    assert main(["plan", *how, "--compare", trace, "--json"]) == 0
+    compared = {c["node"]: c["bytes"] for c in json.loads(capsys.readouterr().out)["collectives"]}
+    assert compared == fixed != typical and fixed
     assert out.strip().endswith(f"sizes are open: predictions are for N={fed}")
 
 

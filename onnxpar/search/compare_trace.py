@@ -95,7 +95,7 @@ def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) ->
         rank,
         mean(lengths[run] for run in runs),
         computed,
-        _talked(events, len(runs), nodes),
+        _talked(events, len(runs), nodes, plan.sent_at_runs),
     )
 
 
@@ -207,8 +207,14 @@ class _Sets:
             self._above[self.find(name)] = first
 
 
-def _talked(events: Iterable[Event], runs: int, nodes: Mapping[str, PlannedNode]) -> list[Talked]:
-    """Collectives in the order in which they run, then those that did not."""
+def _talked(
+    events: Iterable[Event],
+    runs: int,
+    nodes: Mapping[str, PlannedNode],
+    sent: Mapping[str, int],
+) -> list[Talked]:
+    """Collectives in the order in which they run, then those that did not. `sent` has bytes at the
+    sizes of the runs, by collective, which replace those of the trace."""
     by_node: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: e.start):
         if event.collective is not None:
@@ -217,10 +223,16 @@ def _talked(events: Iterable[Event], runs: int, nodes: Mapping[str, PlannedNode]
     for name, node in nodes.items():
         if node.predicted and node.predicted.communication:
             by_node.setdefault(name, [])
-    return [_talk(name, of, runs, nodes.get(name)) for name, of in by_node.items()]
+    return [_talk(name, of, runs, nodes.get(name), sent) for name, of in by_node.items()]
 
 
-def _talk(name: str, events: Sequence[Event], runs: int, node: PlannedNode | None) -> Talked:
+def _talk(
+    name: str,
+    events: Sequence[Event],
+    runs: int,
+    node: PlannedNode | None,
+    sent_in: Mapping[str, int],
+) -> Talked:
     told = [e.collective for e in events if e.collective]
     is_inner = node is not None and not node.is_collective
     kinds = dict.fromkeys(t.kind for t in told) or ([node.op] if node and not is_inner else [])
@@ -229,6 +241,9 @@ def _talk(name: str, events: Sequence[Event], runs: int, node: PlannedNode | Non
     calls = len(events) // (runs * len(ranks)) if ranks else 0
     sent = [t.bytes for e, t in zip(events, told, strict=True) if e.rank == ranks[0]]
     known = [size for size in sent if size is not None]
+    size = sum(known) // runs if len(known) == len(sent) else None
+    if events and all(e.name in sent_in for e in events):
+        size = sum(sent_in[each] for each in {e.name for e in events})
     wait, seconds = (
         sum(of) / (runs * max(len(ranks), 1))
         for of in ((e.wait for e in events), (e.seconds for e in events))
@@ -238,7 +253,7 @@ def _talk(name: str, events: Sequence[Event], runs: int, node: PlannedNode | Non
         " ".join(kinds),
         tensor,
         calls,
-        sum(known) // runs if len(known) == len(sent) else None,
+        size,
         node.predicted.communication if node and node.predicted else None,
         seconds - wait,
         wait,
