@@ -19,7 +19,10 @@ OPS = (
     "Rank",
     "GroupSize",
 )
-"""The ops of the plugin; the last two are constants of a rank."""
+"""The ops of the plugin that a program per rank may have."""
+
+CONSTANTS = ("Rank", "GroupSize")
+"""Those of them that are constants of a rank."""
 
 _Dims = list[int | str | None]
 
@@ -34,7 +37,7 @@ def result_types(
     does not divide.
     """
     names = list(node.output)
-    if node.op_type in ("Rank", "GroupSize"):
+    if node.op_type in CONSTANTS:
         return {names[0]: onnx.helper.make_tensor_type_proto(TensorProto.INT64, [])}
     token = onnx.helper.make_tensor_type_proto(TensorProto.BOOL, [0])
     if node.op_type == "Send":

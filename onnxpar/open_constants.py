@@ -6,7 +6,6 @@ symbols and of where the rank's parts of them start and end, or the layout needs
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -233,9 +232,8 @@ class OpenConstants:
         source = random.Random(0)
         columns = {}
         for symbol in self.sizes.symbols:
-            values = [binding[symbol] for binding in self.sizes.bindings]
-            step = math.gcd(*(v - values[0] for v in values)) or 1
-            columns[symbol] = [min(values) + step * source.randint(0, 99) for _ in range(_PROBES)]
+            least = min(binding[symbol] for binding in self.sizes.bindings)
+            columns[symbol] = [least + source.randint(0, 999) for _ in range(_PROBES)]
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     @cached_property

@@ -239,7 +239,8 @@ class _Search:
             for symbol in divided.over.variables:
                 own = self.domains[symbol]
                 if own.step <= divided.below and not own.closed:
-                    step = _prime_above(divided.below)
+                    # no number of parts may divide the step, or samples leave one remainder of it
+                    step = _prime_above(max(divided.below, self.least))
                     low = max(4, own.low * own.step // step)
                     self.domains[symbol] = Domain(step, low, 4 * low + 16, own.low % step)
         largest = max(d.size(d.high) for d in self.domains.values())

@@ -75,7 +75,7 @@ class Device:
 
 
 KINDS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send",
-         "NeighborExchange")  # fmt: skip
+         "NeighborExchange", "HaloExchange")  # fmt: skip
 """Collectives that a level may have links for."""
 _DEVICE_UNITS = {
     "flops": "FLOP/s",

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
+from onnxpar.collective_shapes import CONSTANTS
 from onnxpar.passes.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.subgraphs import all_nodes, bodies
 
@@ -38,7 +39,7 @@ class OrderCollectives(Pass):
 def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
     """Hands the token from collective to collective; returns what the last one makes of it."""
     for node in graph.nodes:
-        if node.domain == DOMAIN and len(node.inputs) == 1:
+        if node.domain == DOMAIN and node.op not in CONSTANTS:
             node.inputs.append(token)
             token = _passed(node.name)
             node.outputs.append(token)

@@ -297,11 +297,55 @@ IMAGES = [(1, 3, 16, 12), (1, 3, 2, 12), (2, 3, 12, 3), (1, 3, 2, 2), (3, 3, 7, 
 def test_parts_may_be_smaller_than_windows(
     windowed: Path, axis: int, ranks: int, tmp_path: Path
 ) -> None:
-    """No rank's neighbours have what its windows reach in a small image: they run whole."""
+    """No rank's neighbours have what its windows reach in a small image: others do."""
     strategy = {"tensors": {"x": ["tp" if i == axis else None for i in range(4)]}}
     shapes = [{"x": shape} for shape in IMAGES]
     text = check(windowed, tmp_path / "m.par", f"tp={ranks}", shapes, strategy=strategy)
-    assert "NeighborExchange" not in text and "cannot be told while sizes are open" in text
+    assert "HaloExchange" in text and "cannot be told while sizes are open" not in text
+
+
+WINDOWS = {
+    "stride 1": "Conv <pads = [0, 1, 0, 1]> (x, k3)",
+    "wide": "Conv <pads = [0, 3, 0, 3]> (x, k7)",
+    "dilated": "Conv <pads = [0, 2, 0, 2], dilations = [1, 2]> (x, k3)",
+    "same": 'Conv <auto_pad = "SAME_UPPER"> (x, k3)',
+    "stride 2": "Conv <pads = [0, 1, 0, 1], strides = [1, 2]> (x, k3)",
+    "stride 3 with gaps": "Conv <pads = [0, 1, 0, 0], strides = [1, 3]> (x, k2)",
+    "stride 5": "Conv <pads = [0, 3, 0, 3], strides = [1, 5]> (x, k7)",
+    "largest": "MaxPool <kernel_shape = [1, 3], pads = [0, 1, 0, 1]> (x)",
+    "largest of pairs": "MaxPool <kernel_shape = [1, 2], strides = [1, 2], ceil_mode = 1> (x)",
+    "norm": "LpPool <kernel_shape = [1, 3], pads = [0, 1, 0, 1], strides = [1, 2]> (x)",
+    "mean": "AveragePool <kernel_shape = [1, 3], pads = [0, 1, 0, 1], count_include_pad = 1> (x)",
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_windows_over_parts_of_any_width(windows: str, ranks: int, tmp_path: Path) -> None:
+    """Of widths from 1 on: ranks have parts smaller than windows, or none, and some read what
+    farther ranks have."""
+    model = save(
+        tmp_path / "any.onnx",
+        f"""
+        any (float[1, 2, 2, width] x) => (float[n, c, h, w] y) {{
+            [node] a = {WINDOWS[windows]}
+            y = Sigmoid (a)
+        }}
+        """,
+        *(weight(f"k{n}", 3, 2, 1, n) for n in (2, 3, 7) if f"k{n})" in WINDOWS[windows]),
+    )
+    strategy = {"shard": {"node": [[1, 1, 1, "tp"]]}}
+    shapes = [{"x": (1, 2, 2, width)} for width in range(1, 41)]
+    text = check(model, tmp_path / "m.par", f"tp={ranks}", shapes, strategy=strategy)
+    assert '"HaloExchange"' in text
+
+
+def test_height_and_width_are_both_split(windowed: Path, tmp_path: Path) -> None:
+    """Corners come with the second exchange."""
+    strategy = {"tensors": {"x": [None, None, "a", "b"]}}
+    shapes = [{"x": shape} for shape in IMAGES]
+    text = check(windowed, tmp_path / "m.par", "a=2,b=2", shapes, strategy=strategy)
+    assert text.count('"HaloExchange"') == 6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -80,16 +80,22 @@ void Collective::AddDetail(const char* attribute, const std::string& value) {
   details_ += (details_.empty() ? "" : ", ") + std::string(attribute) + "=" + value;
 }
 
-std::vector<int64_t> Collective::GatherExtents(Transport& transport, const Call& call,
-                                               int64_t extent) {
-  std::vector<int64_t> extents(call.ranks.size());
+std::vector<int64_t> Collective::GatherNumbers(Transport& transport, const Call& call,
+                                               const std::vector<int64_t>& own) {
+  std::vector<int64_t> numbers(call.ranks.size() * own.size());
+  const size_t bytes = own.size() * sizeof(int64_t);
   std::vector<Block> blocks;
   for (int member = 0; member < call.size(); ++member) {
-    blocks.push_back(onnxpar::Run(member, sizeof(extent), member * sizeof(extent)));
+    blocks.push_back(onnxpar::Run(member, bytes, member * bytes));
   }
-  transport.AllGather({call.ranks, call.me, Mix(call.key, std::string("extents"))}, &extent,
-                      extents.data(), blocks);
-  return extents;
+  transport.AllGather({call.ranks, call.me, Mix(call.key, std::string("extents"))}, own.data(),
+                      numbers.data(), blocks);
+  return numbers;
+}
+
+std::vector<int64_t> Collective::GatherExtents(Transport& transport, const Call& call,
+                                               int64_t extent) {
+  return GatherNumbers(transport, call, {extent});
 }
 
 bool Collective::Alone(KernelContext& context, const Tensor& x) const {

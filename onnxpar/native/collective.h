@@ -45,7 +45,12 @@ class Collective : public Kernel {
     world_->Run({name_, details_, group_, signature, x.type, x.shape, sends_, receives_}, body);
   }
 
-  /// Every member's `extent`, in the order of the group; runs within the collective `call`.
+  /// Every member's numbers, of which all have as many, in the order of the group; runs within the
+  /// collective `call`.
+  static std::vector<int64_t> GatherNumbers(Transport& transport, const Call& call,
+                                            const std::vector<int64_t>& own);
+
+  /// Every member's `extent`, the same.
   static std::vector<int64_t> GatherExtents(Transport& transport, const Call& call, int64_t extent);
 
   /// Copies `x` to output 0 if this rank is the only member.

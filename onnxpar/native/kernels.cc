@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "axis.h"
+#include "block.h"
 #include "collective.h"
 
 namespace onnxpar {
@@ -310,6 +311,89 @@ class NeighborExchange : public Collective {
   const Sizes after_;
 };
 
+/// Gives each member the elements that it wants of a dimension of which the members hold one part
+/// after the other: those from bounds[0] to before bounds[1], counted through all parts. As only a
+/// run knows how large parts are and who wants what, the members tell each other first.
+class HaloExchange : public Collective {
+ public:
+  HaloExchange(const KernelInfo& info, std::shared_ptr<World> world)
+      : Collective("HaloExchange", info, std::move(world)), axis_(AgreeInt(info, "axis")) {}
+
+ private:
+  /// Elements `begin` to before `end`, counted through all parts.
+  struct Span {
+    int64_t begin, end;
+  };
+  struct Member {
+    Span held, wanted;
+  };
+
+  void Execute(KernelContext& context) override {
+    const Tensor x = context.Input(0);
+    const Tensor bounds = context.Input(1);
+    if (bounds.Elements() != 2) {
+      throw std::runtime_error("bounds has shape " + ToText(bounds.shape) + ", not [2]");
+    }
+    const size_t axis = NormalizeAxis(axis_, x.shape);
+    const int64_t* const wanted = static_cast<const int64_t*>(bounds.data);
+    const Sizes own = {x.shape[axis], wanted[0], wanted[1]};
+    const size_t element = ElementSize(x.type);
+    if (group_.ranks.size() == 1) {
+      const Member me = MembersOf(own).front();
+      const Shape y_shape = WithExtent(x.shape, axis, me.wanted.end - me.wanted.begin);
+      CopyBlock(x.data, Shared(x.shape, axis, element, 0, me.held, me), context.Output(0, y_shape),
+                Shared(y_shape, axis, element, 0, me.wanted, me));
+      return;
+    }
+    Run(x, WithoutAxis(x.shape, axis), [&](Transport& transport, const Call& call) {
+      const std::vector<Member> members = MembersOf(GatherNumbers(transport, call, own));
+      const Member& me = members[call.me];
+      const Shape y_shape = WithExtent(x.shape, axis, me.wanted.end - me.wanted.begin);
+      void* const y = context.Output(0, y_shape);
+      std::vector<Block> sends, receives;
+      for (int i = 0; i < call.size(); ++i) {
+        const Block give = Shared(x.shape, axis, element, i, me.held, {me.held, members[i].wanted});
+        const Block take =
+            Shared(y_shape, axis, element, i, me.wanted, {members[i].held, me.wanted});
+        if (give.Bytes() == 0 && take.Bytes() == 0) continue;
+        sends.push_back(give);
+        receives.push_back(take);
+      }
+      transport.Exchange(call, x.data, sends, y, receives);
+    });
+  }
+
+  /// The elements that are held and wanted, in a tensor of that shape that has those of `all`.
+  static Block Shared(const Shape& shape, size_t axis, size_t element, int member, const Span& all,
+                      const Member& both) {
+    const int64_t begin = std::max(both.held.begin, both.wanted.begin);
+    const int64_t end = std::min(both.held.end, both.wanted.end);
+    if (begin >= end) return SliceOf(shape, axis, element, member, 0, 0);
+    return SliceOf(shape, axis, element, member, begin - all.begin, end - begin);
+  }
+
+  /// The members by their extents and bounds.
+  std::vector<Member> MembersOf(const Sizes& numbers) const {
+    std::vector<Member> members;
+    int64_t begin = 0;
+    for (size_t i = 0; i < numbers.size(); i += 3) {
+      members.push_back({{begin, begin + numbers[i]}, {numbers[i + 1], numbers[i + 2]}});
+      begin += numbers[i];
+    }
+    for (size_t i = 0; i < members.size(); ++i) {
+      const Span& wanted = members[i].wanted;
+      if (0 <= wanted.begin && wanted.begin <= wanted.end && wanted.end <= begin) continue;
+      throw std::runtime_error("rank " + std::to_string(group_.ranks[i]) + " wants elements " +
+                               std::to_string(wanted.begin) + " to " + std::to_string(wanted.end) +
+                               " along axis " + std::to_string(axis_) + ", of which there are " +
+                               std::to_string(begin));
+    }
+    return members;
+  }
+
+  const int64_t axis_;
+};
+
 /// Hands on X, once its token is there; it talks to nobody.
 class Gate : public Kernel {
  public:
@@ -348,6 +432,7 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
   if (kind == "Send") return std::make_unique<PointToPoint>("Send", true, info, world);
   if (kind == "Recv") return std::make_unique<PointToPoint>("Recv", false, info, world);
   if (kind == "NeighborExchange") return std::make_unique<NeighborExchange>(info, world);
+  if (kind == "HaloExchange") return std::make_unique<HaloExchange>(info, world);
   if (kind == "Gate") return std::make_unique<Gate>();
   const Group& group = world->GroupOf(info.IntsOrNone("group"));
   if (kind == "Rank") return std::make_unique<Scalar>(group.me);

@@ -31,6 +31,7 @@ const Schema kSchemas[] = {
     {"Send", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Recv", 2, 2, DataType::kAny, InferSameShape, false},
     {"NeighborExchange", 2, 2, DataType::kAny, InferNeighborExchange, false},
+    {"HaloExchange", 3, 2, DataType::kAny, InferHaloExchange, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
@@ -115,8 +116,9 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   version = kOrtApiVersion;
   GetName = [](const OrtCustomOp* op) { return Self(op).schema.name; };
   GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
-  GetInputType = [](const OrtCustomOp*, size_t index) {
-    return index == 0 ? DataType::kAny : DataType::kBool;
+  GetInputType = [](const OrtCustomOp* op, size_t index) {
+    if (index == 0) return DataType::kAny;
+    return index + 1 == Self(op).schema.inputs ? DataType::kBool : DataType::kInt64;
   };
   GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).schema.inputs; };
   GetOutputType = OutputType;

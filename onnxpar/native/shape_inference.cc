@@ -92,6 +92,15 @@ void InferNeighborExchange(ShapeContext& node, const World* world) {
   node.SetOutput(0, node.InputType(0), y);
 }
 
+void InferHaloExchange(ShapeContext& node, const World*) {
+  SetToken(node, 1);
+  Dimensions y = node.Input(0);
+  const size_t axis = AxisOf(node, "axis", y);
+  if (axis == y.size()) return;
+  y[axis] = Dimension{};
+  node.SetOutput(0, node.InputType(0), y);
+}
+
 void InferTokenOnly(ShapeContext& node, const World*) { SetToken(node, 0); }
 
 void InferScalar(ShapeContext& node, const World*) { node.SetOutput(0, DataType::kInt64, {}); }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.quantization import is_one_point, lower_quantized_convolution
@@ -14,6 +15,7 @@ from onnxpar.rules.rule import (
     Lowering,
     Rule,
     dims_text,
+    dtype_of,
     einsum,
     given,
     rule,
@@ -65,11 +67,21 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
             "sizes": {"g": group, "c": image[1] // group, "o": out[1] // group},
             "whole": {**{w: KERNEL for w in window if w[0] == "w"}, **space.whole},
             "local": local,
-            "lower": lower_windows(space, **groups),
+            "lower": lower_windows(space, blank=_blank(node), **groups),
             **space.fields(),
         },
         space.covered,
     )
+
+
+def _blank(node: gs.Node) -> Any:
+    """An element that does in a window what padding does; of quantized images, the operand that is
+    their zero point."""
+    point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
+    dtype = dtype_of(node.inputs[0])
+    if point is None or (node.op == "ConvInteger" and given(node, point) is None):
+        return np.zeros((), dtype)
+    return point if tensor_shape(node.inputs[point]) == () else None
 
 
 @rule("Conv ConvTranspose")
@@ -131,10 +143,11 @@ def _lower_quantized(
         if not build.local.is_split("c"):
             by_windows(build)
             return
-        attrs = space.attributes(node)
+        x, told = space.read(build, build.input(0), _blank(node))
+        attrs = space.attributes(node, told)
         if node.attrs.get("group", 1) > 1:
             attrs["group"] = lambda local: local.size("g")
-        lower_quantized_convolution("c", space.fetch, **attrs)(build)
+        lower_quantized_convolution("c", x, **attrs)(build)
 
     return lower
 

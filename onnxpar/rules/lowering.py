@@ -177,6 +177,7 @@ class LoweringBuilder:
     ) -> None:
         self.local: Local = view.on(0)
         self.view = view
+        self.opset: int = graph.opset
         self._prefix = prefix
         self._graph = graph
         self._view = view
@@ -287,6 +288,20 @@ class LoweringBuilder:
         """The elements from `wanted[0]` to before `wanted[1]` of a dimension, which is the factor
         and split in runs, wherever they are held."""
         return fetch(self, self._view, x, factor, axis, wanted)
+
+    def is_open(self, factor: str) -> bool:
+        """Whether only a run knows the factor's size."""
+        return factor in self._view.open
+
+    def fetch_between(
+        self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
+    ) -> gs.Tensor:
+        """See `Lowering.fetch_between`."""
+        shape = self.shape(x)
+        shape[axis] = extent
+        y = self.collective("HaloExchange", x, self._axes(factor), shape, axis=axis)
+        self._built[-1].inputs.append(bounds)
+        return y
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
         """Adds the node that makes the rank's part of a result."""

@@ -135,7 +135,11 @@ class Oracle:
                     if size % 2 == 0:
                         yield Cut(expr.name, tensor.name, dim, (2, size // 2), "product")
 
-    def wrong(self, split: Split) -> str | None:
+    def wrong_while_open(self, split: Split) -> str | None:
+        """The same, lowered as if only a run knew the sizes of all that may be split."""
+        return self.wrong(split, frozenset(leaf.atom for leaf in self.op.leaves))
+
+    def wrong(self, split: Split, open_atoms: frozenset[int] = frozenset()) -> str | None:
         """What is wrong under the split, None where every part is right."""
         graph, factors = self._analysed()
         op = factors.ops[0]
@@ -147,7 +151,7 @@ class Oracle:
         if NodeView.of(op, layouts, split.mesh).breach(op.rule):
             return None
         per_rank = PerRank()
-        localize_node(graph, op, layouts, split.mesh, per_rank)
+        localize_node(graph, op, layouts, split.mesh, per_rank, open_atoms)
         parts = self._run_ranks(graph, layouts, split.mesh, per_rank)
         for i, expected in enumerate(self.whole):
             problem = compare_parts(layouts[f"y{i}"], expected, [p[i] for p in parts], split.mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -45,9 +46,18 @@ def pool(node: gs.Node) -> Rule:
         f"{before} -> {after}",
         whole=space.whole,
         linear=(FIRST,) if node.op == "AveragePool" and floating else (),
-        lower=lower_windows(space),
+        lower=lower_windows(space, blank=_blank(node)),
         **space.fields(),
     )
+
+
+def _blank(node: gs.Node) -> Any:
+    """An element that does in a window what padding does, None where there is none."""
+    dtype = dtype_of(node.inputs[0]) or np.dtype(np.float32)
+    if node.op == "MaxPool":
+        return np.array(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
+    counts = node.attrs.get("count_include_pad", 0) and not node.attrs.get("ceil_mode", 0)
+    return np.zeros((), dtype) if node.op == "LpPool" or counts else None
 
 
 def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering], None]:

@@ -173,11 +173,11 @@ def is_one_point(tensor: gs.Tensor) -> bool:
 
 
 def lower_quantized_convolution(
-    contracted: str, fetch: Callable[[Lowering, gs.Tensor], gs.Tensor], **attrs: Any
+    contracted: str, image: gs.Tensor, **attrs: Any
 ) -> Callable[[Lowering], None]:
     """Lowers QLinearConv to products of integers that are summed over ranks, then scaled.
 
-    `fetch` gives what the rank's windows read, `attrs` are those of the rank's own convolution.
+    `image` is what the rank's windows read, `attrs` are those of the rank's own convolution.
     """
 
     def lower(build: Lowering) -> None:
@@ -189,7 +189,7 @@ def lower_quantized_convolution(
             point: Any = build.add("Gather", [points, np.array(0, np.int64)])
         else:
             point = values.reshape(-1)[0]
-        operands = [fetch(build, build.input(0)), build.input(3), build.input(2), point]
+        operands = [image, build.input(3), build.input(2), point]
         product = where_held(build, build.add("ConvInteger", operands, **attrs), contracted)
         total = build.all_reduce(product, [contracted])
         if given(node, 8) is not None:

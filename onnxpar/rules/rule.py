@@ -113,6 +113,7 @@ class Lowering(Protocol):
     """
 
     local: Local
+    opset: int
 
     def input(self, index: int) -> gs.Tensor:
         """An operand of the node, now the rank's part."""
@@ -167,8 +168,31 @@ class Lowering(Protocol):
         and split in runs, wherever they are held."""
         ...
 
+    def is_open(self, factor: str) -> bool:
+        """Whether only a run knows the factor's size: what follows from it must be computed by
+        nodes."""
+        ...
+
+    def fetch_between(
+        self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
+    ) -> gs.Tensor:
+        """As `fetch`, of bounds that nodes compute: int64 [2], within the dimension. `extent` is
+        how many these are on rank 0."""
+        ...
+
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
         """Adds the node that makes the rank's part of result `output`."""
+        ...
+
+    def make(
+        self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
+    ) -> gs.Variable:
+        """Adds a node whose result is of this type, (dtype, shape on rank 0), which inference
+        cannot tell."""
+        ...
+
+    def shape(self, x: gs.Tensor) -> list[int]:
+        """The shape of a tensor on rank 0."""
         ...
 
     def is_graph_output(self, output: int) -> bool:

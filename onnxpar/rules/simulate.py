@@ -112,6 +112,9 @@ def _operand(tensor: gs.Tensor, value: Array | None) -> gs.Tensor:
 def _talk(node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values]) -> None:
     source, result = node.inputs[0].name, node.outputs[0].name
     held = [own[source] if source in own else np.asarray(node.inputs[0].values) for own in values]
+    if node.op == "HaloExchange":
+        wanted = node.inputs[1].name
+        attrs = [{**own, "bounds": mine[wanted]} for own, mine in zip(attrs, values, strict=True)]
     for rank, own in enumerate(attrs):
         group = own["group"]
         values[rank][result] = _COLLECTIVES[node.op](
@@ -140,6 +143,13 @@ def _exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: in
     return np.concatenate(pieces, axis)
 
 
+def _halo_exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    axis, (first, end) = attrs[me]["axis"], attrs[me]["bounds"]
+    whole = np.concatenate(parts, axis)
+    assert 0 <= first <= end <= whole.shape[axis]
+    return whole.take(range(first, end), axis)
+
+
 def _all_to_all(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
     pieces = []
     for part, own in zip(parts, attrs, strict=True):
@@ -154,5 +164,6 @@ _COLLECTIVES = {
     "AllReduce": _all_reduce,
     "AllGather": _all_gather,
     "NeighborExchange": _exchange,
+    "HaloExchange": _halo_exchange,
     "AllToAll": _all_to_all,
 }

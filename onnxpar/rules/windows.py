@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.rule import Local, Lowering, Size, tensor_shape
@@ -16,23 +18,44 @@ IN_PADDING = "some of its windows hold nothing but padding"
 NEGATIVE = "its padding is negative"
 SINGLE = "a single window reads all of it"
 Interval = tuple[int, int]
+_PADS_ARE_INPUT = 11
+"""The first opset in which nodes may compute how much a Pad adds."""
 
 
 @dataclass(frozen=True)
 class Window:
     """Windows of `width` elements, `dilation` apart, `stride` from one to the next, over `size`
-    elements with `pads` before and behind."""
+    elements with `pads` before and behind, which are the same for any size if it `has_fixed_pads`;
+    the last window may reach beyond them if it `exceeds`."""
 
     size: int
     width: int
     stride: int
     dilation: int
     pads: tuple[int, int]
+    has_fixed_pads: bool = True
+    exceeds: bool = False
 
     @property
     def span(self) -> int:
         """From the first element of a window to behind its last."""
         return (self.width - 1) * self.dilation + 1
+
+    def reach(self, out: Interval) -> Interval:
+        """From the first element that the windows of these results read to behind the last, padding
+        included."""
+        return self._read(out)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no window reads padding."""
+        return not any(self.pads) and not self.exceeds
+
+    def is_told(self, can_pad: bool) -> bool:
+        """Whether what its windows read follows from the size alone, each window reading some
+        element."""
+        fits = self.pads[0] < self.span and self.pads[1] < self.span
+        return type(self) is Window and self.has_fixed_pads and fits and (can_pad or self.is_plain)
 
     def covers(self, out: int) -> bool:
         """Whether a single window is all of the dimension."""
@@ -119,30 +142,84 @@ class Windows:
         """The tied dimensions of which ranks hold parts."""
         return [i for i in self.tied if local.is_split(f"h{i}")]
 
-    def fetch(self, builder: Lowering, x: gs.Tensor, first: int = 2) -> gs.Tensor:
-        """What the rank's results read of `x`, whose spatial dimensions begin at `first`."""
+    def fetch(
+        self, builder: Lowering, x: gs.Tensor, first: int = 2, but: Collection[int] = ()
+    ) -> gs.Tensor:
+        """What the rank's results read of `x`, whose spatial dimensions begin at `first`, along all
+        of these `but` some."""
         for i in self.split(builder.local):
-            x = builder.fetch(x, f"h{i}", first + i, self._held(i))
+            if i not in but:
+                x = builder.fetch(x, f"h{i}", first + i, self._held(i))
         return x
+
+    def read(
+        self, builder: Lowering, x: gs.Tensor, blank: Any, first: int = 2
+    ) -> tuple[gs.Tensor, list[int]]:
+        """What the rank's results read of `x`, and the dimensions along which that has its padding
+        already: those of which only a run knows the size, if padding is as good there as elements
+        of value `blank`, an array or the number of an operand."""
+        value = builder.input(blank) if isinstance(blank, int) else blank
+        told = self._told_in_a_run(builder, value)
+        x = self.fetch(builder, x, first, told)
+        for i in told:
+            x = self._fetch_padded(builder, x, i, first, value)
+        return x, told
+
+    def _told_in_a_run(self, builder: Lowering, blank: Any) -> list[int]:
+        """The split dimensions of open size for which nodes can compute in each run what a rank
+        reads: those without padding, or where padding may be elements of value `blank`."""
+        split = [i for i in self.split(builder.local) if builder.is_open(f"h{i}")]
+        can_pad = blank is not None and builder.opset >= _PADS_ARE_INPUT
+        return [i for i in split if self.tied[i].is_told(can_pad)]
+
+    def _fetch_padded(
+        self, builder: Lowering, x: gs.Tensor, i: int, first: int, blank: Any
+    ) -> gs.Tensor:
+        """The same along one dimension of which only a run knows the size, with its padding."""
+        window, before, after = self.tied[i], f"h{i}", f"y{i}"
+        axis = first + i
+        start = builder.per_rank(lambda local: _number(local.interval(after)[0]))
+        count = builder.per_rank(lambda local: _number(np.diff(local.interval(after))))
+        size = builder.per_rank(lambda _: _number(window.size))
+        begin = builder.add("Mul", [start, _number(window.stride)])
+        begin = builder.add("Sub", [begin, _number(window.pads[0])])
+        length = builder.add("Mul", [count, _number(window.stride)])
+        length = builder.add("Add", [length, _number(window.span - window.stride)])
+        end = builder.add("Add", [begin, length])
+        low, high = _within(builder, begin, size), _within(builder, end, size)
+        reach = window.reach(builder.local.interval(after))
+        held = min(reach[1], window.size) - max(reach[0], 0)
+        bounds = builder.add("Concat", [low, high], axis=0)
+        x = builder.fetch_between(x, before, axis, bounds, held)
+        if window.is_plain:
+            return x
+        shape = builder.shape(x)
+        none = [np.zeros(n, np.int64) for n in (axis, len(shape) - 1, len(shape) - 1 - axis)]
+        ends = builder.add("Sub", [low, begin]), builder.add("Sub", [end, high])
+        pads = builder.add("Concat", [none[0], ends[0], none[1], ends[1], none[2]], axis=0)
+        shape[axis] = reach[1] - reach[0]
+        return builder.make("Pad", [x, pads, blank], (x.dtype, shape))
 
     def _held(self, i: int) -> Callable[[Local], Interval]:
         return lambda local: self.tied[i].held(local.interval(f"y{i}"))
 
-    def attributes(self, node: gs.Node) -> dict[str, Any]:
-        """The node's attributes for what `fetch` gives: padding is spelled out."""
+    def attributes(self, node: gs.Node, padded: Collection[int] = ()) -> dict[str, Any]:
+        """The node's attributes for what `fetch` gives: padding is spelled out, but along those
+        dimensions that are `padded` already."""
         gone = {"auto_pad", "output_shape", "output_padding", "pads"}
         if self.covered:
             gone.add("kernel_shape")
         attrs: dict[str, Any] = {k: v for k, v in node.attrs.items() if k not in gone}
-        attrs["pads"] = self._pads
+        attrs["pads"] = partial(self._pads, padded)
         if node.op == "ConvTranspose":
             attrs["output_padding"] = self._growths
         return attrs
 
-    def _pads(self, local: Local) -> list[int]:
+    def _pads(self, padded: Collection[int], local: Local) -> list[int]:
         pads = list(self.pads)
         for i in self.split(local):
-            pads[i] = self.tied[i].padding(local.interval(f"y{i}"))
+            is_done = i in padded
+            pads[i] = (0, 0) if is_done else self.tied[i].padding(local.interval(f"y{i}"))
         return [p[0] for p in pads] + [p[1] for p in pads]
 
     def _growths(self, local: Local) -> list[int]:
@@ -155,17 +232,29 @@ class Windows:
 
 
 def lower_windows(
-    windows: Windows, image: int = 0, first: int = 2, **attrs: Any
+    windows: Windows, image: int = 0, first: int = 2, blank: Any = None, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """Runs the op on what its windows read; operand `image` has space from dimension `first`."""
+    """Runs the op on what its windows read; operand `image` has space from dimension `first`, and
+    padding is as good as elements of value `blank`, where that is given (`Windows.read`)."""
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
         inputs = [builder.input(i) for i in range(len(node.inputs))]
-        inputs[image] = windows.fetch(builder, inputs[image], first)
-        builder.finish(node.op, inputs, **{**windows.attributes(node), **attrs})
+        inputs[image], told = windows.read(builder, inputs[image], blank, first)
+        builder.finish(node.op, inputs, **{**windows.attributes(node, told), **attrs})
 
     return lower
+
+
+def _number(value: Any) -> Any:
+    return np.asarray(value, np.int64).reshape(1)
+
+
+def _within(builder: Lowering, at: gs.Tensor, size: gs.Tensor) -> gs.Tensor:
+    """The place, or the end of the dimension that it is beyond."""
+    zero = np.zeros(1, np.int64)
+    at = builder.add("Where", [builder.add("Less", [at, zero]), zero, at])
+    return builder.add("Where", [builder.add("Less", [size, at]), size, at])
 
 
 def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 0) -> Windows:
@@ -194,6 +283,8 @@ class _Geometry:
         self.auto = attrs.get("auto_pad", "NOTSET")
         self.pads = (int(pads[i]), int(pads[rank + i]))
         self.by_shape = bool(attrs.get("output_shape"))
+        self.has_fixed_pads = self.auto in ("NOTSET", "VALID") or self.stride == 1
+        self.exceeds = bool(attrs.get("ceil_mode"))
 
     def padding(self, op: str, width: int, size: int, out: int) -> tuple[int, int]:
         """The padding before and behind, spelled out."""
@@ -223,7 +314,8 @@ def _add_dimension(
     else:
         pads = geometry.padding(op, width, size, out)
         kind = Spread if op == "ConvTranspose" else Window
-        window = kind(size, width, stride, geometry.dilation, pads)
+        told = geometry.has_fixed_pads, geometry.exceeds
+        window = kind(size, width, stride, geometry.dilation, pads, *told)
         if isinstance(window, Spread):  # an output_shape may lie beyond what the windows reach
             growth = max(growth, out + sum(pads) - (size - 1) * stride - window.span)
         if width == stride == 1 and not any(pads) and size == out:

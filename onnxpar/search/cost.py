@@ -51,6 +51,8 @@ def messages(kind: str, ranks: int, size: float) -> tuple[int, float]:
         return 2, size + size * (ranks - 2) / others
     if kind in ("Send", "NeighborExchange"):
         return 1, size
+    if kind == "HaloExchange":  # ranks tell each other what they want first
+        return 2, size
     assert kind in _TRAFFIC, kind
     return 1, size * others / ranks
 
@@ -74,7 +76,7 @@ class Costs:
     def collective(self, kind: str, axes: Axes, size: float) -> float:
         """A collective among the ranks that differ along axes, of a tensor that takes `size` bytes
         on a rank where it is largest: before an all-reduce, behind an all-gather. Of a
-        NeighborExchange, the bytes that are sent."""
+        NeighborExchange or HaloExchange, the bytes that are sent."""
         ranks = parts_over(axes)
         if ranks == 1:
             return 0.0

@@ -131,7 +131,8 @@ def _halo(
     axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in choice.axes[i]))
     extent = max(max(op.extent(i) for i in leaves), 1)
     edge = size * parts_over(axes) / extent
-    return sharding.costs.collective("NeighborExchange", axes, edge)
+    is_open = any(op.leaves[i].atom in sharding.factors.open_atoms for i in leaves)
+    return sharding.costs.collective("HaloExchange" if is_open else "NeighborExchange", axes, edge)
 
 
 def _talk(op: OpFactors, choice: Choice, sharding: Sharding, result: float) -> float:
