@@ -7,7 +7,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from native.ranks import TOKEN, collective, model, node, on_ranks, run, session
+from native.ranks import (
+    TOKEN,
+    collective,
+    errors_on_ranks,
+    model,
+    node,
+    on_ranks,
+    run,
+    session,
+)
 from onnx import TensorProto, helper
 
 from onnxpar.runtime.groups import World, thread_worlds
@@ -188,6 +197,64 @@ def test_neighbor_exchange(
         if after[i]:
             parts.append(np.take(xs[i + 1], range(after[i]), axis))
         np.testing.assert_array_equal(y, np.concatenate(parts, axis))
+
+
+def halo_exchange(axis: int, rank: int = 3) -> bytes:
+    """A model of one HaloExchange: X, bounds, t -> Y, s."""
+    return model(
+        [node("HaloExchange", ["X", "bounds", "t"], ["Y", "s"], axis=axis, tag=1)],
+        [("X", TensorProto.FLOAT, [None] * rank), ("bounds", TensorProto.INT64, [None])],
+        [("Y", TensorProto.FLOAT, None), ("s", TensorProto.BOOL, [0])],
+    )
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize(
+    "extents, wanted",
+    [
+        ([5], [(1, 4)]),
+        ([3, 3], [(0, 4), (2, 6)]),
+        ([4, 0, 1], [(0, 5), (3, 5), (1, 2)]),
+        ([0, 0, 6], [(0, 6), (2, 2), (0, 1)]),
+        ([1, 1, 1, 1], [(0, 4), (0, 3), (1, 4), (0, 4)]),
+        ([2, 3, 2, 1], [(5, 8), (0, 0), (8, 8), (0, 2)]),
+        ([0, 0, 0], [(0, 0), (0, 0), (0, 0)]),
+    ],
+)
+def test_halo_exchange(
+    worlds_of: Worlds, extents: list[int], wanted: list[tuple[int, int]], axis: int
+) -> None:
+    """Parts smaller than what others want of them, empty ones, and wishes that cross many."""
+    xs = [numbered(with_extent([2, 3, 2], axis, n), 100 * i) for i, n in enumerate(extents)]
+    whole, proto = np.concatenate(xs, axis), halo_exchange(axis)
+
+    def each(world: World) -> np.ndarray:
+        feeds = {"X": xs[world.rank], "bounds": np.array(wanted[world.rank]), "t": TOKEN}
+        return session(world, proto).run(["Y"], feeds)[0]
+
+    for rank, y in enumerate(on_ranks(worlds_of(len(xs)), each)):
+        np.testing.assert_array_equal(y, np.take(whole, range(*wanted[rank]), axis))
+
+
+@pytest.mark.parametrize(
+    "bounds, reason",
+    [
+        ([0, 5], "rank 1 wants elements 0 to 5 along axis 0, of which there are 4"),
+        ([-1, 2], "wants elements -1 to 2"),
+        ([3, 2], "wants elements 3 to 2"),
+        ([1], "bounds has shape [1], not [2]"),
+    ],
+)
+def test_a_halo_that_is_not_there(fresh_worlds: Worlds, bounds: list[int], reason: str) -> None:
+    """All ranks hear of it within moments."""
+    wanted, proto = [[0, 2], bounds], halo_exchange(0, 1)
+
+    def each(world: World) -> np.ndarray:
+        feeds = {"X": numbered([2]), "bounds": np.array(wanted[world.rank]), "t": TOKEN}
+        return session(world, proto).run(["Y"], feeds)[0]
+
+    for message in errors_on_ranks(fresh_worlds(2), each):
+        assert reason in message
 
 
 def test_groups_in_their_own_order(worlds_of: Worlds) -> None:
