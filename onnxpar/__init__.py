@@ -6,6 +6,7 @@ session = onnxpar.InferenceSession("gpt2.par")
 logits, = session.run(["logits"], feeds)
 """
 
+from onnxpar import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)
 from onnxpar.api import annotate as annotate
 from onnxpar.api import candidates as candidates
 from onnxpar.api import check as check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from typing import Any
 
 from onnxpar import commands, training_commands
 from onnxpar.calibration import command as calibration
+from onnxpar.command_parser import CommandParser
 from onnxpar.compression import THRESHOLD
 from onnxpar.error_line import Terminated, quiet_ends, report
 from onnxpar.errors import OnnxparError
+from onnxpar.interrupts import STATUSES
 from onnxpar.manual import MANUAL
 from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
@@ -44,13 +47,15 @@ adds Python's traceback to an error"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (till the end)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
-    args = parser().parse_args(argv)
     warnings.formatwarning = _warning_line
     with quiet_ends():
-        return _status_of(args)
+        return _status_of(argv)
 
 
 def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
@@ -58,19 +63,21 @@ def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
     return f"onnxpar: warning: {message}\n"
 
 
-def _status_of(args: argparse.Namespace) -> int:
+def _status_of(argv: Sequence[str] | None) -> int:
     """Runs a command. Whatever goes wrong is one line on standard error."""
+    failure: Exception | None = None
     try:
+        args = parser().parse_args(argv)
         status = int(args.command(args))
-        failure: Exception | None = None
     except BrokenPipeError:
-        status, failure = 0, None
+        status = 0
     except KeyboardInterrupt:
-        print("onnxpar: interrupted", file=sys.stderr)
-        return 130
+        status = _ended(signal.SIGINT)
     except Terminated:
-        print("onnxpar: terminated", file=sys.stderr)
-        return 143
+        status = _ended(signal.SIGTERM)
+    except SystemExit as end:  # --help, or arguments that are wrong
+        _flush()
+        raise end
     except Exception as error:  # the outermost boundary: no traceback reaches a user
         status, failure = 2, error
     failure = _flush() or failure
@@ -78,6 +85,13 @@ def _status_of(args: argparse.Namespace) -> int:
         with suppress(KeyboardInterrupt, Terminated):  # a launcher ends ranks that wait in it
             report(failure)
         return 2
+    return status
+
+
+def _ended(number: signal.Signals) -> int:
+    """Says what has ended the command; returns its exit status."""
+    word, status = STATUSES[number]
+    print(f"onnxpar: {word}", file=sys.stderr)
     return status
 
 
@@ -100,7 +114,7 @@ def _drop_output() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="onnxpar",
         description="Shards an ONNX model over ranks that each run a stock onnxruntime.",
         epilog=EXAMPLES,
@@ -430,7 +444,10 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be a number that is not below 0")
     return value

@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
+from onnxpar.interrupts import STATUSES, end_now
 from onnxpar.runtime.launch import tell_terminal
 from onnxpar.write_file import cause
 
@@ -55,26 +55,31 @@ class Terminated(BaseException):
 
 @contextmanager
 def quiet_ends() -> Iterator[None]:
-    """Within it, SIGTERM raises Terminated, and what goes wrong in other threads and in
-    destructors is one line, too."""
+    """Within it, SIGTERM raises Terminated and SIGINT KeyboardInterrupt, once, and what goes wrong
+    in other threads and in destructors is one line, too."""
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: _report_aside(args.exc_value)
     sys.unraisablehook = lambda args: _report_aside(args.exc_value)
     is_main = threading.current_thread() is threading.main_thread()
-    before: Any = signal.getsignal(signal.SIGTERM) if is_main else None
-    if before == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    before = {number: signal.getsignal(number) for number in STATUSES if is_main}
+    ours = [number for number, handler in before.items() if handler in _UNTOUCHED]
+    for number in ours:
+        signal.signal(number, _end)
     try:
         yield
     finally:
         threading.excepthook, sys.unraisablehook = hooks
-        if before == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, before[number])
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; cleaning up takes a moment
-    raise Terminated
+_UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
+"""Handlers that nobody has set for a reason of their own."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough; cleaning up takes a moment
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _report_aside(error: BaseException | None) -> None:

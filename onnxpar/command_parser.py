@@ -1,0 +1,115 @@
+"""A command line whose errors are one line that names the argument and the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+_FLAG = re.compile(r"--?[A-Za-z]")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses as argparse does. Errors are one line on standard error, with exit status 2; a command
+    of commands without one prints its help."""
+
+    commands: Any = None
+
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        """As in argparse; of numbers and choices the error says what is due."""
+        if how.get("type") in _NUMBERS:
+            how["type"] = _NUMBERS[how["type"]]
+        if how.get("choices") is not None:
+            how["type"] = _one_of(list(how["choices"]))
+        return super().add_argument(*names, **how)
+
+    def add_subparsers(self, **how: Any) -> Any:
+        """As in argparse."""
+        self.commands = super().add_subparsers(**how)
+        return self.commands
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As in argparse, but what is not known is an error of this command."""
+        args = sys.argv[1:] if args is None else args
+        if self.commands is not None and not args:
+            self.print_help()
+            self.exit(0)
+        self._check_names(args)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"{rest[0]!r} is one argument too many; leave it out")
+        return found, rest
+
+    def _check_names(self, args: Sequence[str]) -> None:
+        """Looks at flags and the name of a command before anything else is missed."""
+        for arg in args:
+            if arg == "--":
+                return
+            if not _FLAG.match(arg):
+                if self.commands is None:
+                    continue
+                if arg not in self.commands.choices:
+                    self.error(f"there is no command {arg!r}{_nearest(arg, self.commands.choices)}")
+                return
+            name = arg.partition("=")[0]
+            if not self._is_flag(name):
+                self.error(f"there is no {name}{_nearest(name, self._option_string_actions)}")
+
+    def _is_flag(self, name: str) -> bool:
+        known = self._option_string_actions
+        if name.startswith("--"):
+            return any(flag.startswith(name) for flag in known)  # one that fits several is an error
+        return any(name.startswith(flag) for flag in known if len(flag) == 2)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line, and exits with status 2."""
+        command = self.prog.partition(" ")[2]
+        missing = message.partition("the following arguments are required: ")[2]
+        if missing:
+            message = f"give {missing}"
+        elif message.startswith("argument "):
+            message = message.removeprefix("argument ")
+        said = f"{command}: {message}" if command else message
+        self.exit(2, f"onnxpar: error: {' '.join(said.split())}; see `{self.prog} --help`\n")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The names that are most like one."""
+    found = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text in choices:
+            return text
+        near = _nearest(text, choices) or f"; give {', '.join(choices)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no choice{near}")
+
+    return parse
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return found
+
+
+_NUMBERS: dict[Any, Callable[[str], Any]] = {int: _whole_number, float: _number}
