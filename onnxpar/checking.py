@@ -94,6 +94,8 @@ def check_model(
     close = None
     if way.rtol is not None or way.atol is not None:
         close = Closeness(way.rtol or 0.0, way.atol or 0.0)
+    if way.seed < 0:
+        raise InputError(f"--seed {way.seed}: at least 0")
     is_manual = options.preset == MANUAL
     if way.each and (way.train or is_manual):
         raise InputError("--each is of one run against an unsplit model; leave it out")

@@ -51,6 +51,8 @@ class CommandParser(argparse.ArgumentParser):
         for arg in args:
             if arg == "--":
                 return
+            if not arg:
+                self.error("an argument is empty; leave it out, or give it a value")
             if not _FLAG.match(arg):
                 if self.commands is None:
                     continue

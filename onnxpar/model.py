@@ -181,9 +181,14 @@ def read_proto(path: Path) -> onnx.ModelProto:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {unread(error)}") from None
     except (DecodeError, ValueError) as error:
-        raise ModelError(f"{path}: not an ONNX model, or truncated ({error})") from None
+        raise ModelError(
+            f"{path}: not an ONNX model, or truncated ({error}); export or copy it again"
+        ) from None
     if not proto.HasField("graph") or not proto.opset_import:
-        raise ModelError(f"{path}: not an ONNX model, or truncated (no graph or no opset)")
+        raise ModelError(
+            f"{path}: not an ONNX model, or truncated (no graph or no opset); export or copy it "
+            "again"
+        )
     return proto
 
 

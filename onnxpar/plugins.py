@@ -40,7 +40,10 @@ def load_plugin(module: str) -> None:
     except OnnxparError:
         raise
     except Exception as error:
-        raise StrategyError(f"--plugin {module}: {type(error).__name__}: {error}") from error
+        raise StrategyError(
+            f"--plugin {module}: {type(error).__name__}: {error}; give a module that Python can "
+            "import, or a file x.py"
+        ) from error
     for kind in vars(loaded).values():
         own = inspect.isclass(kind) and kind.__module__ == loaded.__name__
         if own and issubclass(kind, Pass) and not inspect.isabstract(kind):

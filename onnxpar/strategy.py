@@ -19,6 +19,7 @@ from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.rules.rule import expr_vars
 from onnxpar.sharding import Sharding, overlaps
+from onnxpar.write_file import unread
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Strategy:
         try:
             data = yaml.safe_load(Path(path).read_text())
         except OSError as error:
-            raise StrategyError(f"{path}: {error.strerror or error}") from None
+            raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise StrategyError(f"{path}: not YAML: {error}") from None
         return Strategy.of(data or {}, str(path))

@@ -15,6 +15,7 @@ import yaml
 from onnxpar.errors import StrategyError
 from onnxpar.quantities import quantity, text_of
 from onnxpar.rank_table import hosts_of, is_rank_table
+from onnxpar.write_file import unread
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Topology:
             text = Path(path).read_text()
             data = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
         except OSError as error:
-            raise StrategyError(f"{path}: {error.strerror or error}") from None
+            raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
         except (yaml.YAMLError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise StrategyError(f"{path}: neither YAML nor JSON: {error}") from None
         return Topology.of(data, os.fspath(path))

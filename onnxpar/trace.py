@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import InputError
-from onnxpar.write_file import whole_file
+from onnxpar.write_file import unread, whole_file
 
 FORMAT = 1
 NODE, RUN = "Node", "Run"
@@ -192,7 +192,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             [(dict(sizes), share) for sizes, share in head.get("sizes", ())],
         )
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}") from None
+        raise InputError(f"cannot read {file}: {unread(error)}; give a file") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{file} is no trace of onnxpar's ({type(error).__name__}: {error}); write one with "

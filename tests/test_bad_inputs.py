@@ -364,6 +364,18 @@ def test_a_full_disk(name: str, place: Path, capsys: Capture) -> None:
     assert listing(place) == before
 
 
+@pytest.mark.parametrize("seconds", [0, -1, 1e9])
+def test_timeouts_that_bound_nothing(seconds: float, place: Path, capsys: Capture) -> None:
+    for arguments in run_commands(place):
+        refused(capsys, [*arguments, "--timeout", seconds], "timeout", "seconds")
+    calibrate = ["calibrate", "-o", place / "c.yaml", "--timeout", seconds]
+    refused(capsys, calibrate, "timeout")
+
+
+def test_a_seed_below_0(place: Path, capsys: Capture) -> None:
+    refused(capsys, ["check", place / "m.onnx", "--devices", 2, "--seed", -1], "--seed -1")
+
+
 def test_a_full_standard_output() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

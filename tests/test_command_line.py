@@ -23,6 +23,7 @@ WRONG = {
     "tolerance": ("check m.onnx --rtol x", "--rtol: x: must be a number"),
     "choice": ("shard m.onnx --preset tensorparallel", "did you mean tensor-parallel?"),
     "choices": ("shard m.onnx --search 3", "auto, data-parallel, tensor-parallel"),
+    "nothing": ("plan m.onnx --compare ", "an argument is empty"),
     "mesh": ("plan m.onnx --mesh dp", "'dp' is not NAME=SIZE"),
     "flag": ("shard m.onnx --devcies 2", "there is no --devcies (did you mean --devices?)"),
     "flag before what is missing": ("run m.par --imputs i.npz", "did you mean --inputs?"),
@@ -42,7 +43,7 @@ WRONG = {
 def test_wrong_arguments(case: str, capsys: Capture) -> None:
     arguments, words = WRONG[case]
     with pytest.raises(SystemExit, match="2"):
-        main(arguments.split())
+        main(arguments.split(" "))
     told = capsys.readouterr()
     assert told.err.startswith("onnxpar: error: ") and told.err.count("\n") == 1, told.err
     assert words in told.err and "--help`" in told.err

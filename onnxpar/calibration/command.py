@@ -12,6 +12,7 @@ from tqdm import tqdm
 from onnxpar.calibration.fit import file_text, fit, lines
 from onnxpar.calibration.measure import Measurements, measure
 from onnxpar.errors import InputError
+from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.topology import Topology
@@ -63,6 +64,7 @@ def _calibrate(
         raise InputError(f"--ranks {ranks}: links are between 2 ranks at least")
     if not 0 < seconds < float("inf"):
         raise InputError(f"--seconds {seconds}: must be above 0")
+    check_timeout(timeout)
     if launched_rank() is not None:
         raise InputError("calibrate starts ranks of its own, on this host; run it by itself")
     if output is not None and not Path(output).parent.is_dir():

@@ -112,3 +112,13 @@ def state_port(bundle: Bundle, name: str) -> Port:
 
 def _list(names: Collection[str]) -> str:
     return ", ".join(names) or "(none)"
+
+
+LONGEST = 1e8
+"""Seconds that a wait may be bounded by: what sockets can take, and three years."""
+
+
+def check_timeout(seconds: float) -> None:
+    """Errors: InputError for what is no bound of a wait."""
+    if not 0 < seconds <= LONGEST:
+        raise InputError(f"timeout {seconds}: give seconds, above 0 and at most {LONGEST:,.0f}")

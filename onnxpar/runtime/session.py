@@ -23,6 +23,7 @@ from onnxpar.runtime.checks import (
     check_feeds,
     check_kept,
     check_names,
+    check_timeout,
     state_port,
 )
 from onnxpar.runtime.closing import Closing
@@ -254,6 +255,7 @@ class InferenceSession(Session):
             self.enable_fallback()
         if read_config_from_model:
             raise InputError("read_config_from_model: give sess_options instead")
+        check_timeout(timeout)
         spec = SessionSpec.of(
             sess_options,
             config=dict(config or {}),

@@ -66,7 +66,9 @@ class Checkpoint:
         if not (folder / "checkpoint.json").is_file():
             found = newest(folder)
             if found is None:
-                raise ModelError(f"{folder}: has no checkpoint")
+                raise ModelError(
+                    f"{folder}: has no checkpoint; give the folder of `onnxpar train --checkpoint`"
+                )
             folder = found
         try:
             data = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ from onnx import GraphProto, NodeProto
 
 from onnxpar.arrays import Array
 from onnxpar.errors import ModelError, OnnxparError
+from onnxpar.given_model import Source, model_file
 from onnxpar.model import read_proto
 from onnxpar.stored import check_stored, stored_tensors
 from onnxpar.training.checkpoint import Checkpoint
@@ -22,20 +23,24 @@ IN_MODEL = ("parameter", "statistic")
 
 def merge(
     checkpoint: str | os.PathLike[str],
-    model: str | os.PathLike[str],
+    model: Source,
     output: str | os.PathLike[str],
     *,
     training: bool = False,
 ) -> int:
     """Writes a model with the weights that a checkpoint has, be it of any mesh; returns how many.
 
-    `checkpoint` may be a folder of them: the newest counts. Vectors that were untied for training
+    `checkpoint` may be a folder of them: the newest counts. `model` is a file, an onnx.ModelProto,
+    or its bytes. Vectors that were untied for training
     become as many weights. Dropout and batch-norm are put to use,
     unless they are to stay in `training`. Errors: ModelError where the model lacks a weight of the
     checkpoint or has it in another shape.
     """
-    path, target = Path(model), Path(output)
-    found = Checkpoint.load(checkpoint)
+    with model_file(model) as path:
+        return _merge(Checkpoint.load(checkpoint), path, Path(output), training)
+
+
+def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
     proto = read_proto(path)
     if not target.parent.is_dir():
         raise OnnxparError(f"{target.parent}: no such folder for the output")

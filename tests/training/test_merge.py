@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 from training.steps import CROSS_ENTROPY, ThreadTrainer, quiet, shard, write_step
 
+from onnxpar.errors import ModelError
 from onnxpar.training.checkpoint import Progress
 from onnxpar.training.merge import merge
 
@@ -53,6 +54,19 @@ def test_a_model_exported_for_training_is_put_to_use(
     assert "training" not in {t.name for t in model.graph.initializer}
     found = probabilities_of(folder / "trained.onnx", x)
     assert -np.log(found[range(8), labels]).mean() == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["bytes", "proto"])
+def test_models_in_memory(form: str, trained: tuple[Path, np.ndarray, np.ndarray, float]) -> None:
+    folder = trained[0]
+    proto = onnx.load(folder / "model.onnx")
+    given = proto.SerializeToString() if form == "bytes" else proto
+    assert merge(folder / "c", given, folder / "memory.onnx") == 6
+    merge(folder / "c", folder / "model.onnx", folder / "file.onnx")
+    assert (folder / "memory.onnx").read_bytes() == (folder / "file.onnx").read_bytes()
+    with pytest.raises(ModelError, match="not an ONNX model"):
+        merge(folder / "c", b"nothing", folder / "none.onnx")
+    assert not (folder / "none.onnx").exists()
 
 
 def test_it_stays_in_training_where_asked_for(
