@@ -17,12 +17,13 @@ LAYOUTS = [
     "2",
     "4",
     "data-parallel 3",
+    "data-parallel 5",
     "hybrid dp=2,tp=2",
     "hybrid dp=2,tp=3",
     "hybrid dp=2,tp=4",
 ]
 """Of a number alone the search decides. The exports have a batch of 4, so that 3 ranks hold 2, 1
-and 1 of it, and 8 are too many."""
+and 1 of it, and one of 5 ranks holds nothing."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -31,12 +32,16 @@ def test_static(model: str, layout: str, tmp_path: Path) -> None:
     check_agrees(MODELS / model, tmp_path, options(layout))
 
 
-@pytest.mark.parametrize("layout", ["tensor-parallel 3", "hybrid dp=2,tp=2"])
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [("tensor-parallel 3", 5), ("hybrid dp=2,tp=2", 5), ("hybrid dp=3,tp=2", 2)],
+)
 @pytest.mark.parametrize("model", DYNAMIC)
-def test_dynamic_at_given_sizes(model: str, layout: str, tmp_path: Path) -> None:
-    plan = check_agrees(MODELS / model, tmp_path, options(layout, dims=dims_of(model, ODD)))
+def test_dynamic_at_given_sizes(model: str, layout: str, batch: int, tmp_path: Path) -> None:
+    dims = dims_of(model, {**ODD, "batch": batch})
+    plan = check_agrees(MODELS / model, tmp_path, options(layout, dims=dims))
     assert plan.inputs[0].shape is not None
-    assert plan.inputs[0].shape[0] == ODD["batch"]
+    assert plan.inputs[0].shape[0] == batch
 
 
 def test_vocabulary_of_50257_over_4(tmp_path: Path) -> None:
