@@ -59,11 +59,17 @@ def _why_not(op: OpFactors, leaf: int) -> str:
 
 def _check_tensor(seed: TensorSeed, sharding: Sharding, fed_by: Mapping[str, str]) -> None:
     given = sharding.tensor_placement(seed.tensor).leaves
+    grown = {source: result for result, source in fed_by.items()}
     mesh = sharding.mesh
     for leaf, asked in enumerate(seed.axes):
         if asked is None or merge_axes(asked) == given[leaf]:
             continue
         why = "another entry or the model's annotations say otherwise"
+        if seed.tensor in grown:
+            why = (
+                f"'{grown[seed.tensor]}' is fed back as it, and what grows from run to run is "
+                "whole; leave it whole, or give --only-given-states"
+            )
         if seed.tensor in fed_by:
             why = f"it is fed back as '{fed_by[seed.tensor]}', which has that layout; ask for both"
         dim = sharding.factors.tensors[seed.tensor].dim_of_leaf[leaf]

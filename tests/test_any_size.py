@@ -8,7 +8,7 @@ import pytest
 from agreement import check_agrees, options
 from committed import MODELS
 from training.models import CONV
-from training.steps import MLP, check_training, write_step
+from training.steps import MLP, check_training, write_model, write_step
 
 
 @pytest.mark.parametrize("layout", ["data-parallel 5", "data-parallel 8"])
@@ -32,6 +32,17 @@ def test_rows_of_images_and_tokens(
 ) -> None:
     how = options(mesh, strategy={"tensors": {port: dims}})
     check_agrees(MODELS / f"{name}.static.onnx", tmp_path, how)
+
+
+def test_what_is_repeated_for_each_sample(tmp_path: Path) -> None:
+    """onnxruntime would leave out an Expand to no samples."""
+    path = write_model(
+        """g (float[2,4,3] x, float[1,1,3] token) => (float[2,5,3] y, float[2,1,3] z)
+        <int64[3] shape = {2, 1, 3}>
+        { t = Relu(token)  s = Expand(t, shape)  y = Concat <axis = 1> (s, x)  z = Relu(s) }""",
+        tmp_path,
+    )
+    check_agrees(path, tmp_path, options("data-parallel 3"))
 
 
 @pytest.mark.parametrize(

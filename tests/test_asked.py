@@ -32,6 +32,9 @@ SEGMENTS = """segments (float[4,6] x, float[4,6] z) => (float[4,1] y)
 CACHE = """cache (float[2,8] past, float[2,8] x) => (float[2,8] present)
 { [add] present = Add(past, x) }"""
 
+GROWING = """cache (float[2,8] past, float[2,1] x) => (float[2,9] present)
+{ [cat] present = Concat <axis = 1> (past, x) }"""
+
 
 def write(text: str, folder: Path) -> Path:
     """Saves a model of ONNX text; k and w become weights."""
@@ -88,6 +91,11 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
         CACHE,
         {"tensors": {"past": ["tp", 1], "present": [1, "tp"]}},
         ["tensor 'present' dimension", "fed back as 'past'", "ask for both"],
+    ),
+    "what a state grows along": (
+        GROWING,
+        {"tensors": {"past": [1, "tp"]}},
+        ["tensor 'past' dimension 1", "'present' is fed back as it", "--only-given-states"],
     ),
     "other sizes of the same elements": (
         FC,

@@ -47,6 +47,7 @@ def localize_node(
     breach = view.breach(op.rule)
     assert breach is None, f"{op.node.op} '{op.node.name}': {breach}"
     names = factors_to_fill(op.rule, view) | _merged_zeros(graph, op, view)
+    names |= _expanded_zeros(op, view)
     if names:
         view = _surround(graph, op, view, names, per_rank)
     if op.rule.lower and any(map(view.is_split, op.rule.lowered)):
@@ -110,6 +111,16 @@ def _merged_zeros(graph: gs.Graph, op: OpFactors, view: NodeView) -> frozenset[s
     if len(void) < 2 or not _strays(op, void):
         return frozenset()
     return frozenset(filter(view.may_be_empty, op.rule.sizes))
+
+
+def _expanded_zeros(op: OpFactors, view: NodeView) -> frozenset[str]:
+    """The factors that an Expand must not make empty: where it makes no elements of one, to a
+    constant shape, onnxruntime (1.32) may take it for an op that does nothing, and leave it out."""
+    if op.node.op != "Expand" or op.node.domain:
+        return frozenset()
+    kept = {f for expr in op.rule.inputs[0] or () for f in expr_vars(expr)}
+    made = {f for expr in op.rule.outputs[0] or () for f in expr_vars(expr)} - kept
+    return frozenset(f for f in made - set(view.open) if view.may_be_empty(f))
 
 
 def _keep_zeros(graph: gs.Graph, op: OpFactors, view: NodeView, per_rank: PerRank) -> None:

@@ -15,7 +15,7 @@ from peer.splits import Split, splits_of
 from onnxpar import pipeline
 from onnxpar.errors import OnnxparError, RankError
 from onnxpar.factors import analyse
-from onnxpar.model import load
+from onnxpar.model import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline import Options
 from onnxpar.runtime.groups import World, thread_worlds
@@ -55,7 +55,7 @@ class Trials:
 
     def splits(self) -> list[Split]:
         """Every split to try. Errors: OnnxparError where the model is refused."""
-        model = load(self.path)
+        model = load_case(self.path)
         factors = analyse(model.graph, model.states)
         inputs = [t.name for t in model.graph.inputs if t.name in factors.tensors]
         return list(splits_of(inputs, factors))
@@ -93,7 +93,7 @@ class Trials:
 
     def _shard(self, split: Split, par: Path) -> str:
         """Writes the split model; returns whether the op that reads the input computes on parts."""
-        model = load(self.path)
+        model = load_case(self.path)
         shapes = {t.name: t.shape for t in model.graph.inputs}
         ctx = pipeline.make_context(model, Options(strategy=split.strategy(shapes)))
         reader = self._reader = Reader.of(split, ctx.sharding.factors)
@@ -103,6 +103,11 @@ class Trials:
         (par / "plan.json").write_text(made.text())
         on_parts = reader.op is None or any(ctx.sharding.op_axes(reader.op))
         return SPLIT if on_parts else GATHERED
+
+
+def load_case(path: Path) -> Model:
+    """A case runs once: nothing that it makes is fed back, and what would grow may be split."""
+    return load(path, find_others=False)
 
 
 def last_lines() -> str:

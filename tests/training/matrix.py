@@ -60,7 +60,7 @@ UNSTEADY = {("resnet", 1)}
 """Batch-norms over one image, which multiply what float32 rounds."""
 ROUGH = {("resnet", 2): 5e-5}
 """Errors of gradients that batch-norms over two images make of what float32 rounds: those of torch
-in float32 are off by 7e-6 in places."""
+in float32 are off by 7e-6 in places. In 50 steps the unsplit step strays from PyTorch by 7e-3."""
 ABOUT = """# Training over ranks, against training on one
 
 The largest errors of 50 steps of gradient descent, by model and preset on a batch of 4, the worst
@@ -69,7 +69,8 @@ the worst over all layouts. Losses are relative, parameters relative to each one
 gradients of the first step as `onnxpar check` measures them. *PyTorch* is the error of losses and
 parameters against PyTorch in float64, beside it that of the unsplit step; *float64* the error of
 losses and parameters where onnxruntime has kernels in float64 for the whole step. Allowed are 1e-5,
-1e-3, 1e-5 (of `resnet` on 2 rows 5e-5), twice the unsplit step's, and 1e-9.
+1e-3, 1e-5, twice the unsplit step's, and 1e-9; of `resnet` on 2 rows, whose batch-norms multiply
+what float32 rounds, for 50 steps twice the unsplit step's error against PyTorch, and 5e-5.
 
 Written by `python tests/training/matrix.py --write docs/agreement.md`."""
 EARLY = 10
@@ -102,7 +103,10 @@ class Row:
         told = {"early": self.early, "late": self.late, "gradients": self.gradients}
         if self.double is not None:
             told["double"] = self.double
-        allowed = {**ALLOWED, "gradients": ROUGH.get((self.model, self.rows), ALLOWED["gradients"])}
+        allowed = dict(ALLOWED)
+        if (self.model, self.rows) in ROUGH:
+            allowed["gradients"] = ROUGH[self.model, self.rows]
+            allowed["late"] = 2 * self.torch_unsplit
         found = [name for name, error in told.items() if not error <= allowed[name]]
         if self.double is None and not self.torch <= max(2 * self.torch_unsplit, ROUNDING):
             found.append("torch")

@@ -70,7 +70,7 @@ def test_float64(model: str, layout: str, folder: Path) -> None:
         ("gpt2", 2, "zero1 3"),
         ("llama", 1, "sequence-parallel 2"),
         ("bert", 2, "hybrid dp=3,tp=2"),
-        ("vit", 1, "data-parallel 2"),
+        ("vit", 2, "zero3 3"),
         ("resnet", 2, "data-parallel 3"),
         ("dlrm", 2, "zero2 3"),
         ("moe", 2, "expert-parallel 3"),
