@@ -6,7 +6,7 @@ them is 1 and the other is not is refused, as the symbols then contradict each o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from onnx import NodeProto, helper
@@ -15,8 +15,8 @@ Shape = tuple[int | None, ...]
 Shapes = Sequence[Shape | None]
 Place = tuple[int, int]
 """An operand and its axis."""
-Pairs = Iterator[tuple[Place, Place]]
-"""Dimensions that must be equal."""
+Pairs = Iterator[tuple[Place, Place | int]]
+"""Dimensions that must be equal, or a dimension and its size."""
 
 _BROADCAST = frozenset(
     (
@@ -82,9 +82,9 @@ EVEN = _BROADCAST | frozenset(
 """Ops whose sizes are those of their operands."""
 
 
-def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place, bool]]:
+def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place | int, bool]]:
     """Pairs of dimensions that must be equal, and whether one may be 1 all the same, as the op
-    repeats it."""
+    repeats it. In place of the second one a number stands where the op's attributes decide it."""
     operands: Sequence[int] = range(len(shapes))
     skipped = 0
     if node.op_type not in _BROADCAST:
@@ -155,15 +155,45 @@ def _same_shape(*operands: int) -> Callable[[NodeProto, Shapes], Pairs]:
 
 
 def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
-    """Queries, keys and values have one batch, keys and values one length."""
+    """Queries, keys and values have one batch, keys and values one length; a cache has the batch,
+    the heads and the width of a head."""
     q, k, v = ([*shapes, None, None, None])[:3]
     if q and k and v and len(q) == len(k) == len(v):
         yield (0, 0), (1, 0)
         yield (0, 0), (2, 0)
         length = len(k) - 2
         yield (1, length), (2, length)
+    said = _attributes(node)
+    if not q or said.get("k_quant_type", b"NONE") != b"NONE":
+        return
+    heads, width = _heads(said, q, is_packed=not k)
+    of_values = width if not v or not heads else (v[-1] or 0) // (heads if len(v) == 3 else 1)
+    first = _CACHES.get((node.domain, node.op_type), len(shapes))
+    for i, of_cache in ((first, width), (first + 1, of_values)):
+        if i < len(shapes) and len(shapes[i] or ()) == 4:
+            yield (0, 0), (i, 0)
+            yield from (((i, axis), n) for axis, n in ((1, heads), (3, of_cache)) if n)
 
 
+def _heads(said: Mapping[str, object], q: Shape, is_packed: bool) -> tuple[int, int]:
+    """How many heads a cache has, and the width of a key; 0 where that is not known."""
+    own, shared = (
+        next((n for key in keys if isinstance(n := said.get(key), int)), 0)
+        for keys in (("num_heads", "q_num_heads"), ("kv_num_heads",))
+    )
+    shared, size = shared or own, q[-1] or 0
+    if len(q) == 3 and own:
+        return shared, size // (own + 2 * shared if is_packed else own)
+    return 0, size if len(q) == 4 else 0
+
+
+_CACHES = {
+    ("", "Attention"): 4,
+    ("com.microsoft", "GroupQueryAttention"): 3,
+    ("com.microsoft", "MultiHeadAttention"): 6,
+    ("com.microsoft", "DecoderMaskedMultiHeadAttention"): 5,
+}
+"""The operand of past keys, after which that of past values stands."""
 _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "MatMul": ((0, 1), 2),
     "MatMulInteger": ((0, 1), 2),
@@ -184,4 +214,6 @@ _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "SkipSimplifiedLayerNormalization": _same_shape(0, 1),
     "Attention": _attention,
     "GroupQueryAttention": _attention,
+    "MultiHeadAttention": _attention,
+    "DecoderMaskedMultiHeadAttention": _attention,
 }

@@ -18,7 +18,7 @@ import onnx
 from onnx import NodeProto, TypeProto
 
 from onnxpar.arrays import Array
-from onnxpar.equal_sizes import EVEN, equal_sizes
+from onnxpar.equal_sizes import EVEN, Place, Shapes, equal_sizes
 from onnxpar.fits import ENOUGH, fit
 from onnxpar.quotients import AFAR, applied, find_quotient
 from onnxpar.shapes import Walk, known_sizes
@@ -176,13 +176,15 @@ class Lockstep:
 
     def _tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
         """What makes sizes equal that the node needs to be."""
-        walk = self.walks[self.live[0]]
-        shapes = [walk.sizes(name) for name in node.input]
-        for (i, x), (j, y), repeats in equal_sizes(node, shapes):
-            a, b = (shapes[i] or ())[x], (shapes[j] or ())[y]
-            if a is None or b is None or a == b or (repeats and 1 in (a, b)):
+        ends = [self.walks[i] for i in (self.live[0], self.live[-1])]
+        one, two = shapes = [[walk.sizes(name) for name in node.input] for walk in ends]
+        needs = zip(equal_sizes(node, one), equal_sizes(node, two), strict=False)
+        for (place, other, repeats), (_, again, _) in needs:
+            sizes = [(_size_at(at, place), _size_at(at, other)) for at in shapes]
+            equal = all(a == b or (repeats and 1 in (a, b)) for a, b in sizes)
+            if equal or any(None in pair for pair in sizes) or other != again:
                 continue
-            first, second = self.size(node.input[i], x), self.size(node.input[j], y)
+            first, second = self._in_closed_form(node, place), self._in_closed_form(node, other)
             if first is None or second is None or not (first - second).variables:
                 continue
             tie = solve_tie(first, second, self.symbols)
@@ -190,6 +192,12 @@ class Lockstep:
                 return tie
             self.unsolved.append(Unsolved(node, first, second))
         return None
+
+    def _in_closed_form(self, node: NodeProto, place: Place | int) -> Polynomial | None:
+        if isinstance(place, int):
+            return Polynomial.constant(place)
+        operand, axis = place
+        return self.size(node.input[operand], axis)
 
     def _step(self, node: NodeProto) -> None:
         walks = [self.walks[i] for i in self.live]
@@ -419,6 +427,14 @@ def _agree(results: Sequence[Sequence[Any]]) -> bool:
         for other in results[1:]
         for a, b in zip(results[0], other, strict=True)
     )
+
+
+def _size_at(shapes: Shapes, place: Place | int) -> int | None:
+    """The size of a dimension, or the number that stands for it."""
+    if isinstance(place, int):
+        return place
+    operand, axis = place
+    return (shapes[operand] or ())[axis]
 
 
 def _rounds_down(op: str, a: Any, b: Any) -> bool:

@@ -189,6 +189,10 @@ def _grouped(b: Builder, layer: int, x: str) -> str:
     if d.options.get("positions"):
         operands.append(b.input("position_ids", "int64", ["batch", b.seq]))
     result = f"attended_{layer}"
+    window = d.options.get("window")
+    attrs = {"local_window_size": window} if window else {}
+    if window == d.length:  # the oldest positions make room for new ones
+        attrs["sliding_window_cache"] = 1
     return b.add(
         "GroupQueryAttention",
         operands,
@@ -197,6 +201,7 @@ def _grouped(b: Builder, layer: int, x: str) -> str:
         num_heads=d.heads,
         kv_num_heads=d.shared,
         do_rotary=1,
+        **attrs,
     )
 
 
@@ -216,7 +221,7 @@ def _flat(b: Builder, x: str) -> str:
 
 def _multi_head(b: Builder, layer: int, x: str) -> str:
     d = b.decoder
-    past, present = _caches(b, layer, d.heads, d.width)
+    past, present = _caches(b, layer, d.heads, d.options.get("named", d.width))
     operands = [b.product(x, d.hidden, d.hidden) for _ in range(3)]
     return b.add(
         "MultiHeadAttention",
