@@ -33,7 +33,11 @@ from onnxpar.rules.rule import (
 @rule("QuantizeLinear DequantizeLinear", domain="com.microsoft")
 def quantize(node: gs.Node) -> Rule:
     """`a b, b, b -> a b` per axis, `a b, (), () -> a b` per tensor, `a (n b), a n -> a (n b)` in
-    blocks of b."""
+    blocks of b.
+
+    onnxruntime makes one node of a product and its weight's DequantizeLinear, where that is stored,
+    and may round the product's first operand there: so stored integers are not gathered.
+    """
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", 1)
@@ -53,7 +57,9 @@ def quantize(node: gs.Node) -> Rule:
             dims[axis] = "(n b)"
             sizes, whole = {"n": size // block, "b": block}, {"b": "a block has one scale"}
     text = dims_text(dims)
-    return einsum(node, f"{', '.join([text, *rest])} -> {text}", sizes=sizes, whole=whole)
+    stored = frozenset(range(len(node.inputs)) if node.op == "DequantizeLinear" else ())
+    operands = ", ".join([text, *rest])
+    return einsum(node, f"{operands} -> {text}", sizes=sizes, whole=whole, constants=stored)
 
 
 def _per_axis(tensor: gs.Tensor, dim: str) -> str:

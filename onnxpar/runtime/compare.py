@@ -6,18 +6,25 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.options import keep_double
-from onnxpar.runtime.sensitivity import CHANGE, MARGIN, RUNS, movements
+from onnxpar.runtime.sensitivity import (
+    CHANGE,
+    COARSE_CHANGE,
+    LARGE,
+    MARGIN,
+    ORT_ERRORS,
+    RUNS,
+    movements,
+)
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
 from onnxpar.runtime.values import arrays_in, is_optional, is_value
@@ -34,24 +41,13 @@ What is not named here must be equal.
 """
 COLUMNS = 100
 MOVED = (
-    "The model quantizes values as it runs: a change in the last bits moves results by whole",
-    f"steps. Allowed is {MARGIN:.0f} times what those of the unsplit model move by in {RUNS} runs",
-    f"in which small weights and fed floats change by up to {CHANGE:.0e} of each, or the usual",
-    "tolerance if that is more.",
+    "Some results are not as close as usual: the model may amplify what it rounds. Allowed is then",
+    f"{MARGIN:.0f} times what those of the unsplit model move by in {RUNS} runs on one thread,",
+    f"optimized or not, in which weights and fed floats change by up to {CHANGE:.0e} of each, or",
+    f"{COARSE_CHANGE:.0e} where it quantizes or sorts.",
 )
 TIMED_RUNS, TIMED_SECONDS = 5, 1.0
 """Runs that are timed, or fewer where these take longer than that."""
-_ORT_ERRORS = (
-    RuntimeError,
-    ValueError,
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NoSuchFile,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-)
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,7 @@ class Comparison:
     fault: str = ""
     off: float = 0.0
     largest: float = 0.0
+    blank: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -126,7 +123,7 @@ class Report:
     rows: tuple[Comparison, ...]
     times: Times | None = None
     moved: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """How far outputs of a model that rounds as it runs move by themselves."""
+    """How far results move by themselves, where some are not as close as usual."""
 
     @property
     def ok(self) -> bool:
@@ -146,11 +143,13 @@ class Report:
         verdict = "all outputs agree" if self.ok else "the outputs differ"
         worst = self.worst
         lines.append(f"{verdict}; the worst is {worst.name}: {worst.fault or f'{worst.error:.1e}'}")
+        lines += [_blank_line(row) for row in self.rows if row.blank]
         if self.moved:
-            lines += ["", *MOVED]
+            lines += ["", *MOVED, *(_moved_line(r, self.moved) for r in self.rows if is_far(r))]
+            lines += [_loose_line(n, m) for n, m in self.moved.items() if m > LARGE]
         if self.times is not None:
             lines += ["", self.times.text()]
-        return "\n".join(line[:COLUMNS] for line in lines)
+        return "\n".join(line if line.startswith("warning") else line[:COLUMNS] for line in lines)
 
 
 def compare(
@@ -183,16 +182,16 @@ def compare(
     if timed:
         times = Times(seconds, shortest(lambda: _run(par, feeds)), par.ranks)
     allowed = {**TOLERANCES, **(tolerances or {})}
-    moved = _moved(model, feeds, reference) if close is None else {}
     types = {argument.name: argument.type for argument in par.get_outputs()}
     wanted, given = (
         {k: a for n, v in values.items() for k, a in arrays_in(n, v, types.get(n, "")).items()}
         for values in (reference, outputs)
     )
-    rows = [
-        compare_arrays(n, given.get(n), array, _raised(allowed, moved.get(n, 0.0)), close)
-        for n, array in wanted.items()
-    ]
+    rows = [compare_arrays(n, given.get(n), array, allowed, close) for n, array in wanted.items()]
+    moved: Mapping[str, float] = {}
+    if close is None and any(is_far(row) for row in rows):
+        moved = movements(model, feeds, reference)
+        rows = [judged(row, moved) for row in rows]
     extra = [
         Comparison(n, a.dtype.name, a.shape, 0.0, 0.0, "the unsplit model lacks it")
         for n, a in given.items()
@@ -201,20 +200,16 @@ def compare(
     return Report((*rows, *extra), times, moved=moved)
 
 
-def _moved(
-    model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any], reference: Mapping[str, Any]
-) -> dict[str, float]:
-    """How far results of a model that rounds as it runs move by themselves; nothing where the
-    runtime does not take its weights as inputs."""
-    try:
-        return movements(model, feeds, reference)
-    except _ORT_ERRORS:
-        return {}
+def is_far(row: Comparison) -> bool:
+    """Whether a result is right but for how far off it is, which its model may explain."""
+    return not row.ok and not row.fault
 
 
-def _raised(tolerances: Mapping[str, float], moved: float) -> Mapping[str, float]:
-    """The tolerances, at least so large as MARGIN times what an output moves by itself."""
-    return {dtype: max(most, MARGIN * moved) for dtype, most in tolerances.items()}
+def judged(row: Comparison, moved: Mapping[str, float]) -> Comparison:
+    """The comparison of a result that is far off, held to what it moves by itself."""
+    if not is_far(row):
+        return row
+    return replace(row, tolerance=max(row.tolerance, MARGIN * moved.get(row.name, 0.0)))
 
 
 def shortest(run: Callable[[], object]) -> float:
@@ -236,7 +231,7 @@ def compare_arrays(
 ) -> Comparison:
     """Compares an output with its reference; numbers as `close` says, where it is given."""
     dtype, shape = reference.dtype, reference.shape
-    error, fault, off, largest = 0.0, "", 0.0, 0.0
+    error, fault, off, largest, blank = 0.0, "", 0.0, 0.0, 0.0
     if given is None:
         fault = "the sharded model lacks it"
     elif given.dtype != dtype:
@@ -246,13 +241,18 @@ def compare_arrays(
     elif dtype.name in tolerances:
         off, largest, fault = _float_error(given, reference)
         error = off / largest if largest else math.inf if off else 0.0
+        blank = (
+            0.0
+            if fault
+            else float(np.count_nonzero(reference != reference)) / max(reference.size, 1)
+        )
     elif close is None or dtype.kind not in "iu":
         both_nan = (given != given) & (reference != reference)
         error = float(np.count_nonzero((given != reference) & ~both_nan)) / max(reference.size, 1)
     allowed = tolerances.get(dtype.name, 0.0)
     if close is not None and not fault and (dtype.name in tolerances or dtype.kind in "iu"):
         error, allowed = close.error(given, reference), 1.0  # type: ignore[arg-type]
-    return Comparison(name, dtype.name, shape, error, allowed, fault, off, largest)
+    return Comparison(name, dtype.name, shape, error, allowed, fault, off, largest, blank)
 
 
 class Unsplit:
@@ -280,7 +280,7 @@ class Unsplit:
             if any(is_value(port.type) for port in ports):
                 return _run_values(session, feeds, names)
             return _run_bound(session, feeds, names)
-        except _ORT_ERRORS as error:
+        except ORT_ERRORS as error:
             raise ModelError(f"the unsplit model does not run on these feeds: {error}") from error
 
 
@@ -306,7 +306,7 @@ def open_unsplit(
         ports = (fed, session.get_outputs())
         if keep_double(options, *([dtype_of(p.type) for p in each] for each in ports)):
             session = ort.InferenceSession(source, options, ["CPUExecutionProvider"])
-    except _ORT_ERRORS as error:
+    except ORT_ERRORS as error:
         raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
     return session
 
@@ -368,6 +368,26 @@ def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
         return math.inf, 0.0, "infinities stand in other places"
     off = np.abs(a[finite] - b[finite]).max(initial=0)
     return float(off), float(np.abs(b[finite]).max(initial=0)), ""
+
+
+def _blank_line(row: Comparison) -> str:
+    """Says how much of a result compares nothing."""
+    much = "all of it" if row.blank == 1 else f"{row.blank:.1%} of it"
+    return (
+        f"warning: {row.name}: {much} is NaN on the ranks and in the unsplit model alike, which "
+        "compares nothing; --inputs feeds others"
+    )
+
+
+def _loose_line(name: str, moved: float) -> str:
+    """Says of which result even a correct run may be far off."""
+    return f"warning: {name} moves by {moved:.0%} in the unsplit model: comparing it tells little"
+
+
+def _moved_line(row: Comparison, moved: Mapping[str, float]) -> str:
+    return (
+        f"{row.name} is off by {row.error:.1e}, and moves by {moved.get(row.name, 0.0):.1e} itself"
+    )
 
 
 def _line(row: Comparison, width: int) -> str:

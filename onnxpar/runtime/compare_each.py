@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx
 
+from onnxpar.arrays import Array
 from onnxpar.errors import ModelError
 from onnxpar.runtime.compare import (
     TOLERANCES,
@@ -19,7 +20,10 @@ from onnxpar.runtime.compare import (
     Report,
     Unsplit,
     compare_arrays,
+    is_far,
+    judged,
 )
+from onnxpar.runtime.sensitivity import movements
 from onnxpar.runtime.session import Session
 
 SLICE_BYTES = 256 << 20
@@ -94,6 +98,7 @@ def compare_each(
             proto.graph.output.append(onnx.ValueInfoProto(name=port.name))
     unsplit = Unsplit(proto.SerializeToString(), Path(model).parent)
     rows: list[Comparison] = []
+    far: dict[str, Array] = {}
     for names in _slices([port.name for port in ports], session.output_shapes(feeds)):
         try:
             wanted = unsplit.run(feeds, names)
@@ -101,11 +106,16 @@ def compare_each(
             raise session.blame(error, feeds) from error
         given = dict(zip(names, session.run(names, feeds), strict=True))
         rows += [compare_arrays(n, given[n], wanted[n], TOLERANCES, close) for n in names]
+        far |= {row.name: wanted[row.name] for row in rows[-len(names) :] if is_far(row)}
+    moved: Mapping[str, float] = {}
+    if far and close is None:
+        moved = movements(proto.SerializeToString(), feeds, far, Path(model).parent)
+        rows = [judged(row, moved) for row in rows]
     first = next((row for row in rows if not row.ok), None)
     node = "" if first is None else nodes.get(first.name, "the model")
     by_name = {row.name: row for row in rows}
     outputs = tuple(by_name[n] for n in own if n in by_name)
-    return EachReport(outputs, None, len(rows), first, node)
+    return EachReport(outputs, None, len(rows), first, node, moved=moved)
 
 
 def _slices(
