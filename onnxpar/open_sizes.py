@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -77,6 +78,13 @@ def infer_open(
     search = _Search(proto, dims, least, taken)
     dims, walks = search.run()
     live = [walks.walks[i] for i in walks.live]
+    fixed = [(name, size) for name, size in search.ties if not size.variables]
+    for name, size in fixed:
+        warnings.warn(
+            f"{name} is {size} in every run, as ops of the model need that at the sizes tried; "
+            f"where it runs at others, give --dim {name}=N",
+            stacklevel=2,
+        )
     for node in walks.conflicts:
         check_fits(live, node)
     typical = typical or Typical()
@@ -239,8 +247,7 @@ class _Search:
             for symbol in divided.over.variables:
                 own = self.domains[symbol]
                 if own.step <= divided.below and not own.closed:
-                    # no number of parts may divide the step, or samples leave one remainder of it
-                    step = _prime_above(max(divided.below, self.least))
+                    step = _prime_above(divided.below, self.least)
                     low = max(4, own.low * own.step // step)
                     self.domains[symbol] = Domain(step, low, 4 * low + 16, own.low % step)
         largest = max(d.size(d.high) for d in self.domains.values())
@@ -269,9 +276,11 @@ def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
     return found
 
 
-def _prime_above(n: int) -> int:
-    """The first prime above a number: steps of it leave every remainder of the number."""
-    return next(p for p in count(n + 1) if all(p % d for d in range(2, math.isqrt(p) + 1)))
+def _prime_above(n: int, ranks: int) -> int:
+    """The first prime above a number that does not divide the number of ranks: steps of it leave
+    every remainder of both, and of all numbers of parts."""
+    primes = (p for p in count(n + 1) if all(p % d for d in range(2, math.isqrt(p) + 1)))
+    return next(p for p in primes if ranks % p)
 
 
 def _reference_to_nowhere(weight: TensorProto) -> TensorProto | None:

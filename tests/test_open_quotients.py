@@ -110,11 +110,11 @@ def test_readers_of_text_run_at_any_width(reader: Path, layout: str, tmp_path: P
     assert "width" in text and "//" in text
 
 
-def test_strided_width_stays_whole_and_the_rest_is_split(reader: Path, tmp_path: Path) -> None:
-    """Its halos differ with the width, so that no folder could hold them; the plan gathers."""
+def test_a_width_is_split_across_strides(reader: Path, tmp_path: Path) -> None:
     shapes = [{"x": (2, 3, 16, w)} for w in (60, 61, 62, 63, 64, 65, 66, 67)]
     strategy = {"tensors": {"x": [None, None, None, "tp"]}}
-    check(reader, tmp_path / "m.par", "tp=2", shapes, strategy=strategy)
+    text = check(reader, tmp_path / "m.par", "tp=2", shapes, strategy=strategy)
+    assert text.count('"HaloExchange"') > 2
 
 
 def test_a_height_that_a_node_limits(tmp_path: Path) -> None:
@@ -338,6 +338,26 @@ def test_windows_over_parts_of_any_width(windows: str, ranks: int, tmp_path: Pat
     shapes = [{"x": (1, 2, 2, width)} for width in range(1, 41)]
     text = check(model, tmp_path / "m.par", f"tp={ranks}", shapes, strategy=strategy)
     assert '"HaloExchange"' in text
+
+
+def test_a_size_that_became_one_number_is_told(tmp_path: Path) -> None:
+    """Samples must be steps of 3 apart, which the table is too short for; bound, it runs."""
+    model = save(
+        tmp_path / "table.onnx",
+        """
+        table (float[batch, 1, seq] x) => (float[batch, 1, seq] y, float[n, 1, half] z) {
+            s = Shape <start = 2> (x)
+            zero = Constant <value = int64[1] {0}> ()
+            rows = Slice (table, zero, s)
+            y = Add (x, rows)
+            z = MaxPool <kernel_shape = [2], strides = [2]> (x)
+        }
+        """,
+        weight("table", 15),
+    )
+    with pytest.warns(UserWarning, match=r"seq is 15 in every run.*give --dim seq=N"):
+        pipeline.plan(model, options("tp=2"))
+    check(model, tmp_path / "m.par", "tp=2", [{"x": (3, 1, 9)}], dims={"seq": 9})
 
 
 def test_height_and_width_are_both_split(windowed: Path, tmp_path: Path) -> None:
