@@ -9,6 +9,15 @@ from functools import cached_property
 
 from onnxpar.errors import StrategyError
 
+MOST_RANKS = 1 << 20
+"""Lists of ranks stay small enough to be kept."""
+
+
+def check_ranks(count: int) -> None:
+    """Errors: StrategyError for a number of ranks that nothing can be planned for."""
+    if not 1 <= count <= MOST_RANKS:
+        raise StrategyError(f"--devices {count}: at least 1 rank, and at most {MOST_RANKS:,}")
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -65,6 +74,7 @@ class Mesh:
                 )
             if size < 1:
                 raise StrategyError(f"mesh: axis {name!r} has size {size}; sizes start at 1")
+        check_ranks(math.prod(size for _, size in shape))
         return Mesh(shape)
 
     @cached_property

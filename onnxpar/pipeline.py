@@ -26,7 +26,7 @@ from onnxpar.factors import GraphFactors, analyse
 from onnxpar.interchange import metadata_of
 from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.memory_limit import within_host, within_limit
-from onnxpar.mesh import Mesh
+from onnxpar.mesh import Mesh, check_ranks
 from onnxpar.model import InferTypes, Model, load
 from onnxpar.narrow import Whole
 from onnxpar.open_ports import open_ports
@@ -531,6 +531,8 @@ def _made(
 def _devices(options: Options) -> int:
     """How many elements an open dimension should have at least, to be split like a large one."""
     mesh = _wanted_mesh(options)
+    if options.devices is not None:
+        check_ranks(options.devices)
     return max(2, options.devices or 1, mesh.size if mesh else 1)
 
 

@@ -30,10 +30,17 @@ def refuse_for_manual(options: Options) -> None:
     }
     for name, is_given in given.items():
         if is_given:
+            instead = _INSTEAD if name in ("fusion", "bucket-mb") else "leave it out"
             raise StrategyError(
                 f"--{name}: a manual program's layouts and collectives stay as they are written; "
-                "leave it out"
+                f"{instead}"
             )
+
+
+_INSTEAD = (
+    "to fuse collectives, Concat what they read and Split what the one collective makes, or give "
+    "`onnxpar shard` the whole model with a preset such as zero1, which fuses them"
+)
 
 
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:

@@ -55,7 +55,10 @@ def test_a_manual_program_has_no_use_for(
     arguments = ["plan", str(manual), "--mesh", "dp=2", "--preset", "manual"]
     assert main(arguments) == 0
     capsys.readouterr()
-    assert option[0] in refused([*arguments, *option], capsys)
+    told = refused([*arguments, *option], capsys)
+    assert option[0] in told
+    if option[0] in ("--fusion", "--bucket-mb"):
+        assert "Concat what they read" in told and "zero1" in told
 
 
 @pytest.mark.parametrize("option", [["--objective", "throughput"], ["--untied"]])

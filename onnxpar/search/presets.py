@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.factors import TensorFactors
 from onnxpar.interchange import is_weight
-from onnxpar.mesh import Axes, Mesh, parts_over
+from onnxpar.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.search.expert_parallel import EXPERT, expert_seeds
 from onnxpar.search.tensor_parallel import tensor_parallel_rounds
 from onnxpar.search.training_presets import SEQUENCE, ZERO_STAGES, sequence_seeds, zero_rounds
@@ -26,8 +26,7 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
 
     Errors: StrategyError for fewer than 1 device, or a hybrid of an odd number of devices.
     """
-    if devices < 1:
-        raise StrategyError(f"--devices {devices}: at least 1")
+    check_ranks(devices)
     if preset == "hybrid":
         if devices % 2:
             raise StrategyError(f"hybrid over {devices} devices: give --mesh dp=..,tp=..")
