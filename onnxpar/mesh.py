@@ -68,6 +68,8 @@ class Mesh:
         shape = tuple(axes)
         names = [name for name, _ in shape]
         for name, size in shape:
+            if not name:
+                raise StrategyError("mesh: an axis has an empty name; give it one, such as dp")
             if names.count(name) > 1:
                 raise StrategyError(
                     f"mesh: axis {name!r} stands twice; give each axis its own name"

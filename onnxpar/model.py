@@ -149,6 +149,8 @@ def load(
     if not open_dims:
         check_closed(typical or Typical(), path)
     step = Step.of(header)
+    if step is not None and for_training:
+        raise ModelError(f"{path}: is a training step already; give the model that it was made of")
     infer_types = own_types(step)
     if infer_types is not None:
         infer_types(proto, defaults)

@@ -72,7 +72,7 @@ class Strategy:
         for key in ("mesh", "shard", "tensors"):
             if data.get(key) is not None and not isinstance(data[key], Mapping):
                 raise StrategyError(f"{source}: {key} must be a mapping")
-        if mesh and not all(isinstance(n, int) for n in mesh.values()):
+        if mesh and not all(type(n) is int for n in mesh.values()):
             raise StrategyError(f"{source}: mesh sizes must be whole numbers")
         return Strategy(
             Mesh.of((str(k), n) for k, n in mesh.items()) if mesh else None,

@@ -254,6 +254,8 @@ BAD_YAML: dict[str, bytes] = {
     "mesh": b"mesh: 3",
     "mesh size": b"mesh: {tp: two}",
     "mesh zero": b"mesh: {tp: 0}",
+    "mesh flag": b"mesh: {tp: true}",
+    "mesh name": b"mesh: {'': 2}",
     "node": b"shard: {product: 5}",
     "operand": b"shard: {product: [5, 6]}",
     "tensor": b"tensors: {w: {a: b}}",
@@ -370,6 +372,11 @@ def test_timeouts_that_bound_nothing(seconds: float, place: Path, capsys: Captur
         refused(capsys, [*arguments, "--timeout", seconds], "timeout", "seconds")
     calibrate = ["calibrate", "-o", place / "c.yaml", "--timeout", seconds]
     refused(capsys, calibrate, "timeout")
+
+
+def test_a_step_of_a_step(place: Path, capsys: Capture) -> None:
+    grad = ["grad", place / "step.onnx", "--loss", "mse", "--optimizer", "sgd"]
+    refused(capsys, [*grad, "-o", place / "o.onnx"], "step.onnx", "training step already")
 
 
 def test_a_seed_below_0(place: Path, capsys: Capture) -> None:
