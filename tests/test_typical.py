@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import pytest
 from agreement import check_agrees
 from committed import MODELS
@@ -17,6 +18,7 @@ from onnxpar.explain import explain
 from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
+from onnxpar.search.aim import Aim
 from onnxpar.symbols import Polynomial
 from onnxpar.typical import Ties, Typical, typical_sizes
 
@@ -107,7 +109,7 @@ def test_several_are_weighed() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("gpt2.dynamo.dynamic", {"batch": 1, "seq": 128}),
+        ("gpt2.dynamo.dynamic", {"batch": 1, "seq": 16}),  # positions
         ("bert.legacy.dynamic", {"batch": 1, "seq": 16}),
         ("llama_decode.dynamo.dynamic", {"batch": 1, "past": 128}),
         ("dlrm.legacy.dynamic", {"batch": 1}),
@@ -180,3 +182,20 @@ def test_what_does_not_fit(
     how = ["plan", str(MODELS / f"{name}.onnx"), "--devices", "2", "--typical", entry]
     assert main(how) == 2
     assert message in capsys.readouterr().err
+
+
+def test_memory_is_that_of_each_profile(tmp_path: Path) -> None:
+    """What is large in one profile and what is large in another are never held together."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+      m (float[a,256] x, float[b,256] z) => (float[a,256] y, float[b,256] w)
+      { y = Tanh(x) w = Tanh(z) }"""
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    typical = Typical.given([({"a": 1, "b": 101}, 1), ({"a": 101, "b": 1}, 1)])
+    held = 2 * (1 + 101) * 128 * 4  # halves of the inputs and outputs
+    for limit in (held, 2 * held):
+        how = Options(devices=2, typical=typical, aim=Aim(memory=limit))
+        made, _ = pipeline.plan(path, how)
+        assert sum(made.memory.values()) == held
+    with pytest.raises(StrategyError, match="a rank would hold"):
+        pipeline.plan(path, replace(how, aim=Aim(memory=held - 1)))

@@ -31,14 +31,22 @@ class Life:
 
 
 class Holdings:
-    """Collects demands on memory. A step is a node that runs, those of bodies once."""
+    """Collects demands on memory. A step is a node that runs, those of bodies once. Of several
+    `profiles` of open sizes, the steps of each follow those of the one before: a plan must fit in
+    each, and what is held in one is not held in another."""
 
-    def __init__(self, graph: gs.Graph) -> None:
+    def __init__(self, graph: gs.Graph, profiles: int) -> None:
         self.demands: list[Demand] = []
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self._number(graph)
-        self.steps = max(len(self.first), 1)
+        self.end = max(len(self.first) - 1, 0)
+        self.profiles = profiles
+
+    @property
+    def steps(self) -> int:
+        """The steps of all profiles."""
+        return self.profiles * (self.end + 1)
 
     def _number(self, graph: gs.Graph) -> None:
         """The steps of the nodes of a graph, each before those of its bodies."""
@@ -51,20 +59,20 @@ class Holdings:
     def add_weight(self, ways: Ways, needs: Sequence[End], count: int) -> None:
         """A weight, or as many that are alike: it is stored once for each placement that it is
         read in, as far as MOST_TOGETHER of these are compared, else only neighbours."""
-        span = [(0, self.steps - 1)] * count
+        span = [(0, self.end)] * count
         if needs:
             self._add(needs[:1], ways.sizes(needs[0]), span)
         for i, need in enumerate(needs[1:], 1):
             together = math.prod(len(end.placements) for end in needs[: i + 1])
             ends = needs[: i + 1] if together <= MOST_TOGETHER else [needs[i - 1], need]
-            self._add(ends, ways.sizes(need) * ways.differ(*ends), span)
+            self._add(ends, _where(ways.sizes(need), ways.differ(*ends)), span)
 
     def add_made(self, ways: Ways, made: End, asked: End, lives: Iterable[Life]) -> None:
         """A tensor as it is asked for, and while it is made, as that is."""
         lives = list(lives)
         self._add([asked], ways.sizes(asked), [life.span for life in lives])
         if asked is not made:
-            size = ways.sizes(made)[:, None] * ways.differ(made, asked)
+            size = ways.sizes(made)[:, :, None] * ways.differ(made, asked)
             self._add([made, asked], size, [(life.span[0], life.span[0]) for life in lives])
 
     def add_copies(self, ways: Ways, asked: End, common: End | None, lives: Iterable[Life]) -> None:
@@ -85,16 +93,30 @@ class Holdings:
             if life.reads:
                 through.append((life.reads[0][0], life.reads[-1][0]))
         if common is not None:
-            self._add([asked, common], ways.sizes(common) * ways.differ(asked, common), through)
+            size = _where(ways.sizes(common), ways.differ(asked, common))
+            self._add([asked, common], size, through)
         for need, spans in at.items():
             ends = [asked, need] if common is None else [asked, common, need]
-            self._add(ends, ways.sizes(need) * ways.differ(*ends), spans)
+            self._add(ends, _where(ways.sizes(need), ways.differ(*ends)), spans)
         for (need, other, sign), spans in between.items() if common is None else ():
-            copies = ways.sizes(need) * ways.differ(asked, need)
+            copies = _where(ways.sizes(need), ways.differ(asked, need))
             same = ~ways.differ(need, other)
-            self._add([asked, need, other], sign * copies[:, :, None] * same[None], spans)
+            self._add([asked, need, other], sign * copies[..., None] * same, spans)
 
     def _add(self, ends: Sequence[End], values: Array, spans: Sequence[Span]) -> None:
-        if not spans or not values.any():
+        """`values` are bytes by profile, or the same in all, and by the placements of the ends."""
+        if not spans:
             return
-        self.demands.append(Demand(table_of(ends, values), np.array(spans)))
+        each = np.broadcast_to(values, (self.profiles, *values.shape[1:]))
+        kinds, of = np.unique(each, axis=0, return_inverse=True)
+        for i, kind in enumerate(kinds):
+            if kind.any():
+                starts = np.flatnonzero(of.reshape(-1) == i) * (self.end + 1)
+                own = np.array(spans) + starts[:, None, None]
+                self.demands.append(Demand(table_of(ends, kind), own.reshape(-1, 2)))
+
+
+def _where(sizes: Array, differ: Array) -> Array:
+    """Sizes by profile and by the last of several ends, where that differs from the others."""
+    found: Array = sizes.reshape(len(sizes), *[1] * (differ.ndim - 1), -1) * differ
+    return found

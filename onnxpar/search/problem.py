@@ -97,7 +97,7 @@ class Problem:
         self.fused = GradientSums.of(graph, step, sharding.costs)
         self.known_fused: dict[Hashable, Array] = {}
         self.ends: dict[Hashable, End] = {}
-        self.holdings = Holdings(graph)
+        self.holdings = Holdings(graph, max((len(t.costed) for t in known.values()), default=1))
         self.times = repetitions(graph.nodes)
         self._add_nodes()
         weights = {t.name for t in constants(graph)} - sharding.pinned
@@ -288,7 +288,7 @@ class Problem:
         start = 0 if maker is None else first[maker.op.node.name]
         end = max([start, *(step for step, _ in reads)])
         if name in self.outputs or maker is None:
-            end = self.holdings.steps - 1
+            end = self.holdings.end
         return Life((start, end), reads)
 
     def _whole(self, name: str) -> Placement:

@@ -114,13 +114,12 @@ class Ways:
         return best
 
     def sizes(self, end: End) -> Array:
-        """Bytes that a rank holds under each placement of an end, at the sizes at which that is
-        most."""
+        """Bytes that a rank holds, by the sizes that costs are computed at and by the placements of
+        an end."""
         mesh, name = self.sharding.mesh, self.tensor.name
         each = [self.sharding.costed_layouts(name, at) for at in end.placements]
-        return np.array(
-            [float(max(part_bytes(self.tensor, at, mesh) for _, at in some)) for some in each]
-        )
+        held = [[float(part_bytes(self.tensor, at, mesh)) for _, at in some] for some in each]
+        return np.array(held).T
 
     def _size(self, placement: Placement) -> float:
         return mean_bytes(self.tensor, placement, self.sharding)
