@@ -21,8 +21,8 @@ _MEMORY = {
 def candidate_lines(candidates: Candidates) -> Iterator[str]:
     """Times and memory, then bytes by kind of collective, then what does not apply."""
     yield f"{candidates.model} over {candidates.ranks} ranks, the fastest strategy first"
-    run = "a run," if candidates.objective == LATENCY else "a run, the longer of"
-    yield f"milliseconds of {run} computing and talking, by the cost model; memory of a rank:"
+    of = "the longer of compute and communication" if candidates.objective != LATENCY else "latency"
+    yield f"milliseconds of a run ({of}) by the cost model; memory of a rank:"
     held = [k for k in _MEMORY if any(c.memory.get(k) for c in candidates.rows)]
     heads = [*_TIMES, *(_MEMORY[k] for k in held), "in all"]
     rows = [

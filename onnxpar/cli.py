@@ -352,8 +352,8 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         choices=OBJECTIVES,
         default=LATENCY,
         help="of the search. latency: the time of a run; throughput: the time from one run to the "
-        "next where several are under way, so that talking hides behind computing, or this behind "
-        "that. Default: %(default)s",
+        "next where several are under way, so that communication and compute overlap. Default: "
+        "%(default)s",
     )
     to.add_argument(
         "--untied",

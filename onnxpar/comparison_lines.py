@@ -17,9 +17,9 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     mesh = ",".join(f"{name}={size}" for name, size in comparison.mesh)
     runs, recorded = comparison.runs, comparison.recorded
     whole = f"{runs} run{'s' if runs > 1 else ''}"
-    of = f"{runs} of {recorded} runs, those of middling length"
+    middle = f"the middle {runs} of {recorded} runs"
     yield f"{comparison.model} over the mesh {mesh}"
-    yield f"milliseconds of a run, means of {of if runs < recorded else whole}:"
+    yield f"milliseconds of a run, mean of {middle if runs < recorded else whole}:"
     yield from _totals(comparison)
     yield ""
     yield f"by op, on rank {comparison.rank}, which computes longest:"

@@ -26,6 +26,10 @@ class StrategyError(OnnxparError):
     """A strategy, mesh or preset that this model cannot meet."""
 
 
+class SizeError(StrategyError):
+    """A strategy that the sizes of a model do not allow; with other sizes, it may."""
+
+
 class OpenSizesError(StrategyError):
     """Layouts that open sizes do not allow. `nodes` split what cannot be told before a run: factors
     of their rules, where it is known which."""

@@ -45,7 +45,7 @@ from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.plan import Plan
 from onnxpar.plugins import load_entry_points
-from onnxpar.reckoning import Reckon, note_weights, predicted, reckon_typical
+from onnxpar.reckoning import Reckon, note_unsplit, note_weights, predicted, reckon_typical
 from onnxpar.replay import opened, replay, stay_whole, variants
 from onnxpar.search.aim import Aim
 from onnxpar.search.choices import Kept
@@ -503,6 +503,7 @@ def _plan(
     made.metadata = metadata_of(model.header)
     if options.exposed:
         expose(made, ctx, options.exposed)
+    note_unsplit(made, ctx.sharding)
     note_weights(made)
     if made.unpaired:
         warnings.warn(unpaired_text(made.unpaired), stacklevel=2)

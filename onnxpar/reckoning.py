@@ -18,6 +18,7 @@ from onnxpar.plan import Plan, Predicted, collective_of
 from onnxpar.quantities import text_of
 from onnxpar.replay import replay_typical
 from onnxpar.search.predict import predict_nodes, predict_on_one
+from onnxpar.sharding import Sharding
 from onnxpar.subgraphs import nodes_within
 from onnxpar.summary import summarize
 from onnxpar.typical import Profile
@@ -51,6 +52,15 @@ def note_weights(made: Plan) -> None:
         made.notes.append(
             f"all weights stay on every rank, {text_of(total, 'B')} each; --memory-limit SIZE "
             "makes the search split them, and so does --preset tensor-parallel"
+        )
+
+
+def note_unsplit(made: Plan, sharding: Sharding) -> None:
+    """Says so where every rank computes all of it, as under data-parallel with a batch of one."""
+    split = (*sharding.tensors.values(), *sharding.ops.values())
+    if made.mesh.size > 1 and made.predicted is not None and not any(any(axes) for axes in split):
+        made.notes.append(
+            f"nothing is split: each of the {made.mesh.size} ranks computes all of it"
         )
 
 

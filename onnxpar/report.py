@@ -199,7 +199,7 @@ def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) 
 def _whole_lines(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not whole:
         return
-    yield f"{len(whole)} nodes stay whole:"
+    yield f"{len(whole)} {'node stays' if len(whole) == 1 else 'nodes stay'} whole:"
     rows = [(w["node"], w["op"], w["bytes"], w["reason"]) for w in whole]
     yield from table(rows, ("node", "op", "gathered", "why"))
     yield ""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import yaml
 
 from onnxpar.dimension_text import is_cut, read_piece, read_pieces
-from onnxpar.errors import StrategyError
+from onnxpar.errors import SizeError, StrategyError
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
@@ -330,7 +330,7 @@ def _spread(
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
     spread = spread_dim(dim, over, blocked)
     if spread is None:
-        raise StrategyError(_does_not_split(what, dim, over, sharding))
+        raise SizeError(_does_not_split(what, dim, over, sharding))
     return spread
 
 
@@ -382,7 +382,7 @@ def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
             if spread is not None:
                 parts |= _hand_parts(what, at, spread, over, sizes, dim)
         if spread is None:
-            raise StrategyError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
+            raise SizeError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
         axes += spread
     _check_once(what, factors, dict(enumerate(axes)))
     return TensorSeed(name, axes, parts, pin=True)
@@ -399,7 +399,7 @@ def _hand_parts(
     if sizes is None:
         return {}
     if len(sizes) != parts_over(over) or sum(sizes) != dim.size:
-        raise StrategyError(
+        raise SizeError(
             f"{what}: sizes by hand {list(sizes)} must be {parts_over(over)} parts "
             f"that add up to {dim.size}"
         )

@@ -16,8 +16,9 @@ def trace_lines(trace: Trace) -> Iterator[str]:
     for program in sorted({span.program for span in trace.spans}):
         count = len(trace.runs(program))
         what = f"{count} {program or 'run'}{'s' if count > 1 else ''}"
-        behind = f" behind {trace.left_out} to warm up" if trace.left_out and not program else ""
-        yield f"{what}{behind}, in milliseconds of each:"
+        left = trace.left_out if not program else 0
+        after = f" after {left} warm-up run{'s' if left > 1 else ''}" if left else ""
+        yield f"{what}{after}, in milliseconds of each:"
         rows = [
             (rank, *_columns(_parts(trace, rank, program), _PARTS)) for rank in range(trace.ranks)
         ]

@@ -211,4 +211,4 @@ def _step_lines(step: Step) -> Iterator[str]:
     yield f"state of each: {', '.join(kinds) or 'none'}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""
     seed = f", {step.seed}" if step.seed else ""
-    yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it tells {step.loss}{metrics}"
+    yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it returns {step.loss}{metrics}"

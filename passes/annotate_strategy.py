@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.annotated_strategy import annotation_seeds, check_agreement
 from onnxpar.derived_seeds import with_derived
-from onnxpar.errors import StrategyError
+from onnxpar.errors import SizeError
 from onnxpar.passes.pass_ import ANNOTATIONS, Pass, PassContext, Stage
 from onnxpar.search.presets import default_rounds, preset_rounds
 from onnxpar.search.search import AUTO, EXHAUSTIVE, solve
@@ -33,12 +33,12 @@ class AnnotateStrategy(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         try:
             self._collect(graph, ctx)
-        except StrategyError as error:
+        except SizeError as error:
             sizes = ctx.model.sizes
             if sizes is None:
                 raise
             imagined = ", ".join(f"{k}={v}" for k, v in sizes.bindings[0].items())
-            raise StrategyError(
+            raise SizeError(
                 f"{error}; sizes are open (here imagined as {imagined}): give {sizes.flags} to fix "
                 "them"
             ) from None

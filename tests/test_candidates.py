@@ -193,7 +193,7 @@ def test_throughput_counts_the_longer() -> None:
     found = fastest_first("m", THROUGHPUT, [computes, talks], ALONE)
     assert found.winner is talks
     assert "a dp=2 wins, 1.000 ms ahead of b dp=2" in found.why
-    assert "the longer of computing and talking" in "\n".join(candidate_lines(found))
+    assert "the longer of compute and communication" in "\n".join(candidate_lines(found))
 
 
 def test_no_collective_anywhere() -> None:

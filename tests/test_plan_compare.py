@@ -121,7 +121,7 @@ def test_every_node_counts_once(folder: Path, told: dict[str, Any]) -> None:
 def test_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(folder, "--dim", "N=5")) == 0
     out = capsys.readouterr().out
-    assert f"m.onnx over the mesh tp=2\nmilliseconds of a run, means of {REPEAT - 1} runs:" in out
+    assert f"m.onnx over the mesh tp=2\nmilliseconds of a run, mean of {REPEAT - 1} runs:" in out
     assert re.search(r"^communication( +\d+\.\d+){3}$", out, re.MULTILINE)
     ops = out.split("computes longest:\n")[1].split("\n\n")[0].splitlines()[1:]
     seconds = [float(line.split()[-2]) for line in ops if NOTHING_RAN not in line]
@@ -140,7 +140,7 @@ def test_open_sizes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["plan", *how, "--compare", trace]) == 0
     out = capsys.readouterr().out
-    assert "means of 1 run:" in out
+    assert "mean of 1 run:" in out
     fed = np.load(folder / "in.npz")["x"].shape[0]
     assert main(["plan", *how, "--dim", f"N={fed}", "--json"]) == 0
     fixed = {c["name"]: c["bytes"] for c in json.loads(capsys.readouterr().out)["collectives"]}

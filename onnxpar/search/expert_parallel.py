@@ -24,14 +24,13 @@ EXPERT = "expert-parallel"
 
 
 def expert_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[SplitExperts]:
-    """Splits what works on experts' own weights by expert. Errors: StrategyError where the model
-    has no experts, or fewer than parts."""
+    """Splits what works on experts' own weights by expert. Where no layer has as many experts as
+    there are parts, some ranks have none. Errors: StrategyError where the model has no experts."""
     atoms = expert_atoms(graph, sharding)
     seeds = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
-    fitting = [s for s in seeds if s.size >= parts_over(axes)]
+    fitting = [s for s in seeds if s.size >= parts_over(axes)] or [s for s in seeds if s.size > 1]
     if not fitting:
-        most = max((s.size for s in seeds), default=0)
-        has = f"at most {most} experts" if most else "no weights of experts, a matrix for each"
+        has = "one expert only" if seeds else "no weights of experts, a matrix for each"
         raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
     return fitting
 

@@ -96,10 +96,7 @@ def batch_seeds(
     if parts == 1:
         return
     if size is None:
-        raise StrategyError(
-            f"data-parallel over {parts}: no input has a first dimension of a size that is known; "
-            "use tensor-parallel"
-        )
+        raise StrategyError(f"data-parallel over {parts}: {_no_batch(graph)}")
     for name, factors in _batched(graph, sharding, step):
         yield TensorSeed(name, _batch_axes(factors, axes, step.turns if step else 1))
 
@@ -151,6 +148,26 @@ def _batch_size(graph: gs.Graph) -> int | None:
         if not is_weight(tensor) and tensor.shape and isinstance(tensor.shape[0], int):
             return int(tensor.shape[0])
     return None
+
+
+def _no_batch(graph: gs.Graph) -> str:
+    """Why no input has a batch, and what to do."""
+    data = [tensor for tensor in graph.inputs if not is_weight(tensor)]
+    if not data:
+        return "the model has no input; use tensor-parallel"
+    values = [t.name for t in data if t.dtype is None or t.dtype == object]
+    if len(values) == len(data):
+        return (
+            f"input {values[0]!r} holds no numbers (strings, sequences and the like are whole on "
+            "every rank); use tensor-parallel to split weights, if there are any"
+        )
+    unknown = next((t.name for t in data if t.shape is None and t.name not in values), None)
+    if unknown is not None:
+        return (
+            f"input {unknown!r} declares no shape; export the model with one (names for sizes that "
+            "vary), or use tensor-parallel"
+        )
+    return "no input has a dimension that could be a batch; use tensor-parallel"
 
 
 def _all_axes(mesh: Mesh) -> Axes:

@@ -219,7 +219,7 @@ def test_the_command(
     file = tmp_path / "out" / "t.json"
     assert main(run_command(par, "--repeat", "3", "--profile", str(file))) == 0
     out = capsys.readouterr().out
-    assert "2 runs behind 1 to warm up, in milliseconds of each:" in out
+    assert "2 runs after 1 warm-up run, in milliseconds of each:" in out
     assert re.search(r"rank +compute +communication +waiting +idle +in all", out)
     for rank in range(2):
         (row,) = re.findall(rf"^ +{rank}((?: +\d+\.\d{{3}}){{5}})$", out, re.MULTILINE)
@@ -274,7 +274,7 @@ def test_ranks_that_a_launcher_started(par: Path, tmp_path: Path) -> None:
     assert {e.name for e in trace.of(0) if e.collective} == {
         c["name"] for c in plan_of(par)["collectives"]
     }
-    assert "1 run behind 1 to warm up" in (tmp_path / "log/rank.0/stdout.log").read_text()
+    assert "1 run after 1 warm-up run" in (tmp_path / "log/rank.0/stdout.log").read_text()
     assert "run" not in (tmp_path / "log/rank.1/stdout.log").read_text()
 
 
@@ -292,7 +292,7 @@ def test_training_records_steps_and_evaluations(
     trace = read_trace(tmp_path / "t.json")
     assert (trace.runs(), trace.runs("evaluation")) == ([1, 4, 5], [2, 3, 6, 7])
     out = capsys.readouterr().out
-    assert "3 runs behind 1" in out and "4 evaluations, in" in out
+    assert "3 runs after 1" in out and "4 evaluations, in" in out
 
 
 def test_a_closed_session_leaves_no_rank_behind(two: Bundle) -> None:
