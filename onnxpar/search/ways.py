@@ -119,7 +119,8 @@ class Ways:
         mesh, name = self.sharding.mesh, self.tensor.name
         each = [self.sharding.costed_layouts(name, at) for at in end.placements]
         held = [[float(part_bytes(self.tensor, at, mesh)) for _, at in some] for some in each]
-        return np.array(held).T
+        by_size: Array = np.array(held).T
+        return by_size
 
     def _size(self, placement: Placement) -> float:
         return mean_bytes(self.tensor, placement, self.sharding)
