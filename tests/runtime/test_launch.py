@@ -11,12 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
+from agreement import options
+from decoders import Decoder, build, empty_caches, feeds_of, pairs_of
 from onnx import TensorProto, helper
 from runtime.bad_requests import STRATEGIES, decoder
 from runtime.bundles import Tensor, all_reduce, write_par
 
 import onnxpar
+from onnxpar import pipeline
 from onnxpar.errors import RankError
 from onnxpar.runtime.launch import Launched, bind_address, launched_rank
 from onnxpar.runtime.threads import ThreadSession
@@ -107,6 +112,53 @@ def test_mpirun(four: Path, tmp_path: Path, x: np.ndarray) -> None:
     for rank in range(4):
         log = (tmp_path / "log" / f"rank.{rank}" / "stdout.log").read_text()
         assert sorted(log.splitlines()) == [f"done {rank}", f"from a child of rank {rank}"]
+
+
+DECODE = """
+import sys
+import numpy as np
+from onnxpar.runtime.session import InferenceSession
+request = dict(np.load(sys.argv[2]))
+caches = {n: a for n, a in request.items() if n.startswith("past")}
+found = []
+with InferenceSession(sys.argv[1], timeout=20) as s:
+    for _ in range(2):
+        s.states.reset()
+        ids, before, fed = request["ids"], 0, caches
+        for step in range(32):
+            total = before + ids.shape[1]
+            feeds = {"input_ids": ids, "attention_mask": np.ones((1, total), int), **fed}
+            (logits,) = s.run(["logits"], feeds, keep_states=True)
+            found.append(logits[:, -1])
+            ids, before, fed = logits[:, -1:].argmax(-1), total, {}
+from onnxpar.runtime.launch import launched_rank
+np.save(f"{sys.argv[2]}.{launched_rank().rank}.npy", np.stack(found))
+"""
+
+
+def test_a_decoder_under_mpirun(tmp_path: Path) -> None:
+    """Two requests of 32 tokens each; the caches stay on the ranks, and the second starts anew."""
+    model = build(Decoder("GroupQueryAttention"))
+    onnx.save(model, tmp_path / "decoder.onnx")
+    caches = empty_caches(Decoder("GroupQueryAttention"), model, 1)
+    ids = np.array([[3, 1, 4, 1, 5]])
+    np.savez(tmp_path / "request.npz", ids=ids, **caches)
+    (tmp_path / "decode.py").write_text(DECODE)
+    pipeline.shard(tmp_path / "decoder.onnx", tmp_path / "m.par", options("tensor-parallel 3"))
+    mpirun(3, tmp_path / "decode.py", tmp_path / "m.par", tmp_path / "request.npz")
+    whole = ort.InferenceSession(str(tmp_path / "decoder.onnx"), None, ["CPUExecutionProvider"])
+    names = ["logits", *pairs_of(model).values()]
+    wanted: list[np.ndarray] = []
+    before = 0
+    for _ in range(32):
+        feeds = feeds_of(Decoder("GroupQueryAttention"), model, ids, before)
+        logits, *after = whole.run(names, feeds | caches)
+        wanted.append(logits[:, -1])
+        caches = dict(zip(pairs_of(model), after, strict=True))
+        ids, before = logits[:, -1:].argmax(-1), before + ids.shape[1]
+    for rank in range(3):
+        have = np.load(tmp_path / f"request.npz.{rank}.npy")
+        np.testing.assert_allclose(have, np.stack(wanted * 2), atol=1e-5 * np.abs(wanted).max())
 
 
 def test_mpirun_with_another_number_of_processes(four: Path, tmp_path: Path, x: np.ndarray) -> None:
