@@ -90,6 +90,8 @@ class Builder:
         """x times a weight, which int4 has in blocks of 16."""
         if self.decoder.weights != "int4":
             return self.add("MatMul", [x, self.weight(rows, columns)])
+        if self.decoder.options.get("paired"):
+            return self._paired(x, rows, columns)
         codes = self.random.integers(0, 256, (columns, rows // 16, 8))
         scales = self.random.uniform(0.5, 1.5, (columns, rows // 16)) * 0.2 / np.sqrt(rows)
         points = self.random.integers(112, 144, (columns, -(-rows // 32)))
@@ -106,6 +108,14 @@ class Builder:
             block_size=16,
             accuracy_level=self.decoder.options.get("level", 4),
         )
+
+    def _paired(self, x: str, rows: int, columns: int) -> str:
+        """The same as a weight of int4 and what onnxruntime makes MatMulNBits of."""
+        codes = self.random.integers(-8, 8, (rows, columns))
+        scales = self.random.uniform(0.5, 1.5, (rows // 16, columns)) * 0.2 / np.sqrt(rows)
+        stored = [self.constant(codes, "int4"), self.constant(scales, "float32")]
+        weight = self.add("DequantizeLinear", stored, axis=0, block_size=16)
+        return self.add("MatMul", [x, weight])
 
     def model(self) -> onnx.ModelProto:
         opset = self.decoder.options.get("opset", 21)

@@ -43,6 +43,7 @@ DECODERS = [
     Decoder(GQA, "int4", options={"packed": False, "points": False}),
     Decoder(GQA, "int4", heads=3, shared=3, options={"packed": False}),
     Decoder(GQA, "int4", heads=6, shared=3),
+    Decoder(GQA, "int4", options={"paired": True}),
     Decoder(GQA, options={"named": "head_width"}),
     Decoder(GQA, options={"window": 8}),
     Decoder(GQA, length=8, options={"window": 8}),
@@ -138,11 +139,13 @@ def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
         check_outputs(session.run(None, feeds), wanted, [p.name for p in loop.plan.outputs])
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_weights_in_blocks_are_never_gathered(ranks: int, tmp_path: Path) -> None:
+def test_weights_in_blocks_are_never_gathered(ranks: int, paired: bool, tmp_path: Path) -> None:
     """The runtime quantizes activations only for a weight that is stored."""
-    loop = Loop(Decoder(GQA, "int4"), tmp_path, ranks)
+    loop = Loop(Decoder(GQA, "int4", options={"paired": paired}), tmp_path, ranks)
     stored = {t.name for t in loop.model.graph.initializer}
+    stored |= {n.output[0] for n in loop.model.graph.node if n.op_type == "DequantizeLinear"}
     assert not [c.tensor for c in loop.plan.collectives if c.tensor in stored]
 
 

@@ -469,7 +469,8 @@ class SplitAlone:
     ) -> bool:
         """Splits what reads a weight that is not to be gathered; leaves it whole where that cannot
         be."""
-        found = {(op.node.name, link): (op, link) for op, link in links}.values()
+        followed = [each for op, link in links for each in _with_products(sharding, op, link)]
+        found = {(op.node.name, link): (op, link) for op, link in followed}.values()
         if not all(
             link is not None and sharding.assign_op(op, link, self.axes) for op, link in found
         ):
@@ -491,6 +492,20 @@ class SplitAlone:
                 choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
             first += sum(leaf.size > 1 for leaf in leaves(dim))
         return min(choices, default=(False, 0, []))[2]
+
+
+def _with_products(
+    sharding: Sharding, op: OpFactors, link: int | None
+) -> Iterator[tuple[OpFactors, int | None]]:
+    """A leaf of a node, and of the products with what DequantizeLinear makes: both are one node to
+    onnxruntime."""
+    yield op, link
+    if op.node.op == "DequantizeLinear":
+        result = op.node.outputs[0].name
+        leaves = [i for i, own in enumerate(op.outputs[0]) if own == link]
+        for reader in sharding.factors.ops:
+            if _reads(reader, result):
+                yield from ((reader, own) for i in leaves for own in _links(reader, result, i))
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:
