@@ -20,6 +20,7 @@ import pytest
 
 import onnxpar
 from onnxpar.cli import main
+from onnxpar.rules import rule as rules
 
 Capture = pytest.CaptureFixture[str]
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>
@@ -372,6 +373,33 @@ def test_timeouts_that_bound_nothing(seconds: float, place: Path, capsys: Captur
         refused(capsys, [*arguments, "--timeout", seconds], "timeout", "seconds")
     calibrate = ["calibrate", "-o", place / "c.yaml", "--timeout", seconds]
     refused(capsys, calibrate, "timeout")
+
+
+BAD_RULES = {
+    "raises": ("raise ZeroDivisionError('mine')", "ZeroDivisionError: mine"),
+    "returns": ("return 7", "it returns int, not a Rule"),
+    "asserts": ("return einsum(node, 'a, b -> c d e')", "correct the plugin"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_RULES)
+def test_a_rule_of_a_plugin_that_fails(fault: str, tmp_path: Path, capsys: Capture) -> None:
+    body, words = BAD_RULES[fault]
+    (tmp_path / f"p_{fault}.py").write_text(
+        "from onnxpar.rules.rule import einsum, rule\n"
+        '@rule("Nowhere", domain="my")\n'
+        f"def nowhere(node):\n    {body}\n"
+    )
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17, "my" : 1]> g (float[4,4] x) => (float[4,4] y) '
+        "{ [odd] y = my.Nowhere(x) }"
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    plan = ["plan", tmp_path / "m.onnx", "--devices", 2, "--plugin", tmp_path / f"p_{fault}.py"]
+    try:
+        refused(capsys, plan, "nowhere fails on Nowhere 'odd'", words)
+    finally:
+        rules._RULES.pop(("my", "Nowhere"), None)
 
 
 def test_a_step_of_a_step(place: Path, capsys: Capture) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
+from onnxpar.errors import OnnxparError, StrategyError
 
 Size = int | None
 """Elements of a dimension; None where only a run of the model can tell."""
@@ -483,10 +483,30 @@ def rule_of(node: gs.Node) -> Rule:
         lack = f"no rule for {domain + '.' if domain else ''}{node.op}"
         return whole_rule(node, _WHOLE.get((domain, node.op), lack))
     if (domain, node.op) in _ANY_RANK:
-        return function(node)
+        return _answer(function, node)
     tensors = [t for t in [*node.inputs, *node.outputs] if t.name]
     if any(str(t.dtype) == "object" for t in tensors):
         return whole_rule(node, "collectives carry no strings")
     if any(tensor_shape(t) is None for t in tensors):
         return whole_rule(node, "an operand of unknown rank")
-    return _with_kernel(function(node), domain, node.op)
+    return _with_kernel(_answer(function, node), domain, node.op)
+
+
+def _answer(function: RuleFunction, node: gs.Node) -> Rule:
+    """What a rule says of a node. Errors: StrategyError where a rule from outside fails."""
+    if function.__module__.startswith(f"{__name__.partition('.')[0]}."):
+        return function(node)
+    try:
+        found = function(node)
+    except OnnxparError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(found, Rule):
+            return found
+        reason = f"it returns {type(found).__name__}, not a Rule"
+    raise StrategyError(
+        f"the rule {function.__module__}.{function.__name__} fails on {node.op} '{node.name}': "
+        f"{reason}; correct the plugin"
+    )
