@@ -504,6 +504,11 @@ def _plan(
     if options.exposed:
         expose(made, ctx, options.exposed)
     note_unsplit(made, ctx.sharding)
+    if model.sizes is not None and options.fusion not in (None, "none"):
+        made.notes.append(
+            "while sizes are open, --fusion joins all-reduces only, as parts that are equal at one "
+            f"size may not be at another; give {model.sizes.flags} for the others"
+        )
     note_weights(made)
     if made.unpaired:
         warnings.warn(unpaired_text(made.unpaired), stacklevel=2)

@@ -146,6 +146,15 @@ def test_what_stays_whole_while_sizes_are_open(
     assert ("NeighborExchange", "in pool") in [(c.kind, c.tensor) for c in plan.collectives]
 
 
+def test_fusion_says_what_it_leaves_out_while_sizes_are_open(tmp_path: Path) -> None:
+    model = write(POOL.format(height="height"), tmp_path)
+    how = replace(options("tp=2"), fusion="size")
+    (note,) = (n for n in pipeline.plan(model, how)[0].notes if "--fusion" in n)
+    assert "all-reduces only" in note and "--dim height=N" in note
+    bound, _ = pipeline.plan(model, replace(how, dims={"height": 8}))
+    assert not any("--fusion" in n for n in bound.notes)
+
+
 def test_an_annotation_of_a_folded_node_is_named(tmp_path: Path) -> None:
     path = write(
         """folded (float[8,6] x, float[8,6] w) => (float[8,6] y)
