@@ -310,3 +310,17 @@ def test_models_in_memory_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         onnxpar.plan(proto, **TP)
     assert "/onnxpar-" not in str(caught.value)
+
+
+def test_every_call_that_takes_a_model_takes_one_in_memory() -> None:
+    calls = [
+        getattr(module, name) for module in (onnxpar, onnxpar.training) for name in module.__all__
+    ]
+    models = [
+        (call.__name__, given.annotation)
+        for call in calls
+        if inspect.isfunction(call)
+        for name, given in inspect.signature(call).parameters.items()
+        if name == "model"
+    ]
+    assert len(models) == 9 and {annotation for _, annotation in models} == {"Source"}
