@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ from onnxpar.typical import Typical
 NOTHING = "no output is held by several ranks, so there is nothing to compare"
 Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
 """An .npz file, arrays by input name, or None."""
+
+
+_RESIZES: tuple[Callable[[int], int], ...] = (
+    *(partial(lambda part, n: max(n // part, 1), 2**i) for i in range(7)),
+    *(partial(lambda size, n: size, 2**i) for i in range(6, 10)),
+)
+"""What is tried for open sizes, by those of the plan's example: these, ever smaller ones, and then
+larger ones, all equal, where a model needs that many elements."""
+_MOST_ELEMENTS = 1 << 22
+"""Of feeds that are larger than the plan's example."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +129,20 @@ def check_model(
             return compare(model, session, feeds, close=close, timed=True)
 
         with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
-            part = 1
-            while True:
-                feeds, made_up, largest = _feeds(model, options, way, made, bundle, part)
+            first: Exception | None = None
+            is_free = True
+            for resize in _RESIZES:
                 try:
+                    feeds, made_up, is_free = _feeds(model, options, way, made, bundle, resize)
                     report = compared(session, feeds)
                     break
-                except (ModelError, InputError):  # a table of positions may be shorter than that
-                    if largest <= part:
+                except (ModelError, InputError) as error:  # a table of positions, a least length
+                    first = first or error
+                    if not is_free:
                         raise
-                    part *= 2
+            else:
+                assert first is not None
+                raise first
     if made.step is not None and close is None and not way.each:
         report = judge_compressed(judge_gradients(report, made.step), made.step)
     own = [port for port in made.outputs if port.name not in set(exposed)]
@@ -184,11 +199,16 @@ def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, 
 
 
 def _feeds(
-    model: Path, options: Options, way: Way, made: Plan, bundle: Bundle, part: int
-) -> tuple[dict[str, Any], list[str], int]:
-    """What is given; random feeds for the rest, of which it tells name, type and shape; and the
-    largest open size that nothing given decides. Those are one `part`th of the plan's examples,
-    unless they contradict others."""
+    model: Path,
+    options: Options,
+    way: Way,
+    made: Plan,
+    bundle: Bundle,
+    resize: Callable[[int], int],
+) -> tuple[dict[str, Any], list[str], bool]:
+    """What is given; random feeds for the rest, of which it tells name, type and shape; and whether
+    any open size is left to choose. Those are what `resize` makes of the plan's examples, unless
+    they contradict others. Errors: InputError where that takes too many elements."""
     specs = input_specs(bundle.path)
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
@@ -206,7 +226,7 @@ def _feeds(
     known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
     told = {v for n in shapes for v in bundle.inputs[n].symbols}
     free = {s: made.example[s] for s in bundle.symbols if s not in told}
-    sizes = {s: max(free[s] // part, 1) if s in free else known[s] for s in bundle.symbols}
+    sizes = {s: resize(free[s]) if s in free else known[s] for s in bundle.symbols}
     sizes, ranges = _usual(model, options, made, bundle, sizes, told)
     rest: Any = [
         (name, kind, bundle.inputs[name].shape_at(sizes))
@@ -216,7 +236,11 @@ def _feeds(
     unknown = {name for name, _, _ in rest}
     ranges = {name: r for name, r in ranges.items() if name in unknown}
     made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
-    return make_feeds(rest, ranges, way.seed) | feeds, made_up, max(free.values(), default=0)
+    if max(sizes.values(), default=0) > max(made.example.values(), default=0):
+        elements = sum(math.prod(size or 0 for size in shape) for _, _, shape in rest)
+        if elements > _MOST_ELEMENTS:
+            raise InputError(f"feeds of {elements:,} elements are too large to try")
+    return make_feeds(rest, ranges, way.seed) | feeds, made_up, bool(free)
 
 
 def _usual(

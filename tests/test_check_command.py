@@ -192,3 +192,15 @@ def test_made_up_lengths_shrink_to_what_the_model_takes(capsys: pytest.CaptureFi
     assert main(["check", str(model), "--devices", "2", "--preset", "tensor-parallel"]) == 0
     shape = re.search(r"logits  float32   \[(\d+), (\d+), 512\]", capsys.readouterr().out)
     assert shape is not None and 1 < int(shape[2]) <= 16
+
+
+def test_made_up_lengths_grow_to_what_the_model_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mirrored padding of 90 on each side takes 91 elements or more."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> m (float[n,l] x) => (float[n,k] y)
+      { by = Constant<value = int64[4] {0, 90, 0, 90}>()  y = Pad<mode = "reflect">(x, by) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    assert main(["check", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
+    shape = re.search(r"y +float32   \[(\d+), (\d+)\]", capsys.readouterr().out)
+    assert shape is not None and int(shape[2]) > 270
