@@ -14,7 +14,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN, PerRank
-from onnxpar.rules.case import run
+from onnxpar.rules.case import Program, compiled
 
 Values = dict[str, Array]
 
@@ -43,11 +43,14 @@ def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> 
         if node.op == "Scan":
             _scan(node, attrs, values, per_rank)
             continue
+        differs = "seed" in node.attrs or any(name == node.name for name, _ in per_rank.attributes)
+        program = None
         for own, held in zip(attrs, values, strict=True):
-            single = gs.Node(node.op, node.name, own, node.inputs, node.outputs, node.domain)
-            held.update(_run_one(single, graph, held))
-            single.inputs.clear()
-            single.outputs.clear()
+            if program is None or differs:
+                program = _program(node, own, graph, held)
+            feeds = {t.name: held[t.name] for t in node.inputs if t.name in held}
+            named = [t.name for t in node.outputs if t.name]
+            held.update(zip(named, program.run(feeds), strict=True))
 
 
 def _scan(
@@ -84,23 +87,21 @@ def _attributes(node: gs.Node, per_rank: PerRank, rank: int) -> dict[str, Any]:
     return {**node.attrs, **varying}
 
 
-def _run_one(node: gs.Node, graph: gs.Graph, held: Values) -> Values:
-    """A node's results on one rank."""
-    operands = {t.name: held.get(t.name) for t in node.inputs if t.name}
+def _program(node: gs.Node, attrs: dict[str, Any], graph: gs.Graph, held: Values) -> Program:
+    """A node alone, for what a rank holds, and for what others do where they have its attributes;
+    its random numbers go on from run to run."""
     inputs = [
-        gs.Variable.empty() if not t.name else _operand(t, operands[t.name]) for t in node.inputs
+        gs.Variable.empty() if not t.name else _operand(t, held.get(t.name)) for t in node.inputs
     ]
     made = [gs.Variable(t.name) for t in node.outputs]
     alone = gs.Graph(
-        [gs.Node(node.op, node.name, node.attrs, inputs, made, node.domain)],
+        [gs.Node(node.op, node.name, attrs, inputs, made, node.domain)],
         [t for t in inputs if isinstance(t, gs.Variable) and t.name],
         [t for t in made if t.name],
         opset=graph.opset,
         import_domains=graph.import_domains,
     )
-    feeds = {name: value for name, value in operands.items() if value is not None}
-    named = [t.name for t in made if t.name]
-    return dict(zip(named, run(alone, feeds), strict=True))
+    return compiled(alone)
 
 
 def _operand(tensor: gs.Tensor, value: Array | None) -> gs.Tensor:
