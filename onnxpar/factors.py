@@ -35,7 +35,7 @@ from onnxpar.subgraphs import bodies, is_random
 _CUT_HERE = "its dimensions do not line up here"
 _UNKNOWN = "a size that only a run can tell"
 _RANDOM = "it draws random values, which one rank does for all"
-_OPEN = "what a subgraph reads of the graph around it is whole while sizes are open"
+_OPEN = "while sizes are open, every rank computes its bodies whole"
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ class Lockstep:
     `live` are the bindings that the model still fits. What of a result's size differs between them
     is told in closed form, by quotients too (`quotients`), or taken for a size that data decides.
     Where two sizes must be equal that are not, `tie` is what makes them so, a symbol and what to
-    write for it: the walk ends there. `found` are all open sizes, `void` those of operands of which
-    nothing is left.
+    write for it: the walk ends there; `is_attribute` says that an op's attributes give the size.
+    `found` are all open sizes, `void` those of operands of which nothing is left.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class Lockstep:
         self.quotients: list[Quotient] = []
         self.conflicts: list[NodeProto] = []
         self.tie: tuple[str, Polynomial] | None = None
+        self.is_attribute = False
         self.found: dict[Polynomial, None] = {}
         self.void: list[Polynomial] = []
         self.unsolved: list[Unsolved] = []
@@ -160,6 +161,15 @@ class Lockstep:
             return None
         return self._fit([s[axis] for s in shapes if s is not None])
 
+    def sizes(self, name: str) -> list[Polynomial | None]:
+        """The dimensions of a tensor in closed form, None for those that have none or are not
+        known."""
+        each = [self.walks[i].sizes(name) or () for i in self.live]
+        known = [
+            [size for size in column if size is not None] for column in zip(*each, strict=False)
+        ]
+        return [self._fit(column) if len(column) == len(each) else None for column in known]
+
     def _fit(self, values: Sequence[int]) -> Polynomial | None:
         key = tuple(values)
         if key not in self._known:
@@ -189,6 +199,7 @@ class Lockstep:
                 continue
             tie = solve_tie(first, second, self.symbols)
             if tie is not None:
+                self.is_attribute = isinstance(other, int)
                 return tie
             self.unsolved.append(Unsolved(node, first, second))
         return None

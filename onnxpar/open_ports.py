@@ -8,6 +8,7 @@ from typing import Any
 
 from onnxpar.errors import StrategyError
 from onnxpar.fits import fit
+from onnxpar.layout import dim_axes
 from onnxpar.open_sizes import OpenSizes
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import OpenPort, Plan, Port
@@ -37,6 +38,9 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]
     shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
+    for axis in range(len(shape)):
+        if (port.name, axis) in sizes.free and not any(dim_axes(x.dims[axis]) for x in layouts):
+            tree["dims"][axis] = {"size": -1}
     if tree == trees[0]:
         return port
     return replace(port, open=OpenPort([None if s == -1 else s for s in shape], tree))

@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, TypeProto
 
 from onnxpar.arrays import Array
+from onnxpar.branch_sizes import free_sizes
 from onnxpar.errors import StrategyError
 from onnxpar.fits import DOMAINS, Domain, sample
 from onnxpar.lockstep import Lockstep, Strides, Unsolved
@@ -34,7 +35,8 @@ class OpenSizes:
     """What a model leaves open. `graph(i)` is the model's graph at `bindings[i]`; the same nodes
     and tensors at each, with other sizes. `labels` are the symbols as `--dim` knows them; nodes
     whose results have sizes without a closed form are among the `whole` ones. `typical` are sizes
-    for costs, with weights, and `is_told` whether a user gave them."""
+    for costs, with weights, and `is_told` whether a user gave them. Inputs may have other sizes
+    than their symbols have in dimensions that are `free`."""
 
     symbols: tuple[str, ...]
     bindings: list[Binding]
@@ -45,6 +47,7 @@ class OpenSizes:
     whole: Whole = field(default_factory=dict)
     typical: tuple[Profile, ...] = ()
     is_told: bool = False
+    free: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def flags(self) -> str:
@@ -78,8 +81,7 @@ def infer_open(
     search = _Search(proto, dims, least, taken)
     dims, walks = search.run()
     live = [walks.walks[i] for i in walks.live]
-    fixed = [(name, size) for name, size in search.ties if not size.variables]
-    for name, size in fixed:
+    for name, size in search.limited:
         warnings.warn(
             f"{name} is {size} in every run, as ops of the model need that at the sizes tried; "
             f"where it runs at others, give --dim {name}=N",
@@ -91,6 +93,7 @@ def infer_open(
     symbols, ties = tuple(walks.bindings[0]), Ties(tuple(search.ties))
     profiles = typical_sizes(typical, symbols, ties, dims, search.suits, search.fits)
     keep_nodes(proto.graph, walks.kept)
+    free = free_sizes(proto.graph, dims, walks.sizes)
     bare = copy_with_stubs(proto, _reference_to_nowhere)
     bindings = [walks.bindings[i] for i in walks.live]
 
@@ -106,7 +109,7 @@ def infer_open(
     whole = dict.fromkeys(walks.lost)
     told = bool(typical.profiles)
     return OpenSizes(
-        tuple(bindings[0]), bindings, dims, graph, quotients, labels, whole, profiles, told
+        tuple(bindings[0]), bindings, dims, graph, quotients, labels, whole, profiles, told, free
     )
 
 
@@ -128,6 +131,7 @@ class _Search:
         self.domains: dict[str, Domain] = {}
         self.strides: Strides = {}
         self.ties: list[tuple[str, Polynomial]] = []
+        self.limited: list[tuple[str, Polynomial]] = []
         self.best: tuple[tuple[int, int], OpenDims, Lockstep] | None = None
 
     def run(self) -> tuple[OpenDims, Lockstep]:
@@ -137,8 +141,10 @@ class _Search:
             for _ in range(_ROUNDS):
                 walks = self._walk(general)
                 if walks.tie is not None:
-                    if not walks.tie[1].variables and general is not DOMAINS[-1]:
-                        break  # a table of positions may be shorter than the sizes sampled
+                    if not walks.tie[1].variables and not walks.is_attribute:
+                        if general is not DOMAINS[-1]:
+                            break  # a table of positions may be shorter than the sizes sampled
+                        self.limited.append(walks.tie)
                     self.ties.append(walks.tie)
                     tied = {at: d.replace(*walks.tie) for at, d in self.dims.items()}
                     self.dims = tied

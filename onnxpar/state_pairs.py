@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.rules.rule import tensor_shape
 from onnxpar.runtime_shapes import operator_ports
+from onnxpar.subgraphs import bodies
 
 Pair = tuple[str, str]
 Stem = tuple[str, ...]
@@ -127,7 +128,10 @@ def _sources(
     (node,) = tensor.inputs[:1]
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     at = next(i for i, t in enumerate(node.outputs) if t is tensor)
-    if node.op == "Concat" and domain == "":
+    if node.op == "If" and not is_step:
+        for body in bodies(node):
+            yield from _sources(body.outputs[at], is_cache, seen, is_step)
+    elif node.op == "Concat" and domain == "":
         operands = node.inputs[:1] if is_step else node.inputs
         for operand in operands:
             yield from _sources(operand, True, seen, is_step)
@@ -169,9 +173,24 @@ def _named_alike(
                 continue
             is_told = _tells(source.name, _BEFORE) or _tells(result.name, _AFTER)
             is_kept = _is_kept(source.name) or _is_kept(result.name)
-            if is_told and is_kept and _fits(source, result):
+            if is_told and is_kept and _fits(source, result) and not _is_left_out(result):
                 found[source.name] = result.name
     return found
+
+
+def _is_left_out(result: gs.Tensor) -> bool:
+    """Whether a branch of an If makes an empty constant of a result: what was fed is to be fed
+    again."""
+    if isinstance(result, gs.Constant):
+        return 0 in result.shape
+    for node in result.inputs[:1]:
+        at = next(i for i, t in enumerate(node.outputs) if t is result)
+        before = (
+            [node.inputs[0]] if node.op == "Identity" else [b.outputs[at] for b in bodies(node)]
+        )
+        value = node.attrs.get("value") if node.op == "Constant" else None
+        return 0 in getattr(value, "shape", ()) or any(map(_is_left_out, before))
+    return False
 
 
 def _words(name: str) -> list[str]:
@@ -208,5 +227,5 @@ def _fits(source: gs.Tensor, result: gs.Tensor) -> bool:
     before, after = tensor_shape(source), tensor_shape(result)
     if source.dtype != result.dtype or before is None or after is None:
         return source.dtype == result.dtype and source.dtype is not None
-    grown = [a != b for a, b in zip(before, after, strict=False)]
+    grown = [None not in (a, b) and a != b for a, b in zip(before, after, strict=False)]
     return len(before) == len(after) and sum(grown) <= 1

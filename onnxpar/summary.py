@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.factors import Links, OpFactors
 from onnxpar.flops import flops, flops_of_ranks
 from onnxpar.interchange import declared_shape, default_of, type_text
-from onnxpar.layout import leaves
+from onnxpar.layout import Layout, leaves
 from onnxpar.packing import stored_bits
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import (
@@ -29,7 +29,7 @@ from onnxpar.plan import (
 from onnxpar.ranges import integer_ranges, lookups
 from onnxpar.search.tensor_parallel import is_contraction
 from onnxpar.state_pairs import missing_states
-from onnxpar.subgraphs import captured, constants, read_by, subgraphs
+from onnxpar.subgraphs import bodies, captured, constants, read_by, subgraphs
 
 _MAKE_WHOLE = ("AllGather", "AllReduce")
 
@@ -84,9 +84,8 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
     out = []
     mesh = ctx.sharding.mesh
     for tensor in constants(graph):
-        layout = ctx.layouts.get(tensor.name)
-        if layout is None:
-            continue
+        # What only bodies read that are not split has no layout.
+        layout = ctx.layouts.get(tensor.name) or Layout.whole(tensor.shape)
         dtype = numpy_dtype(tensor)
         size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
         held = max(part_bytes(tensor, layout, mesh, r) for r in _sample(mesh.size))
@@ -121,13 +120,14 @@ def _spread(ranks: int) -> list[int]:
 
 def whole_nodes(ctx: PassContext) -> list[Whole]:
     """Nodes for which split operands were gathered because their rule wants them whole, and matrix
-    products and the like of which nothing is split."""
+    products and the like of which nothing is split, as are all bodies of some nodes."""
     out = []
     for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
         lost = _gathered(op, ctx)
         unruled = any(reason.startswith(NO_RULE) for reason in op.whole.values())
         idle = is_contraction(op) and not any(ctx.sharding.op_axes(op))
-        if lost or unruled:
+        shut = bool(bodies(op.node)) and not op.bodies
+        if lost or unruled or shut:
             reason = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
             out.append(Whole(op.node.name, op.node.op, reason, lost))
         elif idle:

@@ -128,6 +128,14 @@ def test_a_decoder_keeps_its_caches_on_the_ranks(
             loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
 
 
+@pytest.mark.parametrize("cache", [GQA, "MultiHeadAttention"])
+def test_nobody_is_warned_of_a_width_that_attributes_give(
+    cache: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    Loop(Decoder(cache, options={"named": "head_width"}), tmp_path, 2)
+    assert not [w for w in recwarn if "in every run" in str(w.message)]
+
+
 def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
     """Keys of a length that the values of an operand decide, returned and not kept."""
     decoder = Decoder(GQA)

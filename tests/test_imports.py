@@ -46,6 +46,7 @@ LAYERS = (
         "collective_shapes",
         "collective",
         "equal_sizes",
+        "branch_sizes",
         "lockstep",
         "typical",
         "open_sizes",

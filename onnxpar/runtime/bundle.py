@@ -45,7 +45,8 @@ class Port:
 
     `type` is onnxruntime's text; `dtype` that of a tensor, of objects where the elements are
     strings. An input that `has_default` need not be fed. Where sizes are open, `layout` is None
-    and `open_layout` its JSON with polynomials for them.
+    and `open_layout` its JSON with polynomials for them; an input that has -1 there for an open
+    size may be fed with others than its symbols have.
     """
 
     name: str
@@ -60,6 +61,12 @@ class Port:
     def is_value(self) -> bool:
         """Whether it is no tensor of numbers."""
         return bool(self.type) and is_value(self.type)
+
+    def is_free(self, axis: int) -> bool:
+        """Whether an open size need not agree with those of other inputs."""
+        if self.open_layout is None:
+            return False
+        return bool(self.open_layout["dims"][axis].get("size") == -1)
 
     @property
     def arg(self) -> NodeArg:
@@ -161,8 +168,13 @@ class Bundle:
         """
         found: dict[str, int] = {}
         origin: dict[str, str] = {}
-        given = [
-            (f"input {name!r} has {size} at dimension {axis}", own, size)
+        every = [
+            (
+                f"input {name!r} has {size} at dimension {axis}",
+                own,
+                size,
+                self.inputs[name].is_free(axis),
+            )
             for name, shape in shapes.items()
             for axis, (own, size) in enumerate(
                 zip(
@@ -171,8 +183,9 @@ class Bundle:
             )
             if isinstance(own, Polynomial)
         ]
-        given.sort(key=lambda entry: len(entry[1].terms))
-        for text, own, size in given:
+        every.sort(key=lambda entry: (entry[3], len(entry[1].terms)))
+        given = [entry[:3] for entry in every if not entry[3]]
+        for text, own, size, _ in every:
             unknown = [v for v in own.variables if v not in found]
             if len(unknown) == 1:
                 value = own.solve(unknown[0], found, size)
