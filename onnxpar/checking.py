@@ -20,6 +20,7 @@ from onnxpar.layout import dim_axes
 from onnxpar.manual import MANUAL
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
+from onnxpar.progress_line import quietly
 from onnxpar.ranges import Range, contradictions, integer_ranges
 from onnxpar.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
@@ -46,8 +47,9 @@ _RESIZES: tuple[Callable[[int], int], ...] = (
     *(partial(lambda part, n: max(n // part, 1), 2**i) for i in range(7)),
     *(partial(lambda size, n: size, 2**i) for i in range(6, 10)),
 )
-"""What is tried for open sizes, by those of the plan's example: these, ever smaller ones, and then
-larger ones, all equal, where a model needs that many elements."""
+"""What is tried for open sizes where the typical ones do not run, by those of the plan's example:
+these, ever smaller ones, and then larger ones, all equal, where a model needs that many elements.
+"""
 _MOST_ELEMENTS = 1 << 22
 """Of feeds that are larger than the plan's example."""
 
@@ -98,10 +100,28 @@ def _(check: Check) -> str:
 
 
 def check_model(
-    model: Path, options: Options, way: Way, progress: Callable[[int], None] | None = None
+    model: Path,
+    options: Options,
+    way: Way,
+    progress: Callable[[int], None] | None = None,
+    tell: Callable[[str], None] = quietly,
 ) -> Check:
     """Shards into a folder that is removed again, runs, and compares. `progress` is told of the
-    bytes of weights that were written. Errors: OnnxparError."""
+    bytes of weights that were written; `tell` is called with a few words before each step, and with
+    none at the end. Errors: OnnxparError."""
+    try:
+        return _checked(model, options, way, progress, tell)
+    finally:
+        tell("")
+
+
+def _checked(
+    model: Path,
+    options: Options,
+    way: Way,
+    progress: Callable[[int], None] | None,
+    tell: Callable[[str], None],
+) -> Check:
     close = None
     if way.rtol is not None or way.atol is not None:
         close = Closeness(way.rtol or 0.0, way.atol or 0.0)
@@ -118,22 +138,25 @@ def check_model(
     with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
         par = Path(folder) / "model.par"
         options = replace(options, replicas=True, exposed=exposed)
+        tell("sharding")
         made = pipeline.shard(model, par, options, progress)
         bundle = Bundle.load(par)
 
         def compared(session: InferenceSession, feeds: Mapping[str, Any]) -> Report:
             if way.each:
+                tell("comparing every tensor")
                 return compare_each(model, session, feeds, close)
             if is_manual:
+                tell(f"running {session.ranks} ranks")
                 return compare_replicas(session, feeds, close)
-            return compare(model, session, feeds, close=close, timed=True)
+            return compare(model, session, feeds, close=close, timed=True, tell=tell)
 
         with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
             first: Exception | None = None
             is_free = True
-            for resize in _RESIZES:
+            for sizes in _sizes_to_try(made, bundle):
                 try:
-                    feeds, made_up, is_free = _feeds(model, options, way, made, bundle, resize)
+                    feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
                     report = compared(session, feeds)
                     break
                 except (ModelError, InputError) as error:  # a table of positions, a least length
@@ -198,17 +221,34 @@ def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, 
     ]
 
 
+def _sizes_to_try(made: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
+    """Sizes of all symbols, in the order in which a check tries them: the typical ones, then those
+    of `_RESIZES`. Unless a user gave them, those that the ranks split are large enough that each
+    rank has elements, and that not all have equally many."""
+    uneven = 2 * made.mesh.size - 1
+    for typical, _ in made.typical[:1]:
+        sizes = dict(typical)
+        if not made.is_told:
+            yield {
+                s: max(n, uneven) if n < made.mesh.size and _splits(bundle, s, sizes) else n
+                for s, n in sizes.items()
+            }
+        yield sizes
+    for resize in _RESIZES:
+        yield {s: resize(n) for s, n in made.example.items()}
+
+
 def _feeds(
     model: Path,
     options: Options,
     way: Way,
     made: Plan,
     bundle: Bundle,
-    resize: Callable[[int], int],
+    chosen: Mapping[str, int],
 ) -> tuple[dict[str, Any], list[str], bool]:
     """What is given; random feeds for the rest, of which it tells name, type and shape; and whether
-    any open size is left to choose. Those are what `resize` makes of the plan's examples, unless
-    they contradict others. Errors: InputError where that takes too many elements."""
+    any open size is left to choose. Those are the `chosen` ones, unless they contradict others.
+    Errors: InputError where that takes too many elements."""
     specs = input_specs(bundle.path)
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
@@ -225,8 +265,8 @@ def _feeds(
     }
     known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
     told = {v for n in shapes for v in bundle.inputs[n].symbols}
-    free = {s: made.example[s] for s in bundle.symbols if s not in told}
-    sizes = {s: resize(free[s]) if s in free else known[s] for s in bundle.symbols}
+    free = [s for s in bundle.symbols if s not in told]
+    sizes = {s: known[s] if s in told else chosen[s] for s in bundle.symbols}
     sizes, ranges = _usual(model, options, made, bundle, sizes, told)
     rest: Any = [
         (name, kind, bundle.inputs[name].shape_at(sizes))
@@ -236,7 +276,8 @@ def _feeds(
     unknown = {name for name, _, _ in rest}
     ranges = {name: r for name, r in ranges.items() if name in unknown}
     made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
-    if max(sizes.values(), default=0) > max(made.example.values(), default=0):
+    is_large = max(sizes.values(), default=0) > max(made.example.values(), default=0)
+    if is_large and not (made.is_told and chosen == made.typical[0][0]):
         elements = sum(math.prod(size or 0 for size in shape) for _, _, shape in rest)
         if elements > _MOST_ELEMENTS:
             raise InputError(f"feeds of {elements:,} elements are too large to try")

@@ -187,9 +187,11 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_model(check)
     check.add_argument(
-        "--inputs", metavar="NPZ", help="arrays by input name; made up where missing"
+        "--inputs",
+        metavar="NPZ",
+        help="arrays by input name; what is missing is random, of the typical sizes (--typical)",
     )
-    check.add_argument("--seed", type=int, default=0, help="for inputs that are made up")
+    check.add_argument("--seed", type=int, default=0, help="of random inputs")
     for name, term in (("rtol", "X * |reference|"), ("atol", "X")):
         check.add_argument(
             f"--{name}",

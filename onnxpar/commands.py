@@ -31,6 +31,7 @@ from onnxpar.pass_list import LIST, pass_lines
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan, SavedPlan
 from onnxpar.plan_options import option_names, options_of
+from onnxpar.progress_line import progress_line
 from onnxpar.report import plan_lines
 from onnxpar.report_page import write_page
 from onnxpar.runtime.feeds import read_feeds, write_arrays
@@ -170,7 +171,8 @@ def check(args: argparse.Namespace) -> int:
     """Shards, runs and compares; 1 on a mismatch."""
     way = Way(**{field.name: getattr(args, field.name) for field in fields(Way)})
     with _progress("weights", _weight_bytes(args.model)) as progress:
-        found = check_model(args.model, _options(args), way, progress)
+        tell = progress_line("check")
+        found = check_model(args.model, _options(args), way, progress, tell)
     print(found)
     if way.train and found.plan.step is not None:
         warn_of(found.plan.step)

@@ -56,3 +56,16 @@ def test_gradients_of_a_batch_of_two(layout: str, tmp_path: Path) -> None:
 def test_batch_statistics_of_ranks_without_samples(tmp_path: Path) -> None:
     step = write_step(CONV.replace("float[8,", "float[2,"), tmp_path, optimizer="adam")
     check_training(step, "data-parallel 3", 3)
+
+
+def test_long_segments_of_which_one_may_be_empty(tmp_path: Path) -> None:
+    """A detection head joins the pixels of several images, each of which ranks split by rows. With
+    200,000 elements, a search through all of them for the place of each would take minutes."""
+    path = write_model(
+        """g (float[1,4,2,100000] x, float[1,4,500] z, float[4,4,1] w) => (float[1,4,200500] y)
+        <int64[3] flat = {1, 4, 200000}>
+        { a = Reshape(x, flat)  b = Concat <axis = 2> (a, z)  y = Conv(b, w) }""",
+        tmp_path,
+    )
+    how = options("tp=3", strategy={"tensors": {"x": [None, None, "tp", None]}})
+    check_agrees(path, tmp_path, how)

@@ -11,8 +11,12 @@ import onnx
 import pytest
 
 from onnxpar import pipeline
+from onnxpar.checking import Way, check_model
 from onnxpar.cli import main
+from onnxpar.errors import InputError
 from onnxpar.lower_reshard import ReshardBuilder
+from onnxpar.pipeline import Options
+from onnxpar.runtime import compare
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>
 two (float[8,16] x, float[8,16] z) => (float[8,4] y) {
@@ -204,3 +208,63 @@ def test_made_up_lengths_grow_to_what_the_model_takes(
     assert main(["check", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
     shape = re.search(r"y +float32   \[(\d+), (\d+)\]", capsys.readouterr().out)
     assert shape is not None and int(shape[2]) > 270
+
+
+BATCHES = """<ir_version: 8, opset_import: ["" : 17]>
+m (float[batch,seq,16] x) => (float[batch,seq,16] y) { a = Relu(x)  y = Exp(a) }"""
+
+
+@pytest.mark.parametrize(
+    ("more", "fed"),
+    [
+        (["--mesh", "tp=3"], [1, 128]),
+        (["--preset", "data-parallel", "--devices", "3"], [5, 128]),  # split: rows for each rank
+        (["--preset", "data-parallel", "--devices", "3", "--typical", "batch=2,seq=7"], [2, 7]),
+    ],
+)
+def test_made_up_sizes_are_the_typical_ones(
+    more: list[str], fed: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx.save(onnx.parser.parse_model(BATCHES), tmp_path / "m.onnx")
+    assert main(["check", str(tmp_path / "m.onnx"), *more]) == 0, capsys.readouterr().err
+    shape = re.search(r"y +float32   \[(\d+), (\d+), 16\]", capsys.readouterr().out)
+    assert shape is not None and [int(n) for n in shape.groups()] == fed
+
+
+def test_a_check_tells_what_it_does(model: Path) -> None:
+    told: list[str] = []
+    assert check_model(model, Options(devices=2), Way(), tell=told.append).ok
+    assert told == [
+        "sharding",
+        "running the unsplit model",
+        "timing the unsplit model",
+        "running 2 ranks",
+        "timing 2 ranks",
+        "",
+    ]
+    told.clear()
+    with pytest.raises(InputError):
+        check_model(model, Options(devices=2), Way({"q": np.ones(1)}), tell=told.append)
+    assert told == ["sharding", ""]
+
+
+@pytest.mark.parametrize(
+    ("each", "runs"), [([0.1] * 9, 5), ([1.0, 0.9, 0.9], 1), ([0.1, 1.4, 1.4], 1), ([9.0], 0)]
+)
+def test_timing_ends_before_runs_take_long(
+    each: list[float], runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of these seconds are those of the run that is compared."""
+    clock = [0.0]
+    left = iter(each[1:])
+    monkeypatch.setattr(compare.time, "perf_counter", lambda: clock[0])
+
+    def run() -> dict[str, Any]:
+        clock[0] += next(left)
+        return {}
+
+    shortest = compare.shortest(run, each[0])
+    assert shortest == pytest.approx(min(each[1 : runs + 1], default=each[0]))
+    assert clock[0] == pytest.approx(sum(each[1 : runs + 1]))
+    first = compare.Times(each[0], 0.1, 2).text()
+    assert ("the first" in first) == (runs == 0)

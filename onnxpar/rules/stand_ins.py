@@ -87,7 +87,8 @@ class StandIns:
         def places(rank: int) -> Any:
             """For each element its place among those that the rank has, of which a zero is last."""
             true, filled = self._positions("inputs", i, axis, rank)
-            return np.array([true.index(p) if p in true else len(true) for p in filled], np.int64)
+            place = {p: k for k, p in enumerate(true)}
+            return np.array([place.get(p, len(true)) for p in filled], np.int64)
 
         shape = [1 if a == axis else s for a, s in enumerate(x.shape)]
         own = build.add("Shape", [x])
@@ -129,7 +130,7 @@ class StandIns:
 
             def kept(rank: int) -> Any:
                 true, filled = self._positions("outputs", i, axis, rank)
-                return np.array([k for k, p in enumerate(filled) if p in true], np.int64)
+                return np.flatnonzero(np.isin(filled, true))
 
             return "Gather", [x, build.by_rank(kept)], {"axis": axis}
         end = build.per_rank(lambda local: np.array([local.output_shape(i)[axis]], np.int64))
