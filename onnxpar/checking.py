@@ -20,12 +20,11 @@ from onnxpar.layout import dim_axes
 from onnxpar.manual import MANUAL
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
-from onnxpar.progress_line import quietly
 from onnxpar.ranges import Range, contradictions, integer_ranges
 from onnxpar.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_array
-from onnxpar.runtime.compare import Closeness, Report, compare
+from onnxpar.runtime.compare import Closeness, Report, compare, quietly
 from onnxpar.runtime.compare_each import compare_each, inner_tensors
 from onnxpar.runtime.feeds import make_feeds, read_given
 from onnxpar.runtime.replicas import compare_replicas

@@ -18,7 +18,3 @@ def progress_line(prefix: str) -> Callable[[str], None]:
             sys.stderr.flush()
 
     return show
-
-
-def quietly(text: str) -> None:
-    """Shows nothing."""

@@ -15,7 +15,6 @@ import onnxruntime as ort
 
 from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError
-from onnxpar.progress_line import quietly
 from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.sensitivity import (
     CHANGE,
@@ -49,6 +48,10 @@ MOVED = (
 )
 TIMED_RUNS, TIMED_SECONDS = 5, 1.5
 """Runs that are timed of each model, or fewer where these would take longer than that."""
+
+
+def quietly(text: str) -> None:
+    """Shows nothing of what is being done."""
 
 
 @dataclass(frozen=True)
