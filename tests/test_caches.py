@@ -245,3 +245,26 @@ def test_check_makes_feeds_that_the_model_takes(decoder: Decoder, tmp_path: Path
     file = tmp_path / "decoder.onnx"
     onnx.save(build(decoder), file)
     assert check_model(file, options("data-parallel 2"), Way()).ok
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_made_up_caches_of_the_last_tokens_are_full(is_mixed: bool, tmp_path: Path) -> None:
+    """They are as long as the window, also beside a layer whose cache grows."""
+    window = 60
+    model = build(Decoder(GQA, length=window, options={"window": window}))
+    if is_mixed:
+        node = [n for n in model.graph.node if n.op_type == GQA][1]
+        kept = [a for a in node.attribute if "window" not in a.name]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    for port in (*model.graph.input, *model.graph.output):
+        if port.name.startswith(("past", "present")):
+            grows = is_mixed and ".1." in port.name
+            symbol = {"past": "before", "pres": "after"}[port.name[:4]] if grows else "last"
+            port.type.tensor_type.shape.dim[2].dim_param = symbol
+    file = tmp_path / "decoder.onnx"
+    onnx.save(model, file)
+    checked = check_model(file, options("tensor-parallel 2"), Way())
+    assert checked.ok and "moves by" not in checked.text()
+    found = {row.name: row for row in checked.report.rows}
+    assert found["present.0.key"].shape[2] >= window
