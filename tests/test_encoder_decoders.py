@@ -246,3 +246,16 @@ def test_branches_that_make_the_sizes_of_a_result_agree(tmp_path: Path) -> None:
         check_outputs([z], [np.tanh(x)], ["z"])
         with pytest.raises(InputError, match="batch"):
             session.run(None, {"x": x, "y": y, "c": np.array(True)})
+
+
+def test_a_cache_that_a_branch_extends_is_a_state_whatever_its_name(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        longer (float[batch, length, 8] a, float[batch, 1, 8] x, bool c) => (float[n, m, 8] b) {
+            b = If (c) <then_branch = one () => (float[n, m, 8] p) { p = Concat <axis = 1> (a, x) },
+                        else_branch = two () => (float[n, m, 8] q) { q = Identity (x) }>
+        }
+        """)
+    onnx.save(model, tmp_path / "model.onnx")
+    plan, _ = pipeline.plan(tmp_path / "model.onnx", options("tensor-parallel 2"))
+    assert plan.states == [("a", "b")]
