@@ -140,14 +140,16 @@ def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]
 
 
 def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are a batch: by their name, or as most inputs begin with them."""
+    """The symbols that are a batch: those with its name; else all that only begin inputs, such as
+    the numbers of texts and of images; else the one that begins most inputs."""
     named = {s for s in symbols if "batch" in s.lower() or s.lower() in ("b", "n", "bs")}
-    leading = Counter(
+    leading: Counter[str] = Counter(
         size.symbol
         for (_, axis), size in dims.items()
         if axis == 0 and size.symbol and not _LENGTH_NAME.search(size.symbol)
     )
-    return named or {str(s) for s, _ in leading.most_common(1)}
+    elsewhere = {v for (_, axis), size in dims.items() if axis for v in size.variables}
+    return named or leading.keys() - elsewhere or {s for s, _ in leading.most_common(1)}
 
 
 def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:

@@ -127,6 +127,29 @@ def test_by_default(name: str, sizes: dict[str, int], capsys: pytest.CaptureFixt
     assert again == out.replace("; --typical changes that", "")
 
 
+BEGIN = {
+    "texts and images": ({"ids": "s1 16", "pixels": "s2 3", "mask": "s3 16"}, {"s1", "s2", "s3"}),
+    "nodes and edges": ({"x": "s1 16", "edges": "2 s2", "weights": "s2 4"}, {"s1"}),
+    "a cache": ({"ids": "s1 s2", "past": "s1 s3"}, {"s1"}),
+    "a square": ({"x": "s1 s2", "y": "s2 s1"}, {"s1"}),
+    "names": ({"x": "batch 16", "y": "s1 16"}, {"batch"}),
+}
+
+
+@pytest.mark.parametrize("case", BEGIN)
+def test_what_inputs_begin_with_is_a_batch(case: str) -> None:
+    inputs, batch = BEGIN[case]
+    dims = {
+        (name, axis): Polynomial.variable(size)
+        for name, shape in inputs.items()
+        for axis, size in enumerate(shape.split())
+        if not size.isdigit()
+    }
+    symbols = sorted({str(size.symbol) for size in dims.values()})
+    ((sizes, _),) = typical_sizes(Typical(), symbols, Ties(), dims, lambda _: True)
+    assert sizes == {s: 1 if s in batch else 128 for s in symbols}
+
+
 def test_sizes_that_are_tied() -> None:
     """The mask is as long as past and present; any of them may be given."""
     past, total, seq = (Polynomial.variable(s) for s in ("past", "total", "seq"))
