@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx_graphsurgeon as gs
 
@@ -131,8 +131,13 @@ def whole_nodes(ctx: PassContext) -> list[Whole]:
             reason = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
             out.append(Whole(op.node.name, op.node.op, reason, lost))
         elif idle:
-            reason = "no split of it was worth a collective"
-            out.append(Whole(op.node.name, op.node.op, reason, 0))
+            lost = _bytes([t for t in op.node.inputs if _comes_gathered(t)], ctx)
+            reason = (
+                "gathering its operands costs less than a split of it"
+                if lost
+                else "no split of it was worth a collective"
+            )
+            out.append(Whole(op.node.name, op.node.op, reason, lost))
     return out
 
 
@@ -146,11 +151,20 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
     ]
     read = {} if op.bodies else {id(tensor): tensor for tensor, _, _ in captured(op.node)}
     whole += [t for t in read.values() if any(n.op in _MAKE_WHOLE for n in t.inputs)]
+    return _bytes(whole, ctx)
+
+
+def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
+    """Bytes of the variables among tensors that a rank holds."""
     return sum(
         part_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
-        for tensor in whole
+        for tensor in tensors
         if isinstance(tensor, gs.Variable)
     )
+
+
+def _comes_gathered(tensor: gs.Tensor) -> bool:
+    return any(node.op == "AllGather" for node in tensor.inputs)
 
 
 def _is_made_whole(node: gs.Node, links: Links) -> bool:

@@ -113,6 +113,15 @@ def test_sizes_by_hand_are_the_ranks_sizes(tmp_path: Path) -> None:
     assert {w.name: w.bytes_per_rank for w in plan.weights} == {"w": 7 * 6 * 4, "v": 6 * 4}
 
 
+def test_a_node_whose_weight_is_gathered_says_so(tmp_path: Path) -> None:
+    text = "mm (float[8,6] x, float[6,4] w) => (float[8,4] y) { [mm] y = MatMul(x, w) }"
+    strategy = {"shard": {"mm": [[1, 1], [1, 1]]}, "tensors": {"w": ["tp", None]}}
+    plan = check(text, tmp_path, "tp=2", strategy)
+    assert [c.kind for c in plan.collectives] == ["AllGather"]
+    ((node, reason, size),) = [(w.node, w.reason, w.bytes) for w in plan.whole]
+    assert (node, size) == ("mm", 6 * 4 * 4) and reason.startswith("gathering its operands")
+
+
 def test_a_tensor_keeps_the_layout_asked_for(tmp_path: Path) -> None:
     strategy = {"tensors": {"x": [None, "tp"], "y": ["tp", None], "z": [None, "tp"]}}
     plan = check(GEMM, tmp_path, "tp=2", strategy)
