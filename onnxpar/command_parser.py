@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -18,6 +18,8 @@ class CommandParser(argparse.ArgumentParser):
     of commands without one prints its help."""
 
     commands: Any = None
+    siblings: Mapping[str, argparse.ArgumentParser] = {}
+    """The commands beside this one, by name: one of them may have a flag that this one lacks."""
 
     def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
         """As in argparse; of numbers and choices the error says what is due."""
@@ -58,10 +60,23 @@ class CommandParser(argparse.ArgumentParser):
                     continue
                 if arg not in self.commands.choices:
                     self.error(f"there is no command {arg!r}{_nearest(arg, self.commands.choices)}")
+                self.commands.choices[arg].siblings = self.commands.choices
                 return
             name = arg.partition("=")[0]
             if not self._is_flag(name):
-                self.error(f"there is no {name}{_nearest(name, self._option_string_actions)}")
+                self.error(f"there is no {name}{self._hint(name)}")
+
+    def _hint(self, name: str) -> str:
+        """The commands that have a flag which this one lacks, or else its flag that is most like
+        it."""
+        having = [
+            command
+            for command, other in self.siblings.items()
+            if name.startswith("--") and name in other._option_string_actions
+        ]
+        if having:
+            return f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+        return _nearest(name, self._option_string_actions)
 
     def _is_flag(self, name: str) -> bool:
         known = self._option_string_actions

@@ -28,6 +28,8 @@ WRONG = {
     "large mesh": ("plan m.onnx --mesh dp=65536,tp=65536", "at most 1,048,576"),
     "flag": ("shard m.onnx --devcies 2", "there is no --devcies (did you mean --devices?)"),
     "flag before what is missing": ("run m.par --imputs i.npz", "did you mean --inputs?"),
+    "flag of another": ("shard m.onnx --devices 2 --html p.html", "no --html; plan has it; see"),
+    "flag of others": ("annotate m.onnx --each", "there is no --each"),
     "letter": ("shard m.onnx -x", "there is no -x"),
     "first flag": ("--devices 2 shard m.onnx", "there is no --devices"),
     "two flags in one": ("shard m.onnx --d 2", "--devices, --dim, --dump"),
