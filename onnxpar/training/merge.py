@@ -75,7 +75,7 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
 
 def _put_to_use(graph: GraphProto) -> None:
     """Lets Dropout hand on what it gets, and batch-norm use its running statistics."""
-    flags = set()
+    flags: set[str] = set()
     for node in _nodes(graph):
         if node.op_type == "Dropout":
             flags.update(node.input[2:])
@@ -86,15 +86,24 @@ def _put_to_use(graph: GraphProto) -> None:
                 if attribute.name == "training_mode":
                     attribute.i = 0
     idle = flags - {name for node in _nodes(graph) for name in node.input}
-    for i in reversed(range(len(graph.initializer))):
-        if graph.initializer[i].name in idle:
-            del graph.initializer[i]
+    for scope in _graphs(graph):
+        unread = idle - {port.name for port in scope.output}
+        for tensor in [t for t in scope.initializer if t.name in unread]:
+            scope.initializer.remove(tensor)
+        for node in [n for n in scope.node if n.op_type == "Constant" and n.output[0] in unread]:
+            scope.node.remove(node)
 
 
 def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
     """The nodes of a graph, and those of all bodies in it."""
+    for scope in _graphs(graph):
+        yield from scope.node
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """A graph, and all bodies in it."""
+    yield graph
     for node in graph.node:
-        yield node
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                yield from _nodes(attribute.g)
+                yield from _graphs(attribute.g)

@@ -56,6 +56,23 @@ def test_a_model_exported_for_training_is_put_to_use(
     assert -np.log(found[range(8), labels]).mean() == pytest.approx(loss, rel=1e-5)
 
 
+def test_constants_that_only_dropout_read_are_left_out(
+    trained: tuple[Path, np.ndarray, np.ndarray, float],
+) -> None:
+    folder = trained[0]
+    model = onnx.load(folder / "model.onnx")
+    flags = [t for t in model.graph.initializer if t.name in ("share", "training")]
+    for tensor in flags:
+        model.graph.initializer.remove(tensor)
+        model.graph.node.insert(
+            0, onnx.helper.make_node("Constant", [], [tensor.name], value=tensor)
+        )
+    assert len(flags) == 2
+    merge(folder / "c", model, folder / "trained.onnx")
+    found = onnx.load(folder / "trained.onnx")
+    assert [n.output[0] for n in found.graph.node if n.op_type == "Constant"] == ["share"]
+
+
 @pytest.mark.parametrize("form", ["bytes", "proto"])
 def test_models_in_memory(form: str, trained: tuple[Path, np.ndarray, np.ndarray, float]) -> None:
     folder = trained[0]
