@@ -322,6 +322,11 @@ class States:
     def __init__(self, session: Session) -> None:
         self._session = session
 
+    def __repr__(self) -> str:
+        kept = self._session._kept
+        told = [f"{n} {list(kept[n])}" if n in kept else f"{n} not kept" for n in self.names]
+        return f"<States: {', '.join(told) or 'none'}>"
+
     @property
     def names(self) -> list[str]:
         """The inputs of all state pairs."""

@@ -116,6 +116,7 @@ def test_states_can_be_written_and_reset(
     with open_session(counter) as session:
         assert session.states.names == ["s", "c"]
         session.states.write("s", start)
+        assert repr(session.states) == "<States: s [3, 5], c not kept>"
         session.states.write("c", feeds["c"])
         np.testing.assert_array_equal(session.states.read("s"), start)
         (y,) = session.run(["y"], {"x": feeds["x"]}, keep_states=True)
