@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import hypothesis
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: commands would too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile(
     "repeatable",

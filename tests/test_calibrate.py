@@ -141,7 +141,6 @@ def test_a_file_is_measured_and_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--ranks", "1"], "--ranks 1: links are between 2 ranks"),
         (["--seconds", "0"], "--seconds 0.0: must be above 0"),
-        (["--seconds", "nan"], "--seconds nan"),
         (["-o", "nowhere/cluster.yaml"], "nowhere: no such folder"),
     ],
 )

@@ -19,6 +19,7 @@ WRONG = {
     "number": ("shard m.onnx --devices x", "shard: --devices: 'x' is not a whole number"),
     "fraction": ("shard m.onnx --devices 2.5", "'2.5' is not a whole number"),
     "no number": ("train s.par --data d.npz --lr nan", "--lr: 'nan' is not a finite number"),
+    "seconds": ("calibrate --seconds nan", "--seconds: 'nan' is not a finite number"),
     "infinity": ("run m.par --inputs i.npz --timeout inf", "--timeout: 'inf' is not a finite"),
     "tolerance": ("check m.onnx --rtol x", "--rtol: x: must be a number"),
     "choice": ("shard m.onnx --preset tensorparallel", "did you mean tensor-parallel?"),

@@ -417,5 +417,5 @@ def test_files_that_are_no_traces(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(InputError, match=r"t\.json is no trace of onnxpar's"):
         read_trace(tmp_path / "t.json")
-    with pytest.raises(InputError, match=r"missing\.json: No such file"):
+    with pytest.raises(InputError, match=r"missing\.json: no such file"):
         read_trace(tmp_path / "missing.json")

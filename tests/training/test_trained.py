@@ -260,7 +260,7 @@ FOUND: dict[str, tuple[str, Weights, list[str]]] = {
         ["w1", "w2"],
     ),
     "a product of weights alone is": (
-        """m (float[4,3] x, float[3,2] w1, float[2,2] w2, float[2,2] w3) => (float[4,2] y)
+        """m (float[4,3] x, float[3,2] w1, float[1,2] w2, float[2,2] w3) => (float[4,2] y)
         { h = MatMul(x, w1)  p = MatMul(w2, w3)  y = Add(h, p) }""",
         {},
         ["w1", "w2", "w3"],
