@@ -20,7 +20,7 @@ from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, keep_double, run_options
 from onnxpar.runtime.parts import Parts, PortParts
 from onnxpar.runtime.profile import ProfiledSessions, Record
-from onnxpar.runtime.rank_failure import failure_text
+from onnxpar.runtime.rank_failure import failure_text, load_text
 from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
     as_fed,
@@ -112,10 +112,7 @@ class Executor:
                         disabled_optimizers=spec.disabled_optimizers,
                     )
                 except Exception as error:
-                    raise ModelError(
-                        f"onnxruntime does not load {file.name}: {error}; if the folder is "
-                        "damaged, write it again with `onnxpar shard`"
-                    ) from error
+                    raise ModelError(load_text(error, file)) from error
 
             if not spec.profile:
                 return make()

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError
 
 from onnxpar.origin import origin_of
 from onnxpar.runtime.log import NODE_FAILED, describe
 
 _OUT_OF_RANGE = re.compile(r"out of (data )?bounds|out of range|invalid ind", re.I)
+_NODE_REFUSED = re.compile(r".*Node ?\((.*?)\) Op \((\w+)\) (.*)", re.DOTALL)
 
 
 def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
@@ -32,6 +34,34 @@ def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
         f" (sizes and indices are those of rank {rank}'s part)" if re.search(r"\d", message) else ""
     )
     return f"{op} {origin!r}: {message}{note}"
+
+
+def load_text(error: Exception, file: Path) -> str:
+    """Why onnxruntime does not load the graph of a rank: the innermost node that it names, by its
+    global name, and its message; else its message, and what to do where files are damaged."""
+    found = _NODE_REFUSED.search(str(error))
+    if found is not None and not is_damaged(file):
+        name, op, message = found.groups()
+        return f"onnxruntime does not load {op} '{_origins(file).get(name, name)}': {message}"
+    text = f"onnxruntime does not load {file.name}: {error}"
+    if is_damaged(file):
+        return f"{text}; the folder is damaged: write it again with `onnxpar shard`"
+    return text
+
+
+def is_damaged(file: Path) -> bool:
+    """Whether a graph or a file of weights that belongs to it is missing, cut off or unreadable."""
+    try:
+        model = onnx.load(str(file), load_external_data=False)
+        for tensor in model.graph.initializer:
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            if place.get("location"):
+                end = int(place.get("offset", 0)) + int(place.get("length", 0))
+                if (file.parent / place["location"]).stat().st_size < end:
+                    return True
+    except (OSError, DecodeError, ValueError):
+        return True
+    return not model.HasField("graph")
 
 
 def _origins(file: Path) -> dict[str, str]:

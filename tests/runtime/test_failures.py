@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_until, write_par
 
+from onnxpar import pipeline
 from onnxpar.errors import RankError, RunError
+from onnxpar.pipeline import Options
+from onnxpar.runtime.rank_failure import is_damaged, load_text
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 
@@ -179,9 +184,47 @@ def test_a_run_that_fails_on_one_rank(kind: Callable[..., Session], tmp_path: Pa
 def test_a_rank_that_does_not_load(kind: Callable[..., Session], par: Path) -> None:
     (par / "rank_0001.onnx").write_bytes(b"no model")
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)the start.*rank 1 failed: .*(?i:protobuf)"):
+    with pytest.raises(
+        RankError, match=r"(?s)the start.*rank 1 failed: .*(?i:protobuf).*is damaged"
+    ):
         kind(par, timeout=30)
     assert time.monotonic() - start < 10
+
+
+BRANCHES = """<ir_version: 8, opset_import: ["" : 17]>
+m (float[n,4] x, bool c) => (float[p,q] y) { y = If(c) <
+  then_branch = a () => (float[p,q] u) { t = Transpose(x)  [product] u = MatMul(t, t) },
+  else_branch = b () => (float[p,q] v) { v = Relu(x) }> }"""
+
+
+def test_a_node_that_onnxruntime_refuses(tmp_path: Path) -> None:
+    """Operands inside of a branch that do not fit are no damage of the folder."""
+    onnx.save(onnx.parser.parse_model(BRANCHES), tmp_path / "m.onnx")
+    pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", Options(devices=2, dims={"n": 3}))
+    with pytest.raises(RankError) as caught:
+        ThreadSession(tmp_path / "m.par", timeout=30)
+    text = str(caught.value)
+    assert "onnxruntime does not load MatMul 'product': [ShapeInferenceError] Incompat" in text
+    assert "damaged" not in text
+
+
+@pytest.mark.parametrize("size", [None, 0, 100])
+def test_weights_that_are_missing_or_cut_off(size: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "rank_0000.onnx"
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        m (float[2,64] x) => (float[2,64] y) { y = Add(x, w) }"""
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(64, np.float32), "w"))
+    onnx.save(model, file, save_as_external_data=True, location="w.bin", size_threshold=0)
+    assert not is_damaged(file)
+    if size is None:
+        (tmp_path / "w.bin").unlink()
+    else:
+        os.truncate(tmp_path / "w.bin", size)
+    with pytest.raises(Exception, match=r"w\.bin|w ") as caught:
+        ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    assert "the folder is damaged: write it again" in load_text(caught.value, file)
 
 
 def test_errors_quote_the_log(par: Path, tmp_path: Path, x: np.ndarray) -> None:
