@@ -6,11 +6,11 @@ empty cache of a decoder's first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 
 from onnx import GraphProto, NodeProto
 
+from onnxpar.stored import captured_by, reads_of
 from onnxpar.symbols import Polynomial
 
 At = tuple[str, int]
@@ -25,10 +25,10 @@ def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf
     others = {port.name for port in graph.output}
     ifs = [node for node in graph.node if _is_if(node)]
     for node in graph.node:
-        others.update(node.input if _is_if(node) else _reads(node))
+        others.update(node.input if _is_if(node) else reads_of(node))
     told: dict[str, set[str]] = {}
     for node in ifs:
-        each = [set(_reads_of(a.g)) for a in node.attribute if a.HasField("g")]
+        each = [captured_by(a.g) for a in node.attribute if a.HasField("g")]
         others.update(set.intersection(*each))
         sizes = [size for name in node.output if name for size in size_of(name)]
         symbols = {str(v) for size in sizes if size is not None for v in size.variables}
@@ -43,17 +43,3 @@ def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf
 
 def _is_if(node: NodeProto) -> bool:
     return node.op_type == "If" and node.domain in ("", "ai.onnx")
-
-
-def _reads(node: NodeProto) -> Iterator[str]:
-    """All names that a node and its bodies read."""
-    yield from node.input
-    for attribute in node.attribute:
-        for body in chain([attribute.g] if attribute.HasField("g") else [], attribute.graphs):
-            yield from _reads_of(body)
-
-
-def _reads_of(body: GraphProto) -> Iterator[str]:
-    for node in body.node:
-        yield from _reads(node)
-    yield from (port.name for port in body.output)

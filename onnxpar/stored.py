@@ -164,6 +164,19 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
             yield from nodes_of(inner)
 
 
+def reads_of(node: NodeProto) -> set[str]:
+    """Every name that a node reads, also what its subgraphs capture."""
+    return set(node.input).union(*map(captured_by, subgraphs_of(node)))
+
+
+def captured_by(graph: GraphProto) -> set[str]:
+    """Every name that a subgraph reads of the graph around it; names of its own may be the same as
+    names around it."""
+    read = {port.name for port in graph.output}.union(*map(reads_of, graph.node))
+    own = {t.name for t in (*graph.input, *graph.initializer)}
+    return read - own - {name for node in graph.node for name in node.output}
+
+
 def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     """Every stored tensor of a graph, of attributes and of subgraphs too."""
     yield from graph.initializer

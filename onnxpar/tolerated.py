@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import onnx
-from onnx import GraphProto, NodeProto, TensorProto, TypeProto
+from onnx import GraphProto, TensorProto, TypeProto
 
-from onnxpar.stored import nodes_of, stored_tensors, subgraphs_of
+from onnxpar.stored import nodes_of, reads_of, stored_tensors, subgraphs_of
 
 _TYPED = (
     "float_data",
@@ -106,7 +106,8 @@ def _sorted(graph: GraphProto) -> list[int]:
     file otherwise; where nodes wait for each other, these are left as they are."""
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
     waits = [
-        {makers[n] for n in _reads(node) if n in makers} - {i} for i, node in enumerate(graph.node)
+        {makers[n] for n in reads_of(node) if n in makers} - {i}
+        for i, node in enumerate(graph.node)
     ]
     if all(max(needs, default=-1) < i for i, needs in enumerate(waits)):
         return list(range(len(waits)))
@@ -125,14 +126,3 @@ def _sorted(graph: GraphProto) -> list[int]:
                 placed.add(path[-1])
                 on_path.discard(path.pop())
     return order
-
-
-def _reads(node: NodeProto) -> set[str]:
-    """Every name that a node reads, also what its subgraphs capture; names of their own may be the
-    same as names around them."""
-    names = set(node.input)
-    for graph in subgraphs_of(node):
-        read = {port.name for port in graph.output}.union(*map(_reads, graph.node))
-        own = {t.name for t in (*graph.input, *graph.initializer)}
-        names |= read - own - {name for inner in graph.node for name in inner.output}
-    return names

@@ -12,22 +12,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from onnxpar.arrays import Array
 from onnxpar.layout import ReduceOp, neutral
 from onnxpar.rules.case import Case
 from onnxpar.rules.oracle import TOLERANCE, Oracle, close
+from onnxpar.runtime_shapes import REFUSED
 
-_ORT = ort.capi.onnxruntime_pybind11_state
-REFUSED = (
-    _ORT.Fail,
-    _ORT.InvalidArgument,
-    _ORT.InvalidGraph,
-    _ORT.NotImplemented,
-    _ORT.RuntimeException,
-)
-"""What onnxruntime raises for operands that an op does not take."""
 Terms = tuple[list[Array], list[Array]]
 Cut = tuple[int | None, ...]
 """For each operand the dimension that is halved, None where it is whole."""
