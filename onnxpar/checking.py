@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from onnxpar import pipeline
+from onnxpar.cache_sizes import settled
 from onnxpar.errors import InputError, ModelError
 from onnxpar.layout import dim_axes
 from onnxpar.manual import MANUAL
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
-from onnxpar.ranges import Range, contradictions, integer_ranges
+from onnxpar.ranges import Range, integer_ranges
 from onnxpar.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_array
@@ -49,7 +50,7 @@ _RESIZES: tuple[Callable[[int], int], ...] = (
 """What is tried for open sizes where the typical ones do not run, by those of the plan's example:
 these, ever smaller ones, and then larger ones, all equal, where a model needs that many elements.
 """
-_MOST_ELEMENTS = 1 << 22
+_MOST_ELEMENTS = 1 << 25
 """Of feeds that are larger than the plan's example."""
 
 
@@ -294,23 +295,14 @@ def _usual(
     """Sizes with which the runtime takes the feeds, and the range of each integer input for these.
     Sizes that are `told` by feeds stay; others change where they contradict them or each other:
     the length of a mask is that of past and present together."""
-    found = dict(sizes)
     if not bundle.symbols or options.preset == MANUAL:
-        return found, made.ranges
+        return dict(sizes), made.ranges
+    split = {s for s in bundle.symbols if _splits(bundle, s, sizes)}
+    found = settled(made.caches, sizes, split.union(told))
+    shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
+    fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
     bound = replace(options, dims=None, typical=Typical())
-    for _ in bundle.symbols:
-        shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
-        fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
-        graph = pipeline.load_model(model, bound, shapes=fixed).graph
-        free = {s: n for s, n in found.items() if s not in told}
-        split = {s for s in free if _splits(bundle, s, found)}
-        changed: dict[str, int] = {}
-        for ways in contradictions(graph):
-            may = [{s: to for s, n in free.items() if n == size} for size, to in ways]
-            changed |= next((way for way in may if way and split.isdisjoint(way)), {})
-        if not changed:
-            break
-        found |= changed
+    graph = pipeline.load_model(model, bound, shapes=fixed).graph
     return found, integer_ranges(graph)
 
 

@@ -161,6 +161,13 @@ class Lockstep:
             return None
         return self._fit([s[axis] for s in shapes if s is not None])
 
+    def value(self, name: str) -> Polynomial | None:
+        """The number that a tensor of one element holds, in closed form; None where it has none or
+        is not known."""
+        each = [self.walks[i].values.get(name) for i in self.live]
+        known = [int(np.reshape(v, -1)[0]) for v in each if v is not None and np.size(v) == 1]
+        return self._fit(known) if len(known) == len(each) else None
+
     def sizes(self, name: str) -> list[Polynomial | None]:
         """The dimensions of a tensor in closed form, None for those that have none or are not
         known."""

@@ -15,6 +15,7 @@ from onnx import TensorProto, TypeProto
 
 from onnxpar.arrays import Array
 from onnxpar.branch_sizes import free_sizes
+from onnxpar.cache_sizes import CacheSizes, cache_sizes
 from onnxpar.errors import StrategyError
 from onnxpar.fits import DOMAINS, Domain, sample
 from onnxpar.lockstep import Lockstep, Strides, Unsolved
@@ -35,8 +36,9 @@ class OpenSizes:
     """What a model leaves open. `graph(i)` is the model's graph at `bindings[i]`; the same nodes
     and tensors at each, with other sizes. `labels` are the symbols as `--dim` knows them; nodes
     whose results have sizes without a closed form are among the `whole` ones. `typical` are sizes
-    for costs, with weights, and `is_told` whether a user gave them. Inputs may have other sizes
-    than their symbols have in dimensions that are `free`."""
+    for costs, with weights, and `is_told` whether a user gave them; `caches` say which sizes their
+    kernels refuse together. Inputs may have other sizes than their symbols have in dimensions that
+    are `free`."""
 
     symbols: tuple[str, ...]
     bindings: list[Binding]
@@ -47,6 +49,7 @@ class OpenSizes:
     whole: Whole = field(default_factory=dict)
     typical: tuple[Profile, ...] = ()
     is_told: bool = False
+    caches: Sequence[CacheSizes] = ()
     free: frozenset[tuple[str, int]] = frozenset()
 
     @property
@@ -91,7 +94,9 @@ def infer_open(
         check_fits(live, node)
     typical = typical or Typical()
     symbols, ties = tuple(walks.bindings[0]), Ties(tuple(search.ties))
-    profiles = typical_sizes(typical, symbols, ties, dims, search.suits, search.fits)
+    caches = cache_sizes(proto.graph, walks)
+    fits = [search.suits, search.fits]
+    profiles = typical_sizes(typical, symbols, ties, dims, caches, fits)
     keep_nodes(proto.graph, walks.kept)
     free = free_sizes(proto.graph, dims, walks.sizes)
     bare = copy_with_stubs(proto, _reference_to_nowhere)
@@ -109,7 +114,17 @@ def infer_open(
     whole = dict.fromkeys(walks.lost)
     told = bool(typical.profiles)
     return OpenSizes(
-        tuple(bindings[0]), bindings, dims, graph, quotients, labels, whole, profiles, told, free
+        tuple(bindings[0]),
+        bindings,
+        dims,
+        graph,
+        quotients,
+        labels,
+        whole,
+        profiles,
+        told,
+        caches,
+        free,
     )
 
 

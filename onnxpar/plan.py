@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.cache_sizes import CacheSizes
 from onnxpar.layout import Layout
 from onnxpar.lookup import Lookup
 from onnxpar.mesh import Mesh
@@ -208,7 +209,7 @@ class Plan(Shown):
 
     `example` has a size for every open symbol; bytes, memory, FLOPs and what is `predicted` are for
     the `typical` ones, with weights: means of these, and of memory the most. `is_told`: whether a
-    user gave these. Of a manual program, nothing is predicted.
+    user gave these; `caches` as OpenSizes has them. Of a manual program, nothing is predicted.
     `initial` says by state input what its first value is: STORED with the model, or ZERO; `step`
     which ports are what where the model is a training step. `notes` are sentences that a user
     should read; `unpaired` are inputs that no output follows, though the others of their kind are
@@ -239,6 +240,7 @@ class Plan(Shown):
     predicted: Predicted | None = None
     typical: Sequence[tuple[Mapping[str, int], float]] = ()
     is_told: bool = False
+    caches: Sequence[CacheSizes] = ()
     unpaired: Sequence[str] = ()
     explained: Any = field(default=None, compare=False)
     sent_at_runs: Mapping[str, int] = field(default_factory=dict, compare=False)

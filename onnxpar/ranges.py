@@ -1,4 +1,4 @@
-"""The integers that an input may hold, and sizes that follow from others, by what reads them."""
+"""The integers that an input may hold, by what reads them."""
 
 from __future__ import annotations
 
@@ -36,48 +36,6 @@ def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
         for tensor in graph.inputs
         if tensor.dtype is not None and "int" in str(tensor.dtype)
     }
-
-
-def contradictions(graph: gs.Graph) -> Iterator[list[tuple[int, int]]]:
-    """Sizes of a graph without open ones that the runtime would refuse together, each as ways to
-    change one: a size as it is, and what it should be. The length of a mask is that of past and
-    present, the width of a cache that of the heads; only one sequence at a time may go on."""
-    for node in graph.nodes:
-        if node.op == "GroupQueryAttention" and node.domain == _MICROSOFT:
-            yield from _contradictions(node)
-
-
-def _contradictions(node: gs.Node) -> Iterator[list[tuple[int, int]]]:
-    batch, own, width = (_size(node, 0, axis) for axis in range(3))
-    past, said, total = _size(node, 3, 2), given(node, 6), _total(node)
-    shared = node.attrs["kv_num_heads"] if given(node, 1) is None else 0
-    is_ring = bool(node.attrs.get("sliding_window_cache", 0)) and past is not None
-    value = constant(said) if said is not None else None
-    have = None if value is None else int(value.reshape(-1)[0])
-    several = min(batch or 0, own or 0) > 1 and bool(past)
-    if is_ring:
-        yield from _of_ring(node, past or 0, own or 0, have)
-    if several:
-        yield [(own or 0, 1), (batch or 0, 1) if is_ring else (past or 0, 0)]
-    elif not is_ring and None not in (have, total) and have != total:
-        grown = [(past, (have or 0) - (own or 0))] if past and (have or 0) > (total or 0) else []
-        yield [*grown, (have or 0, total or 0)]
-    have_width = _size(node, 3, 3)
-    head = None if width is None else width // (node.attrs["num_heads"] + 2 * shared)
-    if None not in (head, have_width) and head != have_width:
-        yield [(have_width or 0, head or 0)]
-
-
-def _of_ring(
-    node: gs.Node, past: int, own: int, have: int | None
-) -> Iterator[list[tuple[int, int]]]:
-    """The same for a cache of the last tokens: it is as long as the window, and the mask as long as
-    it, as the kernel leaves the rest of it unwritten."""
-    window = node.attrs.get("local_window_size", -1)
-    if past < window:
-        yield [(past, window)]
-    if have is not None and have < max(past, window, own):
-        yield [(have, max(past, window, own))]
 
 
 def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:

@@ -100,7 +100,7 @@ def reckon_typical(
         reckon(weight, graph, other)
         each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
     made.typical = model.sizes.typical or first
-    made.is_told = model.sizes.is_told
+    made.is_told, made.caches = model.sizes.is_told, model.sizes.caches
     made.memory = {key: max(c.plan.memory[key] for c in each) for key in made.memory}
     made.flops = {key: _mean((c.weight, c.plan.flops[key]) for c in each) for key in made.flops}
     made.whole = each[0].plan.whole

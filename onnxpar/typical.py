@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onnxpar.cache_sizes import CacheSizes, settled
 from onnxpar.errors import StrategyError
 from onnxpar.symbols import Binding, Polynomial
 
@@ -101,7 +102,8 @@ def typical_sizes(
     symbols: Sequence[str],
     ties: Ties,
     dims: OpenDims,
-    *fits: Callable[[Binding], bool],
+    caches: Sequence[CacheSizes],
+    fits: Sequence[Callable[[Binding], bool]],
 ) -> tuple[Profile, ...]:
     """Sizes for all symbols, with weights of which the sum is 1: what is given; else a batch of 1,
     and lengths that the model's other sizes allow, as far as `fits` tells; a later one counts where
@@ -120,8 +122,9 @@ def typical_sizes(
             )
         tried: list[dict[str, int]] = []
         for free in _defaults(symbols, dims):
-            solved = ties.solve(given, free)
+            solved = settled(caches, ties.solve(given, free), given)
             tried += [solved] if solved not in tried else []
+        tried = [b for b in tried if all(cache.fits(b) for cache in caches)]
         best = next((b for fit in fits for b in tried if fit(b)), None)
         if best is None and typical.profiles:
             text = ",".join(f"{name}={size}" for name, size in sizes.items())

@@ -48,6 +48,7 @@ LAYERS = (
         "equal_sizes",
         "branch_sizes",
         "lockstep",
+        "cache_sizes",
         "typical",
         "open_sizes",
         "write_model",

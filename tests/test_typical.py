@@ -10,6 +10,7 @@ import onnx
 import pytest
 from agreement import check_agrees
 from committed import MODELS
+from decoders import Decoder, build
 
 from onnxpar import pipeline
 from onnxpar.cli import main
@@ -146,7 +147,7 @@ def test_what_inputs_begin_with_is_a_batch(case: str) -> None:
         if not size.isdigit()
     }
     symbols = sorted({str(size.symbol) for size in dims.values()})
-    ((sizes, _),) = typical_sizes(Typical(), symbols, Ties(), dims, lambda _: True)
+    ((sizes, _),) = typical_sizes(Typical(), symbols, Ties(), dims, [], [lambda _: True])
     assert sizes == {s: 1 if s in batch else 128 for s in symbols}
 
 
@@ -159,7 +160,7 @@ def test_sizes_that_are_tied() -> None:
 
     def found(**sizes: int) -> dict[str, int]:
         given = Typical.given(sizes) if sizes else Typical()
-        ((at, weight),) = typical_sizes(given, symbols, ties, dims, lambda binding: True)
+        ((at, weight),) = typical_sizes(given, symbols, ties, dims, [], [lambda _: True])
         assert weight == 1.0 and total.variables == ("total",)
         return dict(at)
 
@@ -169,6 +170,35 @@ def test_sizes_that_are_tied() -> None:
     assert found(past=0, seq=7) == {"batch": 1, "past": 0, "seq": 7}
     with pytest.raises(StrategyError, match=r"typical total=9: in this model it is past . seq"):
         found(total=9, past=5, seq=5)
+
+
+@pytest.mark.parametrize(
+    ("told", "sizes"),
+    [
+        ({}, {"batch": 1, "past": 32, "seq": 32, "total": 64}),
+        ({"past": 40, "seq": 1}, {"batch": 1, "past": 40, "seq": 1, "total": 41}),
+        ({"total": 20, "seq": 4}, {"batch": 1, "past": 16, "seq": 4, "total": 20}),
+        ({"batch": 3}, {"batch": 3, "past": 32, "seq": 1, "total": 33}),
+        ({"batch": 3, "seq": 8}, {"batch": 3, "past": 0, "seq": 8, "total": 8}),
+    ],
+    ids=str,
+)
+def test_a_mask_is_as_long_as_past_and_present(
+    told: dict[str, int], sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """No shape says so, but the kernel needs it; its table of angles has 64 rows."""
+    onnx.save(build(Decoder("GroupQueryAttention")), tmp_path / "decoder.onnx")
+    how = Options(devices=2, preset="data-parallel", typical=Typical.given(told or None))
+    plan, _ = pipeline.plan(tmp_path / "decoder.onnx", how)
+    assert plan.typical == (({**sizes}, 1.0),)
+
+
+def test_a_mask_is_as_long_as_a_cache_of_fixed_length(tmp_path: Path) -> None:
+    onnx.save(build(Decoder("GroupQueryAttention", length=48)), tmp_path / "decoder.onnx")
+    plan, _ = pipeline.plan(
+        tmp_path / "decoder.onnx", Options(devices=2, typical=Typical.given({"seq": 1}))
+    )
+    assert plan.typical == (({"batch": 1, "seq": 1, "total": 48}, 1.0),)
 
 
 @pytest.mark.parametrize(
