@@ -196,11 +196,11 @@ def write_small(name: str, folder: Path) -> Path:
     return write_text(HEAD + MODELS[name].text, folder / f"{name}.onnx")
 
 
-def write_text(text: str, path: Path) -> Path:
-    """Saves a model from its text, its weights drawn by their names."""
+def write_text(text: str, path: Path, letters: str = "w") -> Path:
+    """Saves a model from its text. Inputs that begin with one of the letters become weights, drawn
+    by their names."""
     model = onnx.parser.parse_model(text)
-    stored = [i for i in model.graph.input if i.name.startswith("w")]
-    for port in stored:
+    for port in [i for i in model.graph.input if i.name[0] in letters]:
         shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type)
         value = np.random.default_rng([*port.name.encode()]).standard_normal(shape)

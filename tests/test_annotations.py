@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime as ort
 import pytest
 from agreement import check_outputs, feeds_for, options, reference, run_ranks, run_unsplit
 from committed import MODELS
-from onnx import numpy_helper
+from small_models import write_text
 
 from onnxpar import cli, pipeline
 from onnxpar.annotations import TensorSharding, clear_annotations
@@ -36,18 +35,13 @@ Spec = tuple[str, Sequence[int | tuple[int, ...]], Mapping[int, Any]]
 
 def annotated(folder: Path, text: str, devices: int, nodes: Mapping[str, Sequence[Spec]]) -> Path:
     """Saves a model of ONNX text with annotations by node; v and w become weights."""
-    model = onnx.parser.parse_model(HEAD + text)
-    for port in [i for i in model.graph.input if i.name in "wv"]:
-        shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
-        value = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
-        model.graph.initializer.append(numpy_helper.from_array(value, port.name))
-        model.graph.input.remove(port)
+    path = write_text(HEAD + text, folder / "model.onnx", "wv")
+    model = onnx.load(path)
     model.configuration.add(name="mine", num_devices=devices)
     for node in model.graph.node:
         if node.name in nodes:
             entry = node.device_configurations.add(configuration_id="mine")
             entry.sharding_spec.extend(_spec(*spec) for spec in nodes[node.name])
-    path = folder / "model.onnx"
     onnx.save(model, path)
     return path
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 from agreement import check_agrees, options
-from onnx import numpy_helper
+from small_models import write_text
 
 from onnxpar import pipeline
 from onnxpar.annotations import TensorSharding
@@ -37,15 +36,7 @@ GROWING = """cache (float[2,8] past, float[2,1] x) => (float[2,9] present)
 
 
 def write(text: str, folder: Path) -> Path:
-    """Saves a model of ONNX text; k and w become weights."""
-    model = onnx.parser.parse_model(HEAD + text)
-    for port in [i for i in model.graph.input if i.name in "kw"]:
-        shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
-        value = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
-        model.graph.initializer.append(numpy_helper.from_array(value, port.name))
-        model.graph.input.remove(port)
-    onnx.save(model, folder / "model.onnx")
-    return folder / "model.onnx"
+    return write_text(HEAD + text, folder / "model.onnx", "kw")
 
 
 @pytest.mark.parametrize(

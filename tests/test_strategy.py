@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-import onnx.parser
 import pytest
 from agreement import check_agrees, options
-from onnx import numpy_helper
+from small_models import write_text
 
 from onnxpar import pipeline
 from onnxpar.errors import StrategyError
@@ -31,16 +28,7 @@ GEMM = """gemm (float[10,7] x, float[7,9] w, float[9] v) => (float[10,9] z)
 
 
 def write(text: str, folder: Path) -> Path:
-    """Saves a model of ONNX text; w and v become weights."""
-    model = onnx.parser.parse_model(HEAD + text)
-    for port in [i for i in model.graph.input if i.name in "wv"]:
-        shape = [d.dim_value for d in port.type.tensor_type.shape.dim]
-        value = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
-        model.graph.initializer.append(numpy_helper.from_array(value, port.name))
-        model.graph.input.remove(port)
-    path = folder / "model.onnx"
-    onnx.save(model, path)
-    return path
+    return write_text(HEAD + text, folder / "model.onnx", "wv")
 
 
 def check(text: str, folder: Path, mesh: str, strategy: Mapping[str, Any]) -> Plan:
