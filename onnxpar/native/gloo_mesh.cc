@@ -45,6 +45,23 @@ void NameRank(int rank, const Body& body) {
   }
 }
 
+using Device = std::shared_ptr<gloo::transport::Device>;
+using gloo::rendezvous::Store;
+
+/// Connects all ranks, as Gloo takes a store until 2024.
+template <typename Context>
+auto Connect(Context& context, Store& store, Device& device, int)
+    -> decltype(context.connectFullMesh(store, device)) {
+  context.connectFullMesh(store, device);
+}
+
+/// The same of later ones, which share the store but use it no longer than this call, as the device
+/// does not connect lazily.
+template <typename Context>
+void Connect(Context& context, Store& store, Device& device, long) {
+  context.connectFullMesh(std::shared_ptr<Store>(std::shared_ptr<void>(), &store), device);
+}
+
 }  // namespace
 
 GlooMesh::GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
@@ -53,7 +70,7 @@ GlooMesh::GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std
   context_ = std::make_shared<gloo::rendezvous::Context>(rank, size);
   // Gloo waits five times as long for a connection.
   context_->setTimeout(std::max(timeout / 5, std::chrono::milliseconds(100)));
-  context_->connectFullMesh(store, device_);
+  Connect(*context_, store, device_, 0);
 }
 
 GlooMesh::Flight::Flight(GlooMesh& mesh, const std::vector<Message>& sends,
