@@ -430,7 +430,7 @@ def _has_exact_scales(node: NodeProto, values: Mapping[str, Array]) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    return np.asarray(value).dtype.kind == "f"
+    return bool(np.asarray(value).dtype.kind == "f")
 
 
 def _is_fraction(value: Any) -> bool:
