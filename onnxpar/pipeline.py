@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +27,7 @@ from onnxpar.memory_limit import within_host, within_limit
 from onnxpar.mesh import Mesh, check_ranks
 from onnxpar.model import InferTypes, Model, load
 from onnxpar.narrow import Whole
+from onnxpar.new_folder import check_place, new_folder
 from onnxpar.open_ports import open_ports
 from onnxpar.pass_order import Placed, check_rewritten, insert, made_in
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
@@ -43,7 +42,7 @@ from onnxpar.passes.pass_ import Pass, PassContext, Stage
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks, check_open
-from onnxpar.plan import Plan
+from onnxpar.plan import Plan, foreign_part
 from onnxpar.plugins import load_entry_points
 from onnxpar.reckoning import Reckon, note_unsplit, note_weights, predicted, reckon_typical
 from onnxpar.replay import opened, replay, stay_whole, variants
@@ -577,29 +576,10 @@ def shard(
 ) -> Plan:
     """Writes the model as a folder `output`, which an InferenceSession runs. Errors:
     OnnxparError."""
-    output = Path(output)
-    if output.exists() and not (output / "plan.json").exists():
-        raise OnnxparError(f"{output}: exists and is no sharded model; choose another -o")
-    if not output.parent.is_dir():
-        raise OnnxparError(f"{output.parent}: no such folder for the output")
+    place = check_place(Path(output), foreign_part)
     made, ctx = plan(path, options, watch, reckon)
-    with writing(output):
-        _write(output, made, ctx, progress)
-    return made
-
-
-def _write(
-    output: Path, made: Plan, ctx: PassContext, progress: Callable[[int], None] | None
-) -> None:
-    """Writes a folder, which appears when all of it is there."""
-    folder = Path(tempfile.mkdtemp(prefix=".onnxpar-", dir=output.parent))
-    try:
+    with writing(output), new_folder(place, foreign_part) as folder:
         extra: dict[str, Any] = {"progress": progress} if progress else {}
         SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
         (folder / "plan.json").write_text(made.text())
-        if output.exists():
-            shutil.rmtree(output)
-        folder.chmod(0o755)
-        folder.rename(output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return made

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,9 @@ def mean_bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> f
 def element_bytes(tensor: gs.Tensor) -> float:
     """Bytes of an element, of which some types have but a part; 4 where the type is unknown."""
     return stored_bits(numpy_dtype(tensor)) / 8 if tensor.dtype is not None else 4.0
+
+
+_OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)")
 
 
 @dataclass(frozen=True)
@@ -301,3 +306,18 @@ class SavedPlan(Shown):
 
 def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
     return [asdict(item) for item in items]
+
+
+def foreign_part(folder: Path) -> str | None:
+    """What a folder holds that a sharded model does not, in words; None where it is one, of any
+    format, and nothing else."""
+    try:
+        plan = json.loads((folder / "plan.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return "is no sharded model"
+    if not isinstance(plan, dict) or not {"format", "model", "mesh", "ranks"} <= plan.keys():
+        return "its plan.json is not one of onnxpar's"
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink() or not entry.is_file() or not _OWN_FILE.fullmatch(entry.name):
+            return f"holds {entry.name!r}, which is no part of a sharded model"
+    return None

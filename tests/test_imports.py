@@ -23,6 +23,7 @@ LAYERS = (
         "trace",
         "version",
         "write_file",
+        "new_folder",
     ),
     ("fits", "quotients", "ties"),
     ("mesh", "rank_table", "topology"),

@@ -1,0 +1,118 @@
+"""Folders that appear at once, in the place of an old one where it may be replaced."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onnxpar.errors import InputError
+
+_SUFFIX = ".onnxpar"
+_AT_FDCWD, _EXCHANGE = -100, 2
+"""Of renameat2(2): paths as they are, and both names swapped."""
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+_YOUNG = 60.0
+"""Seconds for which an unlocked folder may be one whose process has not locked it yet."""
+
+
+def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
+    """Where a folder will stand: `path` without symbolic links. It may be new, empty, or one of
+    ours, in which `foreign` names nothing. Errors: InputError where it cannot stand there."""
+    place = path.resolve()
+    if not place.parent.is_dir():
+        raise InputError(f"{path.parent}: no such folder for the output")
+    _put_back(place)
+    if not place.exists():
+        return place
+    if place == Path.cwd() or place in Path.cwd().parents:
+        raise InputError(f"{path}: this command runs in that folder; choose another -o")
+    if not place.is_dir():
+        raise InputError(f"{path}: exists and is a file; choose another -o")
+    odd = foreign(place) if any(place.iterdir()) else None
+    if odd is not None:
+        raise InputError(f"{path}: exists and {odd}; choose another -o, or remove it first")
+    return place
+
+
+@contextmanager
+def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[Path]:
+    """A folder to write to, which takes the name `place` when the block ends well; one that stands
+    there stays whole until then. What processes that were killed have left of others is removed.
+    Errors: OSError; InputError where what stands there has become foreign (`check_place`)."""
+    _remove_left(place)
+    folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=_SUFFIX, dir=place.parent))
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+        folder.chmod(0o755)
+        check_place(place, foreign)
+        if not place.exists():
+            folder.rename(place)
+        elif not _exchange(folder, place):
+            back = _aside(place)
+            place.rename(back)
+            try:
+                folder.rename(place)
+            except OSError:
+                back.rename(place)
+                raise
+            shutil.rmtree(back, ignore_errors=True)
+    finally:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exchange(one: Path, two: Path) -> bool:
+    """Swaps two names at once; False where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(two)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(two))
+
+
+def _aside(place: Path) -> Path:
+    """Where the old folder stands for a moment if names cannot be swapped."""
+    return place.with_name(f".{place.name}.old{_SUFFIX}")
+
+
+def _put_back(place: Path) -> None:
+    """Gives the old folder its name again, if a process was killed before a new one stood there."""
+    back = _aside(place)
+    if back.is_dir() and not place.exists():
+        back.rename(place)
+
+
+def _remove_left(place: Path) -> None:
+    """Removes what other processes wrote to take this place, if they no longer run."""
+    _put_back(place)
+    for name in glob.glob(f".{glob.escape(place.name)}.*{_SUFFIX}", root_dir=place.parent):
+        left = place.parent / name
+        try:
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_old = time.time() - os.fstat(lock).st_mtime > _YOUNG or left == _aside(place)
+        except OSError:
+            is_old = False
+        finally:
+            os.close(lock)
+        if is_old:
+            shutil.rmtree(left, ignore_errors=True)
