@@ -39,12 +39,16 @@ def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: Sharding) -> 
         if merge_axes(asked) != merge_axes(given[leaf]):
             raise StrategyError(
                 f"{what}: its factor {op.leaves[leaf].factor} is asked to be split over "
-                f"{axes_text(asked, sharding.mesh)}, but {_why_not(op, leaf)}"
+                f"{axes_text(asked, sharding.mesh)}, but {_why_not(op, leaf, sharding)}"
             )
 
 
-def _why_not(op: OpFactors, leaf: int) -> str:
+def _why_not(op: OpFactors, leaf: int, sharding: Sharding) -> str:
     """Why a node cannot split a leaf alone, and what to do."""
+    fused = [o.node for o, _ in sharding.factors.bonded(op, leaf) if o is not op]
+    if fused:
+        others = " and ".join(f"{node.op} '{node.name}'" for node in fused)
+        return f"onnxruntime makes one node of it and {others}; split these alike"
     tied = {op.leaves[i].factor for group in op.ties if leaf in group for i in group if i != leaf}
     if tied:
         others = " and ".join(sorted(tied))

@@ -30,13 +30,12 @@ class DerivedSeed:
     def apply(self, sharding: Sharding) -> bool:
         """Decides the leaves that are still open, those that are to be split first."""
         changed = False
-        have = sharding.ops[self.op.node.name]
         for leaf, axes in self.axes.items():
             if axes:
                 changed |= sharding.assign_op(self.op, leaf, axes)
         for leaf, axes in self.axes.items():
-            if not axes and have[leaf] is None:
-                have[leaf] = ()
+            if not axes:
+                sharding.close(self.op, leaf)
         return changed
 
 

@@ -9,13 +9,16 @@ never cut inside an atom that some op treats as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.bonds import edges_of, groups, not_alike
+from onnxpar.fused_units import fused_tensors
 from onnxpar.layout import Concat, Dim, Factor, Product, SizedFactor
 from onnxpar.layout import leaves as leaves_of
 from onnxpar.mesh import Axes
@@ -35,6 +38,7 @@ from onnxpar.subgraphs import bodies, is_random
 _CUT_HERE = "its dimensions do not line up here"
 _UNKNOWN = "a size that only a run can tell"
 _RANDOM = "it draws random values, which one rank does for all"
+_FUSED = "onnxruntime makes one node of it and of a node beside it, which cannot be split so"
 _OPEN = "while sizes are open, every rank computes its bodies whole"
 
 
@@ -142,11 +146,13 @@ class OpFactors:
 @dataclass(eq=False)
 class GraphFactors:
     """The factors of all tensors (by name) and all nodes (in graph order, those of bodies before
-    the node that they belong to); the size of `open_atoms` only a run can tell."""
+    the node that they belong to); the size of `open_atoms` only a run can tell. The `fused` tensors
+    are never resharded."""
 
     tensors: dict[str, TensorFactors]
     ops: list[OpFactors]
     open_atoms: frozenset[int] = frozenset()
+    fused: frozenset[str] = frozenset()
 
     def op(self, name: str) -> OpFactors:
         """The factors of the node of that name."""
@@ -158,6 +164,15 @@ class GraphFactors:
 
     def __post_init__(self) -> None:
         self._by_name = {op.node.name: op for op in self.ops}
+        self._bonded: dict[tuple[str, int], list[tuple[OpFactors, int]]] = {}
+        for group in groups(self.ops, edges_of(self.ops, self.fused)):
+            members = [(self.ops[n], leaf) for n, leaf in sorted(group)]
+            self._bonded |= {(op.node.name, leaf): members for op, leaf in members}
+
+    def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:
+        """The leaves of nodes, this one among them, that are split over the same axes as this
+        one."""
+        return self._bonded.get((op.node.name, leaf)) or [(op, leaf)]
 
     def opened(self, other: GraphFactors) -> GraphFactors:
         """The same, told what is open by the same graph at other sizes."""
@@ -165,7 +180,7 @@ class GraphFactors:
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
         tensors = {name: replace(t, open=_open(t, atoms)) for name, t in self.tensors.items()}
-        return GraphFactors(tensors, self.ops, atoms)
+        return GraphFactors(tensors, self.ops, atoms, self.fused)
 
 
 def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
@@ -225,7 +240,24 @@ class _Analysis:
         for tensor in [*self.graph.inputs, *self.graph.outputs]:
             if tensor.name not in tensors and tensor_shape(tensor) is not None:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
-        return GraphFactors(tensors, [self._op(joined, tensors) for joined in self.joined])
+        fused = fused_tensors(self.graph)
+        return GraphFactors(tensors, self._ops(tensors, fused), fused=fused)
+
+    def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
+        """The nodes; what cannot be split alike on both sides of a fused tensor is whole. Pending
+        sums do not pass nodes that read one, as these may round their other operands."""
+        for n, joined in enumerate(self.joined):
+            if not fused.isdisjoint(t.name for t in joined.node.inputs):
+                rule = replace(joined.rule, linear=(), monotone=frozenset())
+                self.joined[n] = joined._replace(rule=rule)
+        ops = [self._op(joined, tensors) for joined in self.joined]
+        edges = edges_of(ops, fused)
+        held: dict[int, set[tuple[str, int]]] = defaultdict(set)
+        while unlike := not_alike(ops, edges):
+            for n, leaves in unlike.items():
+                held[n] |= {(ops[n].leaves[i].factor, ops[n].leaves[i].atom) for i in leaves}
+                ops[n] = self._op(self.joined[n], tensors, held[n])
+        return ops
 
     def _dims(self, tensor: gs.Tensor) -> list[Piece] | None:
         if tensor.name not in self.dims:
@@ -302,7 +334,13 @@ class _Analysis:
             frozenset(apart),
         )
 
-    def _op(self, joined: _Joined, tensors: Mapping[str, TensorFactors]) -> OpFactors:
+    def _op(
+        self,
+        joined: _Joined,
+        tensors: Mapping[str, TensorFactors],
+        held: Collection[tuple[str, int]] = (),
+    ) -> OpFactors:
+        """A node over atoms, of which those that are `held`, by factor, are whole."""
         node, rule, factors = joined.node, joined.rule, joined.factors
         whole = dict(rule.whole)
         for name, size in rule.sizes.items():
@@ -315,6 +353,8 @@ class _Analysis:
         for group in rule.ties:
             if any(f in whole or not self._has_major(factors[f]) for f in group):
                 whole.update({f: whole.get(f, _CUT_HERE) for f in group})
+            if any(f in group for f, _ in held):
+                whole.update({f: whole.get(f, _FUSED) for f in group})
         tied = {f for group in rule.ties for f in group}
         leaves: list[OpLeaf] = []
         index: dict[str, list[int | None]] = {}
@@ -323,9 +363,13 @@ class _Analysis:
             index[name] = []
             for leaf in of_factor:
                 is_minor = name in tied and bool(index[name])  # a part of it is no run
-                index[name].append(None if name in whole or is_minor else len(leaves))
+                is_held = is_minor or (name, leaf.atom) in held
+                index[name].append(None if name in whole or is_held else len(leaves))
                 if index[name][-1] is not None:
                     leaves.append(OpLeaf(leaf.atom, leaf.size, name))
+        for name in {name for name, _ in held}:
+            if all(i is None for i in index[name]):
+                whole.setdefault(name, _FUSED)
 
         def links(tensor: gs.Tensor, spec: Spec | None) -> Links:
             have = tensors.get(tensor.name)

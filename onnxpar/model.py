@@ -17,6 +17,7 @@ from onnxpar.annotations import Configuration, read_annotations
 from onnxpar.checker import MIN_IR, check_standard
 from onnxpar.errors import ModelError
 from onnxpar.exported import exported_kinds
+from onnxpar.fused_units import separate_dequantized
 from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims, fix_shapes
 from onnxpar.interchange import header_of, import_graph, reopen
@@ -142,6 +143,7 @@ def load(
             split_sequences(graph)
         if not for_training:
             _unshare_vectors(graph)
+            separate_dequantized(graph)
         mark_opset(graph)
         return graph
 

@@ -81,13 +81,54 @@ class Sharding:
 
     def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
         """Splits an open leaf of a node; False where it is decided or the axes are taken."""
-        have = self.ops[op.node.name]
-        tied = [leaf, *(i for group in op.ties if leaf in group for i in group if i != leaf)]
-        if any(have[i] is not None or not _fits(op, have, i, axes) for i in tied):
-            return False
-        for i in tied:
-            have[i] = axes
+        together = self._together(op, leaf)
+        for other, i in together:
+            have = self.ops[other.node.name]
+            if have[i] is not None or not _fits(other, have, i, axes):
+                return False
+        for other, i in together:
+            self.ops[other.node.name][i] = axes
         return True
+
+    def fix(self, op: OpFactors, leaf: int, axes: Axes) -> None:
+        """Splits a leaf of a node whatever was decided for it, and those that are bonded to it,
+        unless other leaves of these use the axes."""
+        self.ops[op.node.name][leaf] = axes
+        for other, i in self.factors.bonded(op, leaf):
+            have = self.ops[other.node.name]
+            if _fits(other, have, i, axes):
+                have[i] = axes
+
+    def close(self, op: OpFactors, leaf: int) -> None:
+        """Leaves a leaf of a node whole if nothing was decided for it, and those that are bonded to
+        it."""
+        for other, i in self.factors.bonded(op, leaf):
+            have = self.ops[other.node.name]
+            have[i] = () if have[i] is None else have[i]
+
+    def _together(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
+        """The leaves that are split with this one, this one first."""
+        found = [(op, leaf)]
+        for other, i in found:
+            tied = [(other, j) for group in other.ties if i in group for j in group]
+            for each in [*self.factors.bonded(other, i), *tied]:
+                if each not in found:
+                    found.append(each)
+        return found
+
+    def settle(self) -> None:
+        """Legalizes every node; of leaves that are bonded, all are whole where one is."""
+        todo = list(self.factors.ops)
+        while todo:
+            op = todo.pop()
+            self.legalize(op)
+            for leaf, axes in enumerate(self.op_axes(op)):
+                bonded = self.factors.bonded(op, leaf)
+                if all((self.ops[o.node.name][i] or ()) == axes for o, i in bonded):
+                    continue
+                for other, i in bonded:
+                    self.ops[other.node.name][i] = ()
+                    todo.append(other)
 
     def legalize(self, op: OpFactors) -> None:
         """Leaves whole a reduced factor of which only some segments are split, as the others would

@@ -42,7 +42,8 @@ def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
     """The factors with trees in which these atoms have these sizes. Leaves keep theirs: what can be
     split is what could be before."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
-    return GraphFactors(tensors, [_op(op, sizes) for op in factors.ops], factors.open_atoms)
+    ops = [_op(op, sizes) for op in factors.ops]
+    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
 
 
 def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphFactors:
@@ -56,7 +57,7 @@ def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphF
         replace(op, priced=tuple((w, at.ops[i]) for w, at in sized))
         for i, op in enumerate(factors.ops)
     ]
-    return GraphFactors(tensors, ops, factors.open_atoms)
+    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
 
 
 def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:

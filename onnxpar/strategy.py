@@ -99,10 +99,9 @@ class NodeSeed:
     parts: Mapping[int, tuple[int, ...]]
 
     def apply(self, sharding: Sharding) -> bool:
-        """Fixes the named leaves, the whole ones too, and those that are tied to them."""
-        name = self.op.node.name
+        """Fixes the named leaves, the whole ones too, and those that are tied or bonded to them."""
         for leaf, axes in _with_ties(self.op, self.axes).items():
-            sharding.ops[name][leaf] = axes
+            sharding.fix(self.op, leaf, axes)
             if leaf in self.parts:
                 sharding.parts[self.op.leaves[leaf].atom, axes] = self.parts[leaf]
         return True

@@ -67,8 +67,7 @@ class _Insertion:
         self.changed = False
 
     def run(self) -> bool:
-        for op in self.sharding.factors.ops:
-            self.sharding.legalize(op)
+        self.sharding.settle()
         self._pin_states()
         check_asked(self.ctx.asked, self.sharding, self.ctx.model.states)
         pending = self._pending()

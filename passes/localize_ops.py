@@ -17,6 +17,7 @@ from onnxpar.plan import collective_of, inner_collective
 from onnxpar.rules.lowering import localize_node
 from onnxpar.rules.rule import tensor_shape
 from onnxpar.subgraphs import subgraphs
+from onnxpar.unsigned_pairs import exchange_unsigned
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class LocalizeOps(Pass):
         factors = ctx.sharding.factors
         for op in factors.ops:
             localize_node(op.graph, op, ctx.layouts, mesh, ctx.per_rank, factors.open_atoms)
-        _lower_reshards(graph, ctx)
         inner = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
+        for scope in [graph, *inner]:
+            exchange_unsigned(scope)
+        _lower_reshards(graph, ctx)
         for scope in [graph, *inner]:
             for tensor in [*scope.inputs, *scope.outputs]:
                 if isinstance(tensor, gs.Variable) and tensor.name in ctx.layouts:

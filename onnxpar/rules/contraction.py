@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -52,33 +51,9 @@ def _product(node: gs.Node, a: int, b: int, left: str = "m k", right: str = "k n
 
 @rule("MatMul")
 def matmul(node: gs.Node) -> Rule:
-    """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy.
-
-    Of a weight in blocks of i, `b m (k i), (k i) n -> b m n`, as DequantizeLinear splits it:
-    onnxruntime makes MatMulNBits of both, which may round the first operand block by block, only
-    where nothing stands between them.
-    """
+    """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy."""
     left, right, out = _product(node, 0, 1)
-    block = _stored_block(node.inputs[1])
-    if not block:
-        return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
-    width = (tensor_shape(node.inputs[1]) or (None,))[0]
-    left, right = (re.sub(r"\bk\b", "(k i)", text) for text in (left, right))
-    sizes: dict[str, Size] = {"k": (width or 0) // block, "i": block}
-    whole = {"i": "a block has one scale"}
-    return einsum(node, f"{left}, {right} -> {out}", sizes=sizes, whole=whole)
-
-
-def _stored_block(weight: gs.Tensor) -> int:
-    """The block size of a stored matrix that DequantizeLinear makes floats of, with blocks along
-    its rows; else 0."""
-    shape = tensor_shape(weight) or ()
-    made = weight.inputs[0] if weight.inputs else None
-    if made is None or made.op != "DequantizeLinear" or len(shape) != 2:
-        return 0
-    block = int(made.attrs.get("block_size", 0))
-    is_stored = isinstance(made.inputs[0], gs.Constant) and made.attrs.get("axis", 1) in (0, -2)
-    return block if is_stored and block and shape[0] and shape[0] % block == 0 else 0
+    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
 
 
 @rule("Gemm")

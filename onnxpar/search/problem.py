@@ -224,6 +224,7 @@ class Problem:
             None if maker is None else self._place(maker),
             frozenset(readers.items()),
             (name in self.outputs, name in self.fused.tensors),
+            name in self.sharding.factors.fused,
             self._key(self.states[name]) if name in self.states else None,
         )
 

@@ -456,8 +456,8 @@ class SplitAlone:
         if is_one and link is not None and _moves_less(sharding, reader, link, self.tensor):
             return sharding.assign_op(reader, link, self.axes) and self._store(sharding, chosen)
         for op, link in links:
-            if link is not None and sharding.ops[op.node.name][link] is None:
-                sharding.ops[op.node.name][link] = ()
+            if link is not None:
+                sharding.close(op, link)
         sharding.pinned.add(self.tensor)
         return self._store(sharding, chosen)
 
@@ -469,8 +469,7 @@ class SplitAlone:
     ) -> bool:
         """Splits what reads a weight that is not to be gathered; leaves it whole where that cannot
         be."""
-        followed = [each for op, link in links for each in _with_products(sharding, op, link)]
-        found = {(op.node.name, link): (op, link) for op, link in followed}.values()
+        found = {(op.node.name, link): (op, link) for op, link in links}.values()
         if not all(
             link is not None and sharding.assign_op(op, link, self.axes) for op, link in found
         ):
@@ -492,20 +491,6 @@ class SplitAlone:
                 choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
             first += sum(leaf.size > 1 for leaf in leaves(dim))
         return min(choices, default=(False, 0, []))[2]
-
-
-def _with_products(
-    sharding: Sharding, op: OpFactors, link: int | None
-) -> Iterator[tuple[OpFactors, int | None]]:
-    """A leaf of a node, and of the products with what DequantizeLinear makes: both are one node to
-    onnxruntime."""
-    yield op, link
-    if op.node.op == "DequantizeLinear":
-        result = op.node.outputs[0].name
-        leaves = [i for i, own in enumerate(op.outputs[0]) if own == link]
-        for reader in sharding.factors.ops:
-            if _reads(reader, result):
-                yield from ((reader, own) for i in leaves for own in _links(reader, result, i))
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:

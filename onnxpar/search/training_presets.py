@@ -116,8 +116,8 @@ class SplitSums:
     def _close(self, sharding: Sharding, ops: Iterable[OpFactors]) -> None:
         for op in ops:
             for i, leaf in enumerate(op.leaves):
-                if leaf.atom == self.atom and sharding.ops[op.node.name][i] is None:
-                    sharding.ops[op.node.name][i] = ()
+                if leaf.atom == self.atom:
+                    sharding.close(op, i)
 
 
 def zero_rounds(

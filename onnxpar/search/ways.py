@@ -56,7 +56,15 @@ class Ways:
 
     @cached_property
     def seconds(self) -> Array:
-        """Seconds from each placement to each."""
+        """Seconds from each placement to each; a tensor that onnxruntime needs between two nodes
+        that it fuses is only ever read as it is made, unless somebody asked for its layout."""
+        sharding, name = self.sharding, self.tensor.name
+        if name not in sharding.factors.fused or name in sharding.pinned:
+            return self._seconds
+        return np.where(np.eye(len(self.index), dtype=bool), self._seconds, np.inf)
+
+    @cached_property
+    def _seconds(self) -> Array:
         sharding, name = self.sharding, self.tensor.name
         factors = sharding.factors.tensors[name]
         parts = partial(sharding.part_sizes, name) if sharding.parts else None
