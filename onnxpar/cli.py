@@ -506,7 +506,12 @@ def _add_grad(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--groups", type=int, metavar="N", help="parts of the batch: number of hosts, or of ranks"
     )
-    to.add_argument("--clip-norm", type=float, metavar="X", help="most that all gradients' norm is")
+    to.add_argument(
+        "--clip-norm",
+        type=float,
+        metavar="X",
+        help="scale the gradients down where the norm of all of them exceeds this",
+    )
     to.add_argument(
         "--precision",
         choices=PRECISIONS,

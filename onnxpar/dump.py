@@ -106,9 +106,9 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
     file = path.with_suffix(".onnx")
     if path.suffix == ".onnxtxt" and not file.is_file():
         raise ModelError(
-            f"{path}: the text of a dump is for people, and there is no {file.name} beside it: "
-            "graphs after localize-ops, and those with open sizes, are not read back; give an "
-            "earlier one, or the model"
+            f"{path}: the text of a dump is for people, and there is no {file.name} beside it. "
+            "There is none of graphs after localize-ops: give an earlier dump, or the model. There "
+            "is none where sizes are open: dump again with --dim NAME=N for each"
         )
     proto = read_proto(file)
     state = _state_of(proto)

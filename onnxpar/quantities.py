@@ -25,6 +25,7 @@ _SCALES = {
     "Ti": Decimal(2**40),
 }
 _NUMBER = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(.*)")
+_KINDS = {"s": "a time", "B": "a size", "B/s": "a data rate", "FLOP/s": "a compute rate"}
 _SMALL = ("n", "u", "m", "")
 _LARGE = ("", "k", "M", "G", "T")
 
@@ -43,8 +44,8 @@ def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> fl
     except InvalidOperation:
         number = math.nan
     if not math.isfinite(number):
-        example = {"s": "50 us", "B": "16 GB", "B/s": "2 GB/s", "FLOP/s": "20 GFLOP/s"}[unit]
-        raise StrategyError(f"{what}: {value!r} is no number of {unit}; write {example}")
+        example = {"s": "50us", "B": "16GB", "B/s": "2GB/s", "FLOP/s": "20GFLOP/s"}[unit]
+        raise StrategyError(f"{what}: {value!r} is not {_KINDS[unit]}; write {example}")
     return number
 
 

@@ -133,7 +133,8 @@ def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
     """State pairs, but for those of a training step, which stand among the ports."""
     pairs, missing = plan["states"], plan.get("unpaired", [])
     if pairs and not plan.get("step"):
-        yield f"{len(pairs)} state pairs, which ranks keep between runs with keep_states=True"
+        count = "1 state pair" if len(pairs) == 1 else f"{len(pairs)} state pairs"
+        yield f"{count}, which ranks keep between runs with keep_states=True"
         if full:
             rows = [(pair["input"], pair["output"]) for pair in pairs]
             yield from table(rows, ("input", "is the last run's"))

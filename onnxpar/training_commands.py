@@ -197,7 +197,9 @@ def _left_lines(weights: Weights) -> Iterator[str]:
             yield f"{count} not trained, {reason}"
     numbers = [w for w in weights.left if _elements(w) == 1 and w.reason not in by_choice]
     if numbers:
-        yield f"{len(numbers)} numbers are not trained, such as {numbers[0].name}"
+        like = f", such as {numbers[0].name}"
+        one = f"1 single number is not trained: {numbers[0].name}"
+        yield one if len(numbers) == 1 else f"{len(numbers)} single numbers are not trained{like}"
     yield ""
 
 

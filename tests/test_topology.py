@@ -85,11 +85,11 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
             {"levels": [{**LEVEL, "latency": None}]},
             r"levels\[0\]: latency is missing; give it in s",
         ),
-        ({"levels": [{**LEVEL, "latency": "fast"}]}, "'fast' is no number of s; write 50 us"),
-        ({"levels": [{**LEVEL, "latency": "1 GB"}]}, "'1 GB' is no number of s"),
+        ({"levels": [{**LEVEL, "latency": "fast"}]}, "'fast' is not a time; write 50us"),
+        ({"levels": [{**LEVEL, "latency": "1 GB"}]}, "'1 GB' is not a time"),
         ({"levels": [{**LEVEL, "latency": -1}]}, "latency is -1; it must be above 0"),
         ({"levels": [{**LEVEL, "bandwidth": 0}]}, "bandwidth is 0; it must be above 0"),
-        ({"levels": [{**LEVEL, "bandwidth": ".inf"}]}, "no number of B/s; write 2 GB/s"),
+        ({"levels": [{**LEVEL, "bandwidth": ".inf"}]}, "is not a data rate; write 2GB/s"),
         (
             {"levels": [{**LEVEL, "collectives": {"Gather": {}}}]},
             "collectives: unknown key 'Gather'; use AllReduce",
@@ -100,7 +100,7 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
         ),
         ({"levels": [LEVEL], "device": {"cores": 4}}, "device: unknown key 'cores'; use flops"),
         ({"levels": [LEVEL], "device": {"flops": "9 GB"}}, "write 20 GFLOP/s"),
-        ({"levels": [LEVEL], "device": {"memory": True}}, "True is no number of B; write 16 GB"),
+        ({"levels": [LEVEL], "device": {"memory": True}}, "True is not a size; write 16GB"),
     ],
 )
 def test_what_is_wrong_is_named(data: Any, message: str) -> None:

@@ -66,6 +66,8 @@ def check_array(port: Port, value: Any) -> Any:
         return _check_value(port, value)
     if is_ort_value(value):
         array = array_of(value)
+    elif isinstance(value, list):
+        array = _array_of_list(port, value)
     else:
         as_numpy = getattr(value, "numpy", None)  # a tensor of PyTorch
         array = np.asarray(as_numpy() if callable(as_numpy) else value)
@@ -77,6 +79,16 @@ def check_array(port: Port, value: Any) -> Any:
         return array
     given = f"{array.dtype.name} {list(array.shape)}"
     raise InputError(f"input {port.name!r} was given {given}, expects {port.expects()}; {remedy}")
+
+
+def _array_of_list(port: Port, value: list[Any]) -> Array:
+    """A list in the port's dtype, as onnxruntime converts lists, though it converts no arrays."""
+    try:
+        return np.asarray(value, port.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"input {port.name!r} was given a list that does not become {port.expects()}: {error}"
+        ) from None
 
 
 def _check_value(port: Port, value: Any) -> Any:

@@ -142,8 +142,9 @@ def read_npz(file: Path) -> dict[str, Array]:
         raise InputError(f"cannot read {file}: {unread(error)}") from error
     # NumPy's reader of headers raises these, too, where a file is damaged.
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, *_PARSING) as error:
-        what = f"array {name!r} of {file} cannot be read" if name else f"{file} is not a .npz file"
-        raise InputError(f"{what}: {_why(error)}; write it with numpy.savez") from error
+        what = f"array {name!r} of {file} cannot be read: {_why(error)}"
+        what = what if name else f"{file} is not a .npz file{_whole(error)}"
+        raise InputError(f"{what}; write it with numpy.savez") from error
 
 
 _PARSING = (SyntaxError, TypeError, NotImplementedError, tokenize.TokenError, RuntimeError)
@@ -154,6 +155,12 @@ def _why(error: Exception) -> str:
     if "allow_pickle" in text:
         return "it holds Python objects; convert it to a dtype of numbers, bools or strings"
     return text or "the file is empty"
+
+
+def _whole(error: Exception) -> str:
+    """Why a file as a whole is not read. NumPy takes what it does not know for pickled objects,
+    which says nothing of the file."""
+    return "" if "allow_pickle" in str(error) else f": {_why(error)}"
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:

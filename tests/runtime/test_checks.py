@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
+from onnx import helper
 from runtime.bundles import Tensor, k_split, write_par
 
+import onnxpar
 from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.session import InferenceSession
@@ -29,6 +32,9 @@ WRONG_FEEDS = [
         "shapes are those of the unsplit model",
     ),
     ({"x": np.zeros(28, np.float32)}, "float32 [28], expects float32 [4, 7]"),
+    ({"x": [[1.0, "a"]]}, "input 'x' was given a list that does not become float32 [4, 7]: could"),
+    ({"x": [[1.0], [1.0, 2.0]]}, "input 'x' was given a list that does not become float32 [4, 7]"),
+    ({"x": [[1.0]]}, "input 'x' was given float32 [1, 1], expects float32 [4, 7]"),
     ({"x": "text"}, "input 'x' was given str128 [], expects float32 [4, 7]"),
 ]
 
@@ -112,3 +118,19 @@ def test_a_missing_rank(tmp_path: Path) -> None:
     for kind in (InferenceSession, ThreadSession):
         with pytest.raises(ModelError, match=r"lacks rank_0002\.onnx, though its plan has 3 ranks"):
             kind(par)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.int32, np.bool_, np.float16])
+def test_lists_become_what_onnxruntime_makes_of_them(dtype: Any, tmp_path: Path) -> None:
+    x = helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), ["n"])
+    y = helper.make_tensor_value_info("y", x.type.tensor_type.elem_type, ["n"])
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnxpar.shard(model, tmp_path / "m.par", devices=2, preset="data-parallel")
+    whole = ort.InferenceSession(model.SerializeToString())
+    with ThreadSession(tmp_path / "m.par") as session:
+        for given in ([1.5, 2.5, 0], [1, 0], [True, False], [np.float32(3)], []):
+            (wanted,) = whole.run(None, {"x": given})
+            (found,) = session.run(None, {"x": given})
+            assert found.dtype == wanted.dtype
+            np.testing.assert_array_equal(found, wanted)

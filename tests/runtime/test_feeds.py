@@ -94,5 +94,8 @@ def test_files_that_are_wrong(tmp_path: Path) -> None:
         read_feeds(file, one)
     with pytest.raises(InputError, match=r"/dev/null is not a \.npz file: No data left in file"):
         read_feeds("/dev/null", one)
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x07 neither a zip nor an array")
+    with pytest.raises(InputError, match=r"model\.onnx is not a \.npz file; write it with numpy"):
+        read_feeds(tmp_path / "model.onnx", one)
     with pytest.raises(InputError, match="cannot write"):
         write_arrays(tmp_path / "no" / "folder.npz", {})

@@ -391,7 +391,7 @@ def test_what_is_not_trained_is_printed(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert "1 parameters of 36 elements" in out
-    assert "1 numbers are not trained, such as d" in out
+    assert "1 single number is not trained: d" in out
     assert [line.split() for line in out.splitlines() if line.startswith("sines")] == [
         ["sines", "8x6", "a", "table", "of", "sines", "and", "cosines"]
     ]
