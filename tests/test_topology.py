@@ -99,7 +99,7 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
             "AllReduce: bandwidth is missing",
         ),
         ({"levels": [LEVEL], "device": {"cores": 4}}, "device: unknown key 'cores'; use flops"),
-        ({"levels": [LEVEL], "device": {"flops": "9 GB"}}, "write 20 GFLOP/s"),
+        ({"levels": [LEVEL], "device": {"flops": "9 GB"}}, "write 20GFLOP/s"),
         ({"levels": [LEVEL], "device": {"memory": True}}, "True is not a size; write 16GB"),
     ],
 )
