@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import PassError, StrategyError
@@ -83,19 +84,53 @@ def made_in(graph: gs.Graph) -> set[str]:
     return {t.name for node in all_nodes(graph) for t in node.outputs if t.name}
 
 
-def check_rewritten(step: Pass, graph: gs.Graph, known: Collection[str]) -> None:
-    """Checks that a pass of the stage REWRITE has left a graph that can be analysed; `known` are
-    the tensors that were there before. Errors: PassError, naming the node or tensor."""
+@dataclass(frozen=True)
+class Known:
+    """What a graph has before a pass: names of tensors that nodes make, and of ops."""
+
+    tensors: Collection[str]
+    ops: Collection[str]
+
+
+def known_of(graph: gs.Graph) -> Known:
+    """The names of all tensors that nodes make, and of all ops."""
+    return Known(made_in(graph), {node.op for node in all_nodes(graph)})
+
+
+def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
+    """Checks that a pass of the stage REWRITE has left a graph that can be analysed. Errors:
+    PassError, naming the node or tensor."""
     names: set[str] = set()
     for node in all_nodes(graph):
         if not node.name or node.name in names:
             named = f"a second node {node.name!r}" if node.name else f"a {node.op} without a name"
             raise PassError(f"pass {step.name} left {named}; give each node a name of its own")
         names.add(node.name)
+        _check_operands(step, node, graph.opset, known)
         for tensor in node.outputs:
-            is_new = tensor.name and tensor.name not in known
+            is_new = tensor.name and tensor.name not in known.tensors
             if is_new and (tensor.dtype is None or tensor.shape is None):
                 raise PassError(
                     f"pass {step.name} left '{tensor.name}', which {node.op} '{node.name}' makes, "
                     "without a dtype or a shape; give its Variable both"
                 )
+
+
+def _check_operands(step: Pass, node: gs.Node, opset: int, known: Known) -> None:
+    """Errors: PassError for an op that ONNX's opset does not have, or not with so many inputs.
+    Ops of other domains, and those that onnxruntime alone had accepted, are not known here."""
+    if node.domain not in (None, "", "ai.onnx"):
+        return
+    left = f"pass {step.name} left {node.op} '{node.name}'"
+    try:
+        schema = onnx.defs.get_schema(node.op, opset, "")
+    except onnx.defs.SchemaError:
+        if node.op in known.ops:
+            return
+        raise PassError(f"{left}, an op that opset {opset} does not have") from None
+    count = len(node.inputs)
+    if not schema.min_input <= count <= schema.max_input:
+        least, most = schema.min_input, schema.max_input
+        takes = f"{least}" if least == most else f"{least} to {most}"
+        takes = takes if most < 1 << 20 else f"{least} or more"
+        raise PassError(f"{left} with {count} input{'s' * (count != 1)}; it takes {takes}")

@@ -29,7 +29,7 @@ from onnxpar.model import InferTypes, Model, load
 from onnxpar.narrow import Whole
 from onnxpar.new_folder import check_place, new_folder
 from onnxpar.open_ports import open_ports
-from onnxpar.pass_order import Placed, check_rewritten, insert, made_in
+from onnxpar.pass_order import Placed, check_rewritten, insert, known_of
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.compress_collectives import CompressCollectives
 from onnxpar.passes.fuse_all_reduces import FUSIONS, FuseAllReduces
@@ -365,11 +365,11 @@ def _run(
 ) -> bool:
     """Runs a pass, lets `watch` see what it has left, and checks that; returns whether anything
     changed."""
-    known = made_in(model.graph) if step.stage is Stage.REWRITE else ()
+    known = known_of(model.graph) if step.stage is Stage.REWRITE else None
     with _failures(step, ran):
         try:
             changed = step.run(model.graph, ctx)
-            if step.stage is Stage.REWRITE:
+            if known is not None:
                 check_rewritten(step, model.graph, known)
                 ctx.sharding = _open(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
         except Exception:

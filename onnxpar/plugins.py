@@ -45,8 +45,10 @@ def load_plugin(module: str) -> None:
             "import, or a file x.py"
         ) from error
     for kind in vars(loaded).values():
-        own = inspect.isclass(kind) and kind.__module__ == loaded.__name__
-        if own and issubclass(kind, Pass) and not inspect.isabstract(kind):
+        if not (inspect.isclass(kind) and issubclass(kind, Pass)) or inspect.isabstract(kind):
+            continue
+        # A package may import its passes from its own modules.
+        if f"{kind.__module__}.".startswith(f"{loaded.__name__}."):
             register_pass(kind)
 
 

@@ -66,6 +66,19 @@ class Shapeless(Pass):
         return True
 
 
+@dataclass(frozen=True)
+class Rename(Pass):
+    """Make the first node another op."""
+
+    op: str = "Abs"
+    name: ClassVar[str] = "rename"
+    stage = Stage.REWRITE
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        graph.nodes[0].op, graph.nodes[0].name = self.op, "h"
+        return True
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A small model."""
@@ -162,6 +175,26 @@ def test_a_failure_of_the_compiler_names_the_pass_and_those_before_it(
 def test_what_a_pass_leaves_is_checked(model: Path) -> None:
     with pytest.raises(PassError, match=r"pass shapeless left 'made', which Abs 'odd' makes"):
         plan(model, Options(devices=2, passes=[Shapeless()]))
+    with pytest.raises(PassError, match=r"pass rename left Sigmoyd 'h', an op that opset 18 does"):
+        plan(model, Options(devices=2, passes=[Rename("Sigmoyd")]))
+    with pytest.raises(PassError, match=r"pass rename left MatMul 'h' with 1 input; it takes 2"):
+        plan(model, Options(devices=2, passes=[Rename("MatMul")]))
+    assert plan(model, Options(devices=2, passes=[Rename("Sum")]))
+
+
+def test_a_package_imports_its_passes_from_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "passes_of_a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import Quiet\n")
+    (package / "inner.py").write_text(
+        "from onnxpar.passes.pass_ import Pass\n"
+        "class Quiet(Pass):\n  name = 'quiet'\n  def run(self, graph, ctx): return False\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins.load_plugin("passes_of_a_package")
+    assert "quiet" in plugins.registered_passes()
 
 
 @pytest.mark.parametrize(
