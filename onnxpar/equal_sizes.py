@@ -175,6 +175,13 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
             yield from (((i, axis), n) for axis, n in ((1, heads), (3, of_cache)) if n)
 
 
+def _attention_of_one(node: NodeProto, shapes: Shapes) -> Pairs:
+    """The same for an op that takes one query of each row of the batch."""
+    if shapes[0] and len(shapes[0]) == 3:
+        yield (0, 1), 1
+    yield from _attention(node, shapes)
+
+
 def _heads(said: Mapping[str, object], q: Shape, is_packed: bool) -> tuple[int, int]:
     """How many heads a cache has, and the width of a key; 0 where that is not known."""
     own, shared = (
@@ -215,5 +222,5 @@ _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "Attention": _attention,
     "GroupQueryAttention": _attention,
     "MultiHeadAttention": _attention,
-    "DecoderMaskedMultiHeadAttention": _attention,
+    "DecoderMaskedMultiHeadAttention": _attention_of_one,
 }

@@ -138,6 +138,20 @@ def test_nobody_is_warned_of_a_width_that_attributes_give(
     assert not [w for w in recwarn if "in every run" in str(w.message)]
 
 
+def test_an_op_that_takes_one_token_fixes_an_open_length(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """At other lengths onnxruntime refuses it, so that its heads could not be split."""
+    loop = Loop(Decoder("DecoderMaskedMultiHeadAttention", length=48), tmp_path, 2)
+    ports = {p["name"]: p["shape"] for p in loop.plan.to_json()["inputs"]}
+    assert ports["input_ids"][1] == 1 and isinstance(ports["input_ids"][0], str)
+    assert not [c for c in loop.plan.collectives if c.kind != "AllReduce"]
+    assert "whole" not in "\n".join(plan_lines(loop.plan.to_json()))
+    assert not [w for w in recwarn if "in every run" in str(w.message)]
+    with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
+        loop.request(session, 2, (1,) * 6)
+
+
 def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
     """Keys of a length that the values of an operand decide, returned and not kept."""
     decoder = Decoder(GQA)
