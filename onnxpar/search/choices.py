@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
-from math import gcd
+from itertools import combinations, pairwise, product, zip_longest
+from math import gcd, prod
+from operator import itemgetter
 
 import onnx_graphsurgeon as gs
 
@@ -109,10 +110,21 @@ class Kept:
     choices: Mapping[str, Choice]
 
 
+Size = Callable[[OpFactors, Choice], float]
+"""Bytes of what a rank holds of all that a node reads and makes."""
+
+
 def choices_of(
-    op: OpFactors, sharding: Sharding, kinds: Kinds, kept: Kept | None = None
+    op: OpFactors,
+    sharding: Sharding,
+    kinds: Kinds,
+    kept: Kept | None = None,
+    most: int = 1 << 12,
+    size: Size | None = None,
 ) -> list[Choice]:
-    """All ways to split a node that agree with what is decided for its leaves."""
+    """All ways to split a node that agree with what is decided for its leaves. Where there are more
+    than `most` combinations of what it can do on each axis, those remain that alone leave ranks
+    small parts, by `size`."""
     mesh = sharding.mesh
     axes = [mesh.axis(name) for name, size in mesh.shape if size > 1]
     slots = _slots(op)
@@ -122,12 +134,50 @@ def choices_of(
         else [*_splits(op, slots, axis, sharding), *_passes(op, kinds)]
         for axis in axes
     ]
+    if prod(map(len, per_axis)) > most:
+        each = zip(axes, per_axis, strict=True)
+        per_axis = [_ranked(op, axis, options, sharding, size) for axis, options in each]
+        while prod(map(len, per_axis)) > most:
+            max(per_axis, key=len).pop()
     found: dict[Choice, None] = {}
     for options in product(*per_axis):
         choice = _combined(op, dict(zip(axes, options, strict=True)))
         if choice is not None and _is_legal(op, choice, sharding):
             found[choice] = None
     return list(found)
+
+
+def _ranked(
+    op: OpFactors,
+    axis: Axis,
+    options: list[_Option],
+    sharding: Sharding,
+    size: Size | None,
+) -> list[_Option]:
+    """What a node can do on an axis, as far as it agrees with what is decided and makes sense
+    alone: nothing, sums that pass, then splits of one leaf, of two and of more by turns, of each
+    those into the smallest parts first. Neighbours that have the same factors rank alike."""
+    by_leaves: dict[int, list[tuple[float, int, _Option]]] = defaultdict(list)
+    for option in options:
+        choice = _combined(op, {axis: option})
+        if choice is None or not _agrees_on(axis, choice, sharding.ops[op.node.name]):
+            continue
+        if len(options) == 1 or _is_possible(op, choice, sharding):
+            at = [i for i, over in enumerate(choice.axes) if over]
+            gaps = len({b - a for a, b in pairwise(at)})  # of like segments, the same leaf in each
+            by_leaves[len(at)].append((size(op, choice) if size and at else 0.0, gaps, option))
+    first = [option for _, _, option in by_leaves.pop(0, [])]
+    groups = [sorted(by_leaves[n], key=itemgetter(0, 1)) for n in sorted(by_leaves)]
+    turns = (each for turn in zip_longest(*groups) for each in turn if each is not None)
+    return [*first, *(option for _, _, option in turns)]
+
+
+def _agrees_on(axis: Axis, choice: Choice, decided: Sequence[Axes | None]) -> bool:
+    """Whether a choice does with one axis what is decided for the leaves."""
+    return all(
+        have is None or tuple(a for a in have if a.name == axis.name) == over
+        for have, over in zip(decided, choice.axes, strict=True)
+    )
 
 
 def _kept(choice: Choice, axis: Axis) -> _Option:
@@ -244,12 +294,18 @@ def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> Choice | None:
 
 def _is_legal(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
     """Whether the choice agrees with what is decided, and ranks can hold such parts."""
-    name = op.node.name
-    decided = sharding.ops[name]
+    decided = sharding.ops[op.node.name]
     if any(have is not None and have != a for have, a in zip(decided, choice.axes, strict=True)):
         return False
+    return _is_possible(op, choice, sharding)
+
+
+def _is_possible(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
+    """Whether ranks can hold such parts, whatever is decided."""
     if _cuts_open_weight(op, choice, sharding):
         return False
+    name = op.node.name
+    decided = sharding.ops[name]
     try:
         sharding.ops[name] = list(choice.axes)
         sharding.legalize(op)

@@ -96,12 +96,18 @@ class Holdings:
             size = _where(ways.sizes(common), ways.differ(asked, common))
             self._add([asked, common], size, through)
         for need, spans in at.items():
+            if need.copied is not None:
+                self._add([need], ways.sizes(need) * np.array(need.copied), spans)
+                continue
             ends = [asked, need] if common is None else [asked, common, need]
             self._add(ends, _where(ways.sizes(need), ways.differ(*ends)), spans)
         for (need, other, sign), spans in between.items() if common is None else ():
-            copies = _where(ways.sizes(need), ways.differ(asked, need))
+            copies = sign * _where(ways.sizes(need), ways.differ(asked, need))
+            if need == other:
+                self._add([asked, need], copies, spans)
+                continue
             same = ~ways.differ(need, other)
-            self._add([asked, need, other], sign * copies[..., None] * same, spans)
+            self._add([asked, need, other], copies[..., None] * same, spans)
 
     def _add(self, ends: Sequence[End], values: Array, spans: Sequence[Span]) -> None:
         """`values` are bytes by profile, or the same in all, and by the placements of the ends."""

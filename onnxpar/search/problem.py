@@ -4,7 +4,6 @@ take."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.arrays import Array
 from onnxpar.errors import StrategyError
 from onnxpar.factors import Links, OpFactors
+from onnxpar.plan import mean_bytes
 from onnxpar.repetitions import repetitions, turns
 from onnxpar.search.aim import THROUGHPUT, Aim
 from onnxpar.search.choices import Choice, Kept, choices_of, pending_kinds
@@ -26,12 +26,19 @@ from onnxpar.search.holdings import Holdings, Life
 from onnxpar.search.limits import Limit, exhaust_within
 from onnxpar.search.pruning import among, minimize_in_parts
 from onnxpar.search.repeats import tied
-from onnxpar.search.ways import MOST_TOGETHER, End, Ways, faster, table_of
+from onnxpar.search.serving import Serving
+from onnxpar.search.sums import Sums
+from onnxpar.search.ways import End, Ways
 from onnxpar.search.work import work
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.step import Step
 from onnxpar.subgraphs import captured, constants
 
+MOST_CHOICES, FEWEST_CHOICES = 1 << 12, 1 << 3
+"""Combinations of what a node does on each axis of the mesh that are looked at; and so many at
+least where tables would have more than MOST_ENTRIES entries."""
+MOST_ENTRIES = 1 << 25
+"""Entries of all tables of a sum, 256 MB; elimination and messages take several times as much."""
 PASSING = 1e-12
 """Seconds that are added to a node that a sum passes pending, as the compiler lets sums pass only
 where that gains something."""
@@ -85,36 +92,62 @@ class Problem:
         known = sharding.factors.tensors
         self.after = {a: b for a, b in states if a in known and b in known}
         self.states = {after: before for before, after in self.after.items()}
-        self.sizes: list[int] = []
-        self.sums: list[list[Table]] = [[] for _ in range(2 if self._is_apart else 1)]
-        self.choices: dict[str, list[Choice]] = {}
-        self.variable: dict[str, int] = {}
         self.outputs = {t.name for t in graph.outputs}
         self.makers: dict[str, _Port] = {}
         self.readers: dict[str, list[_Port]] = defaultdict(list)
-        self.held: dict[Hashable, End] = {}
         self.known: dict[Hashable, Array] = {}
         self.fused = GradientSums.of(graph, step, sharding.costs)
         self.known_fused: dict[Hashable, Array] = {}
-        self.ends: dict[Hashable, End] = {}
-        self.holdings = Holdings(graph, max((len(t.costed) for t in known.values()), default=1))
         self.times = repetitions(graph.nodes)
-        self._add_nodes()
-        weights = {t.name for t in constants(graph)} - sharding.pinned
-        tensors = {t.name: t for op in sharding.factors.ops for t, _ in op.operands()}
-        alike: dict[tuple[bool, Hashable], list[gs.Tensor]] = defaultdict(list)
-        for name, tensor in tensors.items():
-            if name in sharding.factors.tensors:
-                alike[name in weights, self._key(name)].append(tensor)
-        for (is_weight, _), found in alike.items():
-            if not is_weight:
-                self._add_tensor(found)
-            elif aim.memory is not None:
-                self._add_weight(found)
+        self.weights = {t.name for t in constants(graph)} - sharding.pinned
+        self.kinds = pending_kinds(sharding.factors.ops)
+        self.classes = self._classes()
+        for op in sharding.factors.ops:
+            self._add_ports(op)
+        profiles = max((len(t.costed) for t in known.values()), default=1)
+        most = MOST_CHOICES
+        while True:
+            self.holdings = Holdings(graph, profiles)
+            self._plan(most)
+            largest = max(map(len, self.choices.values()), default=1)
+            if self.tables.entries <= MOST_ENTRIES or largest <= FEWEST_CHOICES:
+                break
+            most = max(largest // 2, FEWEST_CHOICES)
+        self.tables.make()
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many values each variable has."""
+        return self.tables.sizes
+
+    @property
+    def sums(self) -> list[list[Table]]:
+        """Lists of tables."""
+        return self.tables.tables
 
     @property
     def _is_apart(self) -> bool:
         return self.aim.objective == THROUGHPUT
+
+    def _plan(self, most: int) -> None:
+        """Adds all variables and tables, which are not made yet; a node has at most so many
+        choices."""
+        self.tables = Sums(2 if self._is_apart else 1)
+        self.choices: dict[str, list[Choice]] = {}
+        self.held: dict[Hashable, End] = {}
+        self.ends: dict[Hashable, End] = {}
+        for alike in self.classes:
+            self._add_nodes(alike, most)
+        tensors = {t.name: t for op in self.sharding.factors.ops for t, _ in op.operands()}
+        groups: dict[tuple[bool, Hashable], list[gs.Tensor]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            if name in self.sharding.factors.tensors:
+                groups[name in self.weights, self._key(name)].append(tensor)
+        for (is_weight, _), found in groups.items():
+            if not is_weight:
+                self._add_tensor(found)
+            elif self.aim.memory is not None:
+                self._add_weight(found)
 
     def solve(
         self, exhaustively: bool = False
@@ -164,38 +197,45 @@ class Problem:
         _, found, _ = minimize_in_parts(sizes, among(map(diagonal, tables), kept), first)
         return {v: int(kept[v][found[v]]) for v in first}
 
-    def _add_variable(self, size: int) -> int:
-        self.sizes.append(size)
-        return len(self.sizes) - 1
-
-    def _add_nodes(self) -> None:
-        """The variables of nodes, what their work takes, and their ports."""
+    def _classes(self) -> list[list[OpFactors]]:
+        """Nodes that are one variable, and the variable of each."""
         ops = self.sharding.factors.ops
-        kinds = pending_kinds(ops)
         classes: dict[int, list[OpFactors]] = defaultdict(list)
-        numbers = range(len(ops)) if self.aim.untied else tied(self.sharding, kinds)
+        numbers = range(len(ops)) if self.aim.untied else tied(self.sharding, self.kinds)
         for number, op in zip(numbers, ops, strict=True):
             classes[number].append(op)
-        for alike in classes.values():
-            choices = choices_of(alike[0], self.sharding, kinds, self.kept)
-            if not choices:
-                raise StrategyError(
-                    f"{alike[0].node.op} {alike[0].node.name!r} cannot be split over "
-                    f"{self.sharding.mesh} as the strategy asks: a size does not divide, or two "
-                    "entries disagree"
-                )
-            variable = self._add_variable(len(choices))
-            seconds = np.array([work(alike[0], choice, self.sharding) for choice in choices]).T
-            seconds[0] += [PASSING * bool(choice.passed) for choice in choices]
-            rows = seconds if self._is_apart else seconds.sum(0, keepdims=True)
-            self._add_table(
-                [End(variable, ())], sum(self.times[op.node.name] for op in alike) * rows
+        found = list(classes.values())
+        self.variable = {op.node.name: v for v, alike in enumerate(found) for op in alike}
+        return found
+
+    def _add_nodes(self, alike: Sequence[OpFactors], most: int) -> None:
+        """The variable of nodes, and what their work takes."""
+        op = alike[0]
+        choices = choices_of(op, self.sharding, self.kinds, self.kept, most, self._held_by)
+        if not choices:
+            raise StrategyError(
+                f"{op.node.op} {op.node.name!r} cannot be split over {self.sharding.mesh} as the "
+                "strategy asks: a size does not divide, or two entries disagree"
             )
-            for op in alike:
-                self.choices[op.node.name] = choices
-                self.variable[op.node.name] = variable
-        for op in ops:
-            self._add_ports(op)
+        variable = self.tables.add_variable(len(choices))
+        assert variable == self.variable[op.node.name]
+        times = sum(self.times[one.node.name] for one in alike)
+        self.tables.add([End(variable, ())], lambda: times * self._work(op, choices))
+        self.choices.update((one.node.name, choices) for one in alike)
+
+    def _held_by(self, op: OpFactors, choice: Choice) -> float:
+        """Bytes of all that a node reads and makes, of the parts of a rank."""
+        placed = [(t, choice.operand(op, i)) for i, t in enumerate(op.node.inputs)]
+        placed += [(t, choice.result(op, i)) for i, t in enumerate(op.node.outputs)]
+        known = self.sharding.factors.tensors
+        return sum(mean_bytes(t, at, self.sharding) for t, at in placed if t.name in known)
+
+    def _work(self, op: OpFactors, choices: Sequence[Choice]) -> Array:
+        """What the work of a node takes, by choice, as rows."""
+        seconds = np.array([work(op, choice, self.sharding) for choice in choices]).T
+        seconds[0] += [PASSING * bool(choice.passed) for choice in choices]
+        rows: Array = seconds if self._is_apart else seconds.sum(0, keepdims=True)
+        return rows
 
     def _add_ports(self, op: OpFactors) -> None:
         for i, tensor in enumerate(op.node.inputs):
@@ -246,18 +286,19 @@ class Problem:
         reduced = End(None, tuple(p.reduced() for p in asked.placements))
         ways = Ways(sharding, found[0], [made, asked, *needs, reduced], known, self._is_apart)
         if asked is not made:
-            self._add_table([made, asked], times * ways.paths(made, asked))
+            self.tables.add([made, asked], lambda: times * ways.paths(made, asked))
         at = {end: end for end in (asked, *needs)}
         common = None
         if len(needs) == 1:
-            self._add_table([asked, *needs], times * ways.paths(asked, needs[0]))
+            self.tables.add([asked, *needs], lambda: times * ways.paths(asked, needs[0]))
         elif needs:
-            at = {end: self._distinct(end) for end in at}
-            common = self._serve([at[asked], *(at[need] for need in needs)], ways, times)
+            serving = Serving(self.tables, ways, times, self.aim.memory is not None)
+            at, common = serving.serve(asked, needs)
         if self.aim.memory is not None:
             lives = [self._life(tensor.name, at) for tensor in found]
-            self.holdings.add_made(ways, made, asked, lives)
-            self.holdings.add_copies(ways, at[asked], common, lives)
+            add = self.holdings
+            self.tables.later(lambda: add.add_made(ways, made, asked, lives))
+            self.tables.later(lambda: add.add_copies(ways, at[asked], common, lives))
 
     def _turns(self, name: str) -> int:
         """How often a tensor is made: where a body is handed it, in each turn."""
@@ -272,7 +313,8 @@ class Problem:
         name = found[0].name
         needs = self._needs(name)
         ways = Ways(self.sharding, found[0], needs, self.known, self._is_apart)
-        self.holdings.add_weight(ways, needs, len(found))
+        add = self.holdings.add_weight
+        self.tables.later(lambda: add(ways, needs, len(found)))
 
     def _life(self, name: str, at: Mapping[End, End]) -> Life:
         """When a tensor is there and read, each time by one of these ends."""
@@ -324,7 +366,7 @@ class Problem:
             if name in self.after:
                 placements = [self._as_state(p, name, name) for p in placements]
             candidates = tuple(dict.fromkeys((self._whole(name), *placements)))
-            self.held[key] = End(self._add_variable(len(candidates)), candidates)
+            self.held[key] = End(self.tables.add_variable(len(candidates)), candidates)
         return self.held[key]
 
     def _asked(self, name: str, made: End) -> End:
@@ -344,39 +386,3 @@ class Problem:
         """A placement of the input of a state pair as one of either end."""
         result = self.after[source]
         return Placement(self.sharding.state_leaves(placement.leaves, source, result, name))
-
-    def _distinct(self, end: End) -> End:
-        """The same by a variable whose values are the placements, where these are fewer."""
-        distinct = tuple(dict.fromkeys(end.placements))
-        if end.variable is None or len(distinct) == len(end.placements):
-            return end
-        variable = self._add_variable(len(distinct))
-        allowed = np.full((len(end.placements), len(distinct)), np.inf)
-        for i, placement in enumerate(end.placements):
-            allowed[i, distinct.index(placement)] = 0
-        self.sums[0].append(Table((end.variable, variable), allowed))
-        return End(variable, distinct)
-
-    def _serve(self, ends: Sequence[End], ways: Ways, times: int) -> End | None:
-        """What several readers cost together. Where tables would be too large, each is served by
-        itself, from what is made or from one placement that is made of it for all, which is
-        returned: of up to two readers that is exact, of more nearly."""
-        if len(ends) <= 5 and math.prod(len(e.placements) for e in ends) <= MOST_TOGETHER:
-            self._add_table(ends, times * ways.tree(ends))
-            return None
-        made, *needs = ends
-        placements = {p.reduced() for p in made.placements}
-        placements |= {p for end in needs for p in end.placements if not p.partial}
-        shared = tuple(sorted(placements, key=repr))
-        common = End(self._add_variable(len(shared)), shared)
-        self._add_table([made, common], times * ways.paths(made, common))
-        for need in needs:
-            one = ways.paths(made, need)[:, :, None, :]
-            other = ways.onward(common, need)[:, None, :, :]
-            self._add_table([made, common, need], times * faster(one, other))
-        return common
-
-    def _add_table(self, ends: Sequence[End], rows: Array) -> None:
-        """A table for each sum, with an axis for each end; those of no variable have one entry."""
-        for tables, values in zip(self.sums, rows, strict=True):
-            tables.append(table_of(ends, values))

@@ -24,10 +24,13 @@ MOST_TOGETHER = 1 << 16
 
 @dataclass(frozen=True)
 class End:
-    """A tensor's placement by the value of a variable; of no variable there is but one value."""
+    """A tensor's placement by the value of a variable; of no variable there is but one value.
+    `copied` says by value whether a reader takes a copy of its own, where the value decides that.
+    """
 
     variable: int | None
     placements: tuple[Placement, ...]
+    copied: tuple[bool, ...] | None = None
 
 
 def table_of(ends: Sequence[End], values: Array) -> Table:
