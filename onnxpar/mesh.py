@@ -167,6 +167,8 @@ def in_mesh_order(axes: Axes) -> Axes:
 
 def merge_axes(axes: Axes) -> Axes:
     """Joins neighbouring parts of one axis: `tp:(1)2, tp:(2)2` is `tp`, for tp of 4."""
+    if not axes:
+        return axes
     out: list[Axis] = []
     for axis in axes:
         if axis.size == 1:

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -23,7 +23,7 @@ from scipy.sparse.csgraph import dijkstra
 from onnxpar.arrays import Array
 from onnxpar.factors import TensorFactors, with_axes
 from onnxpar.layout import Dim, Factor, Product, ReduceOp, estimated_size
-from onnxpar.mesh import Axes, Axis, merge_axes
+from onnxpar.mesh import Axes, Axis, Mesh, merge_axes
 from onnxpar.rows import rows_within
 from onnxpar.search.cost import Costs
 from onnxpar.sharding import Placement, covered_axes
@@ -358,8 +358,16 @@ class Placements:
             ]
             axes = merge_axes(tuple(held))
             given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
-        split = with_axes(dim, iter(given))
-        return estimated_size(split, self.costs.mesh, 0), rows_within(split, self.costs.mesh)
+        return _extent_of(dim, tuple(given), self.costs.mesh)
+
+
+@lru_cache(maxsize=1 << 16)
+def _extent_of(
+    dim: Dim, given: tuple[tuple[Axes, tuple[int, ...] | None], ...], mesh: Mesh
+) -> tuple[float, float]:
+    """Elements of a dimension with these axes that the fullest rank holds, and the rows within."""
+    split = with_axes(dim, iter(given))
+    return estimated_size(split, mesh, 0), rows_within(split, mesh)
 
 
 def _leaves(where: Where) -> set[int]:

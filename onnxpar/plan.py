@@ -41,15 +41,19 @@ def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
 
 def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
     """Bytes of a rank's part; rank 0 has the largest of default parts."""
-    size = math.prod(layout.estimated_shape(mesh, rank))
-    return math.ceil(size * element_bytes(tensor))
+    return shape_bytes(tensor, layout.estimated_shape(mesh, rank))
+
+
+def shape_bytes(tensor: gs.Tensor, shape: Sequence[int]) -> int:
+    """Bytes of a part of this shape."""
+    return math.ceil(math.prod(shape) * element_bytes(tensor))
 
 
 def mean_bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> float:
     """Bytes that the fullest rank holds of a tensor, on average of the sizes that costs are
     computed at."""
-    each = sharding.costed_layouts(tensor.name, placement)
-    return sum(weight * part_bytes(tensor, at, sharding.mesh) for weight, at in each)
+    each = sharding.costed_shapes(tensor.name, placement)
+    return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)
 
 
 def element_bytes(tensor: gs.Tensor) -> float:

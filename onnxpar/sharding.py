@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors, with_axes
-from onnxpar.layout import Dim, Factor, Layout, Product, ReduceOp, nested_parts, normalize
+from onnxpar.layout import (
+    Dim,
+    Factor,
+    Layout,
+    Product,
+    ReduceOp,
+    estimated_size,
+    nested_parts,
+    normalize,
+)
 from onnxpar.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes
 from onnxpar.search.cost import Costs
 from onnxpar.topology import Topology
@@ -205,6 +215,19 @@ class Sharding:
         each = self.factors.tensors[name].costed
         return [(weight, self._layout(name, placement, dims)) for weight, dims in each]
 
+    def costed_shapes(self, name: str, placement: Placement) -> list[tuple[float, tuple[int, ...]]]:
+        """Shapes of the fullest rank's part, where costs are reckoned, with weights."""
+        factors = self.factors.tensors[name]
+        given: dict[int, Given] = defaultdict(tuple)
+        for axes, dim, leaf in zip(
+            placement.leaves, factors.dim_of_leaf, factors.leaves, strict=True
+        ):
+            given[dim] += ((axes, self.parts.get((leaf.atom, axes)) if axes else None),)
+        return [
+            (weight, tuple(_largest_part(d, given[i], self.mesh) for i, d in enumerate(dims)))
+            for weight, dims in factors.costed
+        ]
+
     def _layout(self, name: str, placement: Placement, of: tuple[Dim, ...]) -> Layout:
         factors = self.factors.tensors[name]
         given = iter(
@@ -213,6 +236,16 @@ class Sharding:
         )
         dims = tuple(with_axes(dim, given) for dim in of)
         return Layout(dims, placement.partial, placement.reduce)
+
+
+Given = tuple[tuple[Axes, tuple[int, ...] | None], ...]
+"""Axes of each leaf of a dimension, and sizes of the parts by hand."""
+
+
+@lru_cache(maxsize=1 << 16)
+def _largest_part(dim: Dim, given: Given, mesh: Mesh) -> int:
+    """How many elements of a dimension with these axes the fullest rank holds."""
+    return estimated_size(with_axes(dim, iter(given)), mesh, 0)
 
 
 def _fits(

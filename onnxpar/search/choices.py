@@ -281,7 +281,7 @@ def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> Choice | None:
             continue
         for leaf, part in option.leaves:
             axes[leaf] = (*axes[leaf], part)
-    if any(parts_over(a) > leaf.size for a, leaf in zip(axes, op.leaves, strict=True)):
+    if any(a and parts_over(a) > leaf.size for a, leaf in zip(axes, op.leaves, strict=True)):
         return None
     if len({op.reduction(i) for i, over in enumerate(axes) if over} - {None}) > 1:
         return None

@@ -4,6 +4,7 @@ take."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ MOST_CHOICES, FEWEST_CHOICES = 1 << 12, 1 << 3
 least where tables would have more than MOST_ENTRIES entries."""
 MOST_ENTRIES = 1 << 25
 """Entries of all tables of a sum, 256 MB; elimination and messages take several times as much."""
+LESS = 0.75
+"""The share of its choices that a node keeps then, at most."""
 PASSING = 1e-12
 """Seconds that are added to a node that a sum passes pending, as the compiler lets sums pass only
 where that gains something."""
@@ -102,6 +105,7 @@ class Problem:
         self.weights = {t.name for t in constants(graph)} - sharding.pinned
         self.kinds = pending_kinds(sharding.factors.ops)
         self.classes = self._classes()
+        self.known_choices: dict[str, list[Choice]] = {}
         for op in sharding.factors.ops:
             self._add_ports(op)
         profiles = max((len(t.costed) for t in known.values()), default=1)
@@ -112,7 +116,8 @@ class Problem:
             largest = max(map(len, self.choices.values()), default=1)
             if self.tables.entries <= MOST_ENTRIES or largest <= FEWEST_CHOICES:
                 break
-            most = max(largest // 2, FEWEST_CHOICES)
+            share = 0.9 * math.sqrt(MOST_ENTRIES / self.tables.entries)  # mostly over pairs
+            most = max(int(min(share, LESS) * largest), FEWEST_CHOICES)
         self.tables.make()
 
     @property
@@ -211,7 +216,10 @@ class Problem:
     def _add_nodes(self, alike: Sequence[OpFactors], most: int) -> None:
         """The variable of nodes, and what their work takes."""
         op = alike[0]
-        choices = choices_of(op, self.sharding, self.kinds, self.kept, most, self._held_by)
+        choices = self.known_choices.get(op.node.name, [])
+        if not choices or len(choices) > most:
+            choices = choices_of(op, self.sharding, self.kinds, self.kept, most, self._held_by)
+            self.known_choices[op.node.name] = choices
         if not choices:
             raise StrategyError(
                 f"{op.node.op} {op.node.name!r} cannot be split over {self.sharding.mesh} as the "

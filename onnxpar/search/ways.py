@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
 from onnxpar.placements import LOCAL_STEPS, Placements, Unordered
-from onnxpar.plan import element_bytes, mean_bytes, part_bytes
+from onnxpar.plan import element_bytes, mean_bytes, shape_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
 from onnxpar.search.elimination import Table
 from onnxpar.sharding import Placement, Sharding
@@ -127,9 +127,8 @@ class Ways:
     def sizes(self, end: End) -> Array:
         """Bytes that a rank holds, by the sizes that costs are computed at and by the placements of
         an end."""
-        mesh, name = self.sharding.mesh, self.tensor.name
-        each = [self.sharding.costed_layouts(name, at) for at in end.placements]
-        held = [[float(part_bytes(self.tensor, at, mesh)) for _, at in some] for some in each]
+        each = [self.sharding.costed_shapes(self.tensor.name, at) for at in end.placements]
+        held = [[float(shape_bytes(self.tensor, shape)) for _, shape in some] for some in each]
         by_size: Array = np.array(held).T
         return by_size
 

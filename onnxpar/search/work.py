@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.factors import OpFactors
 from onnxpar.flops import flops_on_rank_0
 from onnxpar.mesh import parts_over
-from onnxpar.plan import part_bytes
+from onnxpar.plan import shape_bytes
 from onnxpar.search.choices import Choice
 from onnxpar.search.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.tensor_parallel import convolves, is_contraction
@@ -94,9 +94,8 @@ def _work(op: OpFactors, choice: Choice, sharding: Sharding, at: int) -> tuple[f
 def _part(tensor: gs.Tensor, placement: Placement, sharding: Sharding, at: int) -> _Part:
     if tensor.name not in sharding.factors.tensors:
         return _Part()
-    _, layout = sharding.costed_layouts(tensor.name, placement)[at]
-    shape = layout.estimated_shape(sharding.mesh, 0)
-    return _Part(shape, part_bytes(tensor, layout, sharding.mesh))
+    _, shape = sharding.costed_shapes(tensor.name, placement)[at]
+    return _Part(shape, shape_bytes(tensor, shape))
 
 
 def _turns(op: OpFactors) -> int:
