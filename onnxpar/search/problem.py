@@ -38,8 +38,8 @@ from onnxpar.subgraphs import captured, constants
 MOST_CHOICES, FEWEST_CHOICES = 1 << 12, 1 << 3
 """Combinations of what a node does on each axis of the mesh that are looked at; and so many at
 least where tables would have more than MOST_ENTRIES entries."""
-MOST_ENTRIES = 1 << 25
-"""Entries of all tables of a sum, 256 MB; elimination and messages take several times as much."""
+MOST_ENTRIES = 20 << 20
+"""Entries of all tables of a sum, 160 MB; elimination and messages take several times as much."""
 LESS = 0.75
 """The share of its choices that a node keeps then, at most."""
 PASSING = 1e-12
