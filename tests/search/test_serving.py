@@ -26,11 +26,14 @@ from onnxpar.search import serving
 from onnxpar.search.aim import LATENCY, THROUGHPUT, Aim
 from onnxpar.search.choices import choices_of, pending_kinds
 from onnxpar.search.limits import TooMuch
+from onnxpar.search.patience import Patience
 from onnxpar.search.problem import Problem
 from onnxpar.topology import Topology
 
 MOST = 1 << 16
 """Assignments that are all tried."""
+LONG = 600.0
+"""Seconds, so that no search is cut short on a busy machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +59,7 @@ def solved(
             return math.inf
 
 
-@settings(SETTINGS, max_examples=80)
+@settings(SETTINGS, max_examples=40)
 @given(
     graphs(4),
     st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]),
@@ -74,7 +77,7 @@ def test_pairs_have_the_same_least_sum(
     if share is not None:
         demands = Problem(graph, ctx.sharding, aim=Aim(memory=1.0)).holdings.demands
         memory = share * sum(float(d.table.values.max()) for d in demands)
-    aim = Aim(LATENCY, memory)
+    aim = Aim(LATENCY, memory, patience=Patience(LONG))
     least = solved(graph, ctx, aim, 1 << 20)
     assert solved(graph, ctx, aim, 0) == pytest.approx(least, rel=1e-9)
     assert solved(graph, ctx, aim, 0, exhaustively=True) == pytest.approx(least, rel=1e-9)
@@ -95,11 +98,12 @@ def fan(folder: Path, readers: int, rows: int = 6) -> Path:
     return write(model(nodes, [port("x", [rows, 8])], ends, weights), folder)
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "dp=2,tp=3"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("readers", [2, 3, 5])
 def test_many_readers(readers: int, mesh: str, tmp_path: Path) -> None:
     graph, ctx = context(fan(tmp_path, readers), mesh, Topology.default())
-    for aim in (Aim(), Aim(memory=400.0), Aim(memory=700.0), Aim(memory=1000.0)):
+    for memory in (None, 400.0, 1000.0):
+        aim = Aim(memory=memory, patience=Patience(LONG))
         least = solved(graph, ctx, aim, 1 << 20)
         assert solved(graph, ctx, aim, 0) == pytest.approx(least, rel=1e-9)
     aim = Aim(THROUGHPUT)  # the source that makes the longer one less counts, not the faster one
