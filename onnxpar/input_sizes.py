@@ -37,8 +37,9 @@ def bind_dims(
     symbols.update({label: size.symbol or label for label, size in sizes.items()})
     unknown = sorted(dims.keys() - symbols.keys())
     if unknown:
-        have = ", ".join(sorted(symbols)) or "none"
-        raise StrategyError(f"--dim {unknown[0]}: {path} has no such symbol; it has: {have}")
+        have = f"no such symbol; it has: {', '.join(sorted(symbols))}"
+        have = have if symbols else "no open sizes; leave --dim out"
+        raise StrategyError(f"--dim {unknown[0]}: {path} has {have}")
     found = {at: sizes[label] for at, label in labels.items()}
     given = [
         (label, sizes.get(label, Polynomial.variable(label)), _given(label, value, sizes))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 from agreement import TIMEOUT, check_outputs, options, run_unsplit
@@ -627,3 +628,12 @@ def test_ties_that_cannot_be_are_named(dims: dict[str, str], says: str, tmp_path
     model = tied(tmp_path / "tied.onnx")
     with pytest.raises(StrategyError, match=says):
         pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2", dims=dims))
+
+
+def test_a_dim_of_a_model_without_open_sizes(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+m (float[4,6] x) => (float[4,6] y) { y = Relu(x) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "fixed.onnx")
+    how = options("data-parallel 2", dims={"batch": 4})
+    with pytest.raises(StrategyError, match=r"--dim batch: .*fixed\.onnx has no open sizes; leave"):
+        pipeline.shard(tmp_path / "fixed.onnx", tmp_path / "m.par", how)
