@@ -10,7 +10,7 @@ from onnxpar.report import WIDTH, size_text, table
 from onnxpar.search.aim import LATENCY
 from onnxpar.shown import text_of
 
-_TIMES = ("run", "compute", "talk")
+_TIMES = ("run", "compute", "communication")
 _MEMORY = {
     "weights_per_rank": "weights",
     "states_per_rank": "states",
@@ -43,11 +43,11 @@ def candidate_lines(candidates: Candidates) -> Iterator[str]:
     kinds = list(dict.fromkeys(k for c in candidates.found for k in c.sent))
     if kinds:
         yield "bytes that a rank sends in a run, by kind of collective:"
-        talk = [
+        sent = [
             (c.label, *(size_text(c.sent[k]) if k in c.sent else "-" for k in kinds))
             for c in candidates.found
         ]
-        yield from _right(talk, ("strategy", *kinds))
+        yield from _right(sent, ("strategy", *kinds))
         yield ""
     if candidates.refused:
         yield "what does not apply:"

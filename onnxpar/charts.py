@@ -10,7 +10,7 @@ from onnxpar.explain import COLLECTIVE, Step
 from onnxpar.report import size_text
 
 _LEFT, _WIDTH, _TICKS = 110, 1000, 5
-_LANES = {"compute": "computing", "talk": "talking"}
+_LANES = {"compute": "compute", "talk": "communication"}
 _LANE, _CURVE = 28, 140
 
 
@@ -25,8 +25,8 @@ class Bar:
 
 
 def timeline(steps: Sequence[Step]) -> str:
-    """What a rank does, one step after the other: computing above, talking below. Neighbours that
-    are too short to be seen are one bar."""
+    """What a rank does, one step after the other: compute above, communication below. Neighbours
+    that are too short to be seen are one bar."""
     total = seconds_of(steps)
     scale = _WIDTH / total if total else 0.0
     parts = []
@@ -78,7 +78,7 @@ def seconds_of(steps: Iterable[Step]) -> float:
 
 
 def bars(steps: Iterable[Step]) -> Iterator[Bar]:
-    """Each step as a bar for computing and one for talking, behind each other."""
+    """Each step as a bar for its compute and one for its communication after that."""
     start = 0.0
     for step in steps:
         name = f"{step.op} {step.name}"

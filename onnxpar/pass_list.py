@@ -20,6 +20,7 @@ OWN: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MA
 LIST = "list"
 """In place of passes: show them."""
 _ENTRY = re.compile(r"\s*([\w.-]+)\s*(?:\{([^}]*)\})?\s*")
+_LIST = re.compile(rf"\s*|{_ENTRY.pattern}(?:,{_ENTRY.pattern})*")
 _PLACE = re.compile(r"(.*\S)\s+(before|after)\s+([\w.-]+)\s*")
 _BOOLS = {"true": True, "false": False}
 
@@ -57,6 +58,11 @@ def pass_lines() -> list[str]:
 def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
     """The passes of a pipeline text, where some `facts` hold from the start. Errors: StrategyError,
     naming the pass or option."""
+    if not _LIST.fullmatch(text):
+        raise StrategyError(
+            f"--passes {text!r}: write names with commas between them, and options in braces: "
+            "propagate-layouts,fuse-all-reduces{by=cost}"
+        )
     out = [_parse(entry, "--passes") for entry in re.findall(r"[^,{]+(?:\{[^}]*\})?", text)]
     decided = {fact for p in out for fact in p.ensures} | set(facts)
     lowers = any(p.stage is not Stage.REWRITE for p in out)

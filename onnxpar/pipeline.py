@@ -508,7 +508,7 @@ def _plan(
             "while sizes are open, --fusion joins all-reduces only, as parts that are equal at one "
             f"size may not be at another; give {model.sizes.flags} for the others"
         )
-    note_weights(made)
+    note_weights(made, ctx.sharding)
     if made.unpaired:
         warnings.warn(unpaired_text(made.unpaired), stacklevel=2)
     unruled = [w for w in made.whole if w.is_lack]

@@ -44,15 +44,23 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
     )
 
 
-def note_weights(made: Plan) -> None:
-    """Says so where the ranks split no weight, and what splits them."""
+def note_weights(made: Plan, sharding: Sharding) -> None:
+    """Says so where the ranks split no weight, and what splits them, if anything does."""
     total = sum(weight.bytes for weight in made.weights)
     is_whole = all(weight.bytes_per_rank >= weight.bytes for weight in made.weights)
-    if total and is_whole and made.mesh.size > 1 and made.predicted is not None:
-        made.notes.append(
-            f"all weights stay on every rank, {text_of(total, 'B')} each; --memory-limit SIZE "
-            "makes the search split them, and so does --preset tensor-parallel"
+    if not total or not is_whole or made.mesh.size == 1 or made.predicted is None:
+        return
+    known = sharding.factors.tensors
+    free = sum(weight.bytes for weight in made.weights if weight.name in known)
+    if 2 * free >= total:
+        rest = (
+            "--memory-limit SIZE makes the search split them, and so does --preset tensor-parallel"
         )
+    elif free:
+        rest = f"{text_of(total - free, 'B')} of that is in bodies that nothing splits"
+    else:
+        rest = "they are in bodies that nothing splits"
+    made.notes.append(f"all weights stay on every rank, {text_of(total, 'B')} each; {rest}")
 
 
 def note_unsplit(made: Plan, sharding: Sharding) -> None:

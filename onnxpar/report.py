@@ -14,6 +14,10 @@ from onnxpar.state_pairs import unpaired_text
 from onnxpar.typical import sizes_text
 
 WIDTH = 100
+_KINDS = ("input", "state", "output")
+_PORT_HEADS = ("dtype", "shape", "layout")
+MANY, FEW = 20, 3
+"""Rows above which those that are alike are one: of ports and weights, and of whole nodes."""
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
@@ -30,6 +34,26 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
             for c, w, right in zip(line, widths, numeric, strict=True)
         ]
         yield ("  ".join(out)).rstrip()
+
+
+def grouped(rows: Sequence[tuple[Any, ...]], most: int = MANY) -> list[tuple[Any, ...]]:
+    """The rows; where there are more than so many, those that differ in their first column alone
+    are one, with the first name and a count."""
+    if len(rows) <= most:
+        return list(rows)
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, *rest in rows:
+        names.setdefault(tuple(rest), []).append(name)
+    return [(_names(found), *rest) for rest, found in names.items()]
+
+
+def _names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _each(rows: Sequence[Any], heads: Sequence[str]) -> Iterator[str]:
+    """Heads of columns of bytes: of rows that are grouped, those of each."""
+    return (f"{head} each" if len(rows) > MANY else head for head in heads)
 
 
 def _cell(value: Any) -> str:
@@ -59,7 +83,8 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         (p["name"], kind, p["dtype"], _shape(p["shape"]), p["layout_text"] or "whole")
         for kind, p in _ports(plan)
     ]
-    yield from table(rows, ("tensor", "", "dtype", "shape", "layout"))
+    each = [grouped([row for row in rows if row[1] == kind]) for kind in _KINDS]
+    yield from table([row for found in each for row in found], ("tensor", "", *_PORT_HEADS))
     yield ""
     yield from _state_lines(plan, full)
     yield from _collective_lines(plan["collectives"], full)
@@ -68,7 +93,9 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     memory, flops = plan["memory"], plan["flops"]
     typical = [(each["sizes"], each["weight"]) for each in plan.get("typical", ())]
     if typical:
-        change = "" if plan.get("typical_given") else "; --typical changes that"
+        change = (
+            "" if plan.get("typical_given") else f"; {_other_sizes(typical[0][0])} changes that"
+        )
         yield f"sizes are open: costs are at {sizes_text(typical)}{change}"
     states = memory.get("states_per_rank", 0)
     yield (
@@ -79,6 +106,12 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     )
     yield from _predicted_lines(plan.get("predicted"), plan["ranks"])
     yield from _note_lines(plan.get("notes", ()))
+
+
+def _other_sizes(typical: Mapping[str, int]) -> str:
+    """An example of the flag that gives other sizes, by the names that the model has."""
+    pairs = [f"{name}={8 if size == 1 else size}" for name, size in typical.items()]
+    return f"--typical {','.join(pairs[:3])}"
 
 
 def _predicted_lines(predicted: Mapping[str, float] | None, ranks: int) -> Iterator[str]:
@@ -193,7 +226,8 @@ def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) 
             for w in large
         ]
         if rows:
-            yield from table(rows, ("weight over 4 kB", "shape", "layout", "bytes", "per rank"))
+            heads = ("weight over 4 kB", "shape", "layout", "bytes", "per rank")
+            yield from table(grouped(rows), [*heads[:3], *_each(rows, heads[3:])])
     yield ""
 
 
@@ -202,5 +236,5 @@ def _whole_lines(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         return
     yield f"{len(whole)} {'node stays' if len(whole) == 1 else 'nodes stay'} whole:"
     rows = [(w["node"], w["op"], w["bytes"], w["reason"]) for w in whole]
-    yield from table(rows, ("node", "op", "gathered", "why"))
+    yield from table(grouped(rows, FEW), ("node", "op", "gathered", "why"))
     yield ""

@@ -154,8 +154,8 @@ def _header(explained: Explained) -> Iterator[str]:
     facts = {
         "predicted": f"{_ms(seconds.total)} ms a run",
         "on one rank": f"{_ms(plan.predicted.one_rank if plan.predicted else 0.0)} ms",
-        "computing": f"{_ms(seconds.compute)} ms",
-        "talking": f"{_ms(seconds.communication)} ms",
+        "compute": f"{_ms(seconds.compute)} ms",
+        "communication": f"{_ms(seconds.communication)} ms",
         "sent by a rank": size_text(sum(c.bytes for c in plan.collectives)),
     }
     for key, size in plan.memory.items():
@@ -172,7 +172,7 @@ def _header(explained: Explained) -> Iterator[str]:
 def _candidates(candidates: Candidates) -> Iterator[str]:
     kinds = list(dict.fromkeys(k for c in candidates.found for k in c.sent))
     yield f"<h2>Candidates</h2>\n<p>{escape(candidates.why)}.</p>"
-    times = ("run, ms", "computing", "talking", "memory", *kinds)
+    times = ("run, ms", "compute", "communication", "memory", *kinds)
     heads = [("strategy", ""), ("mesh", ""), *map(_number, times)]
     rows = []
     for candidate in candidates.rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import onnx_graphsurgeon as gs
 
@@ -11,6 +11,7 @@ from onnxpar.factors import Links, OpFactors
 from onnxpar.flops import flops, flops_of_ranks
 from onnxpar.interchange import declared_shape, default_of, type_text
 from onnxpar.layout import Layout, leaves
+from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.plan import (
@@ -27,9 +28,10 @@ from onnxpar.plan import (
     reshards,
 )
 from onnxpar.ranges import integer_ranges, lookups
+from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.search.tensor_parallel import is_contraction
 from onnxpar.state_pairs import missing_states
-from onnxpar.subgraphs import bodies, captured, constants, read_by, subgraphs
+from onnxpar.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
 
 _MAKE_WHOLE = ("AllGather", "AllReduce")
 
@@ -48,7 +50,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         list(ctx.model.states),
         [],
         weights,
-        list(whole_nodes(ctx)),
+        list(whole_nodes(ctx, preset)),
         {
             "weights_per_rank": held,
             "states_per_rank": _states(graph, ctx),
@@ -92,7 +94,18 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         name = ctx.copies.get(tensor.name, tensor.name)
         shape = tuple(int(s) for s in tensor.shape)
         out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
-    return out
+    return [*out, *_inner_weights(graph, mesh)]
+
+
+def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
+    """What Constant nodes store in bodies that are not split with the graph around them."""
+    for node in all_nodes(graph):
+        value = node.attrs.get("value") if node.op == "Constant" else None
+        if isinstance(value, gs.Constant):
+            dtype, shape = numpy_dtype(value), tuple(int(s) for s in value.shape)
+            size = -(-math.prod(shape) * stored_bits(dtype) // 8)
+            layout = Layout.whole(shape).text(mesh)
+            yield Weight(node.outputs[0].name, shape, dtype.name, layout, size, size)
 
 
 def _states(graph: gs.Graph, ctx: PassContext) -> int:
@@ -118,7 +131,7 @@ def _spread(ranks: int) -> list[int]:
     return list(range(ranks)) if ranks <= 64 else [i * step + i % step for i in range(64)]
 
 
-def whole_nodes(ctx: PassContext) -> list[Whole]:
+def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
     """Nodes for which split operands were gathered because their rule wants them whole, and matrix
     products and the like of which nothing is split, as are all bodies of some nodes."""
     out = []
@@ -132,13 +145,17 @@ def whole_nodes(ctx: PassContext) -> list[Whole]:
             out.append(Whole(op.node.name, op.node.op, reason, lost))
         elif idle:
             lost = _bytes([t for t in op.node.inputs if _comes_gathered(t)], ctx)
-            reason = (
-                "gathering its operands costs less than a split of it"
-                if lost
-                else "no split of it was worth a collective"
-            )
-            out.append(Whole(op.node.name, op.node.op, reason, lost))
+            out.append(Whole(op.node.name, op.node.op, _why_idle(preset, bool(lost)), lost))
     return out
+
+
+def _why_idle(preset: str | None, is_gathered: bool) -> str:
+    """Why nothing of a node is split that could be: only a search has weighed it."""
+    if preset not in (AUTO, EXHAUSTIVE):
+        return "nothing asks to split it"
+    if is_gathered:
+        return "gathering its operands costs less than a split of it"
+    return "no split of it was worth a collective"
 
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
