@@ -210,12 +210,13 @@ def table(entries: Sequence[Entry]) -> Iterator[str]:
     """The strategies, the fastest first."""
     predicted = rankdata([entry.predicted for entry in entries])
     measured = rankdata([entry.measured for entry in entries])
-    yield f"{'strategy':<36}{'talk':>8}{'predicted':>11}{'measured':>10}{'ratio':>7}{'ranks':>11}"
+    heads = f"{'predicted':>11}{'measured':>10}{'ratio':>7}{'ranks':>11}"
+    yield f"{'strategy':<31}{'communication':>13}{heads}"
     for i in np.argsort(measured):
         entry = entries[i]
-        talk = entry.candidate.predicted.communication
+        sending = entry.candidate.predicted.communication
         yield (
-            f"{' = '.join(entry.names):<36}{talk * 1e3:>8.2f}{entry.predicted * 1e3:>11.2f}"
+            f"{' = '.join(entry.names):<36}{sending * 1e3:>8.2f}{entry.predicted * 1e3:>11.2f}"
             f"{entry.measured * 1e3:>10.2f}{entry.measured / entry.predicted:>7.2f}"
             f"{predicted[i]:>6g}{measured[i]:>5g}"
         )
