@@ -280,7 +280,11 @@ def _feeds(
     if is_large and not (made.is_told and chosen == made.typical[0][0]):
         elements = sum(math.prod(size or 0 for size in shape) for _, _, shape in rest)
         if elements > _MOST_ELEMENTS:
-            raise InputError(f"feeds of {elements:,} elements are too large to try")
+            wanted = ",".join(f"{name}={sizes[name]}" for name in free)
+            raise InputError(
+                f"made-up inputs at {wanted} would have {elements:,} elements, too many to try "
+                f"unasked: give --inputs FILE.npz, or --typical {wanted} if that is what runs have"
+            )
     return make_feeds(rest, ranges, way.seed) | feeds, made_up, bool(free)
 
 
