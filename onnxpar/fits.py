@@ -26,6 +26,8 @@ FAR = 2
 """Further bindings, at much larger sizes: what only looks constant is not so there."""
 ENOUGH = 6
 """Bindings that must be left when those are dropped at which sizes coincide."""
+MOST_MONOMIALS = 1 << 14
+"""Monomials above which no two are tried together; then a size has no closed form."""
 _DEGREE = 3
 _TRIES = 100
 
@@ -178,17 +180,22 @@ def _likely_pairs(
     names = list(columns)
     if len(names) < 2 or len(values) < 3:
         return list(itertools.combinations(names, 2))
+    if len(names) > MOST_MONOMIALS:
+        return []
     grid = np.array([columns[n] for n in names], np.float64)
     grid, target = grid[:, 1:] - grid[:, :1], np.array(values[1:], np.float64) - values[0]
-    a, b = np.triu_indices(len(names), 1)
-    with np.errstate(all="ignore"):
-        below = grid[a, 0] * grid[b, 1] - grid[a, 1] * grid[b, 0]
-        x = (target[0] * grid[b, 1] - target[1] * grid[b, 0]) / below
-        y = (grid[a, 0] * target[1] - grid[a, 1] * target[0]) / below
-        made = x[:, None] * grid[a] + y[:, None] * grid[b]
-        near = np.abs(made - target).max(1) <= 1e-6 * np.abs(made).max(1) + 1e-6
-    likely = np.flatnonzero((below == 0) | near)
-    return [(names[a[i]], names[b[i]]) for i in likely]
+    likely: list[tuple[Monomial, Monomial]] = []
+    for i, own in enumerate(grid[:-1]):  # row by row: all pairs at once would take gigabytes
+        others = grid[i + 1 :]
+        with np.errstate(all="ignore"):
+            below = own[0] * others[:, 1] - own[1] * others[:, 0]
+            x = (target[0] * others[:, 1] - target[1] * others[:, 0]) / below
+            y = (own[0] * target[1] - own[1] * target[0]) / below
+            made = x * own[-1] + y * others[:, -1]
+            bound = np.abs(x) * np.abs(own).max() + np.abs(y) * np.abs(others).max(1)
+            near = np.abs(made - target[-1]) <= 1e-6 * bound + 1e-6
+        likely += [(names[i], names[i + 1 + j]) for j in np.flatnonzero((below == 0) | near)]
+    return likely
 
 
 def _plane(

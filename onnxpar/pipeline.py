@@ -482,12 +482,17 @@ def _plan(
     reckon: Reckon | None = None,
 ) -> tuple[Plan, PassContext]:
     reckon = reckon or _ignore
+    tell = options.aim.patience.tell
     whole: Whole = {}
     while True:
+        tell("reading the model")
         model = load_model(path, options)
         model.whole = {**model.whole, **whole}
+        tell("analysing the model")
         made, ctx, lowering = _made(model, options, watch, reckon)
         try:
+            if model.sizes is not None:
+                tell("repeating the plan at other sizes")
             replay(model, ctx, lowering)
             check_open(model.graph, ctx)
             if model.sizes is not None:

@@ -18,6 +18,8 @@ from onnxpar.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.search.aim import Aim
+from onnxpar.search.patience import Patience
 from onnxpar.search.predict import predict
 from onnxpar.search.search import solve
 from onnxpar.topology import Topology
@@ -130,3 +132,12 @@ def test_small_models_are_not_worth_talking() -> None:
 def test_what_cannot_be_searched(options: Options, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", options)
+
+
+def test_each_stage_is_told() -> None:
+    """So that a terminal is not silent; the line goes at the end."""
+    told: list[str] = []
+    options = Options(devices=4, aim=Aim(patience=Patience(tell=told.append)))
+    pipeline.plan(MODELS / "dlrm.dynamo.dynamic.onnx", options)
+    stages = ["reading the model", "analysing the model", "mesh tp=4", "mesh dp=2,tp=2"]
+    assert told == [*stages, "repeating the plan at other sizes", ""]
