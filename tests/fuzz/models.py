@@ -1,0 +1,103 @@
+"""Cases of mutated models: what a command says of each, held against onnxruntime."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from fuzz.corpus import CORPUS, DATA, LARGE
+from fuzz.mutate import mutated
+from fuzz.trial import Case, chance_of, is_loaded
+
+from onnxpar.errors import OnnxparError
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.compare import compare
+from onnxpar.runtime.feeds import make_feeds
+from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime_shapes import REFUSED
+
+WAYS = (
+    ("--devices", "2", "--preset", "data-parallel"),
+    ("--devices", "2"),
+    ("--devices", "2", "--preset", "tensor-parallel"),
+    ("--mesh", "dp=2,tp=2", "--preset", "hybrid"),
+)
+_MOST_ELEMENTS = 1 << 20
+"""Of feeds for a run."""
+TINY = tuple(name for name in CORPUS if name not in LARGE)
+
+
+class Models:
+    """The cases of one seed."""
+
+    def __init__(self, seed: int, share_of_large: float = 0.06) -> None:
+        self.seed, self.share_of_large = seed, share_of_large
+
+    def __call__(self, number: int, folder: Path) -> Case:
+        chance = chance_of("model", self.seed, number)
+        is_large = chance.random() < self.share_of_large
+        name = chance.choice(LARGE if is_large else TINY)
+        model = folder / "m.onnx"
+        model.write_bytes(mutated(CORPUS[name](), chance))
+        return case_of(model, chance.choice(WAYS[:1] if is_large else WAYS), is_large)
+
+
+def case_of(model: Path, way: tuple[str, ...], only_plan: bool = False) -> Case:
+    """A command for a model file that is in the working directory alone."""
+    (model.parent / DATA).write_bytes(np.arange(68, dtype=np.float32).tobytes())
+    par = model.parent / "m.par"
+    command = ["plan", "m.onnx"] if only_plan else ["shard", "m.onnx", "-o", "m.par"]
+    return Case([*command, *way], lambda: _judge(model, None if only_plan else par))
+
+
+def _judge(model: Path, par: Path | None) -> str:
+    """What is wrong with a plan that was made: the runtime does not load the model, or it computes
+    something else."""
+    if not is_loaded(model):
+        return "accepted: onnxruntime does not load it"
+    if par is None:
+        return ""
+    feeds = _feeds(par)
+    if feeds is None or not _runs(model, feeds):
+        return ""
+    try:
+        with ThreadSession(par, timeout=20.0) as session:
+            found = compare(model, session, feeds)
+    except OnnxparError as error:
+        return f"ranks fail where the unsplit model runs: {error}"
+    return "" if found.ok else f"wrong: {found.text()}"
+
+
+def _feeds(par: Path) -> dict[str, Any] | None:
+    """Random feeds, None where they would be large or cannot be made up."""
+    data = Bundle.load(par).data
+    specs = [
+        (p["name"], p["dtype"] or p["type"], _sizes(p["shape"], data["example"]))
+        for p in data["inputs"]
+        if not p.get("default")
+    ]
+    if any("(" in kind for _, kind, _ in specs):
+        return None
+    if sum(math.prod(shape) for _, _, shape in specs) > _MOST_ELEMENTS:
+        return None
+    return make_feeds(specs, {})
+
+
+def _sizes(shape: Sequence[Any] | None, example: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape with 2 for what is open, or the plan's example for a symbol."""
+    return tuple(n if isinstance(n, int) else example.get(n, 2) for n in shape or ())
+
+
+def _runs(model: Path, feeds: Mapping[str, Any]) -> bool:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(str(model), options, ["CPUExecutionProvider"])
+        session.run(None, dict(feeds))
+    except REFUSED:
+        return False
+    return True

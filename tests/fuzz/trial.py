@@ -1,0 +1,221 @@
+"""Runs commands in forked children with limits, and says what is wrong with how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime as ort
+
+from onnxpar import cli
+from onnxpar.error_line import report
+from onnxpar.runtime_shapes import REFUSED
+
+MEMORY = 4 << 30
+"""Bytes of address space that a command may have beyond what it begins with."""
+SECONDS = 60
+"""Of processor time for a command."""
+PATIENCE = 300.0
+"""Seconds of wall time after which a child is ended."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command to try: its arguments, and what holds its result against something else where it
+    ends with 0: returns what is wrong, or nothing."""
+
+    arguments: list[str]
+    judge: Callable[[], str]
+
+
+Maker = Callable[[int, Path], Case]
+"""Makes the case of a number in a folder, which is the working directory."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended; `fault` is empty where all is well, else its first line tells its class."""
+
+    number: int
+    status: str
+    fault: str
+
+
+def run_all(maker: Maker, numbers: Iterable[int], jobs: int = 2) -> Iterator[Outcome]:
+    """Tries each case in a child of its own, `jobs` at a time."""
+    waiting = iter(numbers)
+    running: dict[int, tuple[int, Path, float]] = {}
+    root = Path(tempfile.mkdtemp(prefix="onnxpar-fuzz-"))
+    try:
+        while True:
+            while len(running) < jobs and (number := next(waiting, None)) is not None:
+                folder = root / str(number)
+                folder.mkdir()
+                running[_start(maker, number, folder)] = (number, folder, time.monotonic())
+            if not running:
+                return
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in running:
+                number, folder, _ = running.pop(pid)
+                yield _outcome(number, folder, status)
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            for child, (_, _, since) in running.items():
+                if time.monotonic() - since > PATIENCE:
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.005)
+    finally:
+        for child in running:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _outcome(number: int, folder: Path, status: int) -> Outcome:
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        log = folder / "stderr"
+        last = log.read_text(errors="replace")[-300:] if log.exists() else ""
+        return Outcome(number, name, f"ended by {name}: {last}")
+    verdict = folder / "verdict"
+    if not verdict.exists():
+        return Outcome(number, "?", f"no verdict, exit status {os.WEXITSTATUS(status)}")
+    first, _, fault = verdict.read_text().partition("\n")
+    return Outcome(number, first, fault)
+
+
+def _start(maker: Maker, number: int, folder: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _child(maker, number, folder)
+    except BaseException:  # a fault of the fuzzer itself, or of what judges
+        (folder / "verdict").write_text(f"?\nfuzzer: {traceback.format_exc()}")
+    finally:
+        os._exit(0)
+
+
+def _child(maker: Maker, number: int, folder: Path) -> None:
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    tempfile.tempdir = str(folder)
+    case = maker(number, folder)
+    (folder / "arguments").write_text(repr(case.arguments))
+    limit = _address_space() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    status, place = run_command(case.arguments)
+    text = (folder / "stderr").read_text(errors="replace")
+    fault = fault_of(status, text, place)
+    if status == 0 and not fault:
+        fault = case.judge()
+    (folder / "verdict").write_text(f"{status}\n{fault}")
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def run_command(arguments: list[str]) -> tuple[int, str]:
+    """The exit status of a command, and the traceback of what it reported."""
+    places = []
+
+    def watched(error: BaseException) -> None:
+        places.append("".join(traceback.format_exception(error)[-6:]))
+        report(error)
+
+    cli.report = watched  # type: ignore[attr-defined]
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status, places[0] if places else ""
+
+
+def fault_of(status: int, text: str, place: str = "") -> str:
+    """What is wrong with an exit status and the text on standard error."""
+    lines = [
+        line for line in text.splitlines() if line and not line.startswith("onnxpar: warning: ")
+    ]
+    if any(word in text for word in ("Traceback", "internal error")):
+        return f"traceback: {lines[-1][:200] if lines else ''}\n{place}"
+    if "not enough memory" in text:
+        return f"memory: {lines[-1][:200]}\n{place}"
+    if status == 0:
+        return ""
+    if status != 2:
+        return f"exit status {status}: {text[-300:]}"
+    if len(lines) != 1 or not lines[0].startswith("onnxpar: error: "):
+        return f"{len(lines)} lines instead of one: {text[:400]}\n{place}"
+    return ""
+
+
+def is_loaded(model: Path) -> bool:
+    """Whether onnxruntime loads a file."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        ort.InferenceSession(str(model), options, ["CPUExecutionProvider"])
+    except REFUSED:
+        return False
+    return True
+
+
+def chance_of(*seed: object) -> random.Random:
+    """A source of chance for one case."""
+    return random.Random(" ".join(map(str, seed)))
+
+
+def tally(outcomes: Iterable[Outcome], show: Callable[[Outcome], None]) -> Mapping[str, int]:
+    """How many ended with 0, were refused, and are faults, each of which is shown at once."""
+    counts = {"right": 0, "refused": 0, "faults": 0}
+    for outcome in outcomes:
+        if outcome.fault:
+            show(outcome)
+        counts["faults" if outcome.fault else "right" if outcome.status == "0" else "refused"] += 1
+    return counts
+
+
+@contextlib.contextmanager
+def made_apart(make: Callable[[Path], None]) -> Iterator[Path]:
+    """A folder that `make` fills in a child, so that no thread is started in this process, from
+    which others are forked."""
+    folder = Path(tempfile.mkdtemp(prefix="onnxpar-fuzz-"))
+    try:
+        pid = os.fork()
+        if not pid:
+            try:
+                make(folder)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0, "the corpus could not be made"
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
