@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ _READ_AT_MOST = 1 << 16
 _LENT = "com.microsoft"
 
 
-def check_standard(model: onnx.ModelProto, path: Path) -> None:
-    """Errors: ModelError where the model breaks the standard and onnxruntime does not load it
-    either. Its stored tensors have been checked."""
+def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
+    """Why onnxruntime does not load a model that the standard allows; None where it does. Stored
+    tensors have been checked.
+
+    Errors: ModelError where the model breaks the standard and onnxruntime does not load it either.
+    """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset > MAX_OPSET or model.ir_version > _MAX_IR:
         raise ModelError(
@@ -33,12 +37,45 @@ def check_standard(model: onnx.ModelProto, path: Path) -> None:
             f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
         )
     _check_types(model.graph, path)
+    broken: str | None = None
     try:
         onnx.checker.check_model(_bare(model))
     except onnx.checker.ValidationError as error:
-        if not _is_loaded(path):
-            reason = str(error).splitlines()[0]
-            raise ModelError(f"{path}: breaks the ONNX standard: {reason}") from None
+        broken = str(error).splitlines()[0]
+    # What is like the model loads much sooner than all its weights.
+    if broken is None and (_has_unknown(model.graph) or _refusal(_outline(model)) is None):
+        return None
+    reason = _refusal(str(path))
+    if reason is not None and broken is not None:
+        raise ModelError(f"{path}: breaks the ONNX standard: {broken}")
+    return reason
+
+
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def blaming(reason: str | None, path: Path) -> Iterator[None]:
+    """Within it, a model is read further that onnxruntime does not load for that reason: a
+    ModelError that names the node goes through, all else ends in one that tells the reason. None:
+    the runtime loads the model, and this does nothing."""
+    if reason is None:
+        yield
+        return
+    refused = ModelError(f"{path}: onnxruntime does not load it: {reason}")
+    try:
+        yield
+    except _FAULTS:
+        raise refused from None
+    raise refused
 
 
 def _check_types(graph: GraphProto, path: Path) -> None:
@@ -76,16 +113,46 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
         yield from subgraphs_of(node)
 
 
-def _is_loaded(path: Path) -> bool:
-    """Whether onnxruntime loads the file all the same."""
+def _has_unknown(graph: GraphProto) -> bool:
+    """Whether there are ops of others, of which onnxruntime alone cannot judge: those of plugins,
+    and collectives in a program per rank."""
+    return any(not is_known(n.op_type, n.domain) for n in nodes_of(graph))
+
+
+def _outline(model: onnx.ModelProto) -> bytes:
+    """The model with inputs in place of large initializers of the main graph."""
+    large = [t for t in model.graph.initializer if _is_large(t)]
+    outline = copy_with_stubs(model, lambda t: TensorProto() if _is_large(t) else None)
+    graph = outline.graph
+    kept = [t for t in graph.initializer if t.data_type]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+    known = {port.name for port in graph.input}
+    graph.input.extend(
+        helper.make_tensor_value_info(t.name, t.data_type, list(t.dims))
+        for t in large
+        if t.name not in known
+    )
+    return bytes(outline.SerializeToString())
+
+
+def _is_large(tensor: TensorProto) -> bool:
+    return tensor.data_location == TensorProto.EXTERNAL or len(tensor.raw_data) > _READ_AT_MOST
+
+
+def _refusal(model: str | bytes) -> str | None:
+    """Why onnxruntime does not load a model; None where it does, and where all that it lacks is a
+    kernel, which another execution provider may have."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
     options.log_severity_level = 4
     try:
-        ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-    except REFUSED:
-        return False
-    return True
+        ort.InferenceSession(model, options, ["CPUExecutionProvider"])
+    except REFUSED as error:
+        text = str(error).splitlines()[0]
+        return None if "NOT_IMPLEMENTED" in text else text
+    return None
 
 
 def _lend_domain(graph: GraphProto, opsets: Any) -> None:

@@ -75,6 +75,7 @@ def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> l
         rows = list(zip(*columns, strict=True))
         if all(len(set(row)) == len(domains) for row in rows):
             break
+    rows = rows if domains else [()] * (count + FAR)
     busy = set(taken)
     near, far = rows[:count], rows[count:]
     near.sort(key=lambda row: len(busy.intersection(row)))

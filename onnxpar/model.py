@@ -8,31 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx.inliner
 import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from onnxpar.annotations import Configuration, read_annotations
-from onnxpar.checker import MIN_IR, check_standard
+from onnxpar.checker import MIN_IR, blaming, check_standard
 from onnxpar.errors import ModelError
 from onnxpar.exported import exported_kinds
+from onnxpar.functions import inlined
 from onnxpar.fused_units import separate_dequantized
 from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims, fix_shapes
 from onnxpar.interchange import header_of, import_graph, reopen
 from onnxpar.narrow import Whole
 from onnxpar.open_sizes import OpenSizes, infer_open
-from onnxpar.runtime_shapes import is_known
 from onnxpar.sequences import split_sequences
 from onnxpar.state_pairs import find_states, given_states
 from onnxpar.step import Step
 from onnxpar.stored import (
+    check_sparse,
     check_stored,
     densify,
     is_folded,
     lift_constants,
     nodes_of,
+    sparse_tensors,
     stored_tensors,
 )
 from onnxpar.subgraphs import all_nodes
@@ -117,61 +118,67 @@ def load(
     if untied:
         untie(proto.graph)
     shared = shared_vectors(proto.graph) if for_training else {}
-    proto = _inlined(proto, path)
+    proto = inlined(proto, path)
     stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     for tensor in stored_tensors(proto.graph):
         check_stored(tensor, path)
-    check_standard(proto, path)
-    densify(proto.graph, path.parent)
-    lift_constants(proto.graph)
-    defaults, fixed = _settle_defaults(proto, feedable=not for_training)
-    proto = upgrade(proto, str(path))
-    if for_training:
-        proto = raise_opset(proto, TRAINING_OPSET, str(path))
-    fix_shapes(proto.graph, shapes or {})
-    open_dims = bind_dims(proto.graph, dims or {}, path)
-    unfuse(proto)
-    declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
+    for sparse in sparse_tensors(proto.graph):
+        check_sparse(sparse, path)
+    with blaming(check_standard(proto, path), path):
+        densify(proto.graph, path.parent)
+        lift_constants(proto.graph)
+        defaults, fixed = _settle_defaults(proto, feedable=not for_training)
+        proto = upgrade(proto, str(path))
+        if for_training:
+            proto = raise_opset(proto, TRAINING_OPSET, str(path))
+        fix_shapes(proto.graph, shapes or {})
+        open_dims = bind_dims(proto.graph, dims or {}, path)
+        unfuse(proto)
+        declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
 
-    def prepare(inferred: onnx.ModelProto) -> gs.Graph:
-        _check_outputs(inferred.graph, path)
-        _name_nodes(inferred.graph)
-        graph = import_graph(inferred, defaults, path.parent)
-        if open_dims:
-            reopen(graph, declared)
+        def prepare(inferred: onnx.ModelProto) -> gs.Graph:
+            _check_outputs(inferred.graph, path)
+            _name_nodes(inferred.graph)
+            graph = import_graph(inferred, defaults, path.parent)
+            if open_dims:
+                reopen(graph, declared)
+            else:
+                split_sequences(graph)
+            if not for_training:
+                _unshare_vectors(graph)
+                separate_dequantized(graph)
+            mark_opset(graph)
+            return graph
+
+        sizes = None
+        if not open_dims:
+            check_closed(typical or Typical(), path)
+        step = Step.of(header)
+        if step is not None and for_training:
+            raise ModelError(
+                f"{path}: is a training step already; give the model that it was made of"
+            )
+        infer_types = own_types(step)
+        if infer_types is not None:
+            infer_types(proto, defaults)
+            graph = prepare(proto)
+        elif open_dims:
+            sizes = infer_open(proto, open_dims, least, prepare, typical)
+            graph = sizes.graph(0)
         else:
-            split_sequences(graph)
-        if not for_training:
-            _unshare_vectors(graph)
-            separate_dequantized(graph)
-        mark_opset(graph)
-        return graph
-
-    sizes = None
-    if not open_dims:
-        check_closed(typical or Typical(), path)
-    step = Step.of(header)
-    if step is not None and for_training:
-        raise ModelError(f"{path}: is a training step already; give the model that it was made of")
-    infer_types = own_types(step)
-    if infer_types is not None:
-        infer_types(proto, defaults)
-        graph = prepare(proto)
-    elif open_dims:
-        sizes = infer_open(proto, open_dims, least, prepare, typical)
-        graph = sizes.graph(0)
-    else:
-        infer(proto, stored if for_training else None)
-        graph = prepare(proto)
-    handed = [(s.input, s.output) for s in step.slots] if step else []
-    given = [*handed, *states]
-    pairs = (
-        find_states(graph, given, step is not None) if find_others else given_states(graph, given)
-    )
-    whole = sizes.whole if sizes is not None else {}
-    model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
-    model.exported, model.shared = exported, shared
-    return model
+            infer(proto, stored if for_training else None)
+            graph = prepare(proto)
+        handed = [(s.input, s.output) for s in step.slots] if step else []
+        given = [*handed, *states]
+        pairs = (
+            find_states(graph, given, step is not None)
+            if find_others
+            else given_states(graph, given)
+        )
+        whole = sizes.whole if sizes is not None else {}
+        model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
+        model.exported, model.shared = exported, shared
+        return model
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
@@ -204,28 +211,6 @@ def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:
                 f"{path}: output {port.name!r} has no type, and none can be inferred; declare one "
                 "with onnx.helper.make_tensor_value_info"
             )
-
-
-def _inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model with the bodies of its functions in place of their calls; a function of the name
-    of an op that onnxruntime has is not called there either."""
-    functions = [f for f in proto.functions if not is_known(f.name, f.domain)]
-    if len(functions) < len(proto.functions):
-        _keep(proto.functions, functions)
-    if not functions:
-        return proto
-    try:
-        proto = onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"{path}: its functions cannot be inlined: {reason}") from None
-    if proto.functions:
-        function = proto.functions[0]
-        raise ModelError(
-            f"{path}: function {function.domain}.{function.name} cannot be inlined, as its opset "
-            f"is not the model's; export both with one opset"
-        )
-    return proto
 
 
 def _settle_defaults(

@@ -271,7 +271,7 @@ class _Search:
                     step = _prime_above(divided.below, self.least)
                     low = max(4, own.low * own.step // step)
                     self.domains[symbol] = Domain(step, low, 4 * low + 16, own.low % step)
-        largest = max(d.size(d.high) for d in self.domains.values())
+        largest = max((d.size(d.high) for d in self.domains.values()), default=0)
         return self.domains != before and largest < _LARGEST
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import Any
 
+from onnxpar.errors import ModelError
 from onnxpar.plan import Plan, SavedPlan
 from onnxpar.shown import text_of
 from onnxpar.state_pairs import unpaired_text
@@ -140,10 +141,28 @@ def _note_lines(notes: Sequence[str]) -> Iterator[str]:
         yield from wrap(f"note: {note}", WIDTH, subsequent_indent="      ", break_on_hyphens=False)
 
 
-@text_of.register(Plan)
-@text_of.register(SavedPlan)
-def _(plan: Plan | SavedPlan) -> str:
+@text_of.register
+def _(plan: Plan) -> str:
     return "\n".join(plan_lines(plan.to_json()))
+
+
+@text_of.register
+def _(plan: SavedPlan) -> str:
+    try:
+        return "\n".join(plan_lines(plan.to_json()))
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ZeroDivisionError,
+        IndexError,
+    ) as error:
+        # Only a file says what a plan is not: what is made here has all that is read.
+        raise ModelError(
+            f"the plan is damaged: {type(error).__name__}: {error}; write the folder again with "
+            "`onnxpar shard`"
+        ) from error
 
 
 def _balance(flops: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ FOLD_LIMIT = 1 << 16
 """Elements of a result up to which it is folded; larger ones are computed in each run."""
 SMALL_WEIGHT = 256
 """Elements of a floating-point initializer up to which it takes part in folding."""
+_MOST_BYTES = (1 << 31) - 1
+"""Of a tensor that stands in a model."""
 
 
 def element_bits(dtype: int) -> int:
@@ -36,14 +39,14 @@ def element_bits(dtype: int) -> int:
 
 def stored_bytes(tensor: TensorProto) -> int:
     """Bytes of a tensor's data; less than one byte an element where they are packed."""
-    return -(-int(np.prod(tensor.dims, dtype=np.int64)) * element_bits(tensor.data_type) // 8)
+    return -(-math.prod(tensor.dims) * element_bits(tensor.data_type) // 8)
 
 
 def is_folded(weight: TensorProto) -> bool:
     """Whether an initializer takes part in folding."""
     if weight.data_location == TensorProto.EXTERNAL:
         return False
-    size = int(np.prod(weight.dims, dtype=np.int64))
+    size = math.prod(weight.dims)
     whole_number = weight.data_type in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
     return size <= (FOLD_LIMIT if whole_number else SMALL_WEIGHT)
 
@@ -108,7 +111,7 @@ def check_stored(tensor: TensorProto, model: Path) -> None:
     if tensor.data_location == TensorProto.EXTERNAL:
         _check_external(tensor, model)
         return
-    count = int(np.prod(tensor.dims, dtype=np.int64))
+    count = math.prod(tensor.dims)
     if tensor.HasField("raw_data"):
         have, need, what = len(tensor.raw_data), stored_bytes(tensor), "bytes"
     else:
@@ -124,6 +127,29 @@ def check_stored(tensor: TensorProto, model: Path) -> None:
         )
 
 
+def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
+    """Errors: ModelError where the places of a sparse tensor's values are not within it, or it
+    would be larger than any tensor in a file."""
+    values, at, dims = sparse.values, sparse.indices, list(sparse.dims)
+    what = f"{model}: sparse tensor {values.name!r} of shape {dims}"
+    if min(dims, default=1) < 1:
+        raise ModelError(f"{what}: sizes start at 1; export the model again")
+    need = math.prod(dims) * element_bits(values.data_type) // 8
+    if need > _MOST_BYTES:
+        raise ModelError(f"{what} takes {need:,} bytes as onnxruntime holds it; 2 GiB are the most")
+    count = list(values.dims)
+    shapes = [count, [*count, len(dims)]]
+    if len(count) != 1 or at.data_type != TensorProto.INT64 or list(at.dims) not in shapes:
+        raise ModelError(
+            f"{what} has values of shape {count} and indices of shape {list(at.dims)} and data "
+            f"type {at.data_type}; a row of values and an int64 index of each is expected"
+        )
+    places = numpy_helper.to_array(at, str(model.parent))
+    most = dims if places.ndim == 2 else [math.prod(dims)]
+    if (places < 0).any() or (places >= most).any():
+        raise ModelError(f"{what} has a value outside of its shape; export the model again")
+
+
 def _check_external(tensor: TensorProto, model: Path) -> None:
     try:
         location, offset, length = external_location(tensor)
@@ -131,6 +157,11 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
         raise ModelError(
             f"{model}: offset or length of weight {tensor.name!r} is no number: {error}"
         ) from None
+    if "\0" in location or not location:
+        raise ModelError(
+            f"{model}: external data of weight {tensor.name!r} is in a file {location!r}, which is "
+            "no name of a file; export the model again"
+        )
     folder = model.parent.resolve()
     data = (folder / location).resolve()
     if Path(location).is_absolute() or not data.is_relative_to(folder):
@@ -180,24 +211,33 @@ def captured_by(graph: GraphProto) -> set[str]:
 def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     """Every stored tensor of a graph, of attributes and of subgraphs too."""
     yield from graph.initializer
-    sparse = list(graph.sparse_initializer)
-    for node in graph.node:
+    for node in nodes_of(graph):
         for attribute in node.attribute:
             yield from [attribute.t] if attribute.HasField("t") else []
             yield from attribute.tensors
-            sparse += [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
-            sparse += attribute.sparse_tensors
         for inner in subgraphs_of(node):
-            yield from stored_tensors(inner)
-    for entry in sparse:
+            yield from inner.initializer
+    for entry in sparse_tensors(graph):
         yield from (entry.values, entry.indices)
+
+
+def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
+    """The same of sparse ones."""
+    yield from graph.sparse_initializer
+    for node in nodes_of(graph):
+        for attribute in node.attribute:
+            yield from [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+            yield from attribute.sparse_tensors
+        for inner in subgraphs_of(node):
+            yield from inner.sparse_initializer
 
 
 def lift_constants(graph: GraphProto) -> None:
     """Makes constants whose data is elsewhere initializers, so that nothing reads them."""
     kept = []
     for node in graph.node:
-        value = node.attribute[0].t if node.op_type == "Constant" and node.attribute else None
+        found = [a for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
+        value = found[0].t if found else None
         if value is None or value.data_location != TensorProto.EXTERNAL:
             kept.append(node)
             continue
@@ -216,9 +256,10 @@ def densify(graph: GraphProto, folder: Path) -> None:
     for node in graph.node:
         for inner in subgraphs_of(node):
             densify(inner, folder)
-        if node.op_type == "Constant" and node.attribute[0].name == "sparse_value":
-            value = _dense(node.attribute[0].sparse_tensor, folder)
-            node.attribute[0].CopyFrom(helper.make_attribute("value", value))
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "sparse_value":
+                value = _dense(attribute.sparse_tensor, folder)
+                attribute.CopyFrom(helper.make_attribute("value", value))
 
 
 def _dense(sparse: SparseTensorProto, folder: Path) -> TensorProto:

@@ -10,13 +10,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
 from onnxpar.dimension_text import is_cut, read_piece, read_pieces
 from onnxpar.errors import SizeError, StrategyError
 from onnxpar.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
+from onnxpar.plain_yaml import parse
 from onnxpar.rules.rule import expr_vars
 from onnxpar.sharding import Sharding, overlaps
 from onnxpar.write_file import unread
@@ -53,11 +52,11 @@ class Strategy:
         """Reads a strategy file (YAML). Errors: StrategyError, naming the file and what is
         wrong."""
         try:
-            data = yaml.safe_load(Path(path).read_text())
+            data = parse(Path(path).read_text())
         except OSError as error:
             raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise StrategyError(f"{path}: not YAML: {error}") from None
+        except ValueError as error:
+            raise StrategyError(f"{path}: {error}") from None
         return Strategy.of(data or {}, str(path))
 
     @staticmethod

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onnxpar.errors import StrategyError
+from onnxpar.plain_yaml import parse
 from onnxpar.quantities import quantity, text_of
 from onnxpar.rank_table import hosts_of, is_rank_table
 from onnxpar.write_file import unread
@@ -124,10 +123,10 @@ class Topology:
         StrategyError, naming the file and what is wrong."""
         try:
             text = Path(path).read_text()
-            data = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+            data = json.loads(text) if text.lstrip().startswith("{") else parse(text)
         except OSError as error:
             raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
-        except (yaml.YAMLError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise StrategyError(f"{path}: neither YAML nor JSON: {error}") from None
         return Topology.of(data, os.fspath(path))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.errors import InputError, ModelError
-from onnxpar.layout import Layout
+from onnxpar.layout import Layout, dim_axes
 from onnxpar.lookup import Lookup
 from onnxpar.mesh import Mesh
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
@@ -147,6 +147,9 @@ class Bundle:
             initial = {p["input"]: p["initial"] for p in pairs if p.get("initial")}
             lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
             step = Step.from_json(plan["step"]) if plan.get("step") else None
+            fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
+            for port in (*inputs.values(), *outputs.values()):
+                _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"{folder / 'plan.json'} is damaged: {type(error).__name__}: {error}; "
@@ -156,7 +159,6 @@ class Bundle:
         if unknown:
             raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
         _check_together(inputs, outputs)
-        fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
         return Bundle(
             folder, mesh, inputs, outputs, states, fixed, symbols, initial, step, lookups, plan
         )
@@ -253,6 +255,15 @@ def _read_plan(folder: Path) -> dict[str, Any]:
         found = plan.get("format") if isinstance(plan, dict) else None
         raise ModelError(f"{file} has format {found!r}, this onnxpar reads {FORMAT}: shard it anew")
     return plan
+
+
+def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
+    """Errors: ValueError for axes that are none of the mesh."""
+    axes = [a for dim in layout.dims for a in dim_axes(dim)] if layout is not None else []
+    for axis in (*axes, *(layout.partial if layout is not None else ())):
+        size = mesh.sizes.get(axis.name, 0)
+        if axis.size < 1 or axis.pre < 1 or size % (axis.pre * axis.size) or not size:
+            raise ValueError(f"a layout is over {axis}, which is no part of the mesh {mesh}")
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:

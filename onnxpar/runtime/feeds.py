@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tokenize
 import zipfile
@@ -134,6 +135,7 @@ def read_npz(file: Path) -> dict[str, Array]:
         arrays: dict[str, Array] = {}
         with loaded as archive:
             for name in archive.files:
+                _check_header(archive, name)
                 arrays[name] = archive[name]
         return arrays
     except FileNotFoundError as error:
@@ -145,6 +147,33 @@ def read_npz(file: Path) -> dict[str, Array]:
         what = f"array {name!r} of {file} cannot be read: {_why(error)}"
         what = what if name else f"{file} is not a .npz file{_whole(error)}"
         raise InputError(f"{what}; write it with numpy.savez") from error
+
+
+def _check_header(archive: Any, name: str) -> None:
+    """Errors: ValueError where the header of an array does not fit what the file has of it, before
+    memory is taken for that."""
+    files: zipfile.ZipFile = archive.zip
+    entry = f"{name}.npy" if f"{name}.npy" in files.namelist() else name
+    with files.open(entry) as member:
+        if member.read(6) != b"\x93NUMPY":
+            return  # bytes, as NumPy reads them
+    with files.open(entry) as member:
+        version = np.lib.format.read_magic(member)
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
+        if version not in ((1, 0), (2, 0)):
+            return  # NumPy's own function says whether it reads that
+        try:
+            shape, _, dtype = read(member)
+        except (MemoryError, RecursionError, OverflowError):  # of Python's parser
+            raise ValueError("its header is no description of an array") from None
+        need, have = math.prod(shape) * dtype.itemsize, files.getinfo(entry).file_size
+        is_odd = min(shape, default=0) < 0 or any(size >= 1 << 63 for size in shape)
+        if is_odd or (need > have and not dtype.hasobject):
+            raise ValueError(f"it has shape {shape} of {dtype}, but {have:,} bytes")
 
 
 _PARSING = (SyntaxError, TypeError, NotImplementedError, tokenize.TokenError, RuntimeError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import shutil
 import struct
@@ -50,16 +51,21 @@ RAW = (
     "!!int 0x", "!!float abc", "!!set {a, b}", "!!omap [a: 1]", "!!pairs [a]", "2020-99-99",
     "1:99:99", "&a [*a]", "&a {b: *a}", "*gone", "{[a]: 1}", "{{a: 1}: 2}", "? [a, b]\n  : 1",
     "\t", "@", "%", "|", "!!merge x", "<<: 1", "{<<: [1]}", "0b", "0x", "1_000", ".inf", "!!null x",
-    "!!bool abc", "2001-12-14t21:59:43.10-05:00", "9" * 5000, "[" * 3000, "- " * 2000, "\x7f", "\u2028",
+    "!!bool abc", "2001-12-14t21:59:43.10-05:00", "9" * 5000, "[" * 3000, "- " * 2000, "\x7f",
+    "\u2028",
 )  # fmt: skip
 WORDS = (
     "", "0", "1", "-1", "2", "3", "abc", "1e9", "nan", "inf", "-inf", "99999999999999999999", "0.5",
     "é", "\udcff", "a=b", "a=", "=b", "n=2", "n=0", "n=-1", "n=99999999999", "n=n", "n=n+1", "n=(",
     "n=1/0", "n=9**9**9", "n=n*n", "n=m", "dp=2", "dp=0", "dp=2,dp=2", "dp=2,tp=2", "dp=1048577",
-    "dp=2,", "dp", "none", "auto", "x=y", "x=gone", "y=x", "16GB", "16", "-1GB", "1B", "0B", "1e999GB",
-    "/", ".", "/dev/null", "gone", "*", "[", "2bit:nan", "2bit:-1", "2bit:", "float16", "\n", "list",
-    "annotate-strategy", "no-such-pass", "drop{a=1}", "a before b", "a{", "fuse-all-reduces{size=x}",
-    "x" * 5000, "m.onnx", "in.npz", "json", "n=1:abc", "n=1:inf", "n=1:-1", "²", "٣", "1_0", "0x10", " 2 ",
+    "dp=2,", "dp", "none", "auto", "x=y", "x=gone", "y=x", "16GB", "16", "-1GB", "1B", "0B",
+    "1e999GB",
+    "/", ".", "/dev/null", "gone", "*", "[", "2bit:nan", "2bit:-1", "2bit:", "float16", "\n",
+    "list",
+    "annotate-strategy", "no-such-pass", "drop{a=1}", "a before b", "a{",
+    "fuse-all-reduces{size=x}",
+    "x" * 5000, "m.onnx", "in.npz", "json", "n=1:abc", "n=1:inf", "n=1:-1", "²", "٣", "1_0",
+    "0x10", " 2 ",
 )  # fmt: skip
 FLAGS = {
     "plan": ("--devices", "--mesh", "--preset", "--search", "--memory-limit", "--objective",
@@ -87,8 +93,6 @@ STARTS = {
 
 def make_base(folder: Path) -> None:
     """What the cases begin with: models, sharded ones, arrays, and a checkpoint."""
-    import os
-
     os.chdir(folder)
     onnx.save(tiny("product"), "m.onnx")
     onnx.save(tiny("open"), "open.onnx")
@@ -139,12 +143,18 @@ def spoiled(data: Any, chance: random.Random) -> Any:
         if way < 0.15:
             del holder[key]
         elif way < 0.3 and isinstance(holder, dict):
-            holder[chance.choice(("", "x", "0", "tp", "gone", "mm", "*", "é", "[!", "h", "w"))] = holder.pop(key)
+            holder[chance.choice(("", "x", "0", "tp", "gone", "mm", "*", "é", "[!", "h", "w"))] = (
+                holder.pop(key)
+            )
         elif way < 0.4 and isinstance(holder, list):
             holder.insert(key, holder[key])
         elif way < 0.5:
             other, at = chance.choice(places)
-            holder[key] = json.loads(json.dumps(other[at])) if at in other or isinstance(other, list) and at < len(other) else None
+            holder[key] = (
+                json.loads(json.dumps(other[at]))
+                if at in other or (isinstance(other, list) and at < len(other))
+                else None
+            )
         else:
             holder[key] = chance.choice(VALUES)
         data = json.loads(json.dumps(data))
@@ -152,7 +162,13 @@ def spoiled(data: Any, chance: random.Random) -> Any:
 
 
 def _places(data: Any) -> Any:
-    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+    for key, value in (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    ):
         yield data, key
         yield from _places(value)
 
@@ -212,7 +228,11 @@ def _checkpoint(folder: Path, chance: random.Random) -> list[str]:
 
 
 def _states(folder: Path, chance: random.Random) -> list[str]:
-    files = [f for f in (folder / "checkpoints").glob("step_*/*") if f.suffix != ".json" and f.stat().st_size]
+    files = [
+        f
+        for f in (folder / "checkpoints").glob("step_*/*")
+        if f.suffix != ".json" and f.stat().st_size
+    ]
     file = chance.choice(sorted(files))
     file.write_bytes(_damaged(file.read_bytes(), chance))
     return ["merge", "checkpoints", "m.onnx", "-o", "merged.onnx"]
@@ -230,7 +250,18 @@ def _arrays(folder: Path, chance: random.Random) -> list[str]:
     way = chance.random()
     if way < 0.7:
         return ["run", "m.par", "--inputs", "in.npz", "--timeout", "10"]
-    return ["train", "step.par", "--data", "in.npz", "--lr", "0.1", "--timeout", "10", "--log-dir", "log"]
+    return [
+        "train",
+        "step.par",
+        "--data",
+        "in.npz",
+        "--lr",
+        "0.1",
+        "--timeout",
+        "10",
+        "--log-dir",
+        "log",
+    ]
 
 
 _HEADERS = (
@@ -242,7 +273,8 @@ _HEADERS = (
     "{'descr': '|O', 'fortran_order': False, 'shape': (8, 16), }",
     "{'descr': 'abc', 'fortran_order': False, 'shape': (8, 16), }",
     "{'descr': '<f4', 'shape': (8, 16), }", "{}", "", "[", "(" * 500, "{'descr': [('a', '<f4')],"
-    " 'fortran_order': False, 'shape': (8, 16), }", "{'descr': ('<f4', (2,)), 'fortran_order': False,"
+    " 'fortran_order': False, 'shape': (8, 16), }",
+    "{'descr': ('<f4', (2,)), 'fortran_order': False,"
     " 'shape': (8,), }", "{'descr': '<M8[s]', 'fortran_order': False, 'shape': (8, 16), }",
     "{'descr': '<U9', 'fortran_order': False, 'shape': (8, 16), }", "1" * 5000, "\0" * 100,
     "{'descr': '<f4', 'fortran_order': False, 'shape': (True, 16), }", "-" * 9000 + "1",

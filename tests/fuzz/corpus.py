@@ -11,7 +11,12 @@ import onnx.parser
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 MODELS = Path(__file__).parents[2] / "models"
-LARGE = ("dlrm.legacy.dynamic", "lstm.legacy.training", "moe.legacy.training", "gpt2_fp16.dynamo.static")
+LARGE = (
+    "dlrm.legacy.dynamic",
+    "lstm.legacy.training",
+    "moe.legacy.training",
+    "gpt2_fp16.dynamo.static",
+)
 """Committed models that take part; all others in the corpus are tiny."""
 DATA = "weights.bin"
 """The file of external data beside every mutated model."""

@@ -16,11 +16,12 @@ TEXTS = ("", "\0", "a\0b", "x", "abc", "-1", "../../etc/passwd", "/", "é\n'", "
 OPS = ("Relu", "MatMul", "Add", "If", "Loop", "Scan", "Constant", "Reshape", "Gather", "Concat",
        "Split", "Cast", "Transpose", "Slice", "Expand", "ConstantOfShape", "Range", "TopK",
        "SequenceAt", "Conv", "ReduceSum", "Unsqueeze", "NoSuchOp", "Shape", "Dropout", "Einsum",
-       "LSTM", "Pad", "Where", "Tile", "DequantizeLinear", "Identity", "OptionalGetElement")  # fmt: skip
+       "LSTM", "Pad", "Where", "Tile", "DequantizeLinear", "Identity",
+       "OptionalGetElement")  # fmt: skip
 
 
 def mutated(model: ModelProto, chance: random.Random, only: tuple[str, ...] = ()) -> bytes:
-    """The bytes of the broken model; `only` names the fields of the model within which it breaks."""
+    """The bytes of the broken model; `only` names the fields within which it breaks."""
     if not only and chance.random() < 0.12:
         return _damaged(model.SerializeToString(), chance)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
@@ -95,7 +96,9 @@ def _scalar(field: Any, value: Any, chance: random.Random, model: ModelProto) ->
         return chance.choice((*TEXTS, *_names(model)[:40]))
     if field.type == field.TYPE_BYTES:
         data = bytes(value or b"")
-        return chance.choice((b"", data[:-1], data + b"\0", data[::-1], data[1:], b"\xff\xfe", b"\0"))
+        return chance.choice(
+            (b"", data[:-1], data + b"\0", data[::-1], data[1:], b"\xff\xfe", b"\0")
+        )
     if field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
         return chance.choice(FLOATS)
     if field.cpp_type == field.CPPTYPE_BOOL:

@@ -1,0 +1,68 @@
+"""Reads YAML of mappings, lists, texts, numbers, bools and null: all that configurations need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MOST_ENTRIES = 100_000
+"""Of a file, aliases counted wherever they stand."""
+_TAGS = ("null", "bool", "int", "float", "seq", "map", "str", "merge")
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows no dates, sets and the like: what looks like a date is text."""
+
+
+_PREFIX = "tag:yaml.org,2002:"
+_KNOWN = {f"{_PREFIX}{tag}" for tag in _TAGS}
+_Loader.yaml_constructors = {
+    tag: make
+    for tag, make in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag in _KNOWN
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in entries if tag in _KNOWN]
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse(text: str) -> Any:
+    """The structure that a text describes. Errors: ValueError, whose text says what is wrong."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    except (yaml.YAMLError, OverflowError, KeyError) as error:
+        # `!!bool x` is a KeyError.
+        raise ValueError(f"not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError("its lists and mappings are nested too deeply") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Errors: ValueError where aliases lead back to where they stand, or make the file large."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in open_nodes:
+            raise ValueError(f"an alias stands within what it names,{node.start_mark}")
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+            parts = (each for one in inner for each in (one if isinstance(one, tuple) else (one,)))
+            sizes[id(node)] = 1 + sum(map(size, parts))
+            open_nodes.discard(id(node))
+        return sizes[id(node)]
+
+    if size(root) > MOST_ENTRIES:
+        raise ValueError(f"it has more than {MOST_ENTRIES:,} entries")

@@ -1,0 +1,168 @@
+"""A slice of the fuzzer, and by hand what it has found: models and configurations that end in one
+line that names them, or in the right answer."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from fuzz.configurations import Configurations, make_base
+from fuzz.corpus import CORPUS
+from fuzz.models import WAYS, Models, case_of
+from fuzz.trial import Maker, made_apart, run_all
+from onnx import ModelProto, TensorProto, helper
+
+from onnxpar.cli import main
+from onnxpar.errors import InputError
+from onnxpar.plain_yaml import parse
+from onnxpar.runtime.feeds import read_npz
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[Path]:
+    with made_apart(make_base) as folder:
+        yield folder
+
+
+def none_fails(maker: Maker, count: int) -> None:
+    faults = [f"{o.number}: {o.fault}" for o in run_all(maker, range(count)) if o.fault]
+    assert not faults, "\n".join(faults)
+
+
+def test_mutated_models() -> None:
+    none_fails(Models(0, share_of_large=0.02), 100)
+
+
+def test_mutated_configurations(base: Path) -> None:
+    none_fails(Configurations(0, base), 100)
+
+
+def change(name: str, how: Callable[[ModelProto], object]) -> ModelProto:
+    model = CORPUS[name]()
+    how(model)
+    return model
+
+
+def nested(depth: int) -> ModelProto:
+    """A function of each level calls that below it twice."""
+    text = """<ir_version: 8, opset_import: ["" : 18, "own" : 1]>
+        g (float[8,16] x) => (float[8,16] y) { y = own.f%d(x) }
+        <domain: "own", opset_import: ["" : 18]> f0 (a) => (b) { b = Relu(a) }"""
+    level = """<domain: "own", opset_import: ["" : 18, "own" : 1]>
+        f%d (a) => (b) { h = own.f%d(a) b = own.f%d(h) }"""
+    levels = [level % (i, i - 1, i - 1) for i in range(1, depth + 1)]
+    return onnx.parser.parse_model("\n".join([text % depth, *levels]))
+
+
+def recursive(model: ModelProto) -> None:
+    model.functions[1].node[0].op_type = "twice"
+    model.functions[1].node[0].domain = "own"
+    model.functions[1].opset_import.append(helper.make_opsetid("own", 1))
+
+
+def located(key: str, value: str) -> Callable[[ModelProto], None]:
+    def how(model: ModelProto) -> None:
+        entries = model.graph.initializer[0].external_data
+        next(e for e in entries if e.key == key).value = value
+
+    return how
+
+
+def large_sparse(model: ModelProto) -> None:
+    model.graph.sparse_initializer[0].dims[0] = 1 << 40
+
+
+def valueless(model: ModelProto) -> None:
+    model.graph.node.add(op_type="Constant", output=["v"])
+
+
+BROKEN: dict[str, tuple[ModelProto, str]] = {
+    "recursive": (change("functions", recursive), "calls itself"),
+    "nested": (nested(24), "expand into 16,777,216 nodes"),
+    "sparse": (change("sparse", large_sparse), "[1099511627776, 4]"),
+    "NUL": (change("external", located("location", "a\0b")), "'a\\x00b'"),
+    "offset": (change("external", located("offset", "abc")), "'abc'"),
+    "dtype": (change("product", lambda m: setattr(m.graph.initializer[0], "data_type", 99)), "99"),
+    "no value": (change("product", valueless), "Constant"),
+    "no rows": (change("product", lambda m: m.graph.initializer[0].ClearField("dims")), "'w'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_models(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    model, word = BROKEN[case]
+    monkeypatch.chdir(tmp_path)
+    Path("m.onnx").write_bytes(model.SerializeToString())
+    made = case_of(tmp_path / "m.onnx", WAYS[0])
+    assert main(made.arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and word in error and "internal" not in error, error
+    assert not Path("m.par").exists()
+
+
+def test_what_the_runtime_refuses_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    model = CORPUS["product"]()
+    model.graph.output.add(name="gone").type.CopyFrom(
+        helper.make_tensor_type_proto(TensorProto.FLOAT, [1])
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    assert main(["plan", str(tmp_path / "m.onnx"), "--devices", "2"]) == 2
+    assert "m.onnx" in capsys.readouterr().err
+
+
+def test_functions_below_the_limit_are_inlined(tmp_path: Path) -> None:
+    onnx.save(nested(8), tmp_path / "m.onnx")
+    assert main(["plan", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
+
+
+YAML = {
+    "!!timestamp 2020-99-99": "timestamp",
+    "!!python/object:os.system x": "python/object",
+    "!!int x": "",
+    "!!bool x": "",
+    "a: &a [*a]": "alias",
+    "[" * 5000: "nested",
+    "x: *gone": "gone",
+    "\n".join(
+        ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
+    ): "entries",
+}
+
+
+@pytest.mark.parametrize("text", YAML)
+def test_yaml_of_other_things_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=YAML[text]):
+        parse(text)
+
+
+def test_yaml_of_plain_things_is_read() -> None:
+    text = "a: &a [1, 2.5, null, true, 2020-01-01]\nb: *a\nc: {<<: {d: x}}"
+    row = [1, 2.5, None, True, "2020-01-01"]
+    assert parse(text) == {"a": row, "b": row, "c": {"d": "x"}}
+    assert parse("") is None
+
+
+@pytest.mark.parametrize("shape", [(1 << 40, 16), (-1, 16), (10**30, 0)])
+def test_arrays_that_a_file_does_not_have(tmp_path: Path, shape: tuple[int, int]) -> None:
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    member = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
+    with zipfile.ZipFile(tmp_path / "in.npz", "w") as archive:
+        archive.writestr("x.npy", member + bytes(64))
+    with pytest.raises(InputError, match=r"'x'.*shape"):
+        read_npz(tmp_path / "in.npz")
+
+
+def test_versions_of_arrays_are_read(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.array("é"), "c": np.zeros((0, 4))}
+    np.savez_compressed(tmp_path / "in.npz", **arrays)
+    for name, array in read_npz(tmp_path / "in.npz").items():
+        np.testing.assert_array_equal(array, arrays[name])
