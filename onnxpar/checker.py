@@ -36,6 +36,8 @@ def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
             f"{path}: opset {opset}, IR {model.ir_version}; onnxruntime loads up to opset "
             f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
         )
+    if not opset and any(n.domain in ("", "ai.onnx") for n in nodes_of(model.graph)):
+        raise ModelError(f"{path}: imports no opset for ONNX's own ops; export the model again")
     _check_types(model.graph, path)
     broken: str | None = None
     try:
@@ -149,6 +151,8 @@ def _refusal(model: str | bytes) -> str | None:
     options.log_severity_level = 4
     try:
         ort.InferenceSession(model, options, ["CPUExecutionProvider"])
+    except UnicodeDecodeError:  # of what it says
+        return "a name in it is not UTF-8"
     except REFUSED as error:
         text = str(error).splitlines()[0]
         return None if "NOT_IMPLEMENTED" in text else text

@@ -27,6 +27,7 @@ from onnxpar.sequences import split_sequences
 from onnxpar.state_pairs import find_states, given_states
 from onnxpar.step import Step
 from onnxpar.stored import (
+    check_constants,
     check_sparse,
     check_stored,
     densify,
@@ -122,6 +123,7 @@ def load(
     stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     for tensor in stored_tensors(proto.graph):
         check_stored(tensor, path)
+    check_constants(proto.graph, path)
     for sparse in sparse_tensors(proto.graph):
         check_sparse(sparse, path)
     with blaming(check_standard(proto, path), path):

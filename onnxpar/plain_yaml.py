@@ -11,7 +11,7 @@ MOST_ENTRIES = 100_000
 _TAGS = ("null", "bool", "int", "float", "seq", "map", "str", "merge")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Knows no dates, sets and the like: what looks like a date is text."""
 
 

@@ -39,14 +39,14 @@ def element_bits(dtype: int) -> int:
 
 def stored_bytes(tensor: TensorProto) -> int:
     """Bytes of a tensor's data; less than one byte an element where they are packed."""
-    return -(-math.prod(tensor.dims) * element_bits(tensor.data_type) // 8)
+    return -(-int(math.prod(tensor.dims)) * element_bits(tensor.data_type) // 8)
 
 
 def is_folded(weight: TensorProto) -> bool:
     """Whether an initializer takes part in folding."""
     if weight.data_location == TensorProto.EXTERNAL:
         return False
-    size = math.prod(weight.dims)
+    size = int(math.prod(weight.dims))
     whole_number = weight.data_type in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
     return size <= (FOLD_LIMIT if whole_number else SMALL_WEIGHT)
 
@@ -98,6 +98,10 @@ def external_location(tensor: TensorProto) -> tuple[str, int, int | None]:
     return entries.get("location", ""), int(entries.get("offset", 0)), length
 
 
+_KEYS = ("location", "offset", "length", "checksum")
+"""What the runtime knows of external data."""
+
+
 def check_stored(tensor: TensorProto, model: Path) -> None:
     """Errors: ModelError where a tensor's data is not as much as its type and shape say, or is
     missing, short or outside the model's folder."""
@@ -125,6 +129,17 @@ def check_stored(tensor: TensorProto, model: Path) -> None:
             f"{model}: weight {tensor.name!r} has {have} {what}, its shape and type {need}; the "
             "file is damaged"
         )
+
+
+def check_constants(graph: GraphProto, model: Path) -> None:
+    """Errors: ModelError for a Constant whose value is no tensor."""
+    for node in nodes_of(graph):
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "value" and not attribute.HasField("t"):
+                raise ModelError(
+                    f"{model}: Constant {next(iter(node.output), '')!r} has a value that is no "
+                    "tensor; export the model again"
+                )
 
 
 def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
@@ -157,6 +172,12 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
         raise ModelError(
             f"{model}: offset or length of weight {tensor.name!r} is no number: {error}"
         ) from None
+    for entry in tensor.external_data:
+        if entry.key not in _KEYS and not entry.key.startswith("prepacked"):
+            raise ModelError(
+                f"{model}: external data of weight {tensor.name!r} has an entry {entry.key!r}; "
+                f"there are {', '.join(_KEYS)}"
+            )
     if "\0" in location or not location:
         raise ModelError(
             f"{model}: external data of weight {tensor.name!r} is in a file {location!r}, which is "

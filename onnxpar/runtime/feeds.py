@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import tokenize
@@ -159,15 +160,17 @@ def _check_header(archive: Any, name: str) -> None:
             return  # bytes, as NumPy reads them
     with files.open(entry) as member:
         version = np.lib.format.read_magic(member)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
-        if version not in ((1, 0), (2, 0)):
-            return  # NumPy's own function says whether it reads that
+        if version not in ((1, 0), (2, 0), (3, 0)):
+            return  # NumPy's own function says that it reads none
+        header: Any = member
+        if version == (3, 0):  # as the second, but for names of fields
+            text = member.read(int.from_bytes(member.read(4), "little")).decode()
+            plain = text.encode("ascii", "replace")
+            header = io.BytesIO(len(plain).to_bytes(4, "little") + plain)
+        first = version == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         try:
-            shape, _, dtype = read(member)
+            shape, _, dtype = read(header)
         except (MemoryError, RecursionError, OverflowError):  # of Python's parser
             raise ValueError("its header is no description of an array") from None
         need, have = math.prod(shape) * dtype.itemsize, files.getinfo(entry).file_size

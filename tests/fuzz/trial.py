@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -176,14 +177,19 @@ def fault_of(status: int, text: str, place: str = "") -> str:
 
 def is_loaded(model: Path) -> bool:
     """Whether onnxruntime loads a file, or would where another execution provider has a kernel
-    that the CPU lacks: a plan for that is no harm."""
+    that the CPU lacks, or a library of custom ops an op of its own domain: a plan for that is
+    no harm."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         ort.InferenceSession(str(model), options, ["CPUExecutionProvider"])
     except REFUSED as error:
-        return "NOT_IMPLEMENTED" in str(error)
+        text = str(error)
+        of_others = re.search(r"error: (\w+):\w+\(-1\) is not a registered function/op", text)
+        return "NOT_IMPLEMENTED" in text or bool(of_others and of_others[1] != "com")
+    except UnicodeDecodeError:  # of what it says
+        return False
     return True
 
 
