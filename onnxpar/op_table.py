@@ -159,7 +159,7 @@ def lines(table: Sequence[OpRow]) -> Iterator[str]:
             yield f"{'':{width}}  whole: {reason}"
         if not row.gradient.isdigit():
             yield f"{'':{width}}  gradient: {row.gradient}"
-    yield f"\n{len(table)} ops. {' '.join(NOTE.split())}"
+    yield f"\n{len(table)} op{'s' * (len(table) != 1)}. {' '.join(NOTE.split())}"
 
 
 def markdown() -> str:

@@ -68,3 +68,10 @@ def test_ops_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ops_of_no_such_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops", "MatMull"]) == 2
     assert "matches no op" in capsys.readouterr().err
+
+
+def test_one_op_is_counted_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "Reshape"]) == 0
+    assert "\n1 op. " in capsys.readouterr().out
+    assert main(["ops", "Reduce*"]) == 0
+    assert " ops. " in capsys.readouterr().out
