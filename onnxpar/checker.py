@@ -42,6 +42,8 @@ def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
     broken: str | None = None
     try:
         onnx.checker.check_model(_bare(model))
+    except UnicodeDecodeError:  # of what it says
+        broken = "a text in it is not UTF-8"
     except onnx.checker.ValidationError as error:
         broken = str(error).splitlines()[0]
     # What is like the model loads much sooner than all its weights.

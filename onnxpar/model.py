@@ -30,6 +30,7 @@ from onnxpar.stored import (
     check_constants,
     check_sparse,
     check_stored,
+    check_text,
     densify,
     is_folded,
     lift_constants,
@@ -112,6 +113,7 @@ def load(
     """
     path = Path(path)
     proto = read_proto(path)
+    check_text(proto, path)
     annotations = read_annotations(proto)
     restate(proto)
     least = max([least, *(c.devices for c in annotations)])

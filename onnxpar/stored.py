@@ -253,6 +253,50 @@ def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
             yield from inner.sparse_initializer
 
 
+def check_text(model: ModelProto, path: Path) -> None:
+    """Errors: ModelError for a name that is not UTF-8, which protobuf hands over as bytes."""
+    for text in _texts(model):
+        if isinstance(text, bytes):
+            raise ModelError(f"{path}: {text!r} in it is not UTF-8; export or copy it again")
+
+
+def _texts(model: ModelProto) -> Iterator[Any]:
+    """Every name in a model."""
+    for opset in model.opset_import:
+        yield opset.domain
+    nodes = list(model.graph.node)
+    yield from _names_of(model.graph)
+    for function in model.functions:
+        yield from (function.name, function.domain, function.overload)
+        for names in (function.input, function.output, function.attribute):
+            yield from names
+        nodes += function.node
+    for configuration in model.configuration:
+        yield configuration.name
+    while nodes:
+        node = nodes.pop()
+        yield from (node.op_type, node.domain, node.name, node.overload)
+        yield from node.input
+        yield from node.output
+        for attribute in node.attribute:
+            yield from (attribute.name, attribute.ref_attr_name)
+        for inner in subgraphs_of(node):
+            yield from _names_of(inner)
+            nodes += inner.node
+
+
+def _names_of(graph: GraphProto) -> Iterator[Any]:
+    yield graph.name
+    for port in (*graph.input, *graph.output, *graph.value_info):
+        yield port.name
+        for dim in port.type.tensor_type.shape.dim:
+            yield dim.dim_param
+    for tensor in graph.initializer:
+        yield tensor.name
+        for entry in tensor.external_data:
+            yield from (entry.key, entry.value)
+
+
 def lift_constants(graph: GraphProto) -> None:
     """Makes constants whose data is elsewhere initializers, so that nothing reads them."""
     kept = []
