@@ -8,11 +8,12 @@ from typing import Any
 
 import onnx
 import onnx.inliner
+import onnx.version_converter
 from onnx import FunctionProto, NodeProto
 
 from onnxpar.errors import ModelError
 from onnxpar.runtime_shapes import is_known
-from onnxpar.stored import nodes_of, subgraphs_of
+from onnxpar.stored import nodes_of, reads_of, subgraphs_of
 
 MOST_NODES = 100_000
 """Into which calls may expand, unless the file itself has a tenth as many."""
@@ -32,7 +33,11 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     _check_expansion(proto, path)
     try:
         proto = onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except (RuntimeError, onnx.checker.ValidationError) as error:
+    except (
+        RuntimeError,
+        onnx.checker.ValidationError,
+        onnx.version_converter.ConvertError,
+    ) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"{path}: its functions cannot be inlined: {reason}") from None
     if proto.functions:
@@ -46,6 +51,14 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
     """Counts the nodes without making them. Errors: ModelError."""
+    for function in proto.functions:
+        made = {"", *function.input, *(name for node in function.node for name in node.output)}
+        lost = sorted({name for node in function.node for name in reads_of(node)} - made)
+        if lost:
+            raise ModelError(
+                f"{path}: function {f'{function.domain}.{function.name}'!r} reads {lost[0]!r}, "
+                "which is neither an input of it nor made in it; export the model again"
+            )
     bodies = {_key(f): list(_nodes(f.node)) for f in proto.functions}
     sizes: dict[_Key, int] = {}
     for start in bodies:
