@@ -178,7 +178,7 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
                 f"{model}: external data of weight {tensor.name!r} has an entry {entry.key!r}; "
                 f"there are {', '.join(_KEYS)}"
             )
-    if "\0" in location or not location:
+    if "\0" in location:
         raise ModelError(
             f"{model}: external data of weight {tensor.name!r} is in a file {location!r}, which is "
             "no name of a file; export the model again"
