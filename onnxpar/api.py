@@ -201,9 +201,13 @@ def opt(
     return "".join(texts)
 
 
-def inspect(par: File) -> SavedPlan:
-    """Returns the plan of a sharded model. Errors: ModelError where `par` is none."""
-    return SavedPlan(Bundle.load(par).data)
+def inspect(par: File, *, verify: bool = False) -> SavedPlan:
+    """Returns the plan of a sharded model; with `verify`, every byte of the folder is compared with
+    its digest first. Errors: ModelError where `par` is none, or not what was written."""
+    bundle = Bundle.load(par)
+    if verify:
+        bundle.check_files(whole=True)
+    return SavedPlan(bundle.data)
 
 
 def ops(pattern: str = "*", *, plugin: Sequence[str] = ()) -> list[op_table.OpRow]:

@@ -173,6 +173,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("par", metavar="model.par", help="what shard wrote")
     run.add_argument("--inputs", required=True, metavar="NPZ", help="arrays by input name")
     run.add_argument("--outputs", metavar="NPZ", help="where to put the arrays, by output name")
+    _add_verify(run)
     run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times, print times")
     _add_profile(run, "runs")
     run.epilog, run.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
@@ -221,6 +222,7 @@ def parser() -> argparse.ArgumentParser:
     inspect = _add(commands_of, "inspect", "show the plan of a sharded model", commands.inspect)
     inspect.add_argument("par", metavar="model.par", help="what shard wrote")
     inspect.add_argument("--json", action="store_true", help="the plan as JSON")
+    _add_verify(inspect)
 
     grad = _add(
         commands_of, "grad", "write the training step of a model as a graph", training_commands.grad
@@ -602,6 +604,15 @@ def _add_runtime(to: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=60.0, metavar="S", help="for every wait, seconds"
     )
     to.add_argument("--log-dir", metavar="DIR", help="ranks' output, under rank.N/")
+
+
+def _add_verify(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every byte of the folder with the SHA-256 that shard wrote; without it, the "
+        "start reads only some parts of files above 64 MiB",
+    )
 
 
 def _add_profile(to: argparse.ArgumentParser, what: str) -> None:

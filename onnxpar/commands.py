@@ -122,7 +122,7 @@ def annotate(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Prints the plan of a model.par."""
-    return _print(saved_plan(args.par), args.json)
+    return _print(saved_plan(args.par, verify=args.verify), args.json)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -213,7 +213,9 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:
-    return InferenceSession(par, timeout=args.timeout, log_dir=args.log_dir, profile=profile)
+    return InferenceSession(
+        par, timeout=args.timeout, log_dir=args.log_dir, profile=profile, verify=args.verify
+    )
 
 
 def _print_plan(made: Plan, full: bool = True) -> None:

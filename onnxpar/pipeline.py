@@ -42,7 +42,7 @@ from onnxpar.passes.pass_ import Pass, PassContext, Stage
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.passes.split_ranks import SplitRanks, check_open
-from onnxpar.plan import Plan, foreign_part
+from onnxpar.plan import Plan, foreign_part, write_plan
 from onnxpar.plugins import load_entry_points
 from onnxpar.reckoning import Reckon, note_unsplit, note_weights, predicted, reckon_typical
 from onnxpar.replay import opened, replay, stay_whole, variants
@@ -586,5 +586,5 @@ def shard(
     with writing(output), new_folder(place, foreign_part) as folder:
         extra: dict[str, Any] = {"progress": progress} if progress else {}
         SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
-        (folder / "plan.json").write_text(made.text())
+        write_plan(folder, made.to_json())
     return made

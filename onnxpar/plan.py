@@ -15,6 +15,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.cache_sizes import CacheSizes
+from onnxpar.digests import digests_of, sealed
 from onnxpar.layout import Layout
 from onnxpar.lookup import Lookup
 from onnxpar.mesh import Mesh
@@ -24,7 +25,7 @@ from onnxpar.sharding import Placement, Sharding
 from onnxpar.shown import Shown
 from onnxpar.step import Step
 
-FORMAT = 1
+FORMAT = 2
 NO_RULE = "no rule"
 STORED, ZERO = "stored", "zero"
 """First values of states."""
@@ -325,3 +326,10 @@ def foreign_part(folder: Path) -> str | None:
         if entry.is_symlink() or not entry.is_file() or not _OWN_FILE.fullmatch(entry.name):
             return f"holds {entry.name!r}, which is no part of a sharded model"
     return None
+
+
+def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
+    """Writes plan.json to a folder in which all else of a sharded model stands, with the digests of
+    it. Errors: OSError."""
+    files = digests_of(sorted(f for f in folder.iterdir() if f.name != "plan.json"))
+    (folder / "plan.json").write_text(sealed({**plan, "files": files}), encoding="utf-8")

@@ -23,6 +23,7 @@ LAYERS = (
         "shown",
         "trace",
         "version",
+        "digests",
         "write_file",
         "new_folder",
     ),
@@ -199,6 +200,7 @@ def test_rules_know_no_mesh() -> None:
 
 BELOW = {
     "arrays",
+    "digests",
     "errors",
     "layout",
     "lookup",

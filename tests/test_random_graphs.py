@@ -29,6 +29,7 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline import DEFAULT_PASSES, Options, make_context, run_passes
+from onnxpar.plan import write_plan
 from onnxpar.rules.rule import registered
 from onnxpar.search.cost import Costs
 from onnxpar.strategy import Strategy
@@ -128,7 +129,7 @@ def shard_randomly(model: Path, ops: Sequence[str], b: Builder, folder: Path) ->
         plan = run_passes(loaded, ctx, passes, watch, check=True)
     assert plan is not None
     SplitRanks(folder).run(loaded.graph, ctx)
-    (folder / "plan.json").write_text(plan.text())
+    write_plan(folder, plan.to_json())
 
 
 def check_values(got: list[np.ndarray], wanted: list[np.ndarray], outputs: list[Value]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.digests import BLOCK, Digests, check_files, check_seal, check_size
 from onnxpar.errors import InputError, ModelError
 from onnxpar.layout import Layout, dim_axes
 from onnxpar.lookup import Lookup
@@ -20,8 +21,10 @@ from onnxpar.runtime.values import is_value
 from onnxpar.step import Step
 from onnxpar.symbols import Polynomial
 
-FORMAT = 1
+FORMAT = 2
 """The only format of plan.json that this runtime reads."""
+
+_WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"
 
 Shape = tuple[int | Polynomial | None, ...]
 """Global sizes; open ones are polynomials of the model's symbols, None is what data decides."""
@@ -150,6 +153,7 @@ class Bundle:
             fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
             for port in (*inputs.values(), *outputs.values()):
                 _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
+            _check_listed(plan["files"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"{folder / 'plan.json'} is damaged: {type(error).__name__}: {error}; "
@@ -202,9 +206,33 @@ class Bundle:
         return tuple(found.get(s, 0) for s in self.symbols)
 
     def check_complete(self) -> None:
-        """Errors: ModelError where the folder lacks the graph of any rank."""
+        """Errors: ModelError where the folder lacks the graph of any rank, or a file has another
+        size than it was written with."""
         for rank in range(self.mesh.size):
             self.rank_file(rank)
+        for name, said in self._files.items():
+            check_size(self._file(name), said, _WRITE_AGAIN)
+
+    def check_files(self, rank: int | None = None, whole: bool = False) -> None:
+        """Errors: ModelError where the files of a rank, by default of all, are not those that were
+        written. Of large files, only some parts are read unless they are checked as a `whole`."""
+        own = "rank_" if rank is None else f"rank_{rank:04d}."
+        wanted = {
+            name: said
+            for name, said in self._files.items()
+            if name.startswith(own) or not name.startswith("rank_")
+        }
+        check_files(self.path, wanted, whole, _WRITE_AGAIN)
+
+    @property
+    def digest(self) -> str:
+        """Stands for plan.json and all files that it lists."""
+        return str(self.data.get("sha256", ""))
+
+    @property
+    def _files(self) -> Mapping[str, Digests]:
+        found: Mapping[str, Digests] = self.data.get("files", {})
+        return found
 
     @property
     def apart(self) -> frozenset[str]:
@@ -248,12 +276,14 @@ def _read_plan(folder: Path) -> dict[str, Any]:
             f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"
         )
     try:
-        plan = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_bytes()
+        plan = json.loads(text)
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         found = plan.get("format") if isinstance(plan, dict) else None
         raise ModelError(f"{file} has format {found!r}, this onnxpar reads {FORMAT}: shard it anew")
+    check_seal(file, text, _WRITE_AGAIN)
     return plan
 
 
@@ -264,6 +294,16 @@ def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
         size = mesh.sizes.get(axis.name, 0)
         if axis.size < 1 or axis.pre < 1 or size % (axis.pre * axis.size) or not size:
             raise ValueError(f"a layout is over {axis}, which is no part of the mesh {mesh}")
+
+
+def _check_listed(files: Mapping[str, Digests]) -> None:
+    """Errors: TypeError, KeyError or ValueError for what is no list of files and digests."""
+    for name, said in files.items():
+        blocks = said["sha256"]
+        if not isinstance(said["bytes"], int) or not all(isinstance(b, str) for b in blocks):
+            raise TypeError(f"digests of {name!r}")
+        if len(blocks) != max(-(-said["bytes"] // BLOCK), 1):
+            raise ValueError(f"{len(blocks)} digests of {name!r}")
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:

@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from onnxpar.arrays import Array
 from onnxpar.errors import ModelError, RankError, RunError
-from onnxpar.runtime import groups
+from onnxpar.runtime import collectives, groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
@@ -83,6 +83,8 @@ class Executor:
         *,
         everywhere: bool = False,
     ) -> None:
+        bundle.check_files(world.rank)
+        collectives.barrier(world, f"the start of a model with plan.json {bundle.digest[:16]}")
         profiled = ProfiledSessions()
 
         @cache

@@ -222,8 +222,10 @@ class InferenceSession(Session):
     `log_dir` gets `rank.N/stdout.log` and `stderr.log`. Ranks listen on `bind_address` only.
     `config` adds session config entries, `libraries` custom-op libraries, of which onnxruntime
     does not tell which ones `sess_options` has. With `profile`, onnxruntime records each node that
-    it runs until `end_profile`, up to a million of them on a rank. `disabled_optimizers` are
-    onnxruntime's, by name. `enable_fallback` and `read_config_from_model` must stay off.
+    it runs until `end_profile`, up to a million of them on a rank. With `verify`, all bytes of the
+    folder are compared with their digests first, else only some of large files.
+    `disabled_optimizers` are onnxruntime's, by name. `enable_fallback` and
+    `read_config_from_model` must stay off.
 
     Errors: ModelError for a folder that is no sharded model; RankError where a rank does not start.
     """
@@ -241,6 +243,7 @@ class InferenceSession(Session):
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
         profile: bool = False,
+        verify: bool = False,
         enable_fallback: bool | int = False,
         disabled_optimizers: Iterable[str] | None = None,
         read_config_from_model: bool | int = False,
@@ -267,6 +270,8 @@ class InferenceSession(Session):
 
         def start(spec: SessionSpec) -> Ranks:
             launched = launch.launched_rank()
+            if verify:
+                bundle.check_files(launched.rank if launched else None, whole=True)
             if launched is None:
                 address = bind_address or launch.bind_address()
                 return ProcessRanks(bundle, spec, timeout, log_dir, address)

@@ -18,6 +18,7 @@ from onnxpar.factors import analyse
 from onnxpar.model import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline import Options
+from onnxpar.plan import write_plan
 from onnxpar.runtime.groups import World, thread_worlds
 from onnxpar.runtime.threads import ThreadSession
 
@@ -100,7 +101,7 @@ class Trials:
         made = pipeline.run_passes(model, ctx, [p() for p in pipeline.DEFAULT_PASSES], check=True)
         assert made is not None
         SplitRanks(par).run(model.graph, ctx)
-        (par / "plan.json").write_text(made.text())
+        write_plan(par, made.to_json())
         on_parts = reader.op is None or any(ctx.sharding.op_axes(reader.op))
         return SPLIT if on_parts else GATHERED
 

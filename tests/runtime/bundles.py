@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, save
 
 from onnxpar.layout import Factor, Layout
 from onnxpar.mesh import Axis, Mesh
+from onnxpar.plan import FORMAT, write_plan
 from onnxpar.runtime.session import Session
 
 ELEMENTS = {
@@ -91,14 +91,14 @@ def write_par(
         graph = helper.make_graph(list(nodes(rank)), "g", *ports, constants)
         save(_model(graph), folder / f"rank_{rank:04d}.onnx")
     plan = {
-        "format": 1,
+        "format": FORMAT,
         "model": "hand.onnx",
         "mesh": [list(axis) for axis in ranks.shape],
         "inputs": [_port(tensor, ranks) for tensor in inputs],
         "outputs": [_port(tensor, ranks) for tensor in outputs],
         "states": [{"input": i, "output": o} for i, o in (states or {}).items()],
     }
-    (folder / "plan.json").write_text(json.dumps(plan))
+    write_plan(folder, plan)
     return folder
 
 

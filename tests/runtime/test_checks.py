@@ -14,6 +14,7 @@ from runtime.bundles import Tensor, k_split, write_par
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError
+from onnxpar.plan import write_plan
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
@@ -72,7 +73,7 @@ def test_sizes_that_data_decides_take_any_value(tmp_path: Path) -> None:
     par = write_par(tmp_path, "tp=2", [Tensor("x", None)], [Tensor("x", None)], lambda rank: [])
     plan = json.loads((par / "plan.json").read_text())
     plan["inputs"][0]["shape"] = [None, 3]
-    (par / "plan.json").write_text(json.dumps(plan))
+    write_plan(par, plan)
     with ThreadSession(par) as session:
         for size in (1, 4):
             value = np.ones((size, 3), np.float32)
@@ -89,7 +90,7 @@ def test_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, this onnxpar reads 1"),
+        ({"format": 99}, "has format 99, this onnxpar reads 2"),
         ({"mesh": 7}, "plan.json is damaged: TypeError"),
         ({"outputs": [{}]}, "plan.json is damaged: KeyError: 'name'"),
         ({"states": [{"input": "x", "output": "nope"}]}, r"state pairs name no port: \['nope'\]"),
@@ -101,7 +102,7 @@ def test_no_folder(tmp_path: Path) -> None:
 )
 def test_broken_plans(change: dict[str, Any], message: str, par: Path) -> None:
     plan = json.loads((par / "plan.json").read_text())
-    (par / "plan.json").write_text(json.dumps({**plan, **change}))
+    write_plan(par, {**plan, **change})
     with pytest.raises(ModelError, match=message):
         Bundle.load(par)
 

@@ -22,6 +22,8 @@ from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_un
 from onnxpar import pipeline
 from onnxpar.errors import RankError, RunError
 from onnxpar.pipeline import Options
+from onnxpar.plan import write_plan
+from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.rank_failure import is_damaged, load_text
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
@@ -183,6 +185,7 @@ def test_a_run_that_fails_on_one_rank(kind: Callable[..., Session], tmp_path: Pa
 @pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])
 def test_a_rank_that_does_not_load(kind: Callable[..., Session], par: Path) -> None:
     (par / "rank_0001.onnx").write_bytes(b"no model")
+    write_plan(par, Bundle.load(par).data)
     start = time.monotonic()
     with pytest.raises(
         RankError, match=r"(?s)the start.*rank 1 failed: .*(?i:protobuf).*is damaged"
