@@ -152,7 +152,9 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
 def _why_idle(preset: str | None, is_gathered: bool) -> str:
     """Why nothing of a node is split that could be: only a search has weighed it."""
     if preset not in (AUTO, EXHAUSTIVE):
-        return "nothing asks to split it"
+        return "nothing asks to split it" + (
+            ", so its operands are gathered" if is_gathered else ""
+        )
     if is_gathered:
         return "gathering its operands costs less than a split of it"
     return "no split of it was worth a collective"
