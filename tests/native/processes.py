@@ -15,9 +15,8 @@ from onnx import TensorProto
 
 from onnxpar.runtime.groups import World
 
-# Starts ranks by forking a server that has the imports, in a few milliseconds each.
+# Each imports onnxruntime for itself: it waits at its exit for a thread that a fork would not have.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["native.processes"])
 
 
 class RankProcess:
