@@ -6,6 +6,8 @@
 #include <signal.h>
 
 #include <exception>
+#include <iostream>
+#include <mutex>
 #include <thread>
 
 #include "transport.h"
@@ -45,6 +47,27 @@ void NameRank(int rank, const Body& body) {
   }
 }
 
+/// While one lives, nothing that the process writes to std::cerr appears: Gloo of 2025 tells there
+/// of every connection. What fails is an exception all the same.
+class Quiet {
+ public:
+  Quiet() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (alive_++ == 0) kept_ = std::cerr.rdbuf(nullptr);
+  }
+  ~Quiet() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--alive_ == 0) std::cerr.rdbuf(kept_);
+  }
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+
+ private:
+  static inline std::mutex mutex_;
+  static inline int alive_ = 0;
+  static inline std::streambuf* kept_ = nullptr;
+};
+
 using Device = std::shared_ptr<gloo::transport::Device>;
 using gloo::rendezvous::Store;
 
@@ -70,6 +93,7 @@ GlooMesh::GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std
   context_ = std::make_shared<gloo::rendezvous::Context>(rank, size);
   // Gloo waits five times as long for a connection.
   context_->setTimeout(std::max(timeout / 5, std::chrono::milliseconds(100)));
+  const Quiet quiet;
   Connect(*context_, store, device_, 0);
 }
 
