@@ -65,7 +65,15 @@ def mpirun(options: list[str], *arguments: object) -> str:
     if command is None:
         pytest.skip("there is no mpirun")
     done = subprocess.run(
-        [command, "--allow-run-as-root", *options, sys.executable, *map(str, arguments)],
+        [
+            command,
+            "--allow-run-as-root",
+            "--bind-to",
+            "none",
+            *options,
+            sys.executable,
+            *map(str, arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
