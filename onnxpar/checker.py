@@ -55,6 +55,9 @@ def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
     return reason
 
 
+_OF_KERNELS = ("NOT_IMPLEMENTED", "Exception during initialization")
+"""In what onnxruntime says where the model is valid but a kernel is missing, or refuses to be made:
+an LSTM whose batch comes first."""
 _FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -146,7 +149,7 @@ def _is_large(tensor: TensorProto) -> bool:
 
 def _refusal(model: str | bytes) -> str | None:
     """Why onnxruntime does not load a model; None where it does, and where all that it lacks is a
-    kernel, which another execution provider may have."""
+    kernel, or an option of one, which another execution provider may have."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
@@ -157,7 +160,7 @@ def _refusal(model: str | bytes) -> str | None:
         return "a name in it is not UTF-8"
     except REFUSED as error:
         text = str(error).splitlines()[0]
-        return None if "NOT_IMPLEMENTED" in text else text
+        return None if any(lack in text for lack in _OF_KERNELS) else text
     return None
 
 

@@ -16,7 +16,9 @@ from onnxpar.cli import main
 from onnxpar.errors import InputError
 from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.pipeline import Options
+from onnxpar.plan import write_plan
 from onnxpar.runtime import compare
+from onnxpar.runtime.bundle import Bundle
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>
 two (float[8,16] x, float[8,16] z) => (float[8,4] y) {
@@ -120,6 +122,7 @@ def test_each_names_the_first_tensor_that_differs(
             array[0, 0] += 1
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, weight))
             onnx.save(graph, file)
+            write_plan(args[1], Bundle.load(args[1]).data)
             return made
 
         monkeypatch.setattr(pipeline, "shard", spoil)
@@ -183,6 +186,7 @@ def test_each_with_open_sizes(
         array[0, 0] += 1
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, "b"))
         onnx.save(graph, file)
+        write_plan(args[1], Bundle.load(args[1]).data)
         return made
 
     monkeypatch.setattr(pipeline, "shard", spoil)

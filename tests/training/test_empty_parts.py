@@ -57,7 +57,7 @@ LOOP = """loop (float[2,4] x, float[4,4] w1, float[4,5] w2) => (float[2,5] y)
   y = MatMul(h, w2) }"""
 
 
-SQUARES = """squares (float[2,40] x, float[2,26] t, float[40,26] w1) => (float total)
+SQUARES = """squares (float[2,40] x, float[2,26] t, float[40,26] w1) => (float[] total)
 { a = MatMul(x, w1)  d = Sub(a, t)  q = Mul(d, d)  total = ReduceSum<keepdims = 0>(q) }"""
 
 
