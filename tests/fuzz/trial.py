@@ -66,14 +66,14 @@ def run_all(maker: Maker, numbers: Iterable[int], jobs: int = 2) -> Iterator[Out
                 running[_start(maker, number, folder)] = (number, folder, time.monotonic())
             if not running:
                 return
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid in running:
-                number, folder, _ = running.pop(pid)
-                yield _outcome(number, folder, status)
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-            for child, (_, _, since) in running.items():
-                if time.monotonic() - since > PATIENCE:
+            for child in list(running):
+                number, folder, since = running[child]
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    del running[child]
+                    yield _outcome(number, folder, status)
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif time.monotonic() - since > PATIENCE:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.005)
     finally:
