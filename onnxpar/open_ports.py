@@ -39,8 +39,10 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
     trees = [layout.to_json(normalized=False) for layout in layouts]
     shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
     for axis in range(len(shape)):
-        if (port.name, axis) in sizes.free and not any(dim_axes(x.dims[axis]) for x in layouts):
-            tree["dims"][axis] = {"size": -1}
+        # Segments of what is whole may have no elements, or fewer, at small sizes.
+        if not any(dim_axes(x.dims[axis]) for x in layouts):
+            is_free = (port.name, axis) in sizes.free
+            tree["dims"][axis] = {"size": -1 if is_free else shape[axis]}
     if tree == trees[0]:
         return port
     return replace(port, open=OpenPort([None if s == -1 else s for s in shape], tree))

@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from agreement import TIMEOUT, check_outputs, options, run_unsplit
 from committed import DYNAMIC, EVEN, MODELS, ODD, dims_of
+from small_models import write_text
 
 from onnxpar import pipeline
 from onnxpar.errors import InputError, StrategyError
@@ -195,3 +196,25 @@ def test_parts_by_hand_need_a_size(tmp_path: Path) -> None:
     how = options("dp=2", strategy=strategy)
     with pytest.raises(StrategyError, match="--dim batch"):
         pipeline.shard(MODELS / "resnet.dynamo.dynamic.onnx", tmp_path / "m.par", how)
+
+
+def test_lengths_shorter_than_the_segments_of_what_is_whole(tmp_path: Path) -> None:
+    """A decoder's mask compares each token with the one before it, which cuts the length in an
+    element, a middle and an element; runs of one token have no such middle."""
+    path = write_text(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[b,s,4] x) => (float[b,s,4] y, float[b,t,4] d)
+        <int64[1] zero = {0}, int64[1] one = {1}, int64[1] last = {-1}, int64[1] end = {9999}> {
+          after = Slice(x, one, end, one)  before = Slice(x, zero, last, one)
+          d = Sub(after, before)  y = Relu(x) }""",
+        tmp_path / "m.onnx",
+    )
+    whole = ort.InferenceSession(path)
+    pipeline.shard(path, tmp_path / "m.par", options("data-parallel 2"))
+    with ThreadSession(tmp_path / "m.par") as session:
+        for batch, length in ((1, 1), (3, 1), (1, 2), (2, 3), (5, 7)):
+            x = np.random.default_rng(length).standard_normal((batch, length, 4)).astype("f4")
+            for got, wanted in zip(
+                session.run(None, {"x": x}), whole.run(None, {"x": x}), strict=True
+            ):
+                np.testing.assert_array_equal(got, wanted)
