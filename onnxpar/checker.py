@@ -13,7 +13,7 @@ from onnx import GraphProto, TensorProto, helper
 
 from onnxpar.errors import ModelError
 from onnxpar.runtime_shapes import REFUSED, is_known
-from onnxpar.stored import copy_with_stubs, element_bits, nodes_of, stored_tensors, subgraphs_of
+from onnxpar.stored import copy_with_stubs, element_bits, graphs_of, nodes_of, stored_tensors
 
 _MAX_IR, MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
@@ -103,7 +103,7 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
     bare.ir_version = max(bare.ir_version, MIN_IR)
     bare.graph.name = bare.graph.name or "graph"
     del bare.metadata_props[:]
-    for graph in _graphs(bare.graph):
+    for graph in graphs_of(bare.graph):
         for port in (*graph.input, *graph.output):
             kind = port.type.WhichOneof("value")
             if kind == "tensor_type":
@@ -112,12 +112,6 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
                 port.type.CopyFrom(helper.make_tensor_type_proto(TensorProto.FLOAT, []))
     _lend_domain(bare.graph, bare.opset_import)
     return bare
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in nodes_of(graph):
-        yield from subgraphs_of(node)
 
 
 def _has_unknown(graph: GraphProto) -> bool:

@@ -24,7 +24,7 @@ from onnx import (
 )
 
 from onnxpar.errors import ModelError
-from onnxpar.stored import ExternalValues, stored_proto, subgraphs_of
+from onnxpar.stored import ExternalValues, graphs_of, stored_proto, subgraphs_of
 
 gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that go around it
 _LISTS = {
@@ -121,7 +121,7 @@ def import_graph(
     Strings, sequences, optionals and maps have no shape in it, so that they stay whole. Errors:
     ModelError for an attribute that graphs have no place for.
     """
-    protos = list(_graphs(model.graph))
+    protos = list(graphs_of(model.graph))
     ports = [[_copy(p) for p in (*g.input, *g.output)] for g in protos]
     attributes = [_set_aside(node) for node in _nodes(model.graph)]
     for proto in protos:
@@ -170,7 +170,7 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     for node, message, lists in zip(nodes, _nodes(model.graph), empty, strict=True):
         message.attribute.extend(AttributeProto(name=k, type=v.kind) for k, v in lists.items())
         _describe(message, _source(node))
-    for inner, proto in zip(graphs, _graphs(model.graph), strict=True):
+    for inner, proto in zip(graphs, graphs_of(model.graph), strict=True):
         _describe_graph(inner, proto)
     model.graph.initializer.extend(_hoist(graph, model.graph))
     _describe(model, header)
@@ -188,7 +188,7 @@ def _named(tensor: TensorProto, name: str) -> TensorProto:
 
 def declare_types(graph: gs.Graph, proto: GraphProto) -> None:
     """Declares the dtypes and shapes of what nodes make in an exported graph, in subgraphs too."""
-    for inner, message in zip(_gs_graphs(graph), _graphs(proto), strict=True):
+    for inner, message in zip(_gs_graphs(graph), graphs_of(proto), strict=True):
         ports = {port.name for port in (*message.input, *message.output)}
         for tensor in [t for node in inner.nodes for t in node.outputs]:
             known = tensor.dtype is not None and tensor.dtype != object
@@ -237,15 +237,8 @@ def _copy(port: ValueInfoProto) -> ValueInfoProto:
     return copy
 
 
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for inner in subgraphs_of(node):
-            yield from _graphs(inner)
-
-
 def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    return (node for inner in _graphs(graph) for node in inner.node)
+    return (node for inner in graphs_of(graph) for node in inner.node)
 
 
 def _gs_graphs(graph: gs.Graph) -> Iterator[gs.Graph]:

@@ -26,6 +26,7 @@ from onnxpar.shown import Shown
 from onnxpar.step import Step
 
 FORMAT = 2
+_OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)")
 NO_RULE = "no rule"
 STORED, ZERO = "stored", "zero"
 """First values of states."""
@@ -60,9 +61,6 @@ def mean_bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> f
 def element_bytes(tensor: gs.Tensor) -> float:
     """Bytes of an element, of which some types have but a part; 4 where the type is unknown."""
     return stored_bits(numpy_dtype(tensor)) / 8 if tensor.dtype is not None else 4.0
-
-
-_OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)")
 
 
 @dataclass(frozen=True)

@@ -210,11 +210,6 @@ class Sharding:
         name = tensor if isinstance(tensor, str) else tensor.name
         return self._layout(name, placement, self.factors.tensors[name].dims)
 
-    def costed_layouts(self, name: str, placement: Placement) -> list[tuple[float, Layout]]:
-        """The same at each of the sizes that costs are computed at, with weights."""
-        each = self.factors.tensors[name].costed
-        return [(weight, self._layout(name, placement, dims)) for weight, dims in each]
-
     def costed_shapes(self, name: str, placement: Placement) -> list[tuple[float, tuple[int, ...]]]:
         """Shapes of the fullest rank's part, where costs are reckoned, with weights."""
         factors = self.factors.tensors[name]

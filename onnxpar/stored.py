@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import (
+    AttributeProto,
     GraphProto,
     ModelProto,
     NodeProto,
@@ -208,6 +209,14 @@ def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
         yield from attribute.graphs
 
 
+def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
+    """The graph and the bodies of its nodes, each before those within it."""
+    yield graph
+    for node in graph.node:
+        for inner in subgraphs_of(node):
+            yield from graphs_of(inner)
+
+
 def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
     """Every node of a graph, those of subgraphs behind the one that they belong to."""
     for node in graph.node:
@@ -229,28 +238,28 @@ def captured_by(graph: GraphProto) -> set[str]:
     return read - own - {name for node in graph.node for name in node.output}
 
 
+def _attributes(graph: GraphProto) -> Iterator[AttributeProto]:
+    return (attribute for node in nodes_of(graph) for attribute in node.attribute)
+
+
 def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     """Every stored tensor of a graph, of attributes and of subgraphs too."""
-    yield from graph.initializer
-    for node in nodes_of(graph):
-        for attribute in node.attribute:
-            yield from [attribute.t] if attribute.HasField("t") else []
-            yield from attribute.tensors
-        for inner in subgraphs_of(node):
-            yield from inner.initializer
+    for each in graphs_of(graph):
+        yield from each.initializer
+    for attribute in _attributes(graph):
+        yield from [attribute.t] if attribute.HasField("t") else []
+        yield from attribute.tensors
     for entry in sparse_tensors(graph):
         yield from (entry.values, entry.indices)
 
 
 def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
     """The same of sparse ones."""
-    yield from graph.sparse_initializer
-    for node in nodes_of(graph):
-        for attribute in node.attribute:
-            yield from [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
-            yield from attribute.sparse_tensors
-        for inner in subgraphs_of(node):
-            yield from inner.sparse_initializer
+    for each in graphs_of(graph):
+        yield from each.sparse_initializer
+    for attribute in _attributes(graph):
+        yield from [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+        yield from attribute.sparse_tensors
 
 
 def check_text(model: ModelProto, path: Path) -> None:
