@@ -67,6 +67,18 @@ class Request:
     sizes: Sizes = ()
 
 
+def _check_same(bundle: Bundle, world: groups.World) -> None:
+    """Errors: ModelError, the same on all ranks, where they have different models."""
+    each = collectives.gather_bytes(world, bundle.digest.encode(), "plan.json")
+    odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
+    if odd is not None:
+        first, other = (each[rank][:8].decode() for rank in (0, odd))
+        raise ModelError(
+            f"{bundle.path}: the ranks disagree on the model: the SHA-256 of plan.json begins with "
+            f"{first} on rank 0 and {other} on rank {odd}; copy the same folder to all hosts"
+        )
+
+
 class Executor:
     """Runs one rank's graph.
 
@@ -84,7 +96,7 @@ class Executor:
         everywhere: bool = False,
     ) -> None:
         bundle.check_files(world.rank)
-        collectives.barrier(world, f"the start of a model with plan.json {bundle.digest[:16]}")
+        _check_same(bundle, world)
         profiled = ProfiledSessions()
 
         @cache
