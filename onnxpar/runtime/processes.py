@@ -102,7 +102,7 @@ class Processes:
             try:
                 rank.work.send(message)
             except Closed:
-                self._fail(rank, what)
+                self._lose(rank, what)
         pinged = time.monotonic()
         while waiting := [rank for rank in self.ranks if rank.reply is None]:
             before = time.monotonic()
@@ -123,7 +123,7 @@ class Processes:
             try:
                 message = wire.receive()
             except Closed:
-                self._fail(rank, what)
+                self._lose(rank, what)
             rank.silence = 0.0
             if wire is rank.work:
                 rank.reply = message
@@ -146,13 +146,19 @@ class Processes:
             ):
                 self._fail(rank, what)
 
+    def _lose(self, rank: RankProcess, what: str) -> NoReturn:
+        """Fails for a rank that closed its connection, also one that has answered already. It
+        closes a moment before the exit code is there, on a busy host a long one. Errors: RankError.
+        """
+        if rank.fate() is None and not rank.wait(CLOSING):
+            rank.reply = {"error": "it closed its connection, but its process goes on"}
+        self._fail(rank, what)
+
     def _fail(self, first: RankProcess, what: str) -> NoReturn:
         """Lets the others stop and say what they were in; ends all; raises the whole story.
 
         The culprit is a rank that died or was stopped, else the first to fail. Errors: RankError.
         """
-        if first.reply is None and first.fate() is None:
-            first.wait(1.0)  # its sockets close a moment before its exit code is there
         culprit = next((rank for rank in self.ranks if rank.fate() is not None), first)
         headline = f"{what} of {self._path}: rank {self._story(culprit)}"
         for rank in self.ranks:

@@ -23,7 +23,9 @@ from onnxpar import pipeline
 from onnxpar.errors import RankError, RunError
 from onnxpar.pipeline import Options
 from onnxpar.plan import write_plan
+from onnxpar.runtime import rank_process
 from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.rank_failure import is_damaged, load_text
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
@@ -71,6 +73,30 @@ def test_a_rank_killed_in_a_collective(session: InferenceSession, x: np.ndarray)
     assert re.search(r"\n  rank 0: AllReduce 'y' .*rank 1", text)
     assert re.search(r"\n  rank 2: AllReduce 'y' .*rank 1", text)
     assert seconds < 5
+
+
+ANSWERS_AND_ENDS = """
+import os, socket, sys, time
+_, work, control, _, _ = map(int, sys.argv[1:])
+wire = Wire(socket.socket(fileno=work))
+message = wire.receive()
+if message["answers"]:
+    wire.send({})
+    wire.close()
+    os.close(control)
+    time.sleep(1.5)
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+
+
+def test_a_rank_killed_after_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another one still computes; and its exit code is there long after its sockets close."""
+    boot = f"from onnxpar.runtime.wire import Wire\n{ANSWERS_AND_ENDS}"
+    monkeypatch.setattr(rank_process, "BOOT", boot)
+    ranks = Processes(tmp_path, 2, 60.0, None)
+    with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL \(signal 9\)"):
+        ranks.call([{"answers": False}, {"answers": True}], "run 1")
 
 
 def test_a_stopped_rank(session: InferenceSession, x: np.ndarray) -> None:
