@@ -25,6 +25,7 @@ from onnxpar.errors import StrategyError as StrategyError
 from onnxpar.layout import Layout as Layout
 from onnxpar.mesh import Mesh as Mesh
 from onnxpar.plan import Plan as Plan
+from onnxpar.plan_options import LayoutOptions as LayoutOptions
 from onnxpar.plan_options import PlanOptions as PlanOptions
 from onnxpar.runtime.session import InferenceSession as InferenceSession
 from onnxpar.strategy import Strategy as Strategy
@@ -37,6 +38,7 @@ __all__ = [
     "InferenceSession",
     "InputError",
     "Layout",
+    "LayoutOptions",
     "Mesh",
     "ModelError",
     "OnnxparError",

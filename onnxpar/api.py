@@ -30,7 +30,7 @@ from onnxpar.named_passes import run_named
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan, SavedPlan
-from onnxpar.plan_options import PlanOptions, lists_options, options_of
+from onnxpar.plan_options import LayoutOptions, PlanOptions, lists, options_of
 from onnxpar.plugins import load_plugin
 from onnxpar.report_page import explained_of, write_page
 from onnxpar.runtime.bundle import Bundle
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 File = str | os.PathLike[str]
 
 
-@lists_options
+@lists(PlanOptions)
 def shard(
     model: Source,
     output: File | None = None,
@@ -66,7 +66,7 @@ def shard(
     save_strategy  writes the strategy that was found to this file
     dump           a folder that gets the graph after every pass
     progress       is called with the number of bytes of each weight that is written
-    options        see `PlanOptions`
+    options        see `PlanOptions` and `LayoutOptions`
 
     Errors: OnnxparError, which names what is wrong and the remedy; nothing is left half-written.
     """
@@ -80,7 +80,7 @@ def shard(
     return _with_steps(made, explainer, asked)
 
 
-@lists_options
+@lists(PlanOptions)
 def make_plan(
     model: Source,
     *,
@@ -105,16 +105,16 @@ def make_plan(
     return made
 
 
-@lists_options
-def annotate(model: Source, output: File, **options: Unpack[PlanOptions]) -> Plan:
+@lists(LayoutOptions)
+def annotate(model: Source, output: File, **options: Unpack[LayoutOptions]) -> Plan:
     """Writes the model with the plan that `shard` follows as ONNX's multi-device annotations, which
     `shard` reads. Errors: OnnxparError."""
-    asked = options_of(options, "annotate")
+    asked = options_of(options, "annotate", LayoutOptions)
     with model_file(model) as path:
         return pipeline.annotate(path, Path(output), asked)
 
 
-@lists_options
+@lists(PlanOptions)
 def check(
     model: Source,
     inputs: Inputs = None,
@@ -151,7 +151,7 @@ def check(
         return check_model(path, asked, way)
 
 
-@lists_options
+@lists(PlanOptions)
 def candidates(
     model: Source, *, html: File | None = None, **options: Unpack[PlanOptions]
 ) -> Candidates:
@@ -165,7 +165,7 @@ def candidates(
         return compare_strategies(path, asked, html)
 
 
-@lists_options
+@lists(PlanOptions)
 def compare_trace(model: Source, trace: File, **options: Unpack[PlanOptions]) -> Comparison:
     """Returns what the cost model predicts for each op and collective beside what a trace measured.
 
@@ -177,7 +177,7 @@ def compare_trace(model: Source, trace: File, **options: Unpack[PlanOptions]) ->
         return compare_with_trace(path, asked, trace)
 
 
-@lists_options
+@lists(LayoutOptions)
 def opt(
     model: Source,
     passes: str,
@@ -185,7 +185,7 @@ def opt(
     print_after: Sequence[str] = (),
     dump: File | None = None,
     output: File | None = None,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[LayoutOptions],
 ) -> str:
     """Runs passes, `"propagate-layouts,insert-collectives"`, on a model or a dump, and returns the
     graph as text.
@@ -194,7 +194,7 @@ def opt(
     gets the graph after every pass, `output` a file that gets it after the last, as a model.
     Errors: OnnxparError.
     """
-    asked = options_of(options, "opt")
+    asked = options_of(options, "opt", LayoutOptions)
     texts: list[str] = []
     with model_file(model) as path:
         run_named(path, asked, passes, print_after, dump, output, texts.append)

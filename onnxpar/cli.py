@@ -125,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
 
     shard = _add(commands_of, "shard", "write a sharded model", commands.shard)
     _add_model(shard)
+    _add_lowering(shard)
     _add_save(shard)
     shard.add_argument(
         "-o",
@@ -135,6 +136,7 @@ def parser() -> argparse.ArgumentParser:
 
     plan = _add(commands_of, "plan", "show what shard would do; nothing is written", commands.plan)
     _add_model(plan)
+    _add_lowering(plan)
     _add_save(plan)
     plan.add_argument(
         "--compare",
@@ -187,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
         commands.check,
     )
     _add_model(check)
+    _add_lowering(check)
     check.add_argument(
         "--inputs",
         metavar="NPZ",
@@ -416,6 +419,12 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         action="store_false",
         help="look for no state pairs beside those of --state",
     )
+    to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
+    _add_plugin(to)
+
+
+def _add_lowering(to: argparse.ArgumentParser) -> None:
+    """Options of how collectives run, and of passes beside onnxpar's own."""
     to.add_argument(
         "--fusion",
         choices=FUSIONS,
@@ -435,10 +444,9 @@ def _add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         "2bit:T, where a rank sends T, 0 or -T of each element and keeps the rest for later steps "
         f"(T should be near the largest elements, and is {THRESHOLD} by default); none",
     )
-    to.add_argument("--strict", action="store_true", help="an op that stays whole is an error")
-    _add_plugin(to)
     to.add_argument(
         "--add-pass",
+        dest="passes",
         action="append",
         default=[],
         metavar="PASS",

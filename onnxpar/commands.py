@@ -30,7 +30,7 @@ from onnxpar.named_passes import run_named
 from onnxpar.pass_list import LIST, pass_lines
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan, SavedPlan
-from onnxpar.plan_options import option_names, options_of
+from onnxpar.plan_options import Kind, LayoutOptions, PlanOptions, option_names, options_of
 from onnxpar.progress_line import progress_line
 from onnxpar.report import plan_lines
 from onnxpar.report_page import write_page
@@ -114,7 +114,7 @@ def _print(result: Candidates | Comparison | SavedPlan, as_json: bool) -> int:
 
 def annotate(args: argparse.Namespace) -> int:
     """Writes the model with the plan in it."""
-    made = pipeline.annotate(args.model, args.output, _options(args))
+    made = pipeline.annotate(args.model, args.output, _options(args, LayoutOptions))
     _print_plan(made, full=False)
     print(f"written to {args.output}")
     return 0
@@ -182,7 +182,7 @@ def check(args: argparse.Namespace) -> int:
 def opt(args: argparse.Namespace) -> int:
     """Runs the passes named, on a model or a dump, and prints the graph after the last, or after
     those asked for."""
-    options = _options(args)
+    options = _options(args, LayoutOptions)
     if args.passes == LIST:
         print("\n".join(pass_lines()))
         return 0
@@ -202,14 +202,14 @@ def ops(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Options:
-    asked = {name: value for name, value in vars(args).items() if name in option_names()}
+def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
+    asked = {name: value for name, value in vars(args).items() if name in option_names(kind)}
     read = {
         "dims": dims_of(args.dims),
         "states": states_of(args.states),
         "typical": Typical.parse(args.typical),
     }
-    return options_of({**asked, **read, "verify": True})
+    return options_of({**asked, **read, "verify": True}, kind=kind)
 
 
 def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:

@@ -15,7 +15,6 @@ from onnxpar.passes.differentiate import Differentiate
 from onnxpar.passes.pass_ import Pass, PassContext, Stage
 from onnxpar.pipeline import Options
 from onnxpar.text import graph_text
-from onnxpar.unused_options import refuse_of_collectives
 
 
 def run_named(
@@ -29,9 +28,6 @@ def run_named(
 ) -> None:
     """Runs passes; `show` gets the graph after the last, or after each one of `print_after`, the
     folder `dump` after every one, and the file `output` after the last. Errors: OnnxparError."""
-    refuse_of_collectives(options, "opt runs the passes that --passes names; give it there")
-    if options.passes:
-        raise StrategyError("--add-pass: opt runs what --passes names; name it there")
     dumped = read_dump(path) if is_dump(path) else None
     steps = parse_passes(passes, facts(dumped[1]) if dumped is not None else ())
     known = {p.name for p in steps}

@@ -59,7 +59,7 @@ from onnxpar.strategy import Seed, Strategy
 from onnxpar.summary import summarize
 from onnxpar.topology import Topology
 from onnxpar.typical import Profile, Typical
-from onnxpar.unused_options import refuse_for_manual, refuse_of_collectives, refuse_without_search
+from onnxpar.unused_options import refuse_for_manual, refuse_without_search
 from onnxpar.verify import verify
 from onnxpar.write_annotations import operand_names, original, save, write_annotations
 from onnxpar.write_file import writing
@@ -551,9 +551,6 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError("annotations are of a global program, which a manual one is not")
-    if options.passes:
-        raise StrategyError("annotate writes the model as it is; leave out passes from outside")
-    refuse_of_collectives(options, "annotations say nothing of how collectives run; leave it out")
     if options.aim.memory is not None:
         options, _ = _within_limit(path, options)
     model = load_model(path, options)

@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -28,8 +27,9 @@ from onnxpar.typical import Typical
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-class PlanOptions(TypedDict, total=False):
-    """What decides a plan; a name is that of the flag of `onnxpar shard`, whose --help says more.
+class LayoutOptions(TypedDict, total=False):
+    """What decides the layouts of a model; a name is that of the flag of `onnxpar shard`, whose
+    --help says more.
 
     devices         number of ranks, where no mesh is given
     mesh            named axes, "dp=2,tp=4" or a Mesh
@@ -47,12 +47,8 @@ class PlanOptions(TypedDict, total=False):
                     with weights: [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]; costs are for these
     states          (input, output) pairs that are fed back, beside those that are found
     find_states     look for pairs by what ops say and by names (the default); False: only `states`
-    fusion          of collectives: size, cost or none
-    bucket_mb       the most MiB of collectives that are fused by size
-    compression     how gradients of a training step travel: float16, bfloat16, 2bit:THRESHOLD, none
     strict          an op that stays whole for want of a rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
-    add_pass        passes of plugins to run, too: "NAME{option=value} before PASS", or the pass
     verify          check the invariants after every pass (the commands always do)
     """
 
@@ -70,13 +66,26 @@ class PlanOptions(TypedDict, total=False):
     typical: Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
     states: Sequence[tuple[str, str]]
     find_states: bool
+    strict: bool
+    plugin: Sequence[str]
+    verify: bool
+
+
+class PlanOptions(LayoutOptions, total=False):
+    """What decides a plan: the options of `LayoutOptions`, and these.
+
+    fusion          of collectives: size, cost or none
+    bucket_mb       the most MiB of collectives that are fused by size
+    compression     how gradients of a training step travel: float16, bfloat16, 2bit:THRESHOLD, none
+    passes          passes to run beside those of onnxpar (--add-pass): one with the place where it
+                    runs, "NAME{option=value} before PASS" or `Placed(PASS, before="NAME")`, or one
+                    that rewrites the model, which needs none
+    """
+
     fusion: str | None
     bucket_mb: float | None
     compression: str | None
-    strict: bool
-    plugin: Sequence[str]
-    add_pass: Sequence[str | Pass | Placed]
-    verify: bool
+    passes: Sequence[str | Pass | Placed]
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -85,7 +94,7 @@ DEFAULTS: Mapping[str, Any] = {
     "find_states": True,
     "strict": False,
     "plugin": (),
-    "add_pass": (),
+    "passes": (),
     "verify": False,
 }
 """Of the options that are not None where they are not given."""
@@ -95,27 +104,31 @@ _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
 """NumPy's numbers are as good as Python's."""
 
 
-@cache
-def _hints() -> Mapping[str, Any]:
-    return get_type_hints(PlanOptions)
+Kind = type[LayoutOptions] | type[PlanOptions]
 
 
-def option_names() -> tuple[str, ...]:
+def _hints(kind: Kind) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def option_names(kind: Kind = PlanOptions) -> tuple[str, ...]:
     """The names of all options, in their order."""
-    return tuple(_hints())
+    return tuple(_hints(kind))
 
 
-def options_of(asked: Mapping[str, Any], caller: str = "options_of") -> Options:
+def options_of(
+    asked: Mapping[str, Any], caller: str = "options_of", kind: Kind = PlanOptions
+) -> Options:
     """The options for the pipeline.
 
     Errors: TypeError for a name that `caller` does not know, as Python's own; StrategyError for a
     value of the wrong type, or one that cannot be read.
     """
     for name, value in asked.items():
-        _check(name, value, caller)
+        _check(name, value, caller, _hints(kind))
     for module in asked.get("plugin", ()):
         load_plugin(module)
-    added = asked.get("add_pass", ())
+    added = asked.get("passes", ())
     mesh, bucket_mb = asked.get("mesh"), asked.get("bucket_mb")
     return Options(
         devices=asked.get("devices"),
@@ -144,26 +157,30 @@ def options_of(asked: Mapping[str, Any], caller: str = "options_of") -> Options:
     )
 
 
-def lists_options(function: Call) -> Call:
+def lists(kind: Kind) -> Callable[[Call], Call]:
     """Shows the options one by one in the signature of a function that takes them as **options, so
     that help() and editors list them."""
-    own = inspect.signature(function)
-    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters += [
+    options = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=DEFAULTS.get(name),
             annotation=getattr(annotation, "__forward_arg__", annotation),
         )
-        for name, annotation in PlanOptions.__annotations__.items()
+        for name, annotation in kind.__annotations__.items()
     ]
-    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
+
+    def shown(function: Call) -> Call:
+        own = inspect.signature(function)
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = own.replace(parameters=[*parameters, *options])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return shown
 
 
-def _check(name: str, value: Any, caller: str) -> None:
-    hints = _hints()
+def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None:
     if name not in hints:
         raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, hints)}")
     kinds = tuple(_kinds(hints[name]))

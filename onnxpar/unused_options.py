@@ -56,15 +56,3 @@ def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
                 if options.preset is None and options.search is None
                 else f"--{name} is of the search: leave it out, or give --search {AUTO} alone"
             )
-
-
-def refuse_of_collectives(options: Options, why: str) -> None:
-    """Errors: StrategyError for an option of how collectives run; `why` ends the sentence."""
-    given = {
-        "fusion": options.fusion is not None,
-        "bucket-mb": options.bucket_bytes is not None,
-        "compression": options.compression is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise StrategyError(f"--{name}: {why}")

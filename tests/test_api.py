@@ -18,7 +18,7 @@ import onnxpar
 import onnxpar.training
 from onnxpar.cli import main, parser
 from onnxpar.errors import InputError, ModelError, StrategyError
-from onnxpar.plan_options import option_names, options_of
+from onnxpar.plan_options import Kind, option_names, options_of
 from onnxpar.training.optimizers import OPTIMIZERS
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -71,15 +71,35 @@ def test_calls_have_the_options_of_commands(name: str, arguments: set[str]) -> N
     assert arguments - others <= have
 
 
-@pytest.mark.parametrize("name", ["shard", "plan", "annotate", "check", "opt"])
+KINDS: dict[str, Kind] = {
+    "shard": onnxpar.PlanOptions,
+    "plan": onnxpar.PlanOptions,
+    "check": onnxpar.PlanOptions,
+    "annotate": onnxpar.LayoutOptions,
+    "opt": onnxpar.LayoutOptions,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_commands_have_the_options_of_plans(name: str) -> None:
     always = {"verify"}  # commands always verify
-    assert set(option_names()) - always <= dict(commands(parser()))[name]
+    assert set(option_names(KINDS[name])) - always <= dict(commands(parser()))[name]
+
+
+@pytest.mark.parametrize("name", ["annotate", "opt"])
+def test_what_lowers_nothing_has_no_options_of_it(name: str) -> None:
+    own = {"passes"} & {"opt": {"passes"}}.get(name, set())
+    lowering = {*option_names()} - {*option_names(onnxpar.LayoutOptions)} - own
+    assert {"fusion", "bucket_mb", "compression"} <= lowering
+    assert not lowering & dict(commands(parser()))[name]
+    with pytest.raises(TypeError, match=rf"{name}\(\) has no option 'fusion'"):
+        getattr(onnxpar, name)(DLRM, "made", devices=2, fusion="none")
 
 
 def test_signatures_list_the_options() -> None:
-    for call in (onnxpar.shard, onnxpar.plan, onnxpar.annotate, onnxpar.check, onnxpar.opt):
-        assert set(option_names()) < inspect.signature(call).parameters.keys()
+    for name, kind in KINDS.items():
+        call = getattr(onnxpar, name)
+        assert set(option_names(kind)) < inspect.signature(call).parameters.keys()
     assert inspect.signature(onnxpar.shard).parameters["untied"].default is False
 
 
@@ -260,8 +280,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown": ({"zzz": 2}, TypeError, "it has: devices, mesh"),
     "text for a number": ({"devices": "2"}, StrategyError, "devices='2' is of type str; give int"),
     "list for a mapping": ({"dims": [("a", 1)]}, StrategyError, "dims=.*give Mapping"),
-    "text for a list": ({"add_pass": "x"}, StrategyError, "add_pass='x'.*give Sequence"),
-    "unknown pass": ({"add_pass": ["nope"]}, StrategyError, "nope"),
+    "text for a list": ({"passes": "x"}, StrategyError, "passes='x'.*give Sequence"),
+    "unknown pass": ({"passes": ["nope"]}, StrategyError, "nope"),
     "unknown plugin": ({"plugin": ["no.such.module"]}, onnxpar.OnnxparError, "no.such.module"),
     "bad mesh": ({"mesh": "dp"}, StrategyError, "dp"),
 }

@@ -97,19 +97,6 @@ def test_a_bucket_needs_fusion_by_size(
     assert "--fusion size" in refused([*arguments, "--bucket-mb", "1", "--fusion", by], capsys)
 
 
-@pytest.mark.parametrize(
-    "option", [["--fusion", "size"], ["--bucket-mb", "1"], ["--compression", "float16"]]
-)
-def test_annotations_and_single_passes_have_no_collectives(
-    option: list[str], step: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    common = [str(step), "--devices", "2", "--preset", "data-parallel", *option]
-    output = step.with_name("annotated.onnx")
-    assert option[0] in refused(["annotate", *common, "-o", str(output)], capsys)
-    assert not output.exists()
-    assert option[0] in refused(["opt", *common, "--passes", "propagate-layouts"], capsys)
-
-
 def test_the_loss_of_an_output_that_is_the_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

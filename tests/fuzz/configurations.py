@@ -75,7 +75,7 @@ FLAGS = {
     "grad": ("--loss", "--loss-of", "--class-axis", "--optimizer", "--weight-decay", "--momentum",
              "--batch-norm", "--groups", "--clip-norm", "--precision", "--loss-scale",
              "--accumulate", "--params", "--frozen", "--dim", "--preset", "--devices", "--mesh"),
-    "opt": ("--passes", "--print-after", "--devices", "--mesh", "--add-pass", "-o"),
+    "opt": ("--passes", "--print-after", "--devices", "--mesh", "-o"),
     "run": ("--inputs", "--repeat", "--timeout", "--profile", "--outputs"),
     "train": ("--data", "--eval", "--batch", "--epochs", "--lr", "--schedule", "--warmup", "--seed",
               "--checkpoint", "--every", "--keep", "--timeout", "--profile"),
