@@ -154,6 +154,22 @@ def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
     return at
 
 
+def first_index(dim: Dim, mesh: Mesh, rank: int) -> int:
+    """The first position that a rank holds, of any number; where it would be, if it holds none."""
+    if isinstance(dim, Factor):
+        return dim.part(mesh, rank)[0]
+    at = 0
+    for child in dim.children:
+        first = first_index(child, mesh, rank)
+        if isinstance(dim, Product):
+            at = at * child.size + first
+        elif local_size(child, mesh, rank):
+            return at + first
+        else:
+            at += child.size
+    return at
+
+
 def runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
     """The same positions as maximal runs (start, length), in order."""
     at = indices(dim, mesh, rank)

@@ -18,6 +18,7 @@ from onnxpar.layout import (
     Factor,
     Layout,
     Product,
+    first_index,
     indices,
     leaves,
     local_size,
@@ -140,6 +141,7 @@ def test_the_short_form_means_the_same(layout: Layout) -> None:
         for rank in range(MESH.size):
             expected = indices(dim, MESH, rank)
             np.testing.assert_array_equal(indices(normalize(dim), MESH, rank), expected)
+            assert not len(expected) or first_index(dim, MESH, rank) == expected[0]
             joined = [np.arange(s, s + n) for s, n in runs(dim, MESH, rank)]
             np.testing.assert_array_equal(np.concatenate([np.zeros(0, int), *joined]), expected)
     again = Layout.from_json(layout.to_json())

@@ -218,3 +218,22 @@ def test_lengths_shorter_than_the_segments_of_what_is_whole(tmp_path: Path) -> N
                 session.run(None, {"x": x}), whole.run(None, {"x": x}), strict=True
             ):
                 np.testing.assert_array_equal(got, wanted)
+
+
+def test_rows_of_a_table_as_long_as_two_open_sizes(tmp_path: Path) -> None:
+    path = write_text(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[b,s] x, int64[k] i) => (float[k] y)
+        <int64[1] flat = {-1}> { h = Relu(x)  t = Reshape(h, flat)  y = Gather(t, i) }""",
+        tmp_path / "m.onnx",
+    )
+    whole = ort.InferenceSession(path)
+    strategy = {"tensors": {"x": ["dp", None], "i": [None]}}
+    plan = pipeline.shard(path, tmp_path / "m.par", options("dp=3", strategy=strategy))
+    assert [c.kind for c in plan.collectives] == ["AllReduce"]
+    with ThreadSession(tmp_path / "m.par") as session:
+        for batch, length in ((1, 1), (2, 5), (7, 3)):
+            x = np.random.default_rng(length).standard_normal((batch, length)).astype("f4")
+            feeds = {"x": x, "i": np.array([0, batch * length - 1, -1])}
+            (got,) = session.run(None, feeds)
+            np.testing.assert_array_equal(got, whole.run(None, feeds)[0])

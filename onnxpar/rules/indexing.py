@@ -209,7 +209,7 @@ def local_rows(
     assert dtype is not None
     other: gs.Tensor = build.per_rank(lambda local: np.array(elsewhere(local), dtype))
     if build.local.is_run("v"):
-        start = build.per_rank(lambda at: np.array(at.positions("v")[:1].sum(), dtype))
+        start = build.per_rank(lambda at: np.array(at.interval("v")[0], dtype))
         from_end = build.add("Add", [build.input(1), np.array(rows, dtype)])
         is_negative = build.add("Less", [build.input(1), np.array(0, dtype)])
         row = build.add("Where", [is_negative, from_end, build.input(1)])

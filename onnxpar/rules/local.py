@@ -17,6 +17,7 @@ from onnxpar.layout import (
     Layout,
     Product,
     dim_axes,
+    first_index,
     indices,
     leaves,
     local_size,
@@ -156,13 +157,10 @@ class RankView:
         """The first global value of a factor that the rank computes, and the one behind the
         last; they are consecutive."""
         tree = self._view.factors[factor]
-        held = self.positions(factor)
+        self.varies |= bool(dim_axes(tree))
         assert self.is_run(factor), factor
-        if len(held):
-            return int(held[0]), int(held[-1]) + 1
-        run = normalize(tree)
-        start = run.part(self._view.mesh, self._rank)[0] if isinstance(run, Factor) else 0
-        return start, start
+        start = first_index(tree, self._view.mesh, self._rank)
+        return start, start + self._size(tree)
 
     def member(self, factor: str) -> int:
         """The rank's place among those that hold the parts of a factor."""

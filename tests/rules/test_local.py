@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
@@ -9,10 +12,10 @@ from numpy import array
 
 from onnxpar.collective import PerRank
 from onnxpar.factors import analyse, with_axes
-from onnxpar.layout import Layout
+from onnxpar.layout import Factor, Layout, Product
 from onnxpar.mesh import Mesh
 from onnxpar.rules.case import Case, run
-from onnxpar.rules.local import NodeView
+from onnxpar.rules.local import NodeView, RankView
 from onnxpar.rules.lowering import localize_node
 
 MESH = Mesh.parse("tp=2")
@@ -165,3 +168,13 @@ def test_segments_that_would_be_counted_twice_are_refused():
     assert "segments of k" in str(NodeView.of(op, layouts, MESH).breach(op.rule))
     with pytest.raises(AssertionError, match="MatMul 'product': segments of k"):
         localize_node(first, op, layouts, MESH, PerRank())
+
+
+def test_an_interval_of_many_elements_lists_none() -> None:
+    """Sizes that stand in for open ones are large, and products of them too large to list."""
+    mesh = Mesh.parse("dp=3")
+    rows = Product((Factor(2336737, (mesh.axis("dp"),)), Factor(2837708)))
+    view = SimpleNamespace(node=None, mesh=mesh, factors={"v": rows})
+    local = RankView(cast(NodeView, view), rank=1)
+    assert local.interval("v") == (778913 * 2837708, (778913 + 778912) * 2837708)
+    assert local.varies
