@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from onnxpar.cache_sizes import settled
 from onnxpar.errors import InputError, ModelError
 from onnxpar.layout import dim_axes
 from onnxpar.manual import MANUAL
+from onnxpar.own_folder import OwnFolder
 from onnxpar.pipeline import Options
 from onnxpar.plan import Plan
 from onnxpar.ranges import Range, integer_ranges
@@ -135,8 +135,8 @@ def _checked(
             raise InputError("--rtol, --atol: losses of --train have tolerances of their own")
         return _check_training(model, options, way)
     exposed = inner_tensors(model) if way.each else ()
-    with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
-        par = Path(folder) / "model.par"
+    with OwnFolder() as folder:
+        par = folder / "model.par"
         options = replace(options, replicas=True, exposed=exposed)
         tell("sharding")
         made = pipeline.shard(model, par, options, progress)
@@ -178,8 +178,8 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
     if way.steps < 1:
         raise InputError(f"--steps {way.steps}: at least 1")
     is_manual = options.preset == MANUAL
-    with tempfile.TemporaryDirectory(prefix="onnxpar-check-") as folder:
-        par = Path(folder) / "step.par"
+    with OwnFolder() as folder:
+        par = folder / "step.par"
         made = pipeline.shard(model, par, replace(options, replicas=is_manual))
         with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
             batches = islice(_batches(way, made, trainer), way.steps)

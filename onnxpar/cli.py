@@ -17,9 +17,9 @@ from onnxpar import commands, training_commands
 from onnxpar.calibration import command as calibration
 from onnxpar.command_parser import CommandParser
 from onnxpar.compression import THRESHOLD
-from onnxpar.error_line import Terminated, quiet_ends, report
+from onnxpar.error_line import quiet_ends, report
 from onnxpar.errors import OnnxparError
-from onnxpar.interrupts import STATUSES
+from onnxpar.interrupts import STATUSES, Terminated
 from onnxpar.manual import MANUAL
 from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
@@ -73,8 +73,8 @@ def _status_of(argv: Sequence[str] | None) -> int:
         status = 0
     except KeyboardInterrupt:
         status = _ended(signal.SIGINT)
-    except Terminated:
-        status = _ended(signal.SIGTERM)
+    except Terminated as end:
+        status = _ended(signal.Signals(end.number))
     except SystemExit as end:  # --help, or arguments that are wrong
         _flush()
         raise end

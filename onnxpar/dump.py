@@ -55,6 +55,9 @@ class Dump:
         self._at: dict[str, tuple[int, int]] = {}
         with writing(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob("[0-9][0-9]-*.onnx"):
+                if WEIGHTS.encode() in old.read_bytes():
+                    old.unlink()  # else it would have the weights of another dump
             (self.folder / WEIGHTS).unlink(missing_ok=True)
 
     def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:

@@ -10,10 +10,12 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
-from onnxpar.interrupts import STATUSES, end_now
+from onnxpar.interrupts import STATUSES, end_now, raise_for
+from onnxpar.own_folder import OwnFolder, remove_all, remove_left
 from onnxpar.runtime.launch import tell_terminal
 from onnxpar.write_file import cause
 
@@ -49,25 +51,30 @@ def report(error: BaseException) -> None:
     tell_terminal(line)
 
 
-class Terminated(BaseException):
-    """The process was asked to end; raised so that what is half-written is removed first."""
-
-
 @contextmanager
 def quiet_ends() -> Iterator[None]:
-    """Within it, SIGTERM raises Terminated and SIGINT KeyboardInterrupt, once, and what goes wrong
-    in other threads and in destructors is one line, too."""
+    """Within it, SIGTERM and SIGHUP raise Terminated and SIGINT KeyboardInterrupt, one of them and
+    once, and what goes wrong in other threads and in destructors is one line, too. At its end, the
+    folders of this process are removed; those of others that were killed before it begins."""
+    remove_left(Path(tempfile.gettempdir()), OwnFolder.PREFIX)
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: _report_aside(args.exc_value)
     sys.unraisablehook = lambda args: _report_aside(args.exc_value)
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in STATUSES if is_main}
     ours = [number for number, handler in before.items() if handler in _UNTOUCHED]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in ours:  # once is enough; cleaning up takes a moment
+            signal.signal(each, signal.SIG_IGN)
+        raise_for(number)
+
     for number in ours:
-        signal.signal(number, _end)
+        signal.signal(number, end)
     try:
         yield
     finally:
+        remove_all()
         threading.excepthook, sys.unraisablehook = hooks
         for number in ours:
             signal.signal(number, before[number])
@@ -75,11 +82,6 @@ def quiet_ends() -> Iterator[None]:
 
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
 """Handlers that nobody has set for a reason of their own."""
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough; cleaning up takes a moment
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _report_aside(error: BaseException | None) -> None:

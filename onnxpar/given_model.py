@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
 from onnxpar.errors import ModelError, OnnxparError
+from onnxpar.own_folder import OwnFolder
 from onnxpar.stored import stored_tensors
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -40,8 +40,8 @@ def model_file(model: Source) -> Iterator[Path]:
                 "that only the model's own path tells; give that path instead, or a model that "
                 "onnx.load has read together with its external data"
             )
-    with tempfile.TemporaryDirectory(prefix="onnxpar-") as folder:
-        file = Path(folder) / f"{_name(proto.graph.name)}.onnx"
+    with OwnFolder() as folder:
+        file = folder / f"{_name(proto.graph.name)}.onnx"
         file.write_bytes(data)
         try:
             yield file

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
-import glob
 import os
 import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from onnxpar.errors import InputError
+from onnxpar.own_folder import SUFFIX, OwnFolder
 
-_SUFFIX = ".onnxpar"
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Of renameat2(2): paths as they are, and both names swapped."""
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-_YOUNG = 60.0
-"""Seconds for which an unlocked folder may be one whose process has not locked it yet."""
 
 
 def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
@@ -48,11 +42,9 @@ def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[P
     """A folder to write to, which takes the name `place` when the block ends well; one that stands
     there stays whole until then. What processes that were killed have left of others is removed.
     Errors: OSError; InputError where what stands there has become foreign (`check_place`)."""
-    _remove_left(place)
-    folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=_SUFFIX, dir=place.parent))
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _put_back(place)
+    shutil.rmtree(_aside(place), ignore_errors=True)
+    with OwnFolder(f".{place.name}.", place.parent) as folder:
         yield folder
         folder.chmod(0o755)
         check_place(place, foreign)
@@ -67,9 +59,6 @@ def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[P
                 back.rename(place)
                 raise
             shutil.rmtree(back, ignore_errors=True)
-    finally:
-        os.close(lock)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exchange(one: Path, two: Path) -> bool:
@@ -88,7 +77,7 @@ def _exchange(one: Path, two: Path) -> bool:
 
 def _aside(place: Path) -> Path:
     """Where the old folder stands for a moment if names cannot be swapped."""
-    return place.with_name(f".{place.name}.old{_SUFFIX}")
+    return place.with_name(f".{place.name}.old{SUFFIX}")
 
 
 def _put_back(place: Path) -> None:
@@ -96,23 +85,3 @@ def _put_back(place: Path) -> None:
     back = _aside(place)
     if back.is_dir() and not place.exists():
         back.rename(place)
-
-
-def _remove_left(place: Path) -> None:
-    """Removes what other processes wrote to take this place, if they no longer run."""
-    _put_back(place)
-    for name in glob.glob(f".{glob.escape(place.name)}.*{_SUFFIX}", root_dir=place.parent):
-        left = place.parent / name
-        try:
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_old = time.time() - os.fstat(lock).st_mtime > _YOUNG or left == _aside(place)
-        except OSError:
-            is_old = False
-        finally:
-            os.close(lock)
-        if is_old:
-            shutil.rmtree(left, ignore_errors=True)

@@ -36,7 +36,7 @@ from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
 from onnxpar.training.picture import draw_losses
 from onnxpar.training.step import StepOptions
 from onnxpar.training.trainer import Trainer
-from onnxpar.write_file import writing
+from onnxpar.write_file import whole_file, writing
 
 
 def grad(args: argparse.Namespace) -> int:
@@ -144,8 +144,8 @@ def _forget(metrics: Path, first: int) -> None:
     """Takes the rows from this step on out of a file of metrics: they are told anew."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
-    with writing(metrics):
-        metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    with whole_file(metrics) as sink:
+        sink.writelines(f"{line}\n" for line in kept)
 
 
 def merge(args: argparse.Namespace) -> int:

@@ -31,15 +31,17 @@ from onnxpar.annotations import (
     annotate_node,
     clear_annotations,
 )
-from onnxpar.errors import StrategyError
+from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Axes
 from onnxpar.model import read_proto
+from onnxpar.own_folder import OwnFolder
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.sharding import Sharding
 from onnxpar.standard_shardings import axes_text, node_shardings
 from onnxpar.stored import external_location, stored_tensors
-from onnxpar.write_file import new_file
+from onnxpar.write_file import PREFIX, cause, new_file
+from onnxpar.write_model import put_model
 
 CONFIGURATION = "onnxpar"
 Operands = Mapping[str, tuple[str, list[str]]]
@@ -60,14 +62,21 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
         for t in stored_tensors(model.graph)
         if t.data_location == onnx.TensorProto.EXTERNAL
     }
-    with new_file(output) as written:
-        for location in locations:
-            there = output.parent / location
-            if there.resolve() != (source.parent / location).resolve():
-                there.parent.mkdir(parents=True, exist_ok=True)
-                with new_file(there) as copied:
-                    shutil.copyfile(source.parent / location, copied)
-        written.write_bytes(model.SerializeToString())
+    there = output.parent
+    copied = [n for n in locations if (there / n).resolve() != (source.parent / n).resolve()]
+    if not copied:
+        with new_file(output) as written:
+            written.write_bytes(model.SerializeToString())
+        return
+    try:
+        with OwnFolder(PREFIX, there) as folder:
+            data = {name: folder / f"data{number}" for number, name in enumerate(copied)}
+            for name, file in data.items():
+                (there / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source.parent / name, file)
+            put_model(model, output, folder, data)
+    except OSError as error:
+        raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
 
 
 def operand_names(sharding: Sharding) -> Operands:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from onnxpar.errors import InputError, OnnxparError
+from onnxpar.own_folder import OwnFolder
+
+PREFIX = ".onnxpar-"
+"""Of folders in which files are written before they get their names."""
 
 _REMEDIES: Mapping[int, str] = {
     errno.ENOSPC: "free some space there, or choose another place",
@@ -50,21 +54,42 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A place to write a file to, which takes the name `path` when the block ends well; else
-    nothing is left of it. Errors: InputError where it cannot be written."""
+    """A place to write a file to, which takes the name `path` when the block ends well and all of
+    it is on the disk; else nothing is left of it. A link stays one, and what it leads to is
+    replaced. Errors: InputError where it cannot be written."""
     file = Path(path)
     is_device = file.exists() and not file.is_file()  # /dev/stdout, a pipe; a folder is an error
     try:
-        beside = None if is_device else file.parent
-        with tempfile.TemporaryDirectory(prefix=".onnxpar-", dir=beside) as folder:
-            written = Path(folder) / "file"
+        place = Path(os.path.realpath(file))
+        with OwnFolder(PREFIX, None if is_device else place.parent) as folder:
+            written = folder / "file"
             yield written
             if is_device:
                 file.write_bytes(written.read_bytes())
             else:
-                os.replace(written, file)
+                put(written, place)
     except OSError as error:
         raise InputError(f"cannot write {file}: {cause(error)}") from error
+
+
+def put(written: Path, place: Path) -> None:
+    """Gives a file its name, under which another one may stand, whose permissions it gets. Errors:
+    OSError."""
+    with suppress(FileNotFoundError):
+        written.chmod(stat.S_IMODE(place.stat().st_mode))
+    _sync(written)
+    os.replace(written, place)
+    with suppress(OSError):  # not every file system can
+        _sync(place.parent)
+
+
+def _sync(path: Path) -> None:
+    """Waits until what stands there is on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,9 +14,11 @@ from onnx import TensorProto, numpy_helper
 from onnxpar.arrays import Array
 from onnxpar.errors import OnnxparError
 from onnxpar.interchange import default_of, export_graph
+from onnxpar.interrupts import uninterrupted
+from onnxpar.own_folder import OwnFolder, own_name, remove_left
 from onnxpar.stored import external_location, stored_bytes, stored_tensors
 from onnxpar.subgraphs import all_nodes
-from onnxpar.write_file import cause
+from onnxpar.write_file import PREFIX, cause, put
 
 ALIGN = 4096
 """Offsets of weights in the data file, so that a runtime can map them."""
@@ -36,33 +37,95 @@ def write_model(
     model: onnx.ModelProto, source: Path, output: Path, values: Values = lambda name: None
 ) -> None:
     """Writes a model whose external data is in the folder `source`, to `output`; large weights to
-    `output` with .data behind its name. Errors: OnnxparError; nothing is left half-written."""
+    `output` with .data after its name. Errors: OnnxparError; nothing is left half-written."""
     if output.exists() and not output.is_file():
         raise OnnxparError(f"{output}: is no file that a model can be written to; name another")
     tensors = list(stored_tensors(model.graph))
     is_external = any(t.data_location == TensorProto.EXTERNAL for t in tensors)
-    data = output.with_name(output.name + ".data")
+    location = output.name + ".data"
     try:
-        with tempfile.TemporaryDirectory(prefix=".onnxpar-", dir=output.parent) as folder:
+        with OwnFolder(PREFIX, output.parent) as folder:
+            data: dict[str, Path] = {}
             if is_external or sum(map(stored_bytes, tensors)) > MOST:
-                with (Path(folder) / "data").open("wb") as sink:
+                data[location] = folder / "data"
+                with data[location].open("wb") as sink:
                     for tensor in tensors:
                         value = values(tensor.name)
                         if value is not None:
                             tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
                         if goes_apart(tensor):
-                            move_data(tensor, source, sink, data.name)
+                            move_data(tensor, source, sink, location)
             else:
                 for tensor in tensors:
                     value = values(tensor.name)
                     if value is not None:
                         tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
-            (Path(folder) / "model").write_bytes(model.SerializeToString())
-            if (Path(folder) / "data").exists():
-                os.replace(Path(folder) / "data", data)
-            os.replace(Path(folder) / "model", output)
+            put_model(model, output, folder, data)
     except OSError as error:
         raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
+
+
+def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[str, Path]) -> None:
+    """Gives the name `output` to a model, and their locations to its files of data, which are in
+    `folder`, as it will be itself first. Wherever the process is killed, what stands at `output` is
+    an old model or the new one, with its own data. Errors: OSError."""
+    there = output.parent
+    taken = {name: own_name(f"{name}.") for name in data if (there / name).exists()}
+    (folder / "model").write_bytes(_bytes_with(model, {}))
+    if taken:
+        (folder / "first").write_bytes(_bytes_with(model, taken))
+    with uninterrupted():
+        for name in data.keys() - taken.keys():
+            put(data[name], there / name)
+        if not taken or _puts_data(output, folder, data, taken):
+            put(folder / "model", output)
+            for own in taken.values():
+                (there / own).unlink(missing_ok=True)
+    for name in data:
+        remove_left((there / name).parent, f"{Path(name).name}.")
+
+
+def _puts_data(
+    output: Path, folder: Path, data: Mapping[str, Path], taken: Mapping[str, str]
+) -> bool:
+    """Replaces data of an old model, when none refers to it any more: the new model stands at its
+    place, with data of other names. Whether the data has its own names, too, which a file system
+    without links cannot do."""
+    there = output.parent
+    try:
+        for name, own in taken.items():
+            put(data[name], there / own)
+        put(folder / "first", output)
+    except OSError:
+        for own in taken.values():
+            (there / own).unlink(missing_ok=True)
+        raise
+    try:
+        for name, own in taken.items():
+            os.link(there / own, folder / "link")
+            os.replace(folder / "link", there / name)
+    except OSError:
+        for name in taken:
+            (there / name).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _bytes_with(model: onnx.ModelProto, names: Mapping[str, str]) -> bytes:
+    """The model with other locations of its data than it has."""
+    entries = [
+        entry
+        for tensor in stored_tensors(model.graph)
+        for entry in tensor.external_data
+        if entry.key == "location" and entry.value in names
+    ]
+    before = [entry.value for entry in entries]
+    for entry in entries:
+        entry.value = names[entry.value]
+    data = model.SerializeToString()
+    for entry, name in zip(entries, before, strict=True):
+        entry.value = name
+    return bytes(data)
 
 
 def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:

@@ -79,7 +79,11 @@ STARTS = {
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(
     "number,status,word",
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "terminated, as its terminal is gone"),
+    ],
 )
 @pytest.mark.parametrize("seen", ["numpy", "onnxruntime"])
 def test_ended_during_imports(

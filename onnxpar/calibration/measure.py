@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import numpy as np
 import onnx
 
 from onnxpar.calibration import models
+from onnxpar.own_folder import OwnFolder
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.launch import bind_address
 from onnxpar.runtime.processes import Processes
@@ -131,7 +131,7 @@ def _of_groups(
 @contextmanager
 def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
     """Rank processes that time models, and a folder for these."""
-    with tempfile.TemporaryDirectory(prefix="onnxpar-calibrate-") as folder:
+    with OwnFolder() as folder:
         world = {
             "size": ranks,
             "store": f"file:{folder}/store",
@@ -145,7 +145,7 @@ def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
                 for rank, share in enumerate(shares(ranks))
             ]
             processes.call(starts, "the start")
-            yield processes, Path(folder)
+            yield processes, folder
         finally:
             processes.close()
 

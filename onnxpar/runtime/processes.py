@@ -67,7 +67,7 @@ class Processes:
             complete = True
         finally:
             if not complete:
-                self._end(f"{what} did not end well")
+                self.end(f"{what} did not end well")
         if reason:
             raise RunError(f"{what} of {self._path}: {reason}")
         return answers
@@ -93,7 +93,7 @@ class Processes:
         deadline = time.monotonic() + CLOSING
         for rank in self.ranks:
             rank.wait(deadline - time.monotonic())
-        self._end("close() was called")
+        self.end("close() was called")
 
     def _call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
         self._calls += 1
@@ -172,7 +172,7 @@ class Processes:
         ]
         tail = culprit.log.tail()
         quoted = f"\nits log ({culprit.log.place}) ends with:\n{tail}" if tail else ""
-        self._end(headline)
+        self.end(headline)
         raise RankError(headline + "".join(others) + quoted)
 
     def _story(self, rank: RankProcess) -> str:
@@ -198,7 +198,7 @@ class Processes:
                 if wire is rank.work:
                     rank.reply = message
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         """Ends all processes at once and frees what they held; only the first reason stays."""
         if self._closed is not None:
             return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from onnxpar.arrays import Array
 from onnxpar.errors import RankError
+from onnxpar.interrupts import uninterrupted
+from onnxpar.own_folder import OwnFolder
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Facts, Request
@@ -75,8 +77,10 @@ class ProcessRanks:
         self._parts = PortParts(bundle)
         self._runs = 0
         self.kept_shapes: KeptShapes = {}
-        with tempfile.TemporaryDirectory(prefix="onnxpar-") as folder:
-            self._processes = Processes(bundle.path, size, timeout, log_dir)
+        with OwnFolder() as folder, ExitStack() as failing:
+            with uninterrupted():
+                self._processes = Processes(bundle.path, size, timeout, log_dir)
+                failing.callback(self._processes.end, "the start was interrupted")
             world = {"size": size, "store": f"file:{folder}/store", "bind_address": bind_address}
             common = {"path": str(bundle.path.resolve()), "spec": asdict(spec)}
             messages = [
@@ -88,6 +92,7 @@ class ProcessRanks:
                 for rank, share in enumerate(shares(size))
             ]
             ready = self._processes.call(messages, "the start")
+            failing.pop_all()
         self.facts: Facts = ready[0]
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:

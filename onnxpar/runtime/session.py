@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -16,6 +14,7 @@ import numpy as np
 
 from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
+from onnxpar.own_folder import OwnFolder
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import (
@@ -47,7 +46,7 @@ class Session(Interface, Closing):
         self,
         bundle: Bundle,
         ranks: Ranks,
-        scratch: str = "",
+        scratch: OwnFolder | None = None,
         sess_options: ort.SessionOptions | None = None,
     ) -> None:
         self._bundle = bundle
@@ -55,7 +54,7 @@ class Session(Interface, Closing):
         self._ranks = ranks
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[int, ...]] = {}
-        self._is_recorded = bool(scratch)
+        self._is_recorded = scratch is not None
         self._sizes_of_runs: list[Sizes] = []
         self._parts = PortParts(bundle)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks, scratch)
@@ -296,24 +295,25 @@ class InferenceSession(Session):
             self._ranks, scratch = self._started()
             self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._ranks, scratch)
 
-    def _started(self) -> tuple[Ranks, str]:
+    def _started(self) -> tuple[Ranks, OwnFolder | None]:
         """Ranks of this session, and a folder for what they record, if any."""
-        scratch = tempfile.mkdtemp(prefix="onnxpar-") if self._profile else ""
+        if not self._profile:
+            return self._start(replace(self._spec, profile="")), None
+        scratch = OwnFolder()
         try:
-            return self._start(replace(self._spec, profile=scratch)), scratch
+            return self._start(replace(self._spec, profile=str(scratch.path))), scratch
         except BaseException:
-            if scratch:
-                shutil.rmtree(scratch, ignore_errors=True)
+            scratch.close()
             raise
 
 
-def _close_in(owner: int, ranks: Ranks, scratch: str) -> None:
+def _close_in(owner: int, ranks: Ranks, scratch: OwnFolder | None) -> None:
     """Closes the ranks in the process that has them, and not in one forked from it; removes their
     folder of files, if any."""
     if os.getpid() == owner:
         ranks.close()
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            scratch.close()
 
 
 def _shape(port: Port) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from fuzz.corpus import tiny
 from fuzz.mutate import mutated
 from fuzz.trial import Case, chance_of, run_command
 
+from onnxpar.digests import sealed
+
 STRATEGY = {
     "mesh": {"dp": 2, "tp": 2},
     "shard": {"mm": [["dp", None], [None, "tp"]], "Relu_*": [[["dp"], 1]], "Add_b": {"a": "dp"}},
@@ -208,9 +210,14 @@ def _topology(folder: Path, chance: random.Random) -> list[str]:
 
 
 def _json(file: Path, chance: random.Random) -> None:
-    raw = json.dumps(spoiled(json.loads(file.read_text()), chance)).encode()
+    """Spoils a file of JSON; half of those with a seal get a new one, so that they are read."""
+    before = json.loads(file.read_text())
+    data = spoiled(before, chance)
+    text = json.dumps(data)
     way = chance.random()
-    file.write_bytes(_damaged(raw, chance) if way < 0.1 else raw)
+    if "sha256" in before and isinstance(data, dict) and chance.random() < 0.5:
+        text = sealed(data)
+    file.write_bytes(_damaged(text.encode(), chance) if way < 0.1 else text.encode())
 
 
 def _plan_file(folder: Path, chance: random.Random) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 from fuzz.corpus import CORPUS, DATA, LARGE
 from fuzz.mutate import mutated
-from fuzz.trial import Case, chance_of, is_loaded
+from fuzz.trial import Case, chance_of, refusal
 
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime.bundle import Bundle
@@ -57,8 +57,9 @@ def case_of(model: Path, way: tuple[str, ...], only_plan: bool = False) -> Case:
 def _judge(model: Path, par: Path | None) -> str:
     """What is wrong with a plan that was made: the runtime does not load the model, or it computes
     something else."""
-    if not is_loaded(model):
-        return "accepted: onnxruntime does not load it"
+    why = refusal(model)
+    if why:
+        return f"accepted: onnxruntime does not load it\n{why}"
     if par is None:
         return ""
     feeds = _feeds(par)

@@ -68,7 +68,7 @@ def _any_field(model: ModelProto, chance: random.Random, only: tuple[str, ...]) 
         _spoil_list(value, field, chance, model)
     elif field.message_type is not None:
         others = [m for m in messages(model) if m.DESCRIPTOR is field.message_type]
-        value.CopyFrom(chance.choice(others)) if others else value.SetInParent()
+        value.CopyFrom(_copy(chance.choice(others))) if others else value.SetInParent()
     else:
         setattr(message, field.name, _scalar(field, value, chance, model))
 
@@ -81,14 +81,21 @@ def _spoil_list(values: Any, field: Any, chance: random.Random, model: ModelProt
     elif values and way < 0.6:
         at = chance.randrange(len(values))
         if is_message:
-            values.add().CopyFrom(values[at])
+            values.add().CopyFrom(_copy(values[at]))
         else:
             values[at] = _scalar(field, values[at], chance, model)
     elif is_message:
         others = [m for m in messages(model) if m.DESCRIPTOR is field.message_type]
-        values.add().CopyFrom(chance.choice(others)) if others else values.add()
+        values.add().CopyFrom(_copy(chance.choice(others))) if others else values.add()
     else:
         values.append(_scalar(field, None, chance, model))
+
+
+def _copy(message: Any) -> Any:
+    """The message apart from where it stands: what receives it may be in it, or it in that."""
+    apart = type(message)()
+    apart.CopyFrom(message)
+    return apart
 
 
 def _scalar(field: Any, value: Any, chance: random.Random, model: ModelProto) -> Any:
@@ -182,8 +189,8 @@ def _odd_tensor(model: ModelProto, chance: random.Random, _: Any) -> None:
         tensor.external_data.add(key=key, value=chance.choice((*TEXTS, "weights.bin")))
     else:
         sparse = model.graph.sparse_initializer.add()
-        sparse.values.CopyFrom(tensor)
-        sparse.indices.CopyFrom(chance.choice(tensors))
+        sparse.values.CopyFrom(_copy(tensor))
+        sparse.indices.CopyFrom(_copy(chance.choice(tensors)))
         sparse.dims.extend([chance.choice(INTS) for _ in range(chance.randrange(3))])
 
 

@@ -175,10 +175,10 @@ def fault_of(status: int, text: str, place: str = "") -> str:
     return ""
 
 
-def is_loaded(model: Path) -> bool:
-    """Whether onnxruntime loads a file, or would where another execution provider has a kernel
-    that the CPU lacks, or a library of custom ops an op of its own domain: a plan for that is
-    no harm."""
+def refusal(model: Path) -> str:
+    """Why onnxruntime does not load a file. Nothing where it does, or would if another execution
+    provider has a kernel that the CPU lacks, or a library of custom ops an op of its own domain: a
+    plan for that is no harm."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -187,10 +187,11 @@ def is_loaded(model: Path) -> bool:
     except REFUSED as error:
         text = str(error)
         of_others = re.search(r"error: (\w+):\w+\(-1\) is not a registered function/op", text)
-        return "NOT_IMPLEMENTED" in text or bool(of_others and of_others[1] != "com")
-    except UnicodeDecodeError:  # of what it says
-        return False
-    return True
+        is_fine = "NOT_IMPLEMENTED" in text or bool(of_others and of_others[1] != "com")
+        return "" if is_fine else text
+    except UnicodeDecodeError as error:  # of what it says
+        return str(error)
+    return ""
 
 
 def chance_of(*seed: object) -> random.Random:

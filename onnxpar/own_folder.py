@@ -1,0 +1,136 @@
+"""Folders and names of one process: what it makes of them is removed when it ends, or after it was
+killed, by the next process that does the same at the same place."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import glob
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+SUFFIX = ".onnxpar"
+_OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)\.[0-9a-f]{8}" + re.escape(SUFFIX))
+"""The end of a folder's name: its machine, and the number and start of its process."""
+_GONE = ("Z", "X")
+"""States of a process that has ended, but that nobody has waited for."""
+_YOUNG = 60.0
+"""Seconds for which an unlocked folder of another machine may be one that is not locked yet."""
+_made: dict[Path, int] = {}
+"""Folders that are not removed yet, with the process that made them."""
+
+
+class OwnFolder:
+    """A new folder in `parent`, by default the system's folder of temporary files. Its name begins
+    with `prefix`, and only this user can read it. `close`, the end of a `with` or that of the
+    process removes it, unless it has another name by then. Errors: OSError."""
+
+    PREFIX = "onnxpar-"
+
+    def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
+        place = Path(tempfile.gettempdir() if parent is None else parent).absolute()
+        remove_left(place, prefix)
+        self.path = place / own_name(prefix)
+        # It is on the list before it is there: a signal may end the process in between.
+        _made[self.path] = os.getpid()
+        try:
+            self.path.mkdir(mode=0o700)
+        except OSError:
+            del _made[self.path]
+            raise
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the folder and all in it; a second time, it does nothing."""
+        if _made.get(self.path) == os.getpid():
+            shutil.rmtree(self.path, ignore_errors=True)
+            _made.pop(self.path, None)
+            os.close(self._lock)
+
+
+@atexit.register
+def remove_all() -> None:
+    """Removes all folders that this process has made and not removed yet."""
+    for path, owner in list(_made.items()):
+        if owner == os.getpid():
+            shutil.rmtree(path, ignore_errors=True)
+            _made.pop(path, None)
+
+
+def remove_left(parent: Path, prefix: str) -> None:
+    """Removes folders and files of an `own_name` whose processes have ended."""
+    for name in glob.glob(f"{glob.escape(prefix)}*{SUFFIX}", root_dir=parent):
+        left = parent / name
+        if _is_left(left, prefix):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def own_name(prefix: str) -> str:
+    """A new name that begins with `prefix` and tells whose it is."""
+    process = os.getpid()
+    return f"{prefix}{_machine()}-{process}-{_start(process)}.{secrets.token_hex(4)}{SUFFIX}"
+
+
+def _is_left(path: Path, prefix: str) -> bool:
+    """Whether this is this user's, made by a process that has ended. One of this machine is known
+    by its number and start; one of others that is alive has a lock on its folder."""
+    said = _OWNER.fullmatch(path.name[len(prefix) :])
+    if said is None:
+        return False
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(lock)
+        if status.st_uid != os.geteuid():
+            return False
+        if said[1] == _machine():
+            return _start(int(said[2])) != int(said[3])
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return time.time() - status.st_mtime > _YOUNG
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+
+
+@functools.cache
+def _machine() -> str:
+    """What processes have in common that see each other by the same numbers: a boot of a machine,
+    and a namespace. Where that is not told, it is of this process alone."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        text = boot + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        text = secrets.token_hex()
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _start(process: int) -> int:
+    """When a process began, in ticks since the boot; 0 where it has ended, or nothing tells."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    fields = stat.rpartition(")")[2].split()
+    return 0 if fields[0] in _GONE else int(fields[19])
