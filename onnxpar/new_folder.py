@@ -12,6 +12,7 @@ from pathlib import Path
 
 from onnxpar.errors import InputError
 from onnxpar.own_folder import SUFFIX, OwnFolder
+from onnxpar.write_file import sync_folder
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Of renameat2(2): paths as they are, and both names swapped."""
@@ -24,7 +25,7 @@ def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
     place = path.resolve()
     if not place.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder for the output")
-    _put_back(place)
+    put_back(place)
     if not place.exists():
         return place
     if place == Path.cwd() or place in Path.cwd().parents:
@@ -42,23 +43,32 @@ def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[P
     """A folder to write to, which takes the name `place` when the block ends well; one that stands
     there stays whole until then. What processes that were killed have left of others is removed.
     Errors: OSError; InputError where what stands there has become foreign (`check_place`)."""
-    _put_back(place)
-    shutil.rmtree(_aside(place), ignore_errors=True)
+    put_back(place)
+    shutil.rmtree(aside(place), ignore_errors=True)
     with OwnFolder(f".{place.name}.", place.parent) as folder:
         yield folder
         folder.chmod(0o755)
         check_place(place, foreign)
-        if not place.exists():
+        take_place(folder, place)
+
+
+def take_place(folder: Path, place: Path) -> None:
+    """Gives a folder the name `place`, to stay. What stood there stays whole until then: after it,
+    it has the folder's name, or is gone. A kill may leave it at `aside(place)`. Errors: OSError."""
+    back = aside(place)
+    was_swapped = False
+    if not os.path.lexists(place):
+        folder.rename(place)
+    elif not (was_swapped := _exchange(folder, place)):
+        place.rename(back)
+        try:
             folder.rename(place)
-        elif not _exchange(folder, place):
-            back = _aside(place)
-            place.rename(back)
-            try:
-                folder.rename(place)
-            except OSError:
-                back.rename(place)
-                raise
-            shutil.rmtree(back, ignore_errors=True)
+        except OSError:
+            back.rename(place)
+            raise
+    sync_folder(place.parent)
+    if not was_swapped:
+        shutil.rmtree(back, ignore_errors=True)
 
 
 def _exchange(one: Path, two: Path) -> bool:
@@ -75,13 +85,13 @@ def _exchange(one: Path, two: Path) -> bool:
     raise OSError(code, os.strerror(code), os.fspath(two))
 
 
-def _aside(place: Path) -> Path:
+def aside(place: Path) -> Path:
     """Where the old folder stands for a moment if names cannot be swapped."""
     return place.with_name(f".{place.name}.old{SUFFIX}")
 
 
-def _put_back(place: Path) -> None:
+def put_back(place: Path) -> None:
     """Gives the old folder its name again, if a process was killed before a new one stood there."""
-    back = _aside(place)
+    back = aside(place)
     if back.is_dir() and not place.exists():
         back.rename(place)

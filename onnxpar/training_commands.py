@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from onnxpar.arguments import dims_of
+from onnxpar.folder_lock import FolderLock
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
 from onnxpar.pipeline import Options
 from onnxpar.plan import numpy_dtype
@@ -27,7 +28,6 @@ from onnxpar.trace import check_place
 from onnxpar.trace_lines import trace_lines
 from onnxpar.training.api import write_step
 from onnxpar.training.backward import LossOptions
-from onnxpar.training.checkpoint import newest
 from onnxpar.training.data import Data
 from onnxpar.training.loop import Run, records
 from onnxpar.training.loss_scale import LossScale
@@ -35,7 +35,7 @@ from onnxpar.training.merge import merge as merge_checkpoint
 from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
 from onnxpar.training.picture import draw_losses
 from onnxpar.training.step import StepOptions
-from onnxpar.training.trainer import Trainer
+from onnxpar.training.trainer import Trainer, held_by_first
 from onnxpar.write_file import whole_file, writing
 
 
@@ -69,10 +69,6 @@ def grad(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains; under mpirun as one of the ranks."""
-    logs = Path(args.log_dir)
-    rank = launched_rank()
-    if rank is not None:
-        redirect_output(logs, rank.rank, stdout=rank.rank != 0)
     run = Run(
         args.epochs,
         args.lr,
@@ -87,8 +83,18 @@ def train(args: argparse.Namespace) -> int:
     )
     if args.profile:
         check_place(args.profile)
+    with held_by_first(run.checkpoint) as held:
+        return _train(args, run, held)
+
+
+def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
+    """Trains, in the folder of checkpoints that is held."""
+    logs = Path(args.log_dir)
+    rank = launched_rank()
+    if rank is not None:
+        redirect_output(logs, rank.rank, stdout=rank.rank != 0)
     options = {"timeout": args.timeout, "profile": bool(args.profile)}
-    with Trainer(args.par, log_dir=None if rank else logs, **options) as trainer:
+    with Trainer(args.par, held=held, log_dir=None if rank else logs, **options) as trainer:
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None
         data.check_batch(args.batch)
@@ -137,7 +143,7 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
         draw_losses(metrics, logs / "loss.png")
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
     if run.checkpoint is not None:
-        print(f"the last checkpoint is {newest(run.checkpoint)}")
+        print(f"the last checkpoint is {trainer.checkpoint}")
 
 
 def _forget(metrics: Path, first: int) -> None:

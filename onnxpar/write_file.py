@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.own_folder import OwnFolder
@@ -30,6 +30,10 @@ _REMEDIES: Mapping[int, str] = {
     errno.ENOMEM: "the machine has no memory left",
 }
 
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+"""Of file systems that do not sync folders: names are on disk at once there, or the system knows no
+better."""
+
 
 def cause(error: OSError) -> str:
     """What the operating system says, with the remedy where one is known."""
@@ -50,6 +54,42 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise OnnxparError(f"cannot write {os.fspath(path)}: {cause(error)}") from error
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write to, whose content is on disk when the block ends. Errors: OSError."""
+    with path.open("wb") as sink:
+        yield sink
+        sink.flush()
+        os.fsync(sink.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are on disk. Errors: OSError."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Makes a folder that stays, and those that it stands in; returns those that are new, the
+    innermost first. Errors: OSError."""
+    new: list[Path] = []
+    for one in (folder, *folder.parents):
+        if one.is_dir():
+            break
+        new.append(one)
+    for one in reversed(new):
+        try:
+            one.mkdir(exist_ok=True)
+        except FileExistsError:  # a file, or a link that leads nowhere
+            code = errno.ENOTDIR
+            raise NotADirectoryError(code, os.strerror(code), os.fspath(one)) from None
+        sync_folder(one.parent)
+    return new
 
 
 @contextmanager
@@ -79,8 +119,7 @@ def put(written: Path, place: Path) -> None:
         written.chmod(stat.S_IMODE(place.stat().st_mode))
     _sync(written)
     os.replace(written, place)
-    with suppress(OSError):  # not every file system can
-        _sync(place.parent)
+    sync_folder(place.parent)
 
 
 def _sync(path: Path) -> None:

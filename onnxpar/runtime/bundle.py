@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.digests import BLOCK, Digests, check_files, check_seal, check_size
+from onnxpar.digests import Digests, check_files, check_listed, check_seal, check_size
 from onnxpar.errors import InputError, ModelError
 from onnxpar.layout import Layout, dim_axes
 from onnxpar.lookup import Lookup
@@ -153,7 +153,7 @@ class Bundle:
             fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
             for port in (*inputs.values(), *outputs.values()):
                 _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
-            _check_listed(plan["files"])
+            check_listed(plan["files"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"{folder / 'plan.json'} is damaged: {type(error).__name__}: {error}; "
@@ -294,16 +294,6 @@ def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
         size = mesh.sizes.get(axis.name, 0)
         if axis.size < 1 or axis.pre < 1 or size % (axis.pre * axis.size) or not size:
             raise ValueError(f"a layout is over {axis}, which is no part of the mesh {mesh}")
-
-
-def _check_listed(files: Mapping[str, Digests]) -> None:
-    """Errors: TypeError, KeyError or ValueError for what is no list of files and digests."""
-    for name, said in files.items():
-        blocks = said["sha256"]
-        if not isinstance(said["bytes"], int) or not all(isinstance(b, str) for b in blocks):
-            raise TypeError(f"digests of {name!r}")
-        if len(blocks) != max(-(-said["bytes"] // BLOCK), 1):
-            raise ValueError(f"{len(blocks)} digests of {name!r}")
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:

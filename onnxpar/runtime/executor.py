@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.arrays import Array
+from onnxpar.digests import Digests
 from onnxpar.errors import ModelError, RankError, RunError
 from onnxpar.runtime import collectives, groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
@@ -270,12 +271,13 @@ class Executor:
         """Keeps a copy of this rank's part as a state."""
         self._keep({**self._kept, name: self._copied(name, part)})
 
-    def save_states(self, folder: Path, sizes: Sizes) -> None:
-        """Writes the parts of all states that this rank is the first to hold to a folder."""
+    def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
+        """Writes the parts of all states that this rank is the first to hold to a folder. Returns
+        the digests of its files."""
         self._at(sizes)
         held = [name for name in self._states if self._rank in self._parts[name].sources]
         parts = ((n, view_of(self._state(n), self._ports[n].dtype)) for n in held)
-        write_parts(folder, self._rank, parts)
+        return write_parts(folder, self._rank, parts)
 
     def load_states(self, folder: Path, names: Sequence[str], sizes: Sizes) -> None:
         """Keeps this rank's parts of states as ranks of the same mesh have written them."""

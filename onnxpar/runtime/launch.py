@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from onnxpar.arrays import Array
+from onnxpar.digests import Digests
 from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
-from onnxpar.runtime.collectives import barrier
+from onnxpar.runtime.collectives import barrier, gather_bytes
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.gather import Gather
@@ -258,19 +259,25 @@ class LaunchedRank:
             self._executor.write_state(name, parts.take(array, self._rank))
             self._agree()
 
-    def save_states(self, folder: str, sizes: Sizes) -> None:
-        """Writes this rank's parts of all states to a folder that all ranks see; returns when all
-        have."""
+    def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
+        """Writes this rank's parts of all states to a folder that all ranks see; returns the
+        digests of all ranks' files when all have."""
         with self._failing_together(f"saving states to {folder}"):
-            self._gather(np.zeros(1, np.uint8), 1)  # rank 0 may have just made the folder
-            self._executor.save_states(Path(folder), sizes)
-            self._gather(np.zeros(1, np.uint8), 1)
+            self._agree()  # rank 0 may have just made the folder
+            files = self._executor.save_states(Path(folder), sizes)
+            each = gather_bytes(self._world, json.dumps(files).encode(), "digests")
+        return {name: said for text in each for name, said in json.loads(text).items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
         """Reads this rank's parts of states from a folder."""
         with self._failing_together(f"loading states from {folder}"):
             self._executor.load_states(Path(folder), names, sizes)
             self._agree()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """What every process gives, by rank."""
+        with self._failing_together("an exchange"):
+            return gather_bytes(self._world, payload, "exchange")
 
     def reset_states(self) -> None:
         """Forgets all states."""

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from onnxpar.arrays import Array
+from onnxpar.digests import Digests
 from onnxpar.errors import RankError
 from onnxpar.interrupts import uninterrupted
 from onnxpar.own_folder import OwnFolder
@@ -52,8 +53,9 @@ class Ranks(Protocol):
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
     def read_state(self, name: str, sizes: Sizes) -> PartsOf: ...
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None: ...
-    def save_states(self, folder: str, sizes: Sizes) -> None: ...
+    def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]: ...
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None: ...
+    def exchange(self, payload: bytes) -> list[bytes]: ...
     def reset_states(self) -> None: ...
     def end_profile(self) -> Sequence[Record]: ...
     def check_usable(self) -> None: ...
@@ -113,14 +115,21 @@ class ProcessRanks:
         message = {"do": "write", "feeds": handed, "size": self._size()}
         self._ask(message, f"writing state {name!r}")
 
-    def save_states(self, folder: str, sizes: Sizes) -> None:
-        """Lets every rank write its parts of all states to a folder."""
-        self._ask({"do": "save", "folder": folder, "sizes": sizes}, f"saving states to {folder}")
+    def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
+        """Lets every rank write its parts of all states to a folder; returns the files' digests."""
+        ask = pack({"do": "save", "folder": folder, "sizes": sizes})
+        messages = [ask] * self._bundle.mesh.size
+        answers = self._processes.call(messages, f"saving states to {folder}")
+        return {name: said for answer in answers for name, said in answer["files"].items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
         """Lets every rank read its parts of states from a folder."""
         message = {"do": "load", "folder": folder, "names": list(names), "sizes": sizes}
         self._ask(message, f"loading states from {folder}")
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """The payload: ranks are this process's children, and no other process makes its calls."""
+        return [payload]
 
     def reset_states(self) -> None:
         """Forgets all states."""

@@ -114,8 +114,8 @@ class Server:
         return {}
 
     def _save(self, message: Message) -> Message:
-        self._executor.save_states(Path(message["folder"]), tuple(message["sizes"]))
-        return {}
+        folder, sizes = Path(message["folder"]), tuple(message["sizes"])
+        return {"files": self._executor.save_states(folder, sizes)}
 
     def _load(self, message: Message) -> Message:
         folder, sizes = Path(message["folder"]), tuple(message["sizes"])

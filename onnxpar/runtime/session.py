@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxpar.arrays import Array
+from onnxpar.digests import Digests
 from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
 from onnxpar.own_folder import OwnFolder
 from onnxpar.runtime import launch
@@ -90,6 +91,13 @@ class Session(Interface, Closing):
     def apart(self) -> frozenset[str]:
         """Outputs that evaluate a training step: they are not computed together with others."""
         return self._bundle.apart
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Under a launcher, what each rank's process gives, by rank; else the payload alone.
+        Errors: RankError."""
+        with self._lock:
+            self._ranks.check_usable()
+            return self._ranks.exchange(payload)
 
     @property
     def states(self) -> States:
@@ -361,8 +369,9 @@ class States:
             session._ranks.write_state(name, array, session._bundle.sizes({name: shape}))
             session._kept[name] = shape
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Lets every rank write its parts of all states, kept or first ones, to a folder."""
+    def save(self, folder: str | os.PathLike[str]) -> dict[str, Digests]:
+        """Lets every rank write its parts of all states, kept or first ones, to a folder. Returns
+        the size and the SHA-256 of each file that they wrote."""
         session = self._session
         bundle = session._bundle
         missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
@@ -370,7 +379,7 @@ class States:
             raise InputError(f"no value of state {missing[0]!r} is kept; run or write it first")
         shapes = {n: session._kept.get(n) or _shape(bundle.inputs[n]) for n in bundle.states}
         with session._lock:
-            session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
+            return session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
 
     def load(self, folder: str | os.PathLike[str], names: Sequence[str]) -> None:
         """Lets every rank keep what it has written to a folder of these states, or a rank of a

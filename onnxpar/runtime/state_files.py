@@ -4,7 +4,6 @@ together."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.arrays import Array
+from onnxpar.digests import Digests, DigestWriter
 from onnxpar.errors import ModelError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
@@ -19,34 +19,35 @@ from onnxpar.packing import stored_bits
 from onnxpar.runtime.bundle import Port
 from onnxpar.runtime.parts import Parts
 from onnxpar.runtime.tensors import is_packed
-from onnxpar.write_file import writing
+from onnxpar.write_file import durable_file, writing
 
 ALIGN = 64
 """Offsets of tensors in a file of states."""
 
 
-def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> None:
+def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> dict[str, Digests]:
     """Writes parts of states, one after the other, to a rank's files in a folder, to stay: they
-    are on disk when this returns."""
+    are on disk when this returns. Returns the files' digests by name. Errors: OnnxparError."""
     with writing(folder):
-        _write_parts(folder, rank, parts)
+        index: dict[str, Any] = {}
+        states, list_ = (f"rank_{rank:04d}.{suffix}" for suffix in ("bin", "json"))
+        with durable_file(folder / states) as sink:
+            of_states = DigestWriter(sink)
+            for name, part in parts:
+                index[name] = _write_part(of_states, part)
+        with durable_file(folder / list_) as sink:
+            of_list = DigestWriter(sink)
+            of_list.write(json.dumps(index).encode())
+    return {states: of_states.digests, list_: of_list.digests}
 
 
-def _write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> None:
-    index: dict[str, Any] = {}
-    with (folder / f"rank_{rank:04d}.bin").open("wb") as sink:
-        for name, part in parts:
-            assert not is_packed(part.dtype), "states are computed"
-            sink.write(bytes(-sink.tell() % ALIGN))
-            index[name] = {
-                "offset": sink.tell(),
-                "dtype": part.dtype.name,
-                "shape": list(part.shape),
-            }
-            sink.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-        sink.flush()
-        os.fsync(sink.fileno())
-    (folder / f"rank_{rank:04d}.json").write_text(json.dumps(index), encoding="utf-8")
+def _write_part(sink: DigestWriter, part: Array) -> dict[str, Any]:
+    """Writes a part behind others, and returns its entry in the rank's list."""
+    assert not is_packed(part.dtype), "states are computed"
+    sink.write(bytes(-sink.size % ALIGN))
+    entry = {"offset": sink.size, "dtype": part.dtype.name, "shape": list(part.shape)}
+    sink.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return entry
 
 
 class PartFiles:

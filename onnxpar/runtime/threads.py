@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnxpar.arrays import Array
+from onnxpar.digests import Digests
 from onnxpar.errors import RankError, RunError
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle, Sizes
@@ -104,14 +105,20 @@ class ThreadRanks:
             lambda r: self._executors[r].write_state(name, parts.take(array, r)), "writing a state"
         )
 
-    def save_states(self, folder: str, sizes: Sizes) -> None:
-        """Lets every rank write its parts of all states to a folder."""
-        self._all(lambda r: self._executors[r].save_states(Path(folder), sizes), "saving states")
+    def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
+        """Lets every rank write its parts of all states to a folder; returns the files' digests."""
+        target = Path(folder)
+        each = self._all(lambda r: self._executors[r].save_states(target, sizes), "saving states")
+        return {name: said for files in each for name, said in files.items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
         """Lets every rank read its parts of states from a folder."""
         source = Path(folder)
         self._all(lambda r: self._executors[r].load_states(source, names, sizes), "loading states")
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """The payload: there is no other process."""
+        return [payload]
 
     def reset_states(self) -> None:
         """Forgets all states."""

@@ -26,7 +26,7 @@ from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.optimizers import Optimizer, make_optimizer
 from onnxpar.training.step import StepOptions, make_step
-from onnxpar.training.trainer import Trainer
+from onnxpar.training.trainer import Trainer, held_by_first
 from onnxpar.write_model import export_model, write_model
 
 
@@ -141,7 +141,8 @@ def train(
                 rises
     seed        decides the order of samples, unless `shuffle` is off, and what is random in a step
     checkpoint  a folder that gets one at the end, and one after every so many steps, of which it
-                keeps the newest; 0 keeps all. `resume` goes on from the newest
+                keeps the newest; 0 keeps all. `resume` goes on from the newest that is whole. No
+                other training writes there meanwhile
     profile     a file that gets the trace of all steps
     timeout     bounds every wait for a rank, in seconds
     log_dir     gets the output of each rank, under rank.N/
@@ -153,7 +154,8 @@ def train(
     run = Run(epochs, lr, schedule, warmup, seed, shuffle, folder, every, keep, resume)
     if profile is not None:
         check_place(profile)
-    with Trainer(par, timeout=timeout, log_dir=log_dir, profile=profile is not None) as trainer:
+    how: dict[str, Any] = {"timeout": timeout, "log_dir": log_dir, "profile": profile is not None}
+    with held_by_first(folder) as held, Trainer(par, held=held, **how) as trainer:
         samples = Data.given(data, trainer.data)
         samples.check_batch(batch)
         held_out = None if eval is None else Data.given(eval, trainer.data)

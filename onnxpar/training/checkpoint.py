@@ -1,30 +1,55 @@
 """Checkpoints: what a training run needs to go on, as a folder that appears at once.
 
-`DIR/step_00000100/` has `checkpoint.json` and each rank's parts of the states. A folder that lacks
-its final name was not finished, and is ignored.
+`DIR/step_00000100/` has `checkpoint.json` and each rank's parts of the states. The JSON lists the
+digests of all files and ends with its own, so that no damage is silent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-import shutil
+import sys
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from onnxpar.digests import (
+    Block,
+    Digests,
+    blocks_of,
+    check_blocks,
+    check_listed,
+    check_seal,
+    check_size,
+)
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.launch import tell_terminal
 from onnxpar.runtime.state_files import StateFiles
-from onnxpar.step import Slot, Step
-from onnxpar.write_file import unread, writing
+from onnxpar.step import Slot
+from onnxpar.training.together import ALONE, Together
+from onnxpar.write_file import unread
 
-FORMAT = 1
-_NAME = re.compile(r"step_(\d{8})")
+FORMAT = 2
+_WITHOUT_DIGESTS = 1
+"""The format before, which is still read."""
+RECORD = "checkpoint.json"
+_NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old\.onnxpar")
+"""The second is the name of one that is being replaced, where names cannot be swapped."""
+_RESTORE = "restore it from a copy, or go on from another checkpoint"
+_ROUND = 64
+"""Blocks that a process reads before it tells the others: they wait no longer for it."""
+_LATE = 20.0
+"""Seconds for which files that the first process sees may be missing for another: a network file
+system may show them late."""
+
+
+class DamagedError(ModelError):
+    """A checkpoint that is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -52,92 +77,202 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk."""
+    """A checkpoint on disk. `digest` stands for all of it; of the format before, whose files have
+    no digests, for its checkpoint.json alone."""
 
     path: Path
     progress: Progress
     slots: list[Slot]
     states: StateFiles
+    files: Mapping[str, Digests]
+    digest: str
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Checkpoint:
-        """Reads a checkpoint, or the newest one of a folder of them. Errors: ModelError."""
-        folder = Path(path)
-        if not (folder / "checkpoint.json").is_file():
-            found = newest(folder)
-            if found is None:
-                raise ModelError(
-                    f"{folder}: has no checkpoint; give the folder of `onnxpar train --checkpoint`"
-                )
-            folder = found
+        """Opens a checkpoint, or the newest whole one of a folder of them, after all of its bytes
+        were compared with their digests. A warning on stderr names what is damaged. Errors:
+        ModelError; of a checkpoint that is named, no other one takes the place."""
+        return load_together(Path(path), ALONE)
+
+
+def load_together(path: Path, together: Together) -> Checkpoint:
+    """`Checkpoint.load` in all processes of a training: each reads its share of the bytes, and all
+    open the same checkpoint."""
+    found, damaged = _find(path, together)
+    if together.leads:
+        for reason in damaged:
+            warn(f"{reason}; {found.path} is loaded instead")
+        if not found.files:
+            warn(f"{found.path} has no SHA-256, as an older onnxpar wrote it: it is not verified")
+    return found
+
+
+def damage(path: Path, together: Together) -> str:
+    """Why a checkpoint is not whole; empty where it is. The same in all processes."""
+    try:
+        _find(path, together)
+    except DamagedError as error:
+        return str(error)
+    except _NewerError:  # whether it is, another onnxpar can tell
+        return ""
+    return ""
+
+
+def warn(text: str) -> None:
+    """Prints a warning on stderr, and on the terminal where that is a log."""
+    line = f"onnxpar: warning: {text}"
+    print(line, file=sys.stderr)
+    tell_terminal(line)
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by the number of their steps, in order, whole or not. Errors:
+    ModelError where it cannot be read."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ModelError(f"cannot read {folder}: {unread(error)}") from None
+    found: dict[int, Path] = {}
+    for name in names:  # one that replaces another counts: its name comes later
+        if match := _NAME.fullmatch(name):
+            found[int(match[1] or match[2])] = folder / name
+    return dict(sorted(found.items()))
+
+
+def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
+    """A whole checkpoint, and why those are not that would come before it. Errors: ModelError."""
+    damaged: dict[str, str] = {}
+    while True:
+        name, text = together.first(lambda: _candidate(path, damaged))
+        found = _read(path / name, text.encode())
+        fault = _fault(found, together)
+        if not fault:
+            return found, [why for one, why in damaged.items() if (path / one).exists()]
+        if not name:
+            raise DamagedError(f"{fault}; {_RESTORE}")
+        damaged[name] = fault
+
+
+def _candidate(path: Path, damaged: dict[str, str]) -> tuple[str, str]:
+    """The name of the newest checkpoint of a folder that may be whole, and its checkpoint.json;
+    adds those that are not to `damaged`, by name. The name is empty where `path` is a checkpoint
+    itself. Errors: ModelError."""
+    if (path / RECORD).is_file() or _NAME.fullmatch(path.name):
         try:
-            data = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
-                raise ModelError(f"{folder}: format {data['format']}, this onnxpar reads {FORMAT}")
-            mesh = Mesh.of((name, size) for name, size in data["mesh"])
-            layouts = {name: Layout.from_json(tree) for name, tree in data["layouts"].items()}
-            slots = [Slot(**slot) for slot in data["slots"]]
-            progress = Progress(**data["progress"])
-        except ModelError:
-            raise
-        except OSError as error:
-            raise ModelError(f"cannot read {folder / 'checkpoint.json'}: {unread(error)}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, OnnxparError) as error:
+            return "", _complete(path)
+        except DamagedError as error:
+            raise DamagedError(f"{error}; {_RESTORE}") from None
+    while each := checkpoints(path):  # again, as a run that writes them may have removed one
+        left = [one for one in each.values() if one.name not in damaged]
+        if not left:
+            newest = max(each.items())[1]
             raise ModelError(
-                f"{folder / 'checkpoint.json'} is no checkpoint of onnxpar's, or damaged "
-                f"({type(error).__name__}: {error}); go on from another one"
-            ) from None
-        return Checkpoint(folder, progress, slots, StateFiles(folder, mesh, layouts))
+                f"{path}: none of its checkpoints ({len(each)}) is whole; of the newest, "
+                f"{damaged[newest.name]}; restore one from a copy, or choose another folder"
+            )
+        try:
+            return left[-1].name, _complete(left[-1])
+        except DamagedError as error:
+            damaged[left[-1].name] = str(error)
+    raise ModelError(f"{path}: has no checkpoint; give the folder of `onnxpar train --checkpoint`")
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint of the most steps in a folder, None where there is none."""
-    return max(_checkpoints(folder), default=None)
+def _complete(folder: Path) -> str:
+    """The checkpoint.json of a checkpoint whose files are there. Errors: ModelError."""
+    file = folder / RECORD
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise DamagedError(f"cannot read {file}: {unread(error)}") from None
+    if missing := _missing(_read(folder, text)):
+        raise DamagedError(missing)
+    return text.decode()
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    found = [file.parent for file in folder.glob("step_*/checkpoint.json")]
-    return sorted(path for path in found if _NAME.fullmatch(path.name))
+def _read(folder: Path, text: bytes) -> Checkpoint:
+    """The checkpoint that has this checkpoint.json. Errors: DamagedError; ModelError where a newer
+    onnxpar wrote it."""
+    file = folder / RECORD
+    try:
+        data = json.loads(text.decode())
+        is_old = data["format"] == _WITHOUT_DIGESTS and not data.keys() & {"files", "sha256"}
+        if not is_old:
+            _check_sealed(file, text)
+            if data["format"] != FORMAT:
+                raise _NewerError(
+                    f"{file} has format {data['format']}, this onnxpar reads {FORMAT}; update it"
+                )
+        mesh = Mesh.of((name, size) for name, size in data["mesh"])
+        layouts = {name: Layout.from_json(tree) for name, tree in data["layouts"].items()}
+        slots = [Slot(**slot) for slot in data["slots"]]
+        progress = Progress(**data["progress"])
+        files: Mapping[str, Digests] = {} if is_old else data["files"]
+        check_listed(files)
+    except (DamagedError, _NewerError):
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OnnxparError) as error:
+        raise DamagedError(
+            f"{file} is no checkpoint of onnxpar's, or damaged ({type(error).__name__}: {error})"
+        ) from None
+    states = StateFiles(folder, mesh, layouts)
+    return Checkpoint(folder, progress, slots, states, files, hashlib.sha256(text).hexdigest())
 
 
-def remove_all_but(folder: Path, count: int) -> None:
-    """Removes all checkpoints of a folder but the newest so many."""
-    for path in _checkpoints(folder)[:-count]:
-        (path / "checkpoint.json").unlink()  # from here on it is none, whatever is left
-        shutil.rmtree(path, ignore_errors=True)
+class _NewerError(ModelError):
+    """A checkpoint of an onnxpar to come."""
 
 
-def unfinished(folder: Path, progress: Progress) -> Path:
-    """The folder that a checkpoint is written to first."""
-    return folder / f".{progress.name}.unfinished"
+def _check_sealed(file: Path, text: bytes) -> None:
+    try:
+        check_seal(file, text, "")
+    except ModelError as error:
+        raise DamagedError(str(error)) from None
 
 
-def begin(folder: Path, progress: Progress) -> None:
-    """Makes the folder that a checkpoint is written to first, and removes what was left of others
-    that were not finished."""
-    for left in folder.glob(".step_*.unfinished"):
-        shutil.rmtree(left, ignore_errors=True)
-    with writing(folder):
-        unfinished(folder, progress).mkdir(parents=True)
+def _missing(found: Checkpoint) -> str:
+    """Which file is not there, or has another size; empty where none is."""
+    try:
+        for name, said in found.files.items():
+            check_size(found.path / name, said, "")
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
-def finish(folder: Path, progress: Progress, bundle: Bundle, step: Step) -> None:
-    """Gives a folder to which all ranks have written their states its final name."""
-    layouts = {name: bundle.inputs[name].layout for name in bundle.states}
-    data: Mapping[str, Any] = {
-        "format": FORMAT,
-        "mesh": [list(axis) for axis in bundle.mesh.shape],
-        "layouts": {name: layout.to_json() for name, layout in layouts.items() if layout},
-        "slots": [asdict(slot) for slot in step.slots],
-        "progress": asdict(progress),
-    }
-    written = unfinished(folder, progress)
-    file = written / "checkpoint.json"
-    final = folder / progress.name
-    with writing(final):
-        with file.open("w", encoding="utf-8") as sink:
-            json.dump(data, sink)
-            sink.flush()
-            os.fsync(sink.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(written, final)
+def _fault(found: Checkpoint, together: Together) -> str:
+    """Which file is not what was written, empty where none is: the same in all processes, each of
+    which reads its share. Errors: ModelError where one does not see what the first sees."""
+    unseen = together.each("" if together.leads else _unseen(found, together.rank))
+    if said := next(filter(None, unseen), ""):
+        raise ModelError(said)
+    blocks = blocks_of(found.files)
+    step = _ROUND * together.size
+    for start in range(0, len(blocks), step):
+        share = blocks[start : start + step][together.rank :: together.size]
+        if said := next(filter(None, together.each(_changed(found, share))), ""):
+            return said
+    return ""
+
+
+def _unseen(found: Checkpoint, rank: int) -> str:
+    """Which file this process does not see, though the first does; empty where it sees all, maybe
+    after a while."""
+    deadline = time.monotonic() + _LATE
+    while missing := _missing(found):
+        if time.monotonic() > deadline:
+            return (
+                f"rank {rank}: {missing}, though rank 0 sees it; give --checkpoint a folder that "
+                "all hosts share"
+            )
+        time.sleep(_LATE / 100)
+    return ""
+
+
+def _changed(found: Checkpoint, blocks: list[Block]) -> str:
+    try:
+        check_blocks(found.path, blocks, "")
+    except ModelError as error:
+        return str(error)
+    return ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onnxpar.errors import DivergenceError, InputError
 from onnxpar.step import SKIPPED
-from onnxpar.training.checkpoint import Checkpoint, Progress, newest, remove_all_but
+from onnxpar.training.checkpoint import Progress, checkpoints
 from onnxpar.training.data import Data
 from onnxpar.training.rates import Rate
 from onnxpar.training.trainer import Trainer
@@ -27,7 +27,7 @@ class Run:
     every       a checkpoint after so many steps, and at the end; 0: at the end alone
     checkpoint  the folder of checkpoints, None for none
     keep        so many of them are left, the newest; 0: all
-    resume      goes on from the newest of them, if there is any
+    resume      goes on from the newest of them that is whole, if there is any
     """
 
     epochs: int
@@ -89,8 +89,8 @@ def records(
             is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
             if run.checkpoint is not None and is_due:
                 trainer.save(run.checkpoint, progress)
-                if run.keep and trainer.leads:
-                    remove_all_but(run.checkpoint, run.keep)
+                if run.keep:
+                    trainer.keep(run.checkpoint, progress, run.keep)
             evaluation = None
             if held_out is not None and number == data.batches:
                 evaluation = evaluate(trainer, held_out)
@@ -112,20 +112,30 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
     return {name: sum(t[name] for t in told) / len(told) for name in told[0]}
 
 
+def _has_checkpoint(folder: Path, may: bool) -> bool:
+    """Whether a folder has any checkpoint, whole or not. Errors: InputError where it may not."""
+    each = list(checkpoints(folder).values())
+    if each and not may:
+        raise InputError(
+            f"{each[-1]}: is of an earlier run; go on from it with --resume, or choose another "
+            "folder with --checkpoint"
+        )
+    return bool(each)
+
+
 def _start(trainer: Trainer, run: Run) -> Progress:
-    """Loads the newest checkpoint where a run is to go on; a new one must not mix its own with
-    those of another."""
-    found = None if run.checkpoint is None else newest(run.checkpoint)
+    """Loads the newest whole checkpoint where a run is to go on; a new one must not mix its own
+    with those of another."""
     if run.resume and run.checkpoint is None:
         raise InputError("--resume: from which folder? give --checkpoint DIR")
-    if found is None:
+    if run.checkpoint is None:
         return Progress(seed=run.seed)
-    if not run.resume:
-        raise InputError(
-            f"{found}: is of an earlier run; go on from it with --resume, or choose another folder "
-            "with --checkpoint"
-        )
-    checkpoint = Checkpoint.load(found)
+    folder = run.checkpoint
+    trainer.hold(folder)
+    if not trainer.together.first(lambda: _has_checkpoint(folder, run.resume)):
+        return Progress(seed=run.seed)
+    checkpoint = trainer.find(folder)
+    found = checkpoint.path
     if checkpoint.progress.seed != run.seed:
         raise InputError(
             f"{found}: is of a run with seed {checkpoint.progress.seed}, this one has {run.seed}: "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,35 @@ import numpy as np
 
 from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError
+from onnxpar.folder_lock import FolderLock
 from onnxpar.runtime.bundle import Bundle, NodeArg
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.step import EVALUATION, RESIDUAL, Step
-from onnxpar.training.checkpoint import Checkpoint, Progress, begin, finish, unfinished
+from onnxpar.training.checkpoint import (
+    Checkpoint,
+    Progress,
+    checkpoints,
+    damage,
+    load_together,
+    warn,
+)
+from onnxpar.training.together import Together
+from onnxpar.training.write_checkpoint import begin, discard, finish, remove
 
 
 class Trainer(Closing):
     """A session of a sharded training step (`onnxpar shard step.onnx`).
 
-    `options` are those of `InferenceSession`. Errors: ModelError where the folder is no sharded
-    training step.
+    It holds the lock of each folder that it saves to until it is closed; `held` is one that its
+    caller holds. `options` are those of `InferenceSession`. Errors: ModelError where the folder is
+    no sharded training step.
     """
 
-    def __init__(self, par: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(
+        self, par: str | os.PathLike[str], *, held: FolderLock | None = None, **options: Any
+    ) -> None:
         self.bundle = Bundle.load(par)
         if self.bundle.step is None:
             raise ModelError(
@@ -39,9 +52,21 @@ class Trainer(Closing):
                 f"{par}: updates nothing, it only tells gradients; give `onnxpar grad` an "
                 "--optimizer"
             )
-        rank = launched_rank()
-        self.leads = rank is None or rank.rank == 0
+        self.checkpoint: Path | None = None
+        """The last one that it has saved or loaded."""
+        self._is_whole: dict[Path, bool] = {}
+        self._held: set[Path] = set()
+        self._locks: list[FolderLock] = []
+        self._given = held
         self.session = InferenceSession(par, **options)
+        rank = launched_rank()
+        place = (rank.rank, rank.size) if rank is not None else (0, 1)
+        self.together = Together(*place, self.session.exchange)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process tells of all."""
+        return self.together.leads
 
     @property
     def data(self) -> list[NodeArg]:
@@ -74,23 +99,79 @@ class Trainer(Closing):
         start = len(EVALUATION) + 1
         return {name[start:]: float(v) for name, v in zip(names, values, strict=True)}
 
+    def hold(self, folder: str | os.PathLike[str]) -> None:
+        """Makes a folder of checkpoints where it is not there, and locks it until `close`: no other
+        training writes there. Errors: InputError where one does; OnnxparError."""
+        place = Path(folder)
+        if place not in self._held:
+            self.together.first(lambda: self._lock(place))
+            self._held.add(place)
+
+    def _lock(self, folder: Path) -> None:
+        locks = [*self._locks, *([self._given] if self._given else [])]
+        if not any(lock.is_of(folder) for lock in locks):
+            self._locks.append(FolderLock(folder))
+
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
-        """Writes a checkpoint into a folder of them: each rank its own parts, all or nothing."""
+        """Writes a checkpoint into a folder of them, to stay: each rank its own parts, all or
+        nothing. Errors: OnnxparError."""
         folder = Path(folder)
-        if self.leads:
-            begin(folder, progress)
+        self.hold(folder)
+        written = folder / self.together.first(lambda: begin(folder, progress))
         try:
-            self.session.states.save(unfinished(folder, progress))
+            files = self.session.states.save(written)
+            spec = self.spec
+            self.together.first(lambda: finish(written, progress, self.bundle, spec, files))
         except BaseException:
             if self.leads:
-                shutil.rmtree(unfinished(folder, progress), ignore_errors=True)
+                discard(written)
             raise
-        if self.leads:
-            finish(folder, progress, self.bundle, self.spec)
+        self.checkpoint = folder / progress.name
+        self._is_whole[self.checkpoint] = True
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Goes on from a checkpoint, whatever mesh it was written on and however gradients
-        travelled there. Errors: ModelError where it is one of another step."""
+    def keep(self, folder: str | os.PathLike[str], progress: Progress, count: int) -> None:
+        """Removes the checkpoints of a folder before this progress but for the newest so many that
+        are whole; what is damaged between those stays. Errors: OnnxparError."""
+        folder = Path(folder)
+        names = self.together.first(lambda: _names(folder, progress.step))
+        at = 0
+        while count and at < len(names):
+            count -= self._check_whole(folder / names[at])
+            at += 1
+        self.together.first(lambda: remove(folder / name for name in names[at:]))
+
+    def _check_whole(self, path: Path) -> bool:
+        """Whether a checkpoint is whole; of those that were saved and loaded it is known."""
+        if path not in self._is_whole:
+            reason = damage(path, self.together)
+            self._is_whole[path] = not reason
+            if reason and self.leads:
+                warn(f"{reason}; --keep does not count it")
+        return self._is_whole[path]
+
+    def find(self, path: str | os.PathLike[str]) -> Checkpoint:
+        """`Checkpoint.load`; under a launcher all processes open the same one."""
+        return load_together(Path(path), self.together)
+
+    def load(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+        """Goes on from a checkpoint, by itself or by its place, whatever mesh it was written on and
+        however gradients travelled there. Errors: ModelError where it is one of another step, or
+        processes give different ones."""
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = self.find(checkpoint)
+        each = self.together.each(checkpoint.digest)
+        odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
+        if odd is not None:
+            raise ModelError(
+                f"{checkpoint.path}: rank 0 and rank {odd} were given different checkpoints; "
+                "give load() the folder, and all ranks load the same one"
+            )
+        self._load(checkpoint)
+        self.checkpoint = checkpoint.path
+        self._is_whole[checkpoint.path] = True
+        return checkpoint
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         known = {slot.input for slot in checkpoint.slots}
         unsent = {slot.input for slot in self.spec.slots if slot.kind == RESIDUAL}
         for name in self.bundle.states:
@@ -114,5 +195,27 @@ class Trainer(Closing):
         return np.zeros([s for s in port.shape or () if isinstance(s, int)], port.dtype)
 
     def close(self) -> None:
-        """Ends the ranks."""
-        self.session.close()
+        """Ends the ranks, and frees the folders of checkpoints."""
+        try:
+            self.session.close()
+        finally:
+            while self._locks:
+                self._locks.pop().release()
+
+
+@contextmanager
+def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
+    """The lock of a folder of checkpoints, if any, in the process that leads: for a Trainer, taken
+    before anything is written. Errors: InputError where another process holds it; OnnxparError."""
+    rank = launched_rank()
+    if folder is None or (rank is not None and rank.rank):
+        yield None
+    else:
+        with FolderLock(folder) as lock:
+            yield lock
+
+
+def _names(folder: Path, most: int) -> list[str]:
+    """Of the checkpoints of at most so many steps, the newest first."""
+    each = checkpoints(folder)
+    return [path.name for step, path in reversed(each.items()) if step <= most]

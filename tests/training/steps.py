@@ -19,6 +19,7 @@ from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.step import Step
 from onnxpar.training import grad
+from onnxpar.training.checkpoint import checkpoints
 from onnxpar.training.compare import compare_training
 from onnxpar.training.trainer import Trainer
 
@@ -37,6 +38,11 @@ class ThreadTrainer(Trainer):
     def __init__(self, par: Path) -> None:
         with patch("onnxpar.training.trainer.InferenceSession", ThreadSession):
             super().__init__(par)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint of the most steps in a folder, whole or not."""
+    return next(reversed(checkpoints(folder).values()), None)
 
 
 def write_model(text: str, folder: Path) -> Path:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from runtime.bundles import is_alive, wait_until
-from training.steps import MLP, shard, write_model, write_step
+from training.steps import MLP, newest, shard, write_model, write_step
 
 from onnxpar.cli import main
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.training.checkpoint import Checkpoint, newest
+from onnxpar.training.checkpoint import Checkpoint
 from onnxpar.training.merge import merge
 
 RATE = ["--lr", "0.02", "--schedule", "cosine", "--warmup", "3"]

@@ -18,6 +18,7 @@ from training.steps import (
     MLP,
     Array,
     ThreadTrainer,
+    newest,
     quiet,
     run_unsplit,
     shard,
@@ -25,12 +26,14 @@ from training.steps import (
     write_step,
 )
 
+from onnxpar.digests import sealed
 from onnxpar.errors import InputError, ModelError, OnnxparError
-from onnxpar.training.checkpoint import Checkpoint, Progress, begin, newest
+from onnxpar.training.checkpoint import Checkpoint, Progress
 from onnxpar.training.data import Data
 from onnxpar.training.loop import Record, Run, records
 from onnxpar.training.merge import merge
 from onnxpar.training.trainer import Trainer
+from onnxpar.training.write_checkpoint import begin
 
 
 def samples(count: int = 40, dtype: type = np.float32) -> dict[str, Array]:
@@ -159,10 +162,9 @@ def test_folders_that_are_not_finished_do_not_count(step: Path, tmp_path: Path) 
     names = ["step_00000002", "step_00000004", "step_00000005"]
     assert sorted(p.name for p in folder.iterdir()) == names
     begin(folder, Progress(step=8))
-    begin(folder, Progress(step=9))
-    assert [p.name for p in folder.glob(".*")] == [".step_00000009.unfinished"]
-    (folder / "step_00000008").mkdir()  # what is left of one that was being replaced
-    (folder / "step_00000008" / "rank_0000.bin").touch()
+    left = begin(folder, Progress(step=9))
+    assert [p.name for p in folder.glob(".*")] == [left]
+    (folder / left / "rank_0000.bin").touch()
     (folder / "notes").mkdir()
     assert newest(folder) == folder / "step_00000005"
     assert Checkpoint.load(folder).progress == Progress(5, 1, 0, 0)
@@ -204,6 +206,13 @@ def saved(step: Path, tmp_path: Path) -> Path:
     return tmp_path / "c" / "step_00000005"
 
 
+def as_before(saved: Path) -> None:
+    """Makes a checkpoint one of format 1."""
+    file = saved / "checkpoint.json"
+    data = json.loads(file.read_text()) | {"format": 1}
+    file.write_text(json.dumps({k: v for k, v in data.items() if k not in ("files", "sha256")}))
+
+
 def refused(par: Path, saved: Path, message: str) -> None:
     with ThreadTrainer(par) as trainer, pytest.raises(ModelError, match=message):
         trainer.load(Checkpoint.load(saved))
@@ -226,6 +235,8 @@ def test_checkpoints_of_other_steps(saved: Path, tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_lack_something(saved: Path, step: Path) -> None:
+    """Of the format before, which has no digests."""
+    as_before(saved)
     par = step.with_name("zero3_2.par")
     file = saved / "rank_0001.json"
     index = json.loads(file.read_text())
@@ -243,14 +254,18 @@ def test_checkpoints_that_lack_something(saved: Path, step: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "format 99, this onnxpar reads"),
-        ({"mesh": None}, r"checkpoint\.json"),
-        ({"slots": [{"name": 1}]}, r"checkpoint\.json"),
+        ({"format": 99}, r"checkpoint\.json has format 99, this onnxpar reads 2; update it"),
+        ({"mesh": None}, r"checkpoint\.json is no checkpoint of onnxpar's, or damaged"),
+        ({"slots": [{"name": 1}]}, r"checkpoint\.json is no checkpoint of onnxpar's, or damaged"),
     ],
 )
 def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, saved: Path) -> None:
     file = saved / "checkpoint.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    changed = json.loads(file.read_text()) | change
+    file.write_text(json.dumps(changed))
+    with pytest.raises(ModelError, match=r"checkpoint\.json is not what was written"):
+        Checkpoint.load(saved)
+    file.write_text(sealed(changed))
     with pytest.raises(ModelError, match=message):
         Checkpoint.load(saved)
     with pytest.raises(ModelError, match="has no checkpoint"):
