@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,8 +44,7 @@ _RESTORE = "restore it from a copy, or go on from another checkpoint"
 _ROUND = 64
 """Blocks that a process reads before it tells the others: they wait no longer for it."""
 _LATE = 20.0
-"""Seconds for which files that the first process sees may be missing for another: a network file
-system may show them late."""
+"""Seconds for which a process may not see what the first one sees."""
 
 
 class DamagedError(ModelError):
@@ -123,6 +122,20 @@ def warn(text: str) -> None:
     line = f"onnxpar: warning: {text}"
     print(line, file=sys.stderr)
     tell_terminal(line)
+
+
+def check_seen(missing: Callable[[], str], together: Together) -> None:
+    """Returns when no process says what it is missing: a network file system may show late what the
+    first process sees. Errors: ModelError, in all processes, after a while."""
+    deadline = time.monotonic() + (0 if together.leads else _LATE)
+    while (said := missing()) and time.monotonic() < deadline:
+        time.sleep(_LATE / 100)
+    each = enumerate(together.each("" if together.leads else said))
+    if odd := next(((rank, text) for rank, text in each if text), None):
+        raise ModelError(
+            f"rank {odd[0]}: {odd[1]}, which rank 0 sees; give --checkpoint a folder that all "
+            "hosts share"
+        )
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -244,29 +257,13 @@ def _missing(found: Checkpoint) -> str:
 def _fault(found: Checkpoint, together: Together) -> str:
     """Which file is not what was written, empty where none is: the same in all processes, each of
     which reads its share. Errors: ModelError where one does not see what the first sees."""
-    unseen = together.each("" if together.leads else _unseen(found, together.rank))
-    if said := next(filter(None, unseen), ""):
-        raise ModelError(said)
+    check_seen(lambda: _missing(found), together)
     blocks = blocks_of(found.files)
     step = _ROUND * together.size
     for start in range(0, len(blocks), step):
         share = blocks[start : start + step][together.rank :: together.size]
         if said := next(filter(None, together.each(_changed(found, share))), ""):
             return said
-    return ""
-
-
-def _unseen(found: Checkpoint, rank: int) -> str:
-    """Which file this process does not see, though the first does; empty where it sees all, maybe
-    after a while."""
-    deadline = time.monotonic() + _LATE
-    while missing := _missing(found):
-        if time.monotonic() > deadline:
-            return (
-                f"rank {rank}: {missing}, though rank 0 sees it; give --checkpoint a folder that "
-                "all hosts share"
-            )
-        time.sleep(_LATE / 100)
     return ""
 
 

@@ -21,6 +21,7 @@ from onnxpar.step import EVALUATION, RESIDUAL, Step
 from onnxpar.training.checkpoint import (
     Checkpoint,
     Progress,
+    check_seen,
     checkpoints,
     damage,
     load_together,
@@ -119,6 +120,7 @@ class Trainer(Closing):
         self.hold(folder)
         written = folder / self.together.first(lambda: begin(folder, progress))
         try:
+            check_seen(lambda: "" if written.is_dir() else f"there is no {written}", self.together)
             files = self.session.states.save(written)
             spec = self.spec
             self.together.first(lambda: finish(written, progress, self.bundle, spec, files))
@@ -159,12 +161,12 @@ class Trainer(Closing):
         processes give different ones."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = self.find(checkpoint)
-        each = self.together.each(checkpoint.digest)
-        odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
+        each = self.together.each([checkpoint.digest, str(checkpoint.path)])
+        odd = next((rank for rank, (digest, _) in enumerate(each) if digest != each[0][0]), None)
         if odd is not None:
             raise ModelError(
-                f"{checkpoint.path}: rank 0 and rank {odd} were given different checkpoints; "
-                "give load() the folder, and all ranks load the same one"
+                f"{each[0][1]} was given to rank 0, but {each[odd][1]} to rank {odd}; give load() "
+                "the folder, and all ranks load the same one"
             )
         self._load(checkpoint)
         self.checkpoint = checkpoint.path
