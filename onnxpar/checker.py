@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 from onnx import GraphProto, TensorProto, helper
 
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, StrategyError
 from onnxpar.runtime_shapes import REFUSED, is_known
 from onnxpar.stored import copy_with_stubs, element_bits, graphs_of, nodes_of, stored_tensors
 
@@ -53,6 +53,20 @@ def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
     if reason is not None and broken is not None:
         raise ModelError(f"{path}: breaks the ONNX standard: {broken}")
     return reason
+
+
+def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Path) -> None:
+    """Errors: StrategyError where onnxruntime, which loads a model with open sizes, does not load
+    it with those that `dims` has given it: a branch for other sizes does not fit them. That may
+    show only when it folds constants."""
+    if dims and not _has_unknown(model.graph):
+        reason = _refusal(_outline(model), ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+        if reason is not None:
+            given = " ".join(f"--dim {name}={size}" for name, size in dims.items())
+            raise StrategyError(
+                f"{path}: onnxruntime does not load it with {given}: {reason}; leave sizes open, "
+                "and say with --typical which ones runs have"
+            )
 
 
 _OF_KERNELS = ("NOT_IMPLEMENTED", "Exception during initialization")
@@ -141,11 +155,14 @@ def _is_large(tensor: TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL or len(tensor.raw_data) > _READ_AT_MOST
 
 
-def _refusal(model: str | bytes) -> str | None:
+def _refusal(
+    model: str | bytes,
+    level: ort.GraphOptimizationLevel = ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+) -> str | None:
     """Why onnxruntime does not load a model; None where it does, and where all that it lacks is a
     kernel, or an option of one, which another execution provider may have."""
     options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.graph_optimization_level = level
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     try:

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from onnxpar.annotations import Configuration, read_annotations
-from onnxpar.checker import MIN_IR, blaming, check_standard
+from onnxpar.checker import MIN_IR, blaming, check_bound, check_standard
 from onnxpar.errors import ModelError
 from onnxpar.exported import exported_kinds
 from onnxpar.functions import inlined
@@ -137,6 +137,7 @@ def load(
             proto = raise_opset(proto, TRAINING_OPSET, str(path))
         fix_shapes(proto.graph, shapes or {})
         open_dims = bind_dims(proto.graph, dims or {}, path)
+        check_bound(proto, dims or {}, path)
         unfuse(proto)
         declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
 

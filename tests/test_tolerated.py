@@ -10,10 +10,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
+from small_models import write_text
 from tiny_models import BOOL, INT, RANDOM, TP, W, X, agree, model, port, product, write
 
 import onnxpar
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, StrategyError
 from onnxpar.runtime.threads import ThreadSession
 
 Build = Callable[[Path], onnx.ModelProto]
@@ -462,3 +463,35 @@ def test_an_equal_symbol_of_unequal_sizes_is_named(tmp_path: Path) -> None:
         pytest.raises(onnxpar.errors.InputError, match="give them different names"),
     ):
         session.run(None, {"x": X})
+
+
+def test_a_recurrence_over_sequences_of_unknown_rank(tmp_path: Path) -> None:
+    ones = ",".join(["0.1"] * 64)
+    path = write_text(
+        f"""<ir_version: 8, opset_import: ["" : 18]>
+        g (float[s,b,4] x, int64[n] k) => (float[t,d,e,4] y)
+        <int64[1] z = {{0}}, float[16,4] u = {{{ones}}}, float[16,4] v = {{{ones}}}> {{
+          q = Reshape(x, k)  w = Unsqueeze(u, z)  r = Unsqueeze(v, z)
+          y = LSTM<hidden_size = 4>(q, w, r) }}""",
+        tmp_path / "m.onnx",
+    )
+    feeds = {"x": RANDOM.standard_normal((5, 2, 4)).astype("f4"), "k": np.array([5, 2, 4])}
+    assert onnxpar.check(path, feeds, devices=2, preset="tensor-parallel").ok
+
+
+def test_sizes_that_a_branch_for_others_does_not_fit(tmp_path: Path) -> None:
+    """onnxruntime infers the shapes of both branches, as soon as sizes are fixed."""
+    path = write_text(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[n,4] x, bool one) => (float[m,4] y)
+        <int64[1] z = {0}> {
+          y = If(one) <then_branch = a () => (float[p,4] ya) {
+                         row = Squeeze(x, z)  ya = Unsqueeze(row, z) },
+                       else_branch = e () => (float[q,4] ye) { ye = Relu(x) }> }""",
+        tmp_path / "m.onnx",
+    )
+    feeds = {"x": np.ones((3, 4), "f4"), "one": np.array(False)}
+    assert onnxpar.check(path, feeds, devices=2).ok
+    assert onnxpar.check(path, devices=2, dims={"n": 1}).ok
+    with pytest.raises(StrategyError, match=r"does not load it with --dim n=3: .*Squeeze.*--typ"):
+        onnxpar.plan(path, devices=2, dims={"n": 3})

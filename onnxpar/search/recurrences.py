@@ -43,7 +43,11 @@ class Recurrences:
     def __init__(self, factors: GraphFactors, costs: Costs, axes: Axes) -> None:
         self.costs, self.axes = costs, axes
         self.small = costs.collective("AllGather", axes, 0)
-        self.ops = {op.node.name: op for op in factors.ops if is_recurrence(op.node)}
+        self.ops = {
+            op.node.name: op
+            for op in factors.ops
+            if is_recurrence(op.node) and "h" in op.rule.sizes  # not one that stays whole
+        }
 
     def talk(self, op: OpFactors) -> int:
         """How many small collectives the steps of one take, 1 at least."""
