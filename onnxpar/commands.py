@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs a model.par; under mpirun as one of its ranks."""
     rank = launched_rank()
     if rank is not None:
-        redirect_output(args.log_dir or "log", rank.rank)
+        redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
     if args.repeat < 1:
         raise InputError(f"--repeat {args.repeat}: at least 1")
     feeds = read_feeds(args.inputs, input_specs(args.par))
@@ -213,8 +213,9 @@ def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
 
 
 def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:
+    log_dir = args.log_dir if launched_rank() is None else None  # else `run` has redirected it
     return InferenceSession(
-        par, timeout=args.timeout, log_dir=args.log_dir, profile=profile, verify=args.verify
+        par, timeout=args.timeout, log_dir=log_dir, profile=profile, verify=args.verify
     )
 
 

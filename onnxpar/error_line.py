@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,7 @@ from types import FrameType
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
 from onnxpar.interrupts import STATUSES, end_now, raise_for
 from onnxpar.own_folder import OwnFolder, remove_all, remove_left
-from onnxpar.runtime.launch import tell_terminal
+from onnxpar.runtime.launch import tell_end, tell_terminal
 from onnxpar.write_file import cause
 
 
@@ -46,8 +47,8 @@ def report(error: BaseException) -> None:
     """Prints the line of an error, and its traceback where the user asked for it."""
     if wants_traceback():
         traceback.print_exception(error)
-    line = f"onnxpar: error: {error_line(error)}"
-    print(line, file=sys.stderr)
+    line = error_line(error)
+    print(f"onnxpar: error: {line}", file=sys.stderr)
     tell_terminal(line)
 
 
@@ -64,15 +65,18 @@ def quiet_ends() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STATUSES if is_main}
     ours = [number for number, handler in before.items() if handler in _UNTOUCHED]
 
-    def end(number: int, frame: FrameType | None) -> None:
-        for each in ours:  # once is enough; cleaning up takes a moment
-            signal.signal(each, signal.SIG_IGN)
-        raise_for(number)
-
-    for number in ours:
-        signal.signal(number, end)
     try:
-        yield
+        with _ends_if_deaf(ours) as reacted:
+
+            def end(number: int, frame: FrameType | None) -> None:
+                reacted.set()
+                for each in ours:  # once is enough; cleaning up takes a moment
+                    signal.signal(each, signal.SIG_IGN)
+                raise_for(number)
+
+            for number in ours:
+                signal.signal(number, end)
+            yield
     finally:
         remove_all()
         threading.excepthook, sys.unraisablehook = hooks
@@ -82,6 +86,40 @@ def quiet_ends() -> Iterator[None]:
 
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
 """Handlers that nobody has set for a reason of their own."""
+
+
+_DEAF = 2.0
+"""Seconds after a signal in which Python may react."""
+
+
+@contextmanager
+def _ends_if_deaf(ours: Collection[int]) -> Iterator[threading.Event]:
+    """Within it, one of these signals ends the process also where Python does not set the event
+    upon it, as a library computes, or waits for other ranks."""
+    reacted = threading.Event()
+    if not ours:
+        yield reacted
+        return
+
+    def watch() -> None:
+        with heard:
+            while number := heard.recv(1):
+                if number[0] in ours and not reacted.wait(_DEAF):
+                    word, status = STATUSES[signal.Signals(number[0])]
+                    tell_end(word)
+                    remove_all()
+                    os.write(2, f"onnxpar: {word}\n".encode())
+                    os._exit(status)
+
+    told, heard = socket.socketpair()
+    told.setblocking(False)
+    threading.Thread(target=watch, daemon=True, name="onnxpar-signals").start()
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reacted
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()
 
 
 def _report_aside(error: BaseException | None) -> None:

@@ -36,8 +36,8 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf
 
 _worlds = itertools.count()
-_terminal: list[int] = []
-"""What was the standard error of rank 0, if it is redirected."""
+_terminal: list[tuple[int, int]] = []
+"""The rank of this process, and what was its standard error, if that is redirected."""
 _SLURM_PORT, _SLURM_PORTS = 20000, 10000
 """Ports of steps; what follows # in a store keeps worlds apart that happen to share one."""
 
@@ -171,8 +171,8 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = T
         if number == 1 and not stdout:
             continue
         stream.flush()
-        if number == 2 and rank == 0 and not _terminal:
-            _terminal.append(os.dup(number))
+        if number == 2 and not _terminal:
+            _terminal.append((rank, os.dup(number)))
         os.dup2(file.fileno(), number)
     log.close()
 
@@ -181,15 +181,26 @@ _HEAD_START = 2.0
 """Seconds that a rank that fails leaves rank 0 to say why: launchers end all once one has ended."""
 
 
-def tell_terminal(line: str) -> None:
-    """Writes a line to what was standard error before rank 0's was redirected, if it was; on
-    another rank, leaves rank 0 the time to do so."""
-    launched = launched_rank()
-    if launched is not None and launched.rank:
-        time.sleep(_HEAD_START)
-    for descriptor in _terminal:
-        with suppress(OSError):
-            os.write(descriptor, f"{line}\n".encode(errors="backslashreplace"))
+def tell_terminal(text: str) -> None:
+    """Writes why a command failed to what was standard error before it was redirected, if it was.
+    Other ranks than 0 leave that one the time to do so first: most failures are those of all, and
+    launchers end the other ranks then."""
+    for rank, descriptor in _terminal:
+        if rank:
+            time.sleep(_HEAD_START)
+        _write(descriptor, f"onnxpar: error{f' on rank {rank}' if rank else ''}: {text}")
+
+
+def tell_end(word: str) -> None:
+    """Writes there, on rank 0, what a signal did to the command."""
+    for rank, descriptor in _terminal:
+        if not rank:
+            _write(descriptor, f"onnxpar: {word}")
+
+
+def _write(descriptor: int, line: str) -> None:
+    with suppress(OSError):
+        os.write(descriptor, f"{line}\n".encode(errors="backslashreplace"))
 
 
 class LaunchedRank:
