@@ -40,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="random graphs to shard and compare",
     )
     parser.addoption(
+        "--frames",
+        type=int,
+        default=200,
+        metavar="N",
+        help="damaged frames that each test of the control channel sends (1000: two minutes)",
+    )
+    parser.addoption(
         "--zoo",
         action="store_true",
         help="all models at every preset, number of ranks and batch (two hours on 2 cores)",

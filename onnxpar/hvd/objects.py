@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from onnxpar.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, RankError
 from onnxpar.hvd.arrays import broadcast, check_root
 from onnxpar.hvd.communicator import current
 from onnxpar.runtime import collectives
+from onnxpar.typed_bytes import of_bytes, to_bytes
 
 
 class Stateful(Protocol):
@@ -23,22 +23,39 @@ class Stateful(Protocol):
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """The root's object, which must pickle; what the others give is not looked at."""
+    """The root's object; what the others give is not looked at.
+
+    Objects are those of `typed_bytes.ALLOWED`. Errors: TypeError for others; RankError where what
+    the root sends is none.
+    """
     here, called = current(), name or "object"
     check_root(root_rank, here.size, f"broadcast_object {called!r}")
     is_root = here.rank == root_rank
-    payload = np.frombuffer(pickle.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
+    payload = np.frombuffer(to_bytes(obj), np.uint8) if is_root else np.empty(0, np.uint8)
     length = int(broadcast(np.array(len(payload)), root_rank, f"{called}, length"))
-    received = payload if is_root else np.empty(length, np.uint8)
-    data = broadcast(received, root_rank, called)
-    return obj if is_root else pickle.loads(data.tobytes())
+    data = broadcast(payload if is_root else _memory(length, root_rank), root_rank, called)
+    return obj if is_root else _object(data.tobytes(), root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, which must pickle."""
-    here, payload = current(), pickle.dumps(obj)
+    """The objects of all ranks, which `broadcast_object` would take. Errors as there."""
+    here, payload = current(), to_bytes(obj)
     rows = here.ordered(lambda: collectives.gather_bytes(here.world, payload, name or "objects"))
-    return [pickle.loads(row) for row in rows]
+    return [_object(row, rank) for rank, row in enumerate(rows)]
+
+
+def _memory(length: int, root: int) -> Array:
+    try:
+        return np.empty(length, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise RankError(f"rank {root} announces an object of {length} bytes: {error}") from error
+
+
+def _object(data: bytes, rank: int) -> Any:
+    try:
+        return of_bytes(data)
+    except ValueError as error:
+        raise RankError(f"rank {rank} has sent what is no object: {error}") from error
 
 
 def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> None:

@@ -61,6 +61,7 @@ Counts ExchangeCounts(Transport& transport, const Call& call, const Counts& give
 }
 
 void* Allocated(Allocate allocate, const Counts& rows) {
+  SumOf(rows);  // as other ranks say: they must be sizes
   void* const memory = allocate(rows.data());
   if (memory == nullptr) throw std::runtime_error("there is no memory for the result");
   return memory;

@@ -1,6 +1,5 @@
 #include "axis.h"
 
-#include <numeric>
 #include <stdexcept>
 
 namespace onnxpar {
@@ -25,7 +24,13 @@ Shape WithoutAxis(Shape shape, size_t axis) {
 }
 
 int64_t SumOf(const std::vector<int64_t>& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  int64_t sum = 0;
+  for (int64_t size : sizes) {
+    if (size < 0 || __builtin_add_overflow(sum, size, &sum)) {
+      throw std::runtime_error("the ranks cannot have parts of sizes " + ToText(sizes));
+    }
+  }
+  return sum;
 }
 
 Block SliceOf(const Shape& shape, size_t axis, size_t element_size, int member, int64_t begin,

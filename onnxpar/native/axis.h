@@ -17,6 +17,7 @@ Shape WithExtent(Shape shape, size_t axis, int64_t extent);
 /// `shape` without that axis: what members of a collective along it have in common.
 Shape WithoutAxis(Shape shape, size_t axis);
 
+/// Throws where they are no sizes: one is negative, or the sum is more than any extent.
 int64_t SumOf(const std::vector<int64_t>& sizes);
 
 /// The elements `begin` to `begin + size` along `axis` of a tensor.

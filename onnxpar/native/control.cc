@@ -26,17 +26,17 @@ constexpr milliseconds kGrace{500};
 
 Control::Control(int rank, int size, const std::string& store, const std::string& bind_address,
                  milliseconds timeout, ControlListener& listener)
-    : timeout_(timeout), listener_(listener) {
+    : scope_{size, rank}, timeout_(timeout), listener_(listener) {
   const std::unique_ptr<Rendezvous> rendezvous = Rendezvous::Open(store, bind_address);
   try {
-    Join(rank, size, *rendezvous);
+    Join(*rendezvous);
+    wake_ = NewEvent();
   } catch (...) {
     if (hub_) rendezvous->Withdraw();
     StopHub();
     throw;
   }
   if (hub_) rendezvous->Withdraw();
-  wake_ = eventfd(0, EFD_CLOEXEC);
   thread_ = std::thread([this] { Serve(); });
 }
 
@@ -47,72 +47,100 @@ Control::~Control() {
   close(wake_);
 }
 
-void Control::Join(int rank, int size, Rendezvous& rendezvous) {
+void Control::Join(Rendezvous& rendezvous) {
   const Clock::time_point until = Clock::now() + timeout_;
   std::string error = "rank 0 has not joined the world";
   while (Clock::now() < until) {
-    if (rank == 0 && !hub_) hub_ = rendezvous.Serve();
+    if (scope_.rank == 0 && !hub_) hub_ = rendezvous.Serve();
     const std::optional<HubAddress> hub = rendezvous.Find();
-    if (hub && TryJoin(*hub, rank, size, until, &error)) return;
+    if (hub && TryJoin(*hub, until, &error)) return;
     std::this_thread::sleep_for(kRetry);
   }
-  throw std::runtime_error("rank " + std::to_string(rank) + " has waited for " +
+  throw std::runtime_error("rank " + std::to_string(scope_.rank) + " has waited for " +
                            std::to_string(timeout_.count()) + " ms: " + error);
 }
 
 /// Returns false with `error` set where a later attempt may succeed.
-bool Control::TryJoin(const HubAddress& hub, int rank, int size, Clock::time_point until,
-                      std::string* error) {
-  const std::string where = hub.address.host + ":" + std::to_string(hub.address.port);
+bool Control::TryJoin(const HubAddress& hub, Clock::time_point until, std::string* error) {
   connection_ = Connect(hub.address, kAcceptTime);
   if (!connection_.open()) {
-    *error = "rank 0 has not joined the world: nobody listens on " + where;
+    *error = "rank 0 has not joined the world: nobody listens on " + hub.address.Text();
     return false;
   }
+  try {
+    return AskToJoin(hub, until, error);
+  } catch (const ProtocolError&) {
+    *error = "what answers on " + hub.address.Text() + " is no hub of onnxpar";
+    return false;
+  }
+}
+
+bool Control::AskToJoin(const HubAddress& hub, Clock::time_point until, std::string* error) {
   const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
-  Send(Frame(Kind::kHello)
-           .Add(kProtocol)
-           .Add(hub.key)
-           .Add(static_cast<uint64_t>(rank))
-           .Add(static_cast<uint64_t>(size))
-           .Add("pid " + std::to_string(getpid()))
-           .Add(HostName())
-           .Add(static_cast<uint64_t>(timeout_.count()))
-           .Add(static_cast<uint64_t>(std::max(left, kRetry).count())));
-  std::optional<Fields> answer = Receive(std::min(until, Clock::now() + kAcceptTime));
-  if (answer && answer->kind() == Kind::kRefuse) {
-    *error = answer->Text();
-    if (answer->Number() == 0) throw std::runtime_error(*error);
+  messages::Hello hello;
+  hello.key = hub.key;
+  hello.rank = static_cast<uint64_t>(scope_.rank);
+  hello.size = static_cast<uint64_t>(scope_.size);
+  hello.process = "pid " + std::to_string(getpid());
+  hello.host = HostName();
+  hello.timeout = timeout_;
+  hello.patience = std::max(left, kRetry);
+  Send(hello);
+  std::optional<Frame> answer = Receive(std::min(until, Clock::now() + kAcceptTime));
+  if (answer && Is<messages::Refuse>(*answer)) {
+    const auto refusal = Read<messages::Refuse>(*answer);
+    *error = refusal.message;
+    if (!refusal.again) throw std::runtime_error(*error);
     return false;
   }
-  if (!answer || answer->kind() != Kind::kAccept) {
-    if (Clock::now() < until) *error = "no hub of onnxpar answers on " + where;
+  if (!answer || !Is<messages::Accept>(*answer)) {
+    if (Clock::now() < until) *error = "no hub of onnxpar answers on " + hub.address.Text();
     return false;
   }
   answer = Receive(until + kGrace);
-  if (answer && answer->kind() == Kind::kWelcome) {
-    host_ = answer->Text();
+  if (answer && Is<messages::Welcome>(*answer)) {
+    host_ = Read<messages::Welcome>(*answer).server;
     return true;
   }
-  if (answer && answer->kind() == Kind::kFail) throw std::runtime_error(answer->Text());
-  *error = "the hub on " + where + " has ended, or is stopped";
+  if (answer && Is<messages::Fail>(*answer)) {
+    throw std::runtime_error(Read<messages::Fail>(*answer).message);
+  }
+  *error = "the hub on " + hub.address.Text() + " has ended, or is stopped";
   return false;
 }
 
 /// The next frame; none at the end of the connection or of the time.
-std::optional<Fields> Control::Receive(Clock::time_point until) {
+std::optional<Frame> Control::Receive(Clock::time_point until) {
   for (;;) {
-    if (auto fields = connection_.Next()) return fields;
+    if (auto frame = connection_.Next()) return frame;
     const Clock::duration left = until - Clock::now();
     if (left <= Clock::duration::zero()) return {};
     const auto wait = std::chrono::duration_cast<milliseconds>(left) + milliseconds(1);
     pollfd waiting{connection_.descriptor(), POLLIN, 0};
-    if (poll(&waiting, 1, static_cast<int>(wait.count())) <= 0) return {};
+    if (poll(&waiting, 1, PollTime(wait)) <= 0) return {};
     if (!connection_.Fill()) return connection_.Next();
   }
 }
 
+/// Whatever the other end sends, the process lives, and its world fails with the reason.
 void Control::Serve() {
+  try {
+    ServeUntilTheEnd();
+  } catch (const ProtocolError& error) {
+    const std::string reason = "rank " + std::to_string(scope_.rank) + " and " + host_ +
+                               ", which serves the control channel, do not speak one " +
+                               "protocol: " + error.what();
+    Abort(reason);
+    Fail(reason);
+  } catch (const std::exception& error) {
+    const std::string reason =
+        "rank " + std::to_string(scope_.rank) + " has lost its control channel: " + error.what();
+    Abort(reason);
+    Fail(reason);
+  }
+}
+
+void Control::ServeUntilTheEnd() {
   bool open = true;
   while (!stop_ && open) {
     short events = POLLIN;
@@ -124,54 +152,61 @@ void Control::Serve() {
     }
     pollfd waiting[] = {{descriptor, events, 0}, {wake_, POLLIN, 0}};
     poll(waiting, 2, static_cast<int>(kTick.count()));
-    std::vector<Fields> frames;
+    std::vector<Frame> frames;
+    bool overflowed = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      open = connection_.Fill() && connection_.Flush();
-      while (auto fields = connection_.Next()) frames.push_back(std::move(*fields));
+      open = connection_.Fill();
+      connection_.Flush();
+      overflowed = connection_.overflowed();
+      while (auto frame = connection_.Next()) frames.push_back(std::move(*frame));
     }
-    for (Fields& fields : frames) Handle(fields);
+    for (const Frame& frame : frames) Handle(frame);
     if (const auto report = listener_.NewlySlow()) Waiting(*report);
+    if (overflowed) throw std::runtime_error(host_ + " does not read what it sends");
   }
   if (!stop_ && !ended_) Fail(host_ + " died");
 }
 
-void Control::Handle(Fields& fields) {
-  switch (fields.kind()) {
-    case Kind::kValue: {
-      std::lock_guard<std::mutex> lock(mutex_);
-      const std::string key = fields.Text();
-      values_[key] = fields.Text();
-      changed_.notify_all();
-      return;
-    }
+void Control::Handle(const Frame& frame) {
+  switch (static_cast<Kind>(frame.kind)) {
+    case Kind::kValue:
+      return HandleValue(Read<messages::Value>(frame));
     case Kind::kAsk: {
-      const uint64_t question = fields.Number();
-      const std::vector<int> ranks = fields.Ints();
-      const Answer answer = listener_.HasBegun(ranks, fields.Number());
-      return Send(Frame(Kind::kStatus).Add(question).Add(uint64_t{answer.begun}).Add(answer.doing));
+      const auto question = Read<messages::Ask>(frame);
+      const Answer answer = listener_.HasBegun(question.ranks, question.run);
+      return Send(messages::Status{question.question, answer.begun, answer.doing});
     }
     case Kind::kFail:
-      return Fail(fields.Text());
+      return Fail(Read<messages::Fail>(frame).message);
     case Kind::kStop: {
-      const uint64_t epoch = fields.Number();
-      const uint64_t call = fields.Number();
-      return listener_.OnInterrupt(epoch, call, fields.Text());
+      const auto stop = Read<messages::Stop>(frame);
+      return listener_.OnInterrupt(stop.epoch, stop.call, stop.message);
     }
     case Kind::kRenewed: {
+      const auto renewed = Read<messages::Renewed>(frame);
       {
         std::lock_guard<std::mutex> lock(mutex_);
+        wanted_.clear();
         values_.clear();  // addresses of connections that are made anew
       }
-      const uint64_t epoch = fields.Number();
-      return listener_.OnRenewed(epoch, fields.Text());
+      return listener_.OnRenewed(renewed.epoch, renewed.message);
     }
     case Kind::kGoodbye:
+      Read<messages::Goodbye>(frame);
       ended_ = true;
       return;
     default:
-      return;
+      throw ProtocolError("no message from a hub to a rank is of kind " +
+                          std::to_string(frame.kind));
   }
+}
+
+void Control::HandleValue(messages::Value value) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (wanted_.erase(value.key) == 0) return;  // not asked for, or in an earlier epoch
+  values_[value.key] = std::move(value.value);
+  changed_.notify_all();
 }
 
 void Control::Fail(const std::string& reason) {
@@ -183,23 +218,12 @@ void Control::Fail(const std::string& reason) {
   listener_.OnFailure(reason);
 }
 
-void Control::Send(const Frame& frame) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  connection_.Send(frame);
-}
-
-void Control::Leave(const std::map<std::vector<int>, uint64_t>& runs) {
-  Frame frame(Kind::kLeave);
-  for (const auto& [ranks, count] : runs) frame.Add(ranks).Add(count);
-  Send(frame);
-}
-
 void Control::StopHub() {
   if (hub_) hub_->Stop();
 }
 
 void Control::set(const std::string& key, const std::vector<char>& data) {
-  Send(Frame(Kind::kSet).Add(key).Add(std::string(data.begin(), data.end())));
+  Send(messages::Set{key, std::string(data.begin(), data.end())});
 }
 
 std::vector<char> Control::get(const std::string& key) {
@@ -213,7 +237,8 @@ void Control::wait(const std::vector<std::string>& keys) {
   for (const std::string& key : keys) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (values_.count(key) > 0) continue;
-    connection_.Send(Frame(Kind::kGet).Add(key));
+    wanted_.insert(key);
+    connection_.Send(messages::Get{key});
     const bool found = changed_.wait_for(
         lock, timeout_, [&] { return values_.count(key) > 0 || !failure_.empty(); });
     if (!failure_.empty()) throw std::runtime_error(failure_);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -52,19 +53,19 @@ class Control : public gloo::rendezvous::Store {
   bool ended() const { return ended_; }
 
   /// Tells the hub of a collective that does not end; OnFailure follows if the hub knows why.
-  void Waiting(const Report& report) { Send(Frame(Kind::kWaiting).Add(report)); }
+  void Waiting(const Report& report) { Send(messages::Waiting{report}); }
   /// The same at the timeout; OnFailure follows.
-  void Overdue(const Report& report) { Send(Frame(Kind::kOverdue).Add(report)); }
+  void Overdue(const Report& report) { Send(messages::Overdue{report}); }
   /// Fails the world on all ranks, for good.
-  void Abort(const std::string& message) { Send(Frame(Kind::kAbort).Add(message)); }
+  void Abort(const std::string& message) { Send(messages::Abort{message}); }
   /// Ends this call on all ranks.
   void Interrupt(uint64_t epoch, uint64_t call, const std::string& message) {
-    Send(Frame(Kind::kInterrupt).Add(epoch).Add(call).Add(message));
+    Send(messages::Interrupt{epoch, call, message});
   }
   /// Tells the hub that this rank has left that run; OnRenewed follows when all have.
-  void Ready(uint64_t epoch) { Send(Frame(Kind::kReady).Add(epoch)); }
+  void Ready(uint64_t epoch) { Send(messages::Ready{epoch}); }
   /// Leaves in good order, having begun so many collectives of each group.
-  void Leave(const std::map<std::vector<int>, uint64_t>& runs);
+  void Leave(const Runs& runs) { Send(messages::Leave{runs}); }
   /// Ends the hub if this process serves it, since the process is about to end.
   void StopHub();
 
@@ -77,14 +78,28 @@ class Control : public gloo::rendezvous::Store {
  private:
   using Clock = std::chrono::steady_clock;
 
-  void Join(int rank, int size, Rendezvous& rendezvous);
-  bool TryJoin(const HubAddress& hub, int rank, int size, Clock::time_point until,
-               std::string* error);
-  std::optional<Fields> Receive(Clock::time_point until);
+  void Join(Rendezvous& rendezvous);
+  bool TryJoin(const HubAddress& hub, Clock::time_point until, std::string* error);
+  bool AskToJoin(const HubAddress& hub, Clock::time_point until, std::string* error);
+  std::optional<Frame> Receive(Clock::time_point until);
   void Serve();
-  void Handle(Fields& fields);
+  void ServeUntilTheEnd();
+  void Handle(const Frame& frame);
+  void HandleValue(messages::Value value);
   void Fail(const std::string& reason);
-  void Send(const Frame& frame);
+
+  template <typename Message>
+  Message Read(const Frame& frame) const {
+    return Decode<Message>(frame, scope_);
+  }
+
+  template <typename Message>
+  void Send(const Message& message) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    connection_.Send(message);
+  }
+
+  const Scope scope_;
 
   const std::chrono::milliseconds timeout_;
   ControlListener& listener_;
@@ -97,6 +112,7 @@ class Control : public gloo::rendezvous::Store {
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   Connection connection_;
+  std::set<std::string> wanted_;  // keys whose values it has asked for
   std::map<std::string, std::string> values_;
   std::string failure_;
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "wire.h"
+#include "messages.h"
 
 namespace onnxpar {
 
@@ -16,10 +16,10 @@ struct Member {
 
   int rank = 0;
   State state = State::kAbsent;
-  std::string process;                       // e.g. pid 4711 on host a
-  bool is_ready = false;                     // it has left the run that was interrupted
-  std::optional<Report> waiting;             // its last report; it may be past that by now
-  std::map<std::vector<int>, uint64_t> ran;  // when it left: collectives begun by group
+  std::string process;            // e.g. pid 4711 on host a
+  bool is_ready = false;          // it has left the run that was interrupted
+  std::optional<Report> waiting;  // its last report; it may be past that by now
+  Runs ran;                       // when it left
 
   /// E.g. "rank 2 (pid 4711)".
   std::string Name() const;

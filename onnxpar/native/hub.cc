@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <stdexcept>
 #include <thread>
 
@@ -19,6 +20,28 @@ using std::chrono::milliseconds;
 constexpr milliseconds kAnswerTime{1000};
 /// How long a goodbye may take to be written.
 constexpr milliseconds kGoodbyeTime{200};
+/// Until a connection has to have said its hello.
+constexpr milliseconds kHelloTime{5000};
+/// Connections that have not; where there are more, the oldest has to go. Ranks say theirs at once.
+constexpr size_t kMaxStrangers = 128;
+/// Until it looks again whether this process has a descriptor for one more.
+constexpr milliseconds kStarved{100};
+/// Keys that a rank waits for at a time; Gloo asks for one after the other.
+constexpr size_t kMaxWanted = 1024;
+
+/// What keeping a value takes beside its bytes.
+constexpr size_t kStoredBytes = 128;
+
+/// What a rank's values may take together: the addresses of its connections to all others.
+size_t MaxStored(size_t ranks) { return (size_t{64} << 10) + (size_t{1} << 10) * ranks; }
+
+/// Whether two keys are equal; how long it takes tells nothing of where they differ.
+bool SameKey(const std::string& a, const std::string& b) {
+  if (a.size() != b.size()) return false;
+  unsigned char difference = 0;
+  for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i] ^ b[i]);
+  return difference == 0;
+}
 
 }  // namespace
 
@@ -30,8 +53,13 @@ std::shared_ptr<Hub> Hub::Start(Address address, std::string key, int host_rank)
 
 Hub::Hub(Address address, std::string key, int host_rank)
     : address_(std::move(address)), key_(std::move(key)), host_rank_(host_rank) {
-  listener_ = Listen(&address_);
-  wake_ = eventfd(0, EFD_CLOEXEC);
+  wake_ = NewEvent();
+  try {
+    listener_ = Listen(&address_);
+  } catch (...) {
+    close(wake_);
+    throw;
+  }
 }
 
 Hub::~Hub() {
@@ -45,21 +73,41 @@ void Hub::Stop() {
   end_.wait();
 }
 
+/// Whatever happens, the process lives, and the ranks are told.
 void Hub::Serve() {
+  try {
+    ServeUntilTheEnd();
+    TakeLeave();
+  } catch (const std::exception& error) {
+    TellTheEnd(error.what());
+  }
+  peers_.clear();
+  ended_.set_value();
+}
+
+void Hub::TellTheEnd(const std::string& reason) noexcept {
+  try {
+    Fail("the hub of the world cannot go on: " + reason);
+  } catch (const std::exception&) {  // its end alone tells the ranks
+  }
+}
+
+void Hub::ServeUntilTheEnd() {
   while (!Ended()) {
     Poll(UntilDeadline());
     CheckDeadlines();
   }
+}
+
+void Hub::TakeLeave() {
   Poll(milliseconds(0));  // what the ranks said before they heard of the end
-  for (const auto& peer : peers_) peer->connection.Send(Frame(Kind::kGoodbye));
+  Tell(messages::Goodbye{});
   const auto until = Clock::now() + kGoodbyeTime;
   while (Clock::now() < until && std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
            return peer->connection.wants_to_write();
          })) {
     Poll(milliseconds(10));
   }
-  peers_.clear();
-  ended_.set_value();
 }
 
 bool Hub::Ended() const {
@@ -69,151 +117,215 @@ bool Hub::Ended() const {
 }
 
 milliseconds Hub::UntilDeadline() const {
-  const bool joining = !members_.empty() && !welcomed_ && failure_.empty();
-  if (!joining && !inquiry_ && !ready_until_) return milliseconds(-1);
-  const auto until = inquiry_ ? inquiry_->until : ready_until_ ? *ready_until_ : join_until_;
-  const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
+  std::vector<Clock::time_point> deadlines;
+  if (!members_.empty() && !welcomed_ && failure_.empty()) deadlines.push_back(join_until_);
+  if (inquiry_) deadlines.push_back(inquiry_->until);
+  if (ready_until_) deadlines.push_back(*ready_until_);
+  if (is_starved_) deadlines.push_back(accept_from_);
+  for (const auto& peer : peers_) {
+    if (peer->rank < 0) deadlines.push_back(peer->until);
+  }
+  if (deadlines.empty()) return milliseconds(-1);
+  const auto first = *std::min_element(deadlines.begin(), deadlines.end());
+  const auto left = std::chrono::duration_cast<milliseconds>(first - Clock::now());
   return std::max(left + milliseconds(1), milliseconds(0));
 }
 
 void Hub::Poll(milliseconds timeout) {
-  std::vector<pollfd> waiting = {{wake_, POLLIN, 0}, {listener_, POLLIN, 0}};
+  ForgetClosed();
+  const bool accepts = !is_starved_ || Clock::now() >= accept_from_;
+  std::vector<pollfd> waiting = {{wake_, POLLIN, 0}, {accepts ? listener_ : -1, POLLIN, 0}};
   for (const auto& peer : peers_) {
     const short events = peer->connection.wants_to_write() ? POLLIN | POLLOUT : POLLIN;
     waiting.push_back({peer->connection.descriptor(), events, 0});
   }
-  if (poll(waiting.data(), waiting.size(), static_cast<int>(timeout.count())) <= 0) return;
+  if (poll(waiting.data(), waiting.size(), PollTime(timeout)) <= 0) return;
   const size_t known = peers_.size();
   for (size_t i = 0; i < known; ++i) {
+    Peer& peer = *peers_[i];
     const short events = waiting[i + 2].revents;
-    if (events & POLLOUT) peers_[i]->connection.Flush();
-    if (events & (POLLIN | POLLHUP | POLLERR)) Read(*peers_[i]);
+    if (events & POLLOUT) peer.connection.Flush();
+    if (events & (POLLIN | POLLHUP | POLLERR)) Read(peer);
   }
+  for (const auto& peer : peers_) {
+    if (peer->connection.overflowed()) Lose(*peer, " does not read what it is told");
+    if (peer->is_refused && !peer->connection.wants_to_write()) peer->connection.Close();
+  }
+  if (waiting[1].revents != 0) AcceptNext();
+}
+
+void Hub::ForgetClosed() {
   peers_.erase(std::remove_if(peers_.begin(), peers_.end(),
                               [](const auto& peer) { return !peer->connection.open(); }),
                peers_.end());
-  if (waiting[1].revents != 0) Accept();
 }
 
-void Hub::Accept() {
+/// Who waits while no descriptor is left is neither refused nor missed: it stays in the queue.
+void Hub::AcceptNext() {
   const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+  is_starved_ = descriptor < 0 && (errno == EMFILE || errno == ENFILE);
+  accept_from_ = Clock::now() + kStarved;
+  ForgetClosed();
+  const auto strangers = static_cast<size_t>(
+      std::count_if(peers_.begin(), peers_.end(), [](const auto& peer) { return peer->rank < 0; }));
+  if (is_starved_ ? strangers > 0 : descriptor >= 0 && strangers >= kMaxStrangers) {
+    OldestStranger()->connection.Close();
+  }
   if (descriptor < 0) return;
-  peers_.push_back(std::make_unique<Peer>());
-  peers_.back()->connection = Connection(descriptor);
+  auto peer = std::make_unique<Peer>();
+  peer->connection = Connection(descriptor, kMaxHello);
+  peer->until = Clock::now() + kHelloTime;
+  peers_.push_back(std::move(peer));
+}
+
+Hub::Peer* Hub::OldestStranger() {
+  const auto found =
+      std::find_if(peers_.begin(), peers_.end(), [](const auto& peer) { return peer->rank < 0; });
+  return found == peers_.end() ? nullptr : found->get();
 }
 
 void Hub::Read(Peer& peer) {
-  try {
-    const bool open = peer.connection.Fill();
-    while (auto fields = peer.connection.Next()) Handle(peer, *fields);
-    if (!open) Lose(peer);
-  } catch (const std::exception&) {  // not a peer that speaks our protocol
-    Lose(peer);
+  const bool open = peer.connection.Fill();
+  while (peer.connection.open() && !peer.is_refused) {
+    try {
+      const auto frame = peer.connection.Next();
+      if (!frame) break;
+      Handle(peer, *frame);
+    } catch (const ProtocolError& error) {
+      Distrust(peer, error.what());
+    }
   }
+  if (!open) Lose(peer, " died");
 }
 
-void Hub::Handle(Peer& peer, Fields& fields) {
-  if (fields.kind() == Kind::kHello) return HandleHello(peer, fields);
-  if (peer.rank < 0) throw std::runtime_error("no hello");
-  switch (fields.kind()) {
+/// A stranger goes. What a rank has sent has no effect, and the world goes on: what cannot do
+/// without it says so itself.
+void Hub::Distrust(Peer& peer, const std::string& what) {
+  if (peer.rank < 0) return peer.connection.Close();
+  if (peer.is_distrusted) return;
+  peer.is_distrusted = true;
+  std::fprintf(stderr, "onnxpar: %s has sent what is no message, which is ignored: %s\n",
+               members_[peer.rank].Name().c_str(), what.c_str());
+}
+
+void Hub::Handle(Peer& peer, const Frame& frame) {
+  if (peer.rank >= 0) return HandleRank(peer, frame);
+  if (!Is<messages::Hello>(frame)) throw ProtocolError("no hello");
+  HandleHello(peer, frame);
+}
+
+void Hub::HandleRank(Peer& peer, const Frame& frame) {
+  const Scope scope{static_cast<int>(members_.size()), peer.rank};
+  const bool has_left = members_[peer.rank].state == Member::State::kLeft;
+  if (has_left && !Is<messages::Status>(frame)) return;
+  switch (static_cast<Kind>(frame.kind)) {
     case Kind::kSet:
-      return HandleSet(fields);
+      return HandleSet(peer, Decode<messages::Set>(frame, scope));
     case Kind::kGet:
-      return HandleGet(peer, fields);
+      return HandleGet(peer, Decode<messages::Get>(frame, scope).key);
     case Kind::kWaiting:
-      return HandleWaiting(peer.rank, fields);
+      return HandleWaiting(peer.rank, Decode<messages::Waiting>(frame, scope));
     case Kind::kOverdue:
-      return HandleOverdue(peer.rank, fields);
+      return HandleOverdue(peer.rank, Decode<messages::Overdue>(frame, scope));
     case Kind::kStatus:
-      return HandleStatus(peer.rank, fields);
+      return HandleStatus(peer.rank, Decode<messages::Status>(frame, scope));
     case Kind::kAbort:
-      return Fail(fields.Text());
+      return Fail(Decode<messages::Abort>(frame, scope).message);
     case Kind::kInterrupt:
-      return HandleInterrupt(fields);
+      return HandleInterrupt(Decode<messages::Interrupt>(frame, scope));
     case Kind::kReady:
-      return HandleReady(peer.rank, fields);
+      return HandleReady(peer.rank, Decode<messages::Ready>(frame, scope).epoch);
     case Kind::kLeave:
-      return HandleLeave(peer.rank, fields);
+      return HandleLeave(peer.rank, Decode<messages::Leave>(frame, scope).runs);
     default:
-      throw std::runtime_error("unknown frame");
+      throw ProtocolError("no message from a rank to the hub is of kind " +
+                          std::to_string(frame.kind));
   }
 }
 
-void Hub::HandleHello(Peer& peer, Fields& fields) {
-  const uint64_t protocol = fields.Number();
-  const std::string key = fields.Text();
-  const uint64_t rank = fields.Number();
-  const uint64_t size = fields.Number();
-  std::string process = fields.Text();
-  const std::string host = fields.Text();
-  if (host != HostName()) process += " on " + host;
-  const milliseconds timeout(fields.Number());
-  const milliseconds patience(fields.Number());
-  const std::string who = "rank " + std::to_string(rank) + " (" + process + ")";
+void Hub::HandleHello(Peer& peer, const Frame& frame) {
+  uint64_t protocol = 0;
+  Reader(frame, {}).Number(protocol);
   if (protocol != kProtocol) return Refuse(peer, "another version of onnxpar", false);
-  if (key != key_) return Refuse(peer, "another world", true);
-  if (!failure_.empty()) return Refuse(peer, failure_, true);
-  if (members_.empty()) {
-    members_.resize(size);
-    for (size_t i = 0; i < size; ++i) members_[i].rank = static_cast<int>(i);
-    join_until_ = Clock::now() + patience;
-    timeout_seconds_ = static_cast<double>(timeout.count()) / 1000;
-  }
-  if (members_.size() != size || rank >= size) {
-    return Refuse(peer,
-                  who + " expects a world of " + std::to_string(size) + " ranks, others one of " +
-                      std::to_string(members_.size()),
-                  false);
-  }
-  Member& member = members_[rank];
-  if (member.state != Member::State::kAbsent) {
-    return Refuse(peer, "the world has its " + member.Name() + " already", true);
-  }
-  join_until_ = std::min(join_until_, Clock::now() + patience);
+  const auto hello = Decode<messages::Hello>(frame, {});
+  bool again = true;
+  const std::string reason = WhyRefused(hello, &again);
+  if (!reason.empty()) return Refuse(peer, reason, again);
+  if (members_.empty()) Begin(hello);
+  join_until_ = std::min(join_until_, Clock::now() + hello.patience);
+  Member& member = members_[hello.rank];
   member.state = Member::State::kJoined;
-  member.process = process;
-  peer.rank = static_cast<int>(rank);
-  peer.connection.Send(Frame(Kind::kAccept));
+  member.process = hello.process;
+  if (hello.host != HostName()) member.process += " on " + hello.host;
+  peer.rank = member.rank;
+  peer.connection.Trust();
+  peer.connection.Send(messages::Accept{});
+  WelcomeIfComplete();
+}
+
+/// Empty where a hello is right. Who lacks the key is told nothing of this world.
+std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
+  *again = true;
+  if (!SameKey(hello.key, key_)) return "another world";
+  if (!failure_.empty()) return failure_;
+  const uint64_t size = members_.empty() ? hello.size : members_.size();
+  if (hello.size != size || hello.rank >= size || size > kMaxWorld) {
+    *again = false;
+    return "rank " + std::to_string(hello.rank) + " (" + hello.process + ") expects a world of " +
+           std::to_string(hello.size) + " ranks, others one of " + std::to_string(size);
+  }
+  if (members_.empty() || members_[hello.rank].state == Member::State::kAbsent) return "";
+  return "the world has its " + members_[hello.rank].Name() + " already";
+}
+
+void Hub::Begin(const messages::Hello& hello) {
+  members_.resize(hello.size);
+  for (size_t i = 0; i < hello.size; ++i) members_[i].rank = static_cast<int>(i);
+  join_until_ = Clock::now() + hello.patience;
+  timeout_seconds_ = static_cast<double>(hello.timeout.count()) / 1000;
+}
+
+void Hub::WelcomeIfComplete() {
   for (const Member& each : members_) {
     if (each.state != Member::State::kJoined) return;
   }
   welcomed_ = true;
-  const std::string server = host_rank_ < 0 ? "the launcher" : members_[host_rank_].Name();
+  Tell(messages::Welcome{host_rank_ < 0 ? "the launcher" : members_[host_rank_].Name()});
+}
+
+void Hub::HandleSet(Peer& peer, messages::Set set) {
+  const auto found = values_.find(set.key);
+  if (found != values_.end()) {
+    if (found->second.value == set.value) return;
+    throw ProtocolError("another value of '" + set.key + "', which rank " +
+                        std::to_string(found->second.owner) + " has set");
+  }
+  const size_t bytes = kStoredBytes + set.key.size() + set.value.size();
+  if (bytes > MaxStored(members_.size()) - peer.stored) {
+    throw ProtocolError("more values than a world of " + std::to_string(members_.size()) +
+                        " ranks needs");
+  }
+  peer.stored += bytes;
+  values_[set.key] = {set.value, peer.rank};
+  const messages::Value value{set.key, set.value};
   for (const auto& each : peers_) {
-    if (each->rank >= 0) each->connection.Send(Frame(Kind::kWelcome).Add(server));
+    if (each->wanted.erase(set.key) > 0) each->connection.Send(value);
   }
 }
 
-void Hub::HandleSet(Fields& fields) {
-  const std::string key = fields.Text();
-  const std::string value = fields.Text();
-  values_[key] = value;
-  for (const auto& peer : peers_) {
-    auto& wanted = peer->wanted;
-    const auto found = std::find(wanted.begin(), wanted.end(), key);
-    if (found == wanted.end()) continue;
-    wanted.erase(found);
-    peer->connection.Send(Frame(Kind::kValue).Add(key).Add(value));
-  }
-}
-
-void Hub::HandleGet(Peer& peer, Fields& fields) {
-  const std::string key = fields.Text();
+void Hub::HandleGet(Peer& peer, const std::string& key) {
   const auto found = values_.find(key);
-  if (found == values_.end()) {
-    peer.wanted.push_back(key);
-  } else {
-    peer.connection.Send(Frame(Kind::kValue).Add(key).Add(found->second));
+  if (found != values_.end()) {
+    return peer.connection.Send(messages::Value{key, found->second.value});
   }
+  if (peer.wanted.size() >= kMaxWanted) throw ProtocolError("too many keys asked for");
+  peer.wanted.insert(key);
 }
 
 /// Whether a report is of a run that goes on.
-bool Hub::IsCurrent(const Report& report) const {
-  return report.epoch == epoch_ && interruption_.empty();
-}
+bool Hub::IsCurrent(const Report& report) const { return report.epoch == epoch_ && !interruption_; }
 
-void Hub::HandleWaiting(int rank, Fields& fields) {
-  Report report = fields.ReadReport();
+void Hub::HandleWaiting(int rank, Report report) {
   if (!IsCurrent(report)) return;
   members_[rank].waiting = std::move(report);
   auto reason = FindDisagreement(members_, rank);
@@ -221,8 +333,7 @@ void Hub::HandleWaiting(int rank, Fields& fields) {
   if (reason) Fail(*reason);
 }
 
-void Hub::HandleOverdue(int rank, Fields& fields) {
-  Report report = fields.ReadReport();
+void Hub::HandleOverdue(int rank, Report report) {
   if (!IsCurrent(report)) return;
   members_[rank].waiting = std::move(report);
   if (!failure_.empty() || inquiry_) return;
@@ -232,25 +343,21 @@ void Hub::HandleOverdue(int rank, Fields& fields) {
   inquiry_->report = *members_[rank].waiting;
   inquiry_->reporter = rank;
   inquiry_->until = Clock::now() + kAnswerTime;
-  const Frame question = Frame(Kind::kAsk)
-                             .Add(inquiry_->question)
-                             .Add(inquiry_->report.ranks)
-                             .Add(inquiry_->report.run);
+  const messages::Ask question{inquiry_->question, inquiry_->report.ranks, inquiry_->report.run};
   for (int member : inquiry_->report.ranks) {
     Peer* const peer = member == rank ? nullptr : PeerOf(member);
     if (peer == nullptr) continue;
     peer->connection.Send(question);
-    ++inquiry_->asked;
+    inquiry_->asked.insert(member);
   }
-  if (inquiry_->asked == 0) ConcludeInquiry();
+  if (inquiry_->asked.empty()) ConcludeInquiry();
 }
 
-void Hub::HandleStatus(int rank, Fields& fields) {
-  if (!inquiry_ || fields.Number() != inquiry_->question) return;
-  Answer& answer = inquiry_->answers[rank];
-  answer.begun = fields.Number() != 0;
-  answer.doing = fields.Text();
-  if (inquiry_->answers.size() == inquiry_->asked) ConcludeInquiry();
+void Hub::HandleStatus(int rank, const messages::Status& status) {
+  if (!inquiry_ || status.question != inquiry_->question) return;
+  if (inquiry_->asked.count(rank) == 0) throw ProtocolError("an answer to no question");
+  inquiry_->answers[rank] = {status.begun, status.doing};
+  if (inquiry_->answers.size() == inquiry_->asked.size()) ConcludeInquiry();
 }
 
 void Hub::ConcludeInquiry() {
@@ -259,17 +366,16 @@ void Hub::ConcludeInquiry() {
                        timeout_seconds_));
 }
 
-void Hub::HandleInterrupt(Fields& fields) {
-  const uint64_t epoch = fields.Number();
-  const uint64_t call = fields.Number();
-  if (epoch != epoch_ || !interruption_.empty() || !failure_.empty()) return;
-  interruption_ = fields.Text();
+void Hub::HandleInterrupt(const messages::Interrupt& interrupt) {
+  if (interrupt.epoch != epoch_ || interruption_ || !failure_.empty()) return;
+  interruption_ = interrupt.message;
   inquiry_.reset();
-  Tell(Frame(Kind::kStop).Add(epoch_).Add(call).Add(interruption_));
+  Tell(messages::Stop{epoch_, interrupt.call, interrupt.message});
 }
 
-void Hub::HandleReady(int rank, Fields& fields) {
-  if (fields.Number() != epoch_ || !failure_.empty()) return;
+void Hub::HandleReady(int rank, uint64_t epoch) {
+  if (epoch != epoch_ || !failure_.empty()) return;
+  if (!interruption_) throw ProtocolError("a run that nothing has interrupted");
   members_[rank].is_ready = true;
   if (!ready_until_) {
     ready_until_ = Clock::now() + milliseconds(static_cast<int64_t>(timeout_seconds_ * 1000));
@@ -283,39 +389,45 @@ void Hub::HandleReady(int rank, Fields& fields) {
     member.waiting.reset();
   }
   values_.clear();
+  for (const auto& peer : peers_) {
+    peer->stored = 0;
+    peer->wanted.clear();
+  }
   inquiry_.reset();
   ready_until_.reset();
-  Tell(Frame(Kind::kRenewed).Add(++epoch_).Add(interruption_));
-  interruption_.clear();
+  Tell(messages::Renewed{++epoch_, *interruption_});
+  interruption_.reset();
 }
 
-void Hub::HandleLeave(int rank, Fields& fields) {
+void Hub::HandleLeave(int rank, Runs runs) {
   Member& leaver = members_[rank];
   leaver.state = Member::State::kLeft;
   leaver.waiting.reset();
-  while (!fields.AtEnd()) {
-    const std::vector<int> ranks = fields.Ints();
-    leaver.ran[ranks] = fields.Number();
-  }
+  leaver.ran = std::move(runs);
   if (ready_until_) return Fail(leaver.Name() + " left the world");
   for (const Member& member : members_) {
     if (const auto reason = FindDeserter(members_, member.rank)) return Fail(*reason);
   }
 }
 
-void Hub::Lose(Peer& peer) {
+void Hub::Lose(Peer& peer, const std::string& how) {
   peer.connection.Close();
   if (peer.rank < 0 || members_[peer.rank].state != Member::State::kJoined) return;
-  Fail(members_[peer.rank].Name() + " died");
+  Fail(members_[peer.rank].Name() + how);
 }
 
 void Hub::CheckDeadlines() {
   const auto now = Clock::now();
   if (inquiry_ && now >= inquiry_->until) ConcludeInquiry();
   if (!members_.empty() && !welcomed_ && failure_.empty() && now >= join_until_) {
-    Fail(DescribeAbsent(members_, timeout_seconds_));
+    const std::string why =
+        is_starved_ ? "; the hub could not take all in: " + OutOfDescriptors() : std::string();
+    Fail(DescribeAbsent(members_, timeout_seconds_) + why);
   }
   if (ready_until_ && now >= *ready_until_) Fail(DescribeUnready(members_, timeout_seconds_));
+  for (const auto& peer : peers_) {
+    if (peer->rank < 0 && now >= peer->until) peer->connection.Close();
+  }
 }
 
 Hub::Peer* Hub::PeerOf(int rank) {
@@ -329,17 +441,12 @@ void Hub::Fail(const std::string& message) {
   if (!failure_.empty()) return;
   failure_ = message;
   ready_until_.reset();
-  Tell(Frame(Kind::kFail).Add(message));
-}
-
-void Hub::Tell(const Frame& frame) {
-  for (const auto& peer : peers_) {
-    if (peer->rank >= 0 && peer->connection.open()) peer->connection.Send(frame);
-  }
+  Tell(messages::Fail{message});
 }
 
 void Hub::Refuse(Peer& peer, const std::string& message, bool again) {
-  peer.connection.Send(Frame(Kind::kRefuse).Add(message).Add(uint64_t{again}));
+  peer.is_refused = true;
+  peer.connection.Send(messages::Refuse{message, again});
 }
 
 }  // namespace onnxpar

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -33,11 +34,20 @@ class Hub {
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// A connection, of a rank once its hello has been accepted.
+  /// A connection: a stranger's, and a rank's once its hello has been accepted.
   struct Peer {
     Connection connection;
     int rank = -1;
-    std::vector<std::string> wanted;  // keys that it waits for
+    Clock::time_point until;       // for a hello
+    bool is_refused = false;       // it goes once it has been told
+    bool is_distrusted = false;    // it has sent what is no message
+    std::set<std::string> wanted;  // keys that it waits for
+    size_t stored = 0;             // bytes of its values
+  };
+
+  struct Stored {
+    std::string value;
+    int owner = 0;
   };
 
   /// Who is asked about an overdue collective, and what they said.
@@ -45,7 +55,7 @@ class Hub {
     uint64_t question = 0;
     Report report;
     int reporter = 0;
-    size_t asked = 0;
+    std::set<int> asked;
     std::map<int, Answer> answers;
     Clock::time_point until;
   };
@@ -53,29 +63,45 @@ class Hub {
   Hub(Address address, std::string key, int host_rank);
 
   void Serve();
+  void ServeUntilTheEnd();
+  void TakeLeave();
+  void TellTheEnd(const std::string& reason) noexcept;
   bool Ended() const;
   void Poll(std::chrono::milliseconds timeout);
   std::chrono::milliseconds UntilDeadline() const;
-  void Accept();
+  void ForgetClosed();
+  void AcceptNext();
+  Peer* OldestStranger();
   void Read(Peer& peer);
-  void Handle(Peer& peer, Fields& fields);
-  void HandleHello(Peer& peer, Fields& fields);
-  void HandleSet(Fields& fields);
-  void HandleGet(Peer& peer, Fields& fields);
-  void HandleWaiting(int rank, Fields& fields);
-  void HandleOverdue(int rank, Fields& fields);
-  void HandleStatus(int rank, Fields& fields);
-  void HandleInterrupt(Fields& fields);
-  void HandleReady(int rank, Fields& fields);
+  void Distrust(Peer& peer, const std::string& what);
+  void Handle(Peer& peer, const Frame& frame);
+  void HandleRank(Peer& peer, const Frame& frame);
+  void HandleHello(Peer& peer, const Frame& frame);
+  std::string WhyRefused(const messages::Hello& hello, bool* again) const;
+  void Begin(const messages::Hello& hello);
+  void WelcomeIfComplete();
+  void HandleSet(Peer& peer, messages::Set set);
+  void HandleGet(Peer& peer, const std::string& key);
+  void HandleWaiting(int rank, Report report);
+  void HandleOverdue(int rank, Report report);
+  void HandleStatus(int rank, const messages::Status& status);
+  void HandleInterrupt(const messages::Interrupt& interrupt);
+  void HandleReady(int rank, uint64_t epoch);
   void ConcludeInquiry();
-  void HandleLeave(int rank, Fields& fields);
-  void Lose(Peer& peer);
+  void HandleLeave(int rank, Runs runs);
+  void Lose(Peer& peer, const std::string& how);
   void CheckDeadlines();
   Peer* PeerOf(int rank);
   bool IsCurrent(const Report& report) const;
   void Fail(const std::string& message);
-  void Tell(const Frame& frame);
   void Refuse(Peer& peer, const std::string& message, bool again);
+
+  template <typename Message>
+  void Tell(const Message& message) {
+    for (const auto& peer : peers_) {
+      if (peer->rank >= 0 && peer->connection.open()) peer->connection.Send(message);
+    }
+  }
 
   Address address_;
   const std::string key_;
@@ -87,15 +113,17 @@ class Hub {
   std::shared_future<void> end_{ended_.get_future()};
 
   // Only the hub's thread touches the rest.
-  std::vector<std::unique_ptr<Peer>> peers_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // in the order in which they came
+  bool is_starved_ = false;                   // no descriptor was left for the last one
+  Clock::time_point accept_from_;             // it looks for new ones again
   std::vector<Member> members_;
-  std::map<std::string, std::string> values_;
+  std::map<std::string, Stored> values_;
   Clock::time_point join_until_;
   double timeout_seconds_ = 0;
   bool welcomed_ = false;
   std::string failure_;
-  uint64_t epoch_ = 0;        // how many runs were interrupted
-  std::string interruption_;  // why the run of this epoch has ended, once it has
+  uint64_t epoch_ = 0;                       // how many runs were interrupted
+  std::optional<std::string> interruption_;  // why the run of this epoch has ended, once it has
   std::optional<Clock::time_point> ready_until_;  // for all to leave it, from the first on
   uint64_t questions_ = 0;
   std::unique_ptr<Inquiry> inquiry_;

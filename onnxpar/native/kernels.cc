@@ -375,6 +375,9 @@ class HaloExchange : public Collective {
   /// The members by their extents and bounds.
   std::vector<Member> MembersOf(const Sizes& numbers) const {
     std::vector<Member> members;
+    Sizes held;
+    for (size_t i = 0; i < numbers.size(); i += 3) held.push_back(numbers[i]);
+    SumOf(held);  // as the members say: they must be sizes
     int64_t begin = 0;
     for (size_t i = 0; i < numbers.size(); i += 3) {
       members.push_back({{begin, begin + numbers[i]}, {numbers[i + 1], numbers[i + 2]}});

@@ -5,9 +5,12 @@
 #include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -19,13 +22,8 @@ namespace onnxpar {
 namespace {
 
 constexpr size_t kLengthBytes = sizeof(uint32_t);
-/// Far above any frame of ours; a longer one is not ours.
-constexpr uint32_t kMaxFrame = 16 << 20;
-
-template <typename Number>
-void Append(std::string* bytes, Number number) {
-  bytes->append(reinterpret_cast<const char*>(&number), sizeof(number));
-}
+/// Read at once, so that no connection keeps the others waiting.
+constexpr size_t kChunk = 64 << 10;
 
 using AddressInfo = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
@@ -45,87 +43,8 @@ AddressInfo Resolve(const Address& address, int flags) {
 
 }  // namespace
 
-Frame::Frame(Kind kind) : bytes_(1, static_cast<char>(kind)) {}
-
-Frame& Frame::Add(uint64_t value) {
-  Append(&bytes_, value);
-  return *this;
-}
-
-Frame& Frame::Add(const std::string& text) {
-  Add(text.size());
-  bytes_ += text;
-  return *this;
-}
-
-Frame& Frame::Add(const std::vector<int>& values) {
-  return Add(std::vector<int64_t>(values.begin(), values.end()));
-}
-
-Frame& Frame::Add(const std::vector<int64_t>& values) {
-  Add(values.size());
-  for (int64_t value : values) Add(static_cast<uint64_t>(value));
-  return *this;
-}
-
-Frame& Frame::Add(const Report& report) {
-  return Add(report.epoch)
-      .Add(report.ranks)
-      .Add(report.run)
-      .Add(report.signature)
-      .Add(report.sends)
-      .Add(report.receives)
-      .Add(report.name)
-      .Add(report.description);
-}
-
-std::string Frame::Bytes() const {
-  std::string frame;
-  Append(&frame, static_cast<uint32_t>(bytes_.size()));
-  return frame + bytes_;
-}
-
-uint64_t Fields::Number() {
-  uint64_t value;
-  if (bytes_.size() - position_ < sizeof(value)) throw std::runtime_error("short frame");
-  std::memcpy(&value, bytes_.data() + position_, sizeof(value));
-  position_ += sizeof(value);
-  return value;
-}
-
-std::string Fields::Text() {
-  const uint64_t size = Number();
-  if (bytes_.size() - position_ < size) throw std::runtime_error("short frame");
-  const std::string text = bytes_.substr(position_, size);
-  position_ += size;
-  return text;
-}
-
-std::vector<int64_t> Fields::Longs() {
-  std::vector<int64_t> values;
-  for (uint64_t left = Number(); left > 0; --left) values.push_back(static_cast<int64_t>(Number()));
-  return values;
-}
-
-std::vector<int> Fields::Ints() {
-  const std::vector<int64_t> values = Longs();
-  return {values.begin(), values.end()};
-}
-
-Report Fields::ReadReport() {
-  Report report;
-  report.epoch = Number();
-  report.ranks = Ints();
-  report.run = Number();
-  report.signature = Number();
-  report.sends = Longs();
-  report.receives = Longs();
-  report.name = Text();
-  report.description = Text();
-  return report;
-}
-
-Connection::Connection(int descriptor) : descriptor_(descriptor) {
+Connection::Connection(int descriptor, size_t longest)
+    : descriptor_(descriptor), longest_(longest) {
   fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
   const int on = 1;
   setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
@@ -137,6 +56,9 @@ Connection::Connection(Connection&& other) noexcept { *this = std::move(other); 
 
 Connection& Connection::operator=(Connection&& other) noexcept {
   std::swap(descriptor_, other.descriptor_);
+  std::swap(longest_, other.longest_);
+  std::swap(skip_, other.skip_);
+  std::swap(overflowed_, other.overflowed_);
   std::swap(incoming_, other.incoming_);
   std::swap(outgoing_, other.outgoing_);
   return *this;
@@ -147,46 +69,61 @@ void Connection::Close() {
   descriptor_ = -1;
 }
 
+/// What has come before is less than a frame, since Next was called until it had none.
 bool Connection::Fill() {
   char buffer[4096];
-  for (;;) {
+  for (size_t read = 0; read < kChunk && incoming_.size() < kLengthBytes + longest_;) {
     const ssize_t count = recv(descriptor_, buffer, sizeof(buffer), 0);
     if (count > 0) {
       incoming_.append(buffer, static_cast<size_t>(count));
+      read += static_cast<size_t>(count);
     } else if (count == 0) {
       return false;
     } else if (errno != EINTR) {
       return errno == EAGAIN || errno == EWOULDBLOCK;
     }
   }
+  return true;
 }
 
-std::optional<Fields> Connection::Next() {
+std::optional<Frame> Connection::Next() {
+  const size_t skipped = std::min(skip_, incoming_.size());
+  incoming_.erase(0, skipped);
+  skip_ -= skipped;
   uint32_t size = 0;
-  if (incoming_.size() < kLengthBytes) return std::nullopt;
+  if (skip_ > 0 || incoming_.size() < kLengthBytes) return std::nullopt;
   std::memcpy(&size, incoming_.data(), kLengthBytes);
-  if (size == 0 || size > kMaxFrame) throw std::runtime_error("not a frame of onnxpar");
+  if (size == 0 || size > longest_) {
+    skip_ = kLengthBytes + size;
+    throw ProtocolError("a frame of " + std::to_string(size) + " bytes");
+  }
   if (incoming_.size() < kLengthBytes + size) return std::nullopt;
-  Fields fields(incoming_.substr(kLengthBytes, size));
+  Frame frame{static_cast<uint8_t>(incoming_[kLengthBytes]),
+              incoming_.substr(kLengthBytes + 1, size - 1)};
   incoming_.erase(0, kLengthBytes + size);
-  return fields;
+  return frame;
 }
 
-void Connection::Send(const Frame& frame) {
-  outgoing_ += frame.Bytes();
+void Connection::Queue(const std::string& frame) {
+  if (frame.size() > 2 * kMaxFrame - std::min(2 * kMaxFrame, outgoing_.size())) {
+    overflowed_ = true;
+    return;
+  }
+  outgoing_ += frame;
   Flush();
 }
 
-bool Connection::Flush() {
+void Connection::Flush() {
   while (!outgoing_.empty()) {
     const ssize_t count = send(descriptor_, outgoing_.data(), outgoing_.size(), MSG_NOSIGNAL);
     if (count >= 0) {
       outgoing_.erase(0, static_cast<size_t>(count));
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      return;
     } else if (errno != EINTR) {
-      return errno == EAGAIN || errno == EWOULDBLOCK;
+      outgoing_.clear();
     }
   }
-  return true;
 }
 
 int Listen(Address* address) {
@@ -198,9 +135,7 @@ int Listen(Address* address) {
       listen(listener, SOMAXCONN) != 0) {
     const int error = errno;
     if (listener >= 0) close(listener);
-    throw std::system_error(
-        error, std::generic_category(),
-        "cannot listen on " + address->host + ":" + std::to_string(address->port));
+    throw std::system_error(error, std::generic_category(), "cannot listen on " + address->Text());
   }
   sockaddr_storage bound{};
   socklen_t size = sizeof(bound);
@@ -208,6 +143,12 @@ int Listen(Address* address) {
   // The port is at the same place in an IPv4 and in an IPv6 address.
   address->port = ntohs(reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
   return listener;
+}
+
+int NewEvent() {
+  const int event = eventfd(0, EFD_CLOEXEC);
+  if (event < 0) throw std::system_error(errno, std::generic_category(), "cannot make an eventfd");
+  return event;
 }
 
 std::string HostName() {
@@ -218,16 +159,36 @@ std::string HostName() {
 
 Connection Connect(const Address& address, std::chrono::milliseconds timeout) {
   const AddressInfo info = Resolve(address, 0);
-  Connection connection(socket(info->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int descriptor = socket(info->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (descriptor < 0) {
+    const int error = errno;
+    const bool full = error == EMFILE || error == ENFILE;
+    throw std::system_error(error, std::generic_category(),
+                            full ? OutOfDescriptors() : "cannot make a socket");
+  }
+  Connection connection(descriptor);
   if (connect(connection.descriptor(), info->ai_addr, info->ai_addrlen) == 0) return connection;
   if (errno != EINPROGRESS) return {};
   pollfd waiting{connection.descriptor(), POLLOUT, 0};
-  if (poll(&waiting, 1, static_cast<int>(timeout.count())) != 1) return {};
+  if (poll(&waiting, 1, PollTime(timeout)) != 1) return {};
   int error = 0;
   socklen_t size = sizeof(error);
   getsockopt(connection.descriptor(), SOL_SOCKET, SO_ERROR, &error, &size);
   if (error != 0) return {};
   return connection;
+}
+
+int PollTime(std::chrono::milliseconds timeout) {
+  if (timeout.count() < 0) return -1;
+  return static_cast<int>(
+      std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(1)).count());
+}
+
+std::string OutOfDescriptors() {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  return "this process has no file descriptor left of " + std::to_string(limit.rlim_cur) +
+         "; close files, or raise the limit (ulimit -n)";
 }
 
 }  // namespace onnxpar

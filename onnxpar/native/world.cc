@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <set>
 #include <utility>
@@ -22,7 +23,7 @@ constexpr milliseconds kSlow{20};
 constexpr milliseconds kVerdictTime{2000};
 
 std::mutex worlds_mutex;
-pid_t process = 0;  // that joined the worlds
+std::atomic<pid_t> process{0};  // that joined the worlds
 
 std::map<std::string, std::shared_ptr<World>>& Worlds() {
   static auto* worlds = new std::map<std::string, std::shared_ptr<World>>;  // outlives all threads
@@ -297,7 +298,7 @@ void World::OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason
 
 void World::OnRenewed(uint64_t epoch, const std::string& reason) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_for_good_) return;
+  if (is_for_good_ || epoch != epoch_ + 1) return;
   epoch_ = epoch;
   interruption_ = reason;
   failure_.clear();

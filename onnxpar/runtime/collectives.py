@@ -141,7 +141,7 @@ def _joined(world: World, x: Array, run: Callable[[Any], int]) -> tuple[Array, l
         try:
             # One byte more, as an empty array may have no address.
             memory = np.empty(sum(counts) * _row_bytes(x) + 1, np.uint8)
-        except MemoryError:
+        except (MemoryError, ValueError):  # more than there is, or than any array has
             return None
         made.append((memory[:-1].view(x.dtype).reshape(sum(counts), *x.shape[1:]), counts))
         return memory.ctypes.data

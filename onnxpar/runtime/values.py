@@ -1,19 +1,20 @@
 """Values that are no tensors of numbers: strings, sequences, maps and optionals.
 
 They are whole on every rank. As onnxruntime's own Python, they are object arrays of str, lists,
-dicts, and None; between processes they travel pickled, as arrays of bytes.
+dicts, and None; between processes they travel as arrays of typed bytes.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from onnxpar import typed_bytes
 from onnxpar.arrays import Array
+from onnxpar.errors import RankError
 from onnxpar.runtime.tensors import dtype_of
 
 BYTES = np.dtype(np.uint8)
@@ -33,12 +34,15 @@ def is_optional(type_: str) -> bool:
 
 def to_bytes(value: Any) -> Array:
     """A value on its way."""
-    return np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+    return np.frombuffer(typed_bytes.to_bytes(value), np.uint8)
 
 
 def of_bytes(data: Array) -> Any:
-    """The value at the other end, which is a process of ours."""
-    return pickle.loads(data.tobytes())
+    """The value at the other end. Errors: RankError where the bytes are of none."""
+    try:
+        return typed_bytes.of_bytes(data.tobytes())
+    except ValueError as error:
+        raise RankError(f"what another process sent is no value: {error}") from error
 
 
 def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:

@@ -5,6 +5,12 @@ import pytest
 from onnxpar.runtime.groups import World, thread_worlds
 
 
+@pytest.fixture
+def frames(request: pytest.FixtureRequest) -> int:
+    """How many damaged frames a test sends."""
+    return int(request.config.getoption("--frames"))
+
+
 @pytest.fixture(scope="module")
 def worlds_of() -> Iterator[Callable[[int], list[World]]]:
     """The ranks of a world of n threads, shared by the tests of a module that leave it intact."""

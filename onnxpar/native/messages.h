@@ -1,0 +1,390 @@
+// The messages of the control channel. What each consists of is written down once, in Visit, by
+// which it is both sent and read; what is read has been checked field by field.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace onnxpar {
+
+/// Changes with every change to the messages.
+constexpr uint64_t kProtocol = 2;
+/// No world has more ranks.
+constexpr uint64_t kMaxWorld = 1 << 16;
+/// Of a description or a reason. Longer ones are cut where they are sent.
+constexpr size_t kMaxText = 1 << 20;
+/// Of a key under which a value is stored.
+constexpr size_t kMaxKey = 1024;
+/// No timeout is longer: a hundred years, as nanoseconds of a clock end at 292.
+constexpr std::chrono::milliseconds kMaxWait{3'155'760'000'000};
+
+enum class Kind : uint8_t {
+  // From a rank to the hub.
+  kHello,
+  kSet,
+  kGet,
+  kWaiting,
+  kOverdue,
+  kStatus,
+  kAbort,
+  kInterrupt,
+  kReady,
+  kLeave,
+  // From the hub to a rank.
+  kAccept,
+  kRefuse,
+  kWelcome,
+  kValue,
+  kAsk,
+  kFail,
+  kStop,
+  kRenewed,
+  kGoodbye,
+};
+
+/// What came over a connection is none of these messages.
+class ProtocolError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// A message as it came: of any kind, with any content.
+struct Frame {
+  uint8_t kind = 0;
+  std::string fields;
+};
+
+/// Whose connection it is, so that ranks can be checked: that of `rank`, in a world of `size`.
+struct Scope {
+  int size = 0;
+  int rank = 0;
+};
+
+/// How often each group has run.
+using Runs = std::map<std::vector<int>, uint64_t>;
+
+/// Builds a frame, with its length.
+class Writer {
+ public:
+  explicit Writer(Kind kind);
+  void Number(uint64_t value);
+  void Flag(bool value) { Number(value ? 1 : 0); }
+  void Wait(std::chrono::milliseconds value) { Number(static_cast<uint64_t>(value.count())); }
+  void Text(const std::string& text);
+  void Key(const std::string& key) { Bytes(key); }
+  void Bytes(const std::string& bytes);
+  void Group(const std::vector<int>& ranks);
+  void PerMember(const std::vector<int64_t>& values, const std::vector<int>& ranks);
+  void GroupRuns(const Runs& runs);
+  std::string Frame() const;
+
+ private:
+  std::string bytes_;
+};
+
+/// Reads a frame. Every method throws ProtocolError where the frame has something else.
+class Reader {
+ public:
+  Reader(const Frame& frame, Scope scope) : bytes_(frame.fields), scope_(scope) {}
+  void Number(uint64_t& value);
+  void Flag(bool& value);
+  void Wait(std::chrono::milliseconds& value);
+  void Text(std::string& text) { Bytes(text, kMaxText); }
+  void Key(std::string& key) { Bytes(key, kMaxKey); }
+  void Bytes(std::string& bytes, size_t longest = SIZE_MAX);
+  /// Different ranks of the world, the connection's own among them.
+  void Group(std::vector<int>& ranks);
+  /// A number for each of `ranks`, or none.
+  void PerMember(std::vector<int64_t>& values, const std::vector<int>& ranks);
+  void GroupRuns(Runs& runs);
+  /// There must be nothing more.
+  void End() const;
+
+ private:
+  uint64_t Count(size_t bytes_each);
+
+  const std::string& bytes_;
+  const Scope scope_;
+  size_t position_ = 0;
+};
+
+template <typename Message>
+std::string Encode(Message message) {
+  Writer writer(Message::kKind);
+  message.Visit(writer);
+  return writer.Frame();
+}
+
+template <typename Message>
+bool Is(const Frame& frame) {
+  return frame.kind == static_cast<uint8_t>(Message::kKind);
+}
+
+/// The message that a frame of this kind is. Throws ProtocolError.
+template <typename Message>
+Message Decode(const Frame& frame, Scope scope) {
+  Reader reader(frame, scope);
+  Message message;
+  message.Visit(reader);
+  reader.End();
+  return message;
+}
+
+namespace messages {
+
+struct Hello {
+  static constexpr Kind kKind = Kind::kHello;
+  uint64_t protocol = kProtocol;
+  std::string key;
+  uint64_t rank = 0;
+  uint64_t size = 0;
+  std::string process;  // e.g. pid 4711
+  std::string host;
+  std::chrono::milliseconds timeout{};
+  std::chrono::milliseconds patience{};  // what is left of it
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(protocol);
+    fields.Key(key);
+    fields.Number(rank);
+    fields.Number(size);
+    fields.Text(process);
+    fields.Text(host);
+    fields.Wait(timeout);
+    fields.Wait(patience);
+  }
+};
+
+/// Stores a value for other ranks.
+struct Set {
+  static constexpr Kind kKind = Kind::kSet;
+  std::string key, value;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Key(key);
+    fields.Bytes(value);
+  }
+};
+
+/// Answered by Value once there is one.
+struct Get {
+  static constexpr Kind kKind = Kind::kGet;
+  std::string key;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Key(key);
+  }
+};
+
+/// What a rank tells of the collective that it is in.
+struct Report {
+  uint64_t epoch = 0;             // how many runs were interrupted before
+  std::vector<int> ranks;         // of the group
+  uint64_t run = 0;               // the collectives that this group ran before
+  uint64_t signature = 0;         // equal where members agree
+  std::vector<int64_t> sends;     // what each member gets from this one, if that can differ
+  std::vector<int64_t> receives;  // and this one from each
+  std::string name;
+  std::string description;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(epoch);
+    fields.Group(ranks);
+    fields.Number(run);
+    fields.Number(signature);
+    fields.PerMember(sends, ranks);
+    fields.PerMember(receives, ranks);
+    fields.Text(name);
+    fields.Text(description);
+  }
+};
+
+/// In a collective for longer than usual.
+struct Waiting : Report {
+  static constexpr Kind kKind = Kind::kWaiting;
+};
+
+/// In a collective for longer than the timeout.
+struct Overdue : Report {
+  static constexpr Kind kKind = Kind::kOverdue;
+};
+
+/// Answers Ask: whether the rank has begun that collective, and what it does.
+struct Status {
+  static constexpr Kind kKind = Kind::kStatus;
+  uint64_t question = 0;
+  bool begun = false;
+  std::string doing;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(question);
+    fields.Flag(begun);
+    fields.Text(doing);
+  }
+};
+
+/// Fails the world for good.
+struct Abort {
+  static constexpr Kind kKind = Kind::kAbort;
+  std::string message;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Text(message);
+  }
+};
+
+/// Ends that call, or the one in flight.
+struct Interrupt {
+  static constexpr Kind kKind = Kind::kInterrupt;
+  uint64_t epoch = 0, call = 0;
+  std::string message;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(epoch);
+    fields.Number(call);
+    fields.Text(message);
+  }
+};
+
+/// This rank has left the run that was interrupted.
+struct Ready {
+  static constexpr Kind kKind = Kind::kReady;
+  uint64_t epoch = 0;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(epoch);
+  }
+};
+
+/// This rank leaves in good order, having begun so many collectives of each group.
+struct Leave {
+  static constexpr Kind kKind = Kind::kLeave;
+  Runs runs;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.GroupRuns(runs);
+  }
+};
+
+/// The hello was right.
+struct Accept {
+  static constexpr Kind kKind = Kind::kAccept;
+
+  template <typename Fields>
+  void Visit(Fields&) {}
+};
+
+struct Refuse {
+  static constexpr Kind kKind = Kind::kRefuse;
+  std::string message;
+  bool again = false;  // whether a later attempt may succeed
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Text(message);
+    fields.Flag(again);
+  }
+};
+
+/// All ranks have joined.
+struct Welcome {
+  static constexpr Kind kKind = Kind::kWelcome;
+  std::string server;  // who serves the hub
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Text(server);
+  }
+};
+
+struct Value {
+  static constexpr Kind kKind = Kind::kValue;
+  std::string key, value;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Key(key);
+    fields.Bytes(value);
+  }
+};
+
+/// Has this rank begun that collective of that group?
+struct Ask {
+  static constexpr Kind kKind = Kind::kAsk;
+  uint64_t question = 0;
+  std::vector<int> ranks;
+  uint64_t run = 0;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(question);
+    fields.Group(ranks);
+    fields.Number(run);
+  }
+};
+
+/// The world has failed for good.
+struct Fail {
+  static constexpr Kind kKind = Kind::kFail;
+  std::string message;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Text(message);
+  }
+};
+
+/// That call has ended.
+struct Stop {
+  static constexpr Kind kKind = Kind::kStop;
+  uint64_t epoch = 0, call = 0;
+  std::string message;
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(epoch);
+    fields.Number(call);
+    fields.Text(message);
+  }
+};
+
+/// All ranks have left that run.
+struct Renewed {
+  static constexpr Kind kKind = Kind::kRenewed;
+  uint64_t epoch = 0;   // that begins
+  std::string message;  // that ended the last
+
+  template <typename Fields>
+  void Visit(Fields& fields) {
+    fields.Number(epoch);
+    fields.Text(message);
+  }
+};
+
+/// The hub ends in good order.
+struct Goodbye {
+  static constexpr Kind kKind = Kind::kGoodbye;
+
+  template <typename Fields>
+  void Visit(Fields&) {}
+};
+
+}  // namespace messages
+
+using messages::Report;
+
+}  // namespace onnxpar

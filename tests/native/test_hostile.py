@@ -1,0 +1,91 @@
+"""Damaged frames, false peers and false hubs: an error at most, and never the end of a process.
+
+`pytest tests/native/test_hostile.py --frames 1000` sends more of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+
+
+def hostile(case: str, kind: str = "", count: int = 0, seed: int = 1) -> tuple[Any, str]:
+    """What `native.hostile` prints of a case, and what the native library says meanwhile."""
+    done = subprocess.run(
+        [sys.executable, "-m", "native.hostile", case, kind, str(count), str(seed)],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=60 + count,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("kind", ["random", "mutated"])
+def test_frames_of_a_rank(kind: str, frames: int) -> None:
+    """The other ranks' collectives go on, and the world begins anew when it is interrupted."""
+    found, said = hostile("joined", kind, frames)
+    assert found["sent"] == frames
+    assert found["checks"] == frames // 20
+    assert found["skipped"] < frames / 2, "frames by which a rank may end the world"
+    assert found["grown"] < 100
+    [line] = re.findall(r"onnxpar: .*", said)
+    assert re.match(r"onnxpar: rank 2 \(pid \d+\) has sent what is no message, which is", line)
+
+
+@pytest.mark.parametrize("kind", ["random", "mutated"])
+def test_frames_of_strangers(kind: str, frames: int) -> None:
+    found, said = hostile("strangers", kind, frames)
+    assert (found["sent"], found["checks"]) == (frames, frames // 20)
+    assert found["grown"] < 100
+    assert said == ""
+
+
+@pytest.mark.parametrize("kind", ["random", "mutated"])
+def test_frames_of_a_false_hub(kind: str, frames: int) -> None:
+    """A rank's world fails with the reason, and its process lives."""
+    count = frames // 5
+    found, _ = hostile("false_hub", kind, count)
+    assert found["sent"] == count
+    assert len(found["errors"]) >= found["worlds"] - 1 > 0
+    reasons = (
+        r"AllReduce: (rank 1 and rank 0 \(pid \d+\), which serves the control channel, do not "
+        r"speak one protocol: .+|the reason)"  # of a frame that was right after all
+    )
+    wrong = [error for error in found["errors"] if not re.fullmatch(reasons, error, re.DOTALL)]
+    assert len(wrong) <= count / 10, wrong  # of a good frame, of which some letters differ
+    assert len(found["errors"]) - len(wrong) > 0
+
+
+@pytest.mark.parametrize("kind, count", [("large", 120), ("small", 300)])
+def test_strangers_that_never_end_their_hello(kind: str, count: int) -> None:
+    """They get a few kB and seconds, and they are few."""
+    found, _ = hostile("flood", kind, count)
+    assert found["grown"] < 50
+    assert found["open"] <= 128
+    assert found["left"] == 0
+
+
+def test_a_rank_that_never_reads() -> None:
+    found, _ = hostile("deaf", count=20_000)
+    assert re.fullmatch(r"rank 1 \(pid 1\) does not read what it is told", found["error"])
+    assert found["grown"] < 200
+
+
+def test_a_hub_without_descriptors_says_so() -> None:
+    found, _ = hostile("starved")
+    assert re.search(
+        r"rank 1 has not joined the world .*; the hub could not take all in: this process has no "
+        r"file descriptor left of \d+; close files, or raise the limit \(ulimit -n\)",
+        found["error"],
+    )
