@@ -1,4 +1,4 @@
-"""Values that travel between processes: what is read is what was written, and damage is an error."""
+"""Values that travel between processes: what was written is read, and damage is an error."""
 
 from __future__ import annotations
 

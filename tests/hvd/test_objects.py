@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from fractions import Fraction
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from onnxpar import hvd
 from onnxpar.errors import InputError, RankError
+from onnxpar.hvd.communicator import current
+from onnxpar.runtime import collectives
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -18,6 +25,44 @@ def test_objects(ranks: int) -> None:
 
     every = [{"rank": rank, "many": "x" * 10_000 * rank} for rank in range(ranks)]
     assert hvd.run_on_threads(body, ranks) == [(every[-1], every)] * ranks
+
+
+class Evil:
+    def __reduce__(self) -> object:
+        return os.mkdir, ("evil",)
+
+
+def test_a_false_peer_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a peer sends is a value or an error; a pickle is an error."""
+    monkeypatch.chdir(tmp_path)
+
+    def body() -> str:
+        if hvd.rank() == 1:
+            collectives.gather_bytes(current().world, pickle.dumps(Evil()), "objects")
+            return ""
+        with pytest.raises(RankError, match="rank 1 has sent what is no object") as raised:
+            hvd.allgather_object({"a": 1})
+        return str(raised.value)
+
+    assert all(hvd.run_on_threads(body, 3)[::2])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [-1, 2**62])
+def test_a_false_root(length: int) -> None:
+    def body() -> None:
+        if hvd.rank() == 1:
+            hvd.broadcast(np.array(length), 1, "object, length")
+            return
+        with pytest.raises(RankError, match=f"rank 1 announces an object of {length} bytes"):
+            hvd.broadcast_object(None, root_rank=1)
+
+    hvd.run_on_threads(body, 2)
+
+
+def test_objects_of_other_types_are_named() -> None:
+    with pytest.raises(TypeError, match=r"is a fractions.Fraction, .*; give None,"):
+        hvd.run_on_threads(lambda: hvd.allgather_object({"a": Fraction(1, 2)}), 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -29,7 +29,6 @@ from native.frames import (
     mutated_frame,
     random_frame,
     sockets,
-    with_length,
 )
 
 from onnxpar.errors import OnnxparError
@@ -245,7 +244,7 @@ def starved(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
         taken = []
         with suppress(OSError):
             while True:
-                taken.append(open(os.devnull))
+                taken.append(os.open(os.devnull, os.O_RDONLY))
         late.connect(("127.0.0.1", port))
         error = first.exception()
     return {"error": str(error), "taken": len(taken)}

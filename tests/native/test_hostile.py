@@ -10,10 +10,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from onnxpar.errors import RankError
+from onnxpar.runtime import collectives
+from onnxpar.runtime.groups import World
 
 TESTS = Path(__file__).parent.parent
 
@@ -89,3 +96,15 @@ def test_a_hub_without_descriptors_says_so() -> None:
         r"file descriptor left of \d+; close files, or raise the limit \(ulimit -n\)",
         found["error"],
     )
+
+
+@pytest.mark.parametrize("splits", [[2, -1], [-1, 4], [2**62, 2**62], [1, 2**63 - 1]])
+def test_sizes_that_are_none(fresh_worlds: Callable[..., list[World]], splits: list[int]) -> None:
+    """What a rank says it gives to others is no size, or more than can be."""
+    world, false = fresh_worlds(2, timeout=5)
+    x = np.ones((3, 4), np.float32)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(collectives.all_to_all, false, x, splits)
+        with pytest.raises(RankError, match=r"rank \d cannot run AllToAll: "):
+            collectives.all_to_all(world, x, [1, 2])
+        assert isinstance(other.exception(), RankError)
