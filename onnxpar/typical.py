@@ -135,11 +135,19 @@ def typical_sizes(
 
 
 def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]]:
-    """Sizes for all symbols, the usual first."""
+    """Sizes for all symbols, the usual first. Of one that counts parts, as width_by_32 does, the
+    usual ones are those of what is made of them."""
     batch, images = _batch(symbols, dims), _images(symbols, dims)
+    parts = {
+        symbol: size.at({symbol: 1}) - size.at({symbol: 0})
+        for size in dims.values()
+        for symbol in size.variables
+        if len(size.variables) == 1 and not size.symbol
+    }
     for length in LENGTHS:
         for image in IMAGES if images else IMAGES[:1]:
-            yield {s: BATCH if s in batch else image if s in images else length for s in symbols}
+            sizes = {s: BATCH if s in batch else image if s in images else length for s in symbols}
+            yield {s: max(size // max(parts.get(s, 1), 1), 1) for s, size in sizes.items()}
 
 
 def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
@@ -158,11 +166,11 @@ def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
 def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:
     """The symbols that are the height or width of an image: where both are open, behind two others,
     and no name says that they are lengths."""
-    found = set()
+    found: set[str] = set()
     for (name, axis), size in dims.items():
         beside = dims.get((name, axis + 1 if axis % 2 == 0 else axis - 1))
-        if axis in (2, 3) and beside is not None and size.symbol:
-            found.add(size.symbol)
+        if axis in (2, 3) and beside is not None and len(size.variables) == 1:
+            found.update(size.variables)
     return {s for s in found if not _LENGTH_NAME.search(s)}
 
 
