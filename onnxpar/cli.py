@@ -621,7 +621,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help="compare every byte of the folder with the SHA-256 that shard wrote; without it, the "
-        "start reads only some parts of files above 64 MiB",
+        "start reads only 8 parts, of 1 MiB each, of files above 8 MiB",
     )
 
 

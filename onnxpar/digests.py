@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 
 from onnxpar.errors import ModelError
 
-BLOCK = 1 << 24
+BLOCK = 1 << 20
 """Bytes that one digest is of; the last block of a file may have fewer."""
-SAMPLED = 4
-"""Blocks of a file that are checked where not all are."""
+SAMPLED = 8
+"""Blocks of a file that are checked where not all are: the first, the last, and some between."""
 Digests = Mapping[str, Any]
 """`{"bytes": 20, "sha256": ["9f86..."]}`: the size of a file, and the digest of each block."""
 Block = tuple[str, int, str]

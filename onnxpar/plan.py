@@ -25,7 +25,7 @@ from onnxpar.sharding import Placement, Sharding
 from onnxpar.shown import Shown
 from onnxpar.step import Step
 
-FORMAT = 2
+FORMAT = 3
 _OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)")
 NO_RULE = "no rule"
 STORED, ZERO = "stored", "zero"

@@ -21,7 +21,7 @@ from onnxpar.runtime.values import is_value
 from onnxpar.step import Step
 from onnxpar.symbols import Polynomial
 
-FORMAT = 2
+FORMAT = 3
 """The only format of plan.json that this runtime reads."""
 
 _WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"

@@ -90,7 +90,7 @@ def test_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, this onnxpar reads 2"),
+        ({"format": 99}, "has format 99, this onnxpar reads 3"),
         ({"mesh": 7}, "plan.json is damaged: TypeError"),
         ({"outputs": [{}]}, "plan.json is damaged: KeyError: 'name'"),
         ({"states": [{"input": "x", "output": "nope"}]}, r"state pairs name no port: \['nope'\]"),
