@@ -597,11 +597,19 @@ def _add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--no-shuffle", dest="shuffle", action="store_false", help="samples in the file's order"
     )
-    to.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; one at the end")
-    to.add_argument("--every", type=int, default=0, metavar="N", help="and one after N steps each")
-    to.add_argument("--keep", type=int, default=0, metavar="N", help="leave the newest N; 0: all")
     to.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint, if any"
+        "--checkpoint",
+        metavar="DIR",
+        help="folder for checkpoints, which no other training uses meanwhile; one at the end",
+    )
+    to.add_argument("--every", type=int, default=0, metavar="N", help="and one after N steps each")
+    to.add_argument(
+        "--keep", type=int, default=0, metavar="N", help="leave the newest N whole ones; 0: all"
+    )
+    to.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint that is whole; start where there is none",
     )
     _add_profile(to, "steps")
     to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter

@@ -41,7 +41,7 @@ RECORD = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old\.onnxpar")
 """The second is the name of one that is being replaced, where names cannot be swapped."""
 _RESTORE = "restore it from a copy, or go on from another checkpoint"
-_ROUND = 64
+_ROUND = 32
 """Blocks that a process reads before it tells the others: they wait no longer for it."""
 _LATE = 20.0
 """Seconds for which a process may not see what the first one sees."""
