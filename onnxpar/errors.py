@@ -22,6 +22,14 @@ class ModelError(OnnxparError):
     """The model file cannot be read, or breaks the ONNX standard."""
 
 
+class DamagedError(ModelError):
+    """A checkpoint that is not as it was written."""
+
+
+class NewerFormatError(ModelError):
+    """A checkpoint that a newer onnxpar wrote."""
+
+
 class StrategyError(OnnxparError):
     """A strategy, mesh or preset that this model cannot meet."""
 

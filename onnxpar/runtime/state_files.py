@@ -98,6 +98,16 @@ class StateFiles:
         parts = Parts(self._layouts[name], self._mesh)
         return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
 
+    def blank(self, name: str) -> Array:
+        """Zeros of a state's dtype and global shape, which take no memory. Errors: ModelError where
+        the folder lacks it."""
+        if name not in self._layouts:
+            raise ModelError(f"{self._folder} has no state {name!r}")
+        layout = self._layouts[name]
+        first = min(Parts(layout, self._mesh).sources)
+        dtype = self._parts.read(name, first).dtype
+        return np.broadcast_to(np.zeros((), dtype), layout.shape)
+
     def is_dealt(self, name: str, mesh: Mesh, port: Port) -> bool:
         """Whether the ranks of a mesh hold just these parts of a state. Errors: ModelError where
         the folder lacks one."""

@@ -25,7 +25,7 @@ from onnxpar.digests import (
     check_seal,
     check_size,
 )
-from onnxpar.errors import ModelError, OnnxparError
+from onnxpar.errors import DamagedError, ModelError, NewerFormatError, OnnxparError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
 from onnxpar.runtime.launch import tell_terminal
@@ -45,10 +45,6 @@ _ROUND = 32
 """Blocks that a process reads before it tells the others: they wait no longer for it."""
 _LATE = 20.0
 """Seconds for which a process may not see what the first one sees."""
-
-
-class DamagedError(ModelError):
-    """A checkpoint that is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def damage(path: Path, together: Together) -> str:
         _find(path, together)
     except DamagedError as error:
         return str(error)
-    except _NewerError:  # whether it is, another onnxpar can tell
+    except NewerFormatError:  # whether it is, another onnxpar can tell
         return ""
     return ""
 
@@ -214,7 +210,7 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
         if not is_old:
             _check_sealed(file, text)
             if data["format"] != FORMAT:
-                raise _NewerError(
+                raise NewerFormatError(
                     f"{file} has format {data['format']}, this onnxpar reads {FORMAT}; update it"
                 )
         mesh = Mesh.of((name, size) for name, size in data["mesh"])
@@ -223,7 +219,7 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
         progress = Progress(**data["progress"])
         files: Mapping[str, Digests] = {} if is_old else data["files"]
         check_listed(files)
-    except (DamagedError, _NewerError):
+    except (DamagedError, NewerFormatError):
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OnnxparError) as error:
         raise DamagedError(
@@ -231,10 +227,6 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
         ) from None
     states = StateFiles(folder, mesh, layouts)
     return Checkpoint(folder, progress, slots, states, files, hashlib.sha256(text).hexdigest())
-
-
-class _NewerError(ModelError):
-    """A checkpoint of an onnxpar to come."""
 
 
 def _check_sealed(file: Path, text: bytes) -> None:

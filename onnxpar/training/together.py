@@ -35,7 +35,7 @@ class Together:
 
     def first(self, make: Callable[[], Any]) -> Any:
         """What the first process makes; the others only wait for it. It travels as JSON. Where it
-        fails with an OnnxparError, all processes raise that."""
+        fails with an error of `onnxpar.errors`, all processes raise that."""
         if not self.leads:
             told = self.each(None)[0]
             if "error" in told:

@@ -14,6 +14,7 @@ from onnxpar.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.folder_lock import FolderLock
 from onnxpar.runtime.bundle import Bundle, NodeArg
+from onnxpar.runtime.checks import check_array
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import InferenceSession
@@ -132,7 +133,7 @@ class Trainer(Closing):
         self._is_whole[self.checkpoint] = True
 
     def keep(self, folder: str | os.PathLike[str], progress: Progress, count: int) -> None:
-        """Removes the checkpoints of a folder before this progress but for the newest so many that
+        """Removes the checkpoints of a folder up to this progress but for the newest so many that
         are whole; what is damaged between those stays. Errors: OnnxparError."""
         folder = Path(folder)
         names = self.together.first(lambda: _names(folder, progress.step))
@@ -183,14 +184,16 @@ class Trainer(Closing):
                     "step"
                 )
         inputs, states = self.bundle.inputs, checkpoint.states
+        try:
+            for name in filter(known.__contains__, self.bundle.states):
+                check_array(inputs[name], states.blank(name))
+        except InputError as error:
+            raise ModelError(f"{checkpoint.path}: {error}") from None
         alike = [n for n in self.bundle.states if states.is_dealt(n, self.bundle.mesh, inputs[n])]
         self.session.states.load(checkpoint.path, alike)
         for name in [name for name in self.bundle.states if name not in alike]:
-            try:
-                value = states.read(name) if name in known else self._zeros(name)
-                self.session.states.write(name, value)
-            except InputError as error:
-                raise ModelError(f"{checkpoint.path}: {error}") from None
+            value = states.read(name) if name in known else self._zeros(name)
+            self.session.states.write(name, value)
 
     def _zeros(self, name: str) -> Array:
         port = self.bundle.inputs[name]

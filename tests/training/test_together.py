@@ -58,16 +58,17 @@ with Trainer(home / "step.par", timeout=60) as trainer:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A step over two ranks and checkpoints of steps 1 to 3, of which the last is damaged; a folder
-    for each rank to work in."""
+    """A step over two ranks and checkpoints of steps 1 to 4, of which the last two are damaged; a
+    folder for each rank to work in."""
     step = write_step(MLP, tmp_path, optimizer="adam")
     shard(step, "zero2 2")[0].rename(tmp_path / "step.par")
     with ThreadTrainer(tmp_path / "step.par") as trainer:
-        for number in (1, 2, 3):
+        for number in (1, 2, 3, 4):
             trainer.session.states.write("w2", np.full(9, number, np.float32))
             trainer.save(tmp_path / "c", Progress(number))
     file = tmp_path / "c" / "step_00000003" / "rank_0001.bin"
     file.write_bytes(b"x" + file.read_bytes()[1:])
+    (tmp_path / "c" / "step_00000004" / "rank_0001.bin").write_bytes(b"x")
     for rank in range(2):
         (tmp_path / f"host{rank}").mkdir()
     return tmp_path
@@ -109,10 +110,11 @@ def test_all_processes_do_the_same(home: Path) -> None:
     assert f"{home / 'held'} is in use: process {os.getpid()} on host" in texts[6]
     assert texts[7:] == ["None", "None", "late/step_00000007"]
     warned = [line for line in done.stderr.splitlines() if line.startswith("onnxpar: warning")]
-    assert sum("; late/step_00000002 is loaded instead" in line for line in warned) == 1
+    assert sum("; late/step_00000002 is loaded instead" in line for line in warned) == 2
     assert sorted(path.name for path in (home / "c").iterdir()) == [
         "step_00000002",
         "step_00000003",
+        "step_00000004",
         "step_00000007",
     ]
     assert Checkpoint.load(home / "c").progress.step == 7

@@ -214,8 +214,11 @@ def as_before(saved: Path) -> None:
 
 
 def refused(par: Path, saved: Path, message: str) -> None:
-    with ThreadTrainer(par) as trainer, pytest.raises(ModelError, match=message):
-        trainer.load(Checkpoint.load(saved))
+    with ThreadTrainer(par) as trainer:
+        before = states(trainer)
+        with pytest.raises(ModelError, match=message):
+            trainer.load(Checkpoint.load(saved))
+        same(states(trainer), before)
 
 
 def test_checkpoints_of_other_steps(saved: Path, tmp_path: Path) -> None:
