@@ -193,6 +193,12 @@ def test_a_kill_at_any_file_operation(
             assert not damage(path, ALONE) or (steps.get(5) and spoilt and "5" in path.name), killed
         found.add(number_of(folder))
         assert found <= {newest_whole, 9}, killed
+        disk.start(folder, 15)
+        with pytest.raises(Killed):  # the next run, too, before it has saved anything
+            trainer.save(folder, Progress(6))
+        settle(trainer)
+        disk.stop()
+        assert number_of(folder) in found, killed
         trainer.save(folder, Progress(6))
         assert not list(folder.glob(".step*")) and number_of(folder) == 9
     print(f"{case}, {'swapped' if can_swap else 'renamed'}: killed at {killed} file operations")

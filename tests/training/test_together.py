@@ -117,7 +117,8 @@ def test_all_processes_do_the_same(home: Path) -> None:
         "step_00000004",
         "step_00000007",
     ]
-    assert Checkpoint.load(home / "c").progress.step == 7
+    saved = Checkpoint.load(home / "c")
+    assert saved.progress.step == 7 and len(saved.files) == 4
     assert not (home / "host0" / "apart").exists()
 
 
