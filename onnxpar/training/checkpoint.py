@@ -107,7 +107,7 @@ def damage(path: Path, together: Together) -> str:
     try:
         _find(path, together)
     except DamagedError as error:
-        return str(error)
+        return str(error).removesuffix(f"; {_RESTORE}")
     except NewerFormatError:  # whether it is, another onnxpar can tell
         return ""
     return ""
