@@ -104,7 +104,8 @@ class Lockstep:
     `live` are the bindings that the model still fits. What of a result's size differs between them
     is told in closed form, by quotients too (`quotients`), or taken for a size that data decides.
     Where two sizes must be equal that are not, `tie` is what makes them so, a symbol and what to
-    write for it: the walk ends there; `is_attribute` says that an op's attributes give the size.
+    write for it: the walk ends there; `is_certain` says that an op's attributes give the size, or
+    a weight that is not repeated.
     `found` are all open sizes, `void` those of operands of which nothing is left.
     """
 
@@ -129,7 +130,7 @@ class Lockstep:
         self.quotients: list[Quotient] = []
         self.conflicts: list[NodeProto] = []
         self.tie: tuple[str, Polynomial] | None = None
-        self.is_attribute = False
+        self.is_certain = False
         self.found: dict[Polynomial, None] = {}
         self.void: list[Polynomial] = []
         self.unsolved: list[Unsolved] = []
@@ -206,10 +207,15 @@ class Lockstep:
                 continue
             tie = solve_tie(first, second, self.symbols)
             if tie is not None:
-                self.is_attribute = isinstance(other, int)
+                self.is_certain = isinstance(other, int) or (
+                    not repeats and self._is_stored(node.input[place[0]], node.input[other[0]])
+                )
                 return tie
             self.unsolved.append(Unsolved(node, first, second))
         return None
+
+    def _is_stored(self, *names: str) -> bool:
+        return any(tensor.name in names for tensor in self.model.graph.initializer)
 
     def _in_closed_form(self, node: NodeProto, place: Place | int) -> Polynomial | None:
         if isinstance(place, int):

@@ -156,7 +156,7 @@ class _Search:
             for _ in range(_ROUNDS):
                 walks = self._walk(general)
                 if walks.tie is not None:
-                    if not walks.tie[1].variables and not walks.is_attribute:
+                    if not walks.tie[1].variables and not walks.is_certain:
                         if general is not DOMAINS[-1]:
                             break  # a table of positions may be shorter than the sizes sampled
                         self.limited.append(walks.tie)

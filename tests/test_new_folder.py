@@ -115,8 +115,8 @@ def test_where_the_old_one_went_is_told(tmp_path: Path) -> None:
     [
         ("notes.txt", "precious", "holds 'notes.txt'"),
         ("rank_0007.onnx/x", "precious", "holds 'rank_0007.onnx'"),
-        ("plan.json", "{}", "its plan.json is not one of onnxpar's"),
-        ("plan.json", '{"format": 1}', "its plan.json is not one of onnxpar's"),
+        ("plan.json", "{}", "its plan.json was not written by onnxpar"),
+        ("plan.json", '{"format": 1}', "its plan.json was not written by onnxpar"),
         ("plan.json", "precious", "is no sharded model"),
     ],
 )

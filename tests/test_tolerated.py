@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -372,6 +373,7 @@ def test_a_table_of_positions_shorter_than_any_guess_leaves_the_size_open(tmp_pa
 def test_sizes_that_a_weight_pins(tmp_path: Path) -> None:
     proto = product()
     proto.graph.input[0].CopyFrom(port("x", [-1, -1]))
+    warnings.simplefilter("error")  # nothing to say: no other size would run
     plan = agree(proto, tmp_path, {"x": X}, strategy=TP)
     assert plan.inputs[0].shape is not None and plan.inputs[0].shape[1] == 4
 

@@ -163,12 +163,14 @@ class Session(Interface, Closing):
 
         With `sess_options.enable_profiling`, that is onnxruntime's own profile of rank 0 (under a
         launcher, of this rank); those of the others have their rank in their names. With `profile`,
-        it is the trace of all ranks, in the current folder. Errors: InputError, where the session
-        was made with neither.
+        it is the trace of all ranks, in the current folder. With neither, it is "", as
+        onnxruntime's. Errors: OnnxparError where the file cannot be written.
         """
         records = self._end_records()
         if records[0].get("file"):
             return str(records[0]["file"])
+        if not records[0]["programs"]:
+            return ""
         name = time.strftime("onnxpar_profile_%Y-%m-%d_%H-%M-%S.json")
         self._write_trace(records, name)
         return name
