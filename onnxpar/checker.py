@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ import onnxruntime as ort
 from onnx import GraphProto, TensorProto, helper
 
 from onnxpar.errors import ModelError, StrategyError
-from onnxpar.runtime_shapes import REFUSED, is_known
-from onnxpar.stored import copy_with_stubs, element_bits, graphs_of, nodes_of, stored_tensors
+from onnxpar.runtime_shapes import REFUSED, is_known, is_own_domain
+from onnxpar.stored import (
+    copy_with_stubs,
+    element_bits,
+    graphs_of,
+    nodes_of,
+    stored_tensors,
+    subgraphs_of,
+)
 
 _MAX_IR, MAX_OPSET = 13, 26
 """What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
@@ -24,9 +32,42 @@ _READ_AT_MOST = 1 << 16
 _LENT = "com.microsoft"
 
 
-def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
-    """Why onnxruntime does not load a model that the standard allows; None where it does. Stored
-    tensors have been checked.
+@dataclass(frozen=True)
+class Refusal:
+    """Why onnxruntime does not load a model. It is not `certain` where all that the model lacks may
+    be a kernel, or an option of one, which another execution provider may have."""
+
+    reason: str
+    certain: bool = True
+
+    def error(self, path: Path) -> ModelError:
+        """For users."""
+        return ModelError(f"{path}: onnxruntime does not load it: {self.reason}")
+
+
+def check_functions(model: onnx.ModelProto, path: Path) -> None:
+    """Errors: ModelError for a model with functions that onnxruntime does not load."""
+    if _has_unknown(model) or _refusal(_outline(model)) is None:
+        return
+    refusal = _refusal(str(path))
+    if refusal is not None and refusal.certain:
+        raise refusal.error(path)
+
+
+def check_references(graph: GraphProto, path: Path) -> None:
+    """Errors: ModelError for a node that takes an attribute from a function but stands in none."""
+    for node in nodes_of(graph):
+        name = next((a.name for a in node.attribute if a.ref_attr_name), None)
+        if name is not None:
+            raise ModelError(
+                f"{path}: attribute {name!r} of {node.op_type} {node.name!r} refers to an "
+                "attribute of a function, but the node stands in none; export the model again"
+            )
+
+
+def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
+    """Why onnxruntime does not load a model without functions that the standard allows; None where
+    it does. Stored tensors have been checked.
 
     Errors: ModelError where the model breaks the standard and onnxruntime does not load it either.
     """
@@ -36,7 +77,7 @@ def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
             f"{path}: opset {opset}, IR {model.ir_version}; onnxruntime loads up to opset "
             f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
         )
-    if not opset and any(n.domain in ("", "ai.onnx") for n in nodes_of(model.graph)):
+    if opset < 1 and any(n.domain in ("", "ai.onnx") for n in nodes_of(model.graph)):
         raise ModelError(f"{path}: imports no opset for ONNX's own ops; export the model again")
     _check_types(model.graph, path)
     broken: str | None = None
@@ -47,25 +88,25 @@ def check_standard(model: onnx.ModelProto, path: Path) -> str | None:
     except onnx.checker.ValidationError as error:
         broken = str(error).splitlines()[0]
     # What is like the model loads much sooner than all its weights.
-    if broken is None and (_has_unknown(model.graph) or _refusal(_outline(model)) is None):
+    if broken is None and (_has_unknown(model) or _refusal(_outline(model)) is None):
         return None
-    reason = _refusal(str(path))
-    if reason is not None and broken is not None:
+    refusal = _refusal(str(path))
+    if refusal is not None and refusal.certain and broken is not None:
         raise ModelError(f"{path}: breaks the ONNX standard: {broken}")
-    return reason
+    return refusal
 
 
 def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Path) -> None:
     """Errors: StrategyError where onnxruntime, which loads a model with open sizes, does not load
     it with those that `dims` has given it: a branch for other sizes does not fit them. That may
     show only when it folds constants."""
-    if dims and not _has_unknown(model.graph):
-        reason = _refusal(_outline(model), ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
-        if reason is not None:
+    if dims and not _has_unknown(model):
+        refusal = _refusal(_outline(model), ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+        if refusal is not None and refusal.certain:
             given = " ".join(f"--dim {name}={size}" for name, size in dims.items())
             raise StrategyError(
-                f"{path}: onnxruntime does not load it with {given}: {reason}; leave sizes open, "
-                "and say with --typical which ones runs have"
+                f"{path}: onnxruntime does not load it with {given}: {refusal.reason}; leave sizes "
+                "open, and say with --typical which ones runs have"
             )
 
 
@@ -84,19 +125,19 @@ _FAULTS = (
 
 
 @contextmanager
-def blaming(reason: str | None, path: Path) -> Iterator[None]:
-    """Within it, a model is read further that onnxruntime does not load for that reason: a
-    ModelError that names the node goes through, all else ends in one that tells the reason. None:
-    the runtime loads the model, and this does nothing."""
-    if reason is None:
+def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
+    """Within it, a model is read further that onnxruntime does not load: a ModelError that names
+    the node goes through, all else ends in one that tells the reason, also the end of the block
+    where the refusal is certain. None: the runtime loads the model, and this does nothing."""
+    if refusal is None:
         yield
         return
-    refused = ModelError(f"{path}: onnxruntime does not load it: {reason}")
     try:
         yield
     except _FAULTS:
-        raise refused from None
-    raise refused
+        raise refusal.error(path) from None
+    if refusal.certain:
+        raise refusal.error(path)
 
 
 def _check_types(graph: GraphProto, path: Path) -> None:
@@ -128,10 +169,18 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
     return bare
 
 
-def _has_unknown(graph: GraphProto) -> bool:
+def _has_unknown(model: onnx.ModelProto) -> bool:
     """Whether there are ops of others, of which onnxruntime alone cannot judge: those of plugins,
     and collectives in a program per rank."""
-    return any(not is_known(n.op_type, n.domain) for n in nodes_of(graph))
+    called = {(f.domain, f.name) for f in model.functions}
+    nodes = [*nodes_of(model.graph)]
+    for function in model.functions:
+        for node in function.node:
+            nodes += [node, *(n for inner in subgraphs_of(node) for n in nodes_of(inner))]
+    return any(
+        not is_own_domain(node.domain) and (node.domain, node.op_type) not in called
+        for node in nodes
+    )
 
 
 def _outline(model: onnx.ModelProto) -> bytes:
@@ -158,9 +207,8 @@ def _is_large(tensor: TensorProto) -> bool:
 def _refusal(
     model: str | bytes,
     level: ort.GraphOptimizationLevel = ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
-) -> str | None:
-    """Why onnxruntime does not load a model; None where it does, and where all that it lacks is a
-    kernel, or an option of one, which another execution provider may have."""
+) -> Refusal | None:
+    """Why onnxruntime does not load a model, by file or in memory; None where it does."""
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.intra_op_num_threads = 1
@@ -168,10 +216,10 @@ def _refusal(
     try:
         ort.InferenceSession(model, options, ["CPUExecutionProvider"])
     except UnicodeDecodeError:  # of what it says
-        return "a name in it is not UTF-8"
+        return Refusal("a name in it is not UTF-8")
     except REFUSED as error:
         text = str(error).splitlines()[0]
-        return None if any(lack in text for lack in _OF_KERNELS) else text
+        return Refusal(text, not any(lack in text for lack in _OF_KERNELS))
     return None
 
 

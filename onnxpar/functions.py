@@ -11,6 +11,7 @@ import onnx.inliner
 import onnx.version_converter
 from onnx import FunctionProto, NodeProto
 
+from onnxpar.checker import check_functions
 from onnxpar.errors import ModelError
 from onnxpar.runtime_shapes import is_known
 from onnxpar.stored import nodes_of, reads_of, subgraphs_of
@@ -31,6 +32,7 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     if not functions:
         return proto
     _check_expansion(proto, path)
+    check_functions(proto, path)
     try:
         proto = onnx.inliner.inline_local_functions(proto, convert_version=True)
     except (

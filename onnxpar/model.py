@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from onnxpar.annotations import Configuration, read_annotations
-from onnxpar.checker import MIN_IR, blaming, check_bound, check_standard
+from onnxpar.checker import MIN_IR, blaming, check_bound, check_references, check_standard
 from onnxpar.errors import ModelError
 from onnxpar.exported import exported_kinds
 from onnxpar.functions import inlined
@@ -121,6 +121,7 @@ def load(
     if untied:
         untie(proto.graph)
     shared = shared_vectors(proto.graph) if for_training else {}
+    check_references(proto.graph, path)
     proto = inlined(proto, path)
     stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     for tensor in stored_tensors(proto.graph):
@@ -211,7 +212,8 @@ def read_proto(path: Path) -> onnx.ModelProto:
 def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:
     """Errors: ModelError for an output whose type is neither declared nor inferred."""
     for port in graph.output:
-        if port.type.WhichOneof("value") is None:
+        kind = port.type.WhichOneof("value")
+        if kind is None or (kind == "tensor_type" and not port.type.tensor_type.elem_type):
             raise ModelError(
                 f"{path}: output {port.name!r} has no type, and none can be inferred; declare one "
                 "with onnx.helper.make_tensor_value_info"

@@ -114,6 +114,12 @@ def is_known(op: str, domain: str) -> bool:
 
 
 @cache
+def is_own_domain(domain: str) -> bool:
+    """Whether all ops of that domain are the runtime's own."""
+    return domain == "ai.onnx" or any(s.domain == domain for s in _STATE.get_all_operator_schema())
+
+
+@cache
 def _schemas() -> Mapping[tuple[str, str], Any]:
     """The newest schema of every op that the runtime knows, by domain and name."""
     found = sorted(_STATE.get_all_operator_schema(), key=lambda s: int(s.since_version))

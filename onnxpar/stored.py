@@ -132,9 +132,23 @@ def check_stored(tensor: TensorProto, model: Path) -> None:
         )
 
 
+_VALUES = {
+    "value", "sparse_value", "value_float", "value_floats", "value_int", "value_ints",
+    "value_string", "value_strings",
+}  # fmt: skip
+"""Attributes of a Constant, of which it has one."""
+
+
 def check_constants(graph: GraphProto, model: Path) -> None:
-    """Errors: ModelError for a Constant whose value is no tensor."""
+    """Errors: ModelError for a Constant that has no value, or one that is no tensor; onnxruntime
+    loads some, of any domain, and what they make is not defined."""
     for node in nodes_of(graph):
+        values = {attribute.name for attribute in node.attribute} & _VALUES
+        if node.op_type == "Constant" and len(values) != 1:
+            raise ModelError(
+                f"{model}: Constant {next(iter(node.output), '')!r} has {len(values)} values; one "
+                "is expected: export the model again"
+            )
         for attribute in node.attribute if node.op_type == "Constant" else ():
             if attribute.name == "value" and not attribute.HasField("t"):
                 raise ModelError(
@@ -289,6 +303,9 @@ def _texts(model: ModelProto) -> Iterator[Any]:
         yield from node.output
         for attribute in node.attribute:
             yield from (attribute.name, attribute.ref_attr_name)
+            sparse = attribute.sparse_tensor
+            for tensor in (attribute.t, *attribute.tensors, sparse.values, sparse.indices):
+                yield from _texts_of(tensor)
         for inner in subgraphs_of(node):
             yield from _names_of(inner)
             nodes += inner.node
@@ -300,10 +317,15 @@ def _names_of(graph: GraphProto) -> Iterator[Any]:
         yield port.name
         for dim in port.type.tensor_type.shape.dim:
             yield dim.dim_param
-    for tensor in graph.initializer:
-        yield tensor.name
-        for entry in tensor.external_data:
-            yield from (entry.key, entry.value)
+    sparse = [part for each in graph.sparse_initializer for part in (each.values, each.indices)]
+    for tensor in (*graph.initializer, *sparse):
+        yield from _texts_of(tensor)
+
+
+def _texts_of(tensor: TensorProto) -> Iterator[Any]:
+    yield tensor.name
+    for entry in tensor.external_data:
+        yield from (entry.key, entry.value)
 
 
 def lift_constants(graph: GraphProto) -> None:

@@ -79,7 +79,11 @@ def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
 def _convert(model: onnx.ModelProto, have: int, opset: int, what: str) -> onnx.ModelProto:
     try:
         return onnx.version_converter.convert_version(model, opset)
-    except (RuntimeError, onnx.version_converter.ConvertError) as error:
+    except (
+        RuntimeError,
+        onnx.version_converter.ConvertError,
+        onnx.shape_inference.InferenceError,
+    ) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(
             f"{what}: opset {have} does not convert to {opset}: {reason}; export it with opset "

@@ -154,12 +154,12 @@ class Bundle:
             for port in (*inputs.values(), *outputs.values()):
                 _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
             check_listed(plan["files"])
+            unknown = (states.keys() - inputs.keys()) | (set(states.values()) - outputs.keys())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"{folder / 'plan.json'} is damaged: {type(error).__name__}: {error}; "
                 "write the folder again with `onnxpar shard`"
             ) from error
-        unknown = (states.keys() - inputs.keys()) | (set(states.values()) - outputs.keys())
         if unknown:
             raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
         _check_together(inputs, outputs)

@@ -101,6 +101,7 @@ class Costs:
         reach = max(self.mesh.group(axes, 0))
         *inner, outermost = self.topology.levels
         for level, unit in zip(inner, self.topology.units(), strict=True):
+            unit = min(unit, self.mesh.size)  # numbers in a file may be larger than NumPy's
             if (firsts // unit == (firsts + reach) // unit).all():
                 return level
         return outermost

@@ -3,6 +3,8 @@ line that names them, or in the right answer."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from fuzz.trial import Maker, made_apart, run_all
 from onnx import ModelProto, TensorProto, helper
 
 from onnxpar.cli import main
+from onnxpar.digests import sealed
 from onnxpar.errors import InputError
 from onnxpar.plain_yaml import parse
 from onnxpar.runtime.feeds import read_npz
@@ -83,6 +86,45 @@ def valueless(model: ModelProto) -> None:
     model.graph.node.add(op_type="Constant", output=["v"])
 
 
+def of_others(model: ModelProto) -> None:
+    model.graph.node[0].domain = "com.microsoft"
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+
+
+def refers(model: ModelProto) -> None:
+    attribute = model.graph.node[0].attribute.add(name="axis", ref_attr_name="axis", type=2)
+    assert attribute.ref_attr_name
+
+
+def nameless(model: ModelProto) -> None:
+    model.graph.node[0].attribute.add(type=2, i=1)
+
+
+def twice_made(model: ModelProto) -> None:
+    model.graph.node[1].output[0] = model.graph.node[0].output[0]
+
+
+def key_of_bytes(model: ModelProto) -> None:
+    """In a Constant, a key that is no UTF-8."""
+    node = next(n for n in model.graph.node if n.op_type == "Constant")
+    node.attribute[0].t.external_data[0].key = "QQ"
+
+
+def constant_of_others(model: ModelProto) -> None:
+    """onnxruntime loads it as ONNX's own."""
+    model.graph.node[-1].op_type, model.graph.node[-1].domain = "Constant", "own"
+    model.opset_import.append(helper.make_opsetid("own", 1))
+
+
+def empty_body(model: ModelProto) -> None:
+    loop = next(n for n in model.graph.node if n.op_type == "Loop")
+    del loop.attribute[0].g.output[:]
+
+
+def no_import(model: ModelProto) -> None:
+    del model.functions[0].opset_import[1]
+
+
 BROKEN: dict[str, tuple[ModelProto, str]] = {
     "recursive": (change("functions", recursive), "calls itself"),
     "nested": (nested(24), "expand into 16,777,216 nodes"),
@@ -91,6 +133,18 @@ BROKEN: dict[str, tuple[ModelProto, str]] = {
     "offset": (change("external", located("offset", "abc")), "'abc'"),
     "dtype": (change("product", lambda m: setattr(m.graph.initializer[0], "data_type", 99)), "99"),
     "no value": (change("product", valueless), "Constant"),
+    "unknown op of Microsoft's": (change("product", of_others), "com.microsoft"),
+    "reference": (change("product", refers), "'axis'"),
+    "nameless attribute": (change("functions", nameless), "m.onnx"),
+    "no import in a function": (change("functions", no_import), "m.onnx"),
+    "two makers": (change("functions", twice_made), "m.onnx"),
+    "Constant of others": (change("product", constant_of_others), "Constant"),
+    "no UTF-8": (change("external", key_of_bytes), "UTF-8"),
+    "no output of a body": (change("control", empty_body), "m.onnx"),
+    "opset below 1": (
+        change("product", lambda m: setattr(m.opset_import[0], "version", -(1 << 63))),
+        "opset",
+    ),
     "no rows": (change("product", lambda m: m.graph.initializer[0].ClearField("dims")), "'w'"),
 }
 
@@ -101,7 +155,7 @@ def test_broken_models(
 ) -> None:
     model, word = BROKEN[case]
     monkeypatch.chdir(tmp_path)
-    Path("m.onnx").write_bytes(model.SerializeToString())
+    Path("m.onnx").write_bytes(model.SerializeToString().replace(b"QQ", b"\xff\xfe"))
     made = case_of(tmp_path / "m.onnx", WAYS[0])
     assert main(made.arguments) == 2
     error = capsys.readouterr().err
@@ -122,6 +176,26 @@ def test_what_the_runtime_refuses_is_refused(tmp_path: Path, capsys: Capture) ->
 def test_functions_below_the_limit_are_inlined(tmp_path: Path) -> None:
     onnx.save(nested(8), tmp_path / "m.onnx")
     assert main(["plan", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
+
+
+def test_a_level_of_a_topology_may_be_of_any_size(tmp_path: Path) -> None:
+    onnx.save(CORPUS["product"](), tmp_path / "m.onnx")
+    (tmp_path / "t.yaml").write_text(
+        f"levels:\n- {{name: host, size: {10**30}, latency: 1 us, bandwidth: 1 GB/s}}\n"
+        "- {name: rack, latency: 1 us, bandwidth: 1 GB/s}\n"
+        "device: {flops: 1 GFLOP/s, memory_bandwidth: 1 GB/s, memory: 1 GB}\n"
+    )
+    command = ["plan", str(tmp_path / "m.onnx"), "--devices", "4"]
+    assert main([*command, "--topology", str(tmp_path / "t.yaml")]) == 0
+
+
+def test_state_pairs_that_are_no_names(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(base / "step.par", tmp_path / "step.par")
+    plan = json.loads((tmp_path / "step.par/plan.json").read_text())
+    plan["states"][0]["output"] = [[]]
+    (tmp_path / "step.par/plan.json").write_text(sealed(plan))
+    assert main(["inspect", str(tmp_path / "step.par")]) == 2
+    assert "plan.json is damaged" in capsys.readouterr().err
 
 
 YAML = {
