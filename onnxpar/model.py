@@ -129,7 +129,8 @@ def load(
     check_constants(proto.graph, path)
     for sparse in sparse_tensors(proto.graph):
         check_sparse(sparse, path)
-    with blaming(check_standard(proto, path), path):
+    refusal = check_standard(proto, path)
+    with blaming(refusal, path):
         densify(proto.graph, path.parent)
         lift_constants(proto.graph)
         defaults, fixed = _settle_defaults(proto, feedable=not for_training)
@@ -138,7 +139,8 @@ def load(
             proto = raise_opset(proto, TRAINING_OPSET, str(path))
         fix_shapes(proto.graph, shapes or {})
         open_dims = bind_dims(proto.graph, dims or {}, path)
-        check_bound(proto, dims or {}, path)
+        if refusal is None:
+            check_bound(proto, dims or {}, path)
         unfuse(proto)
         declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
 
