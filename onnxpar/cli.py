@@ -25,7 +25,7 @@ from onnxpar.mesh import Mesh
 from onnxpar.pass_list import passes_help
 from onnxpar.passes.fuse_all_reduces import FUSIONS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
-from onnxpar.runtime.launch import tell_end
+from onnxpar.runtime.launch import tell_of_all
 from onnxpar.search.aim import LATENCY, OBJECTIVES
 from onnxpar.search.presets import PRESETS
 from onnxpar.search.search import SEARCHES
@@ -93,7 +93,7 @@ def _ended(number: signal.Signals) -> int:
     """Says what has ended the command; returns its exit status."""
     word, status = STATUSES[number]
     print(f"onnxpar: {word}", file=sys.stderr)
-    tell_end(word)
+    tell_of_all(word)
     return status
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
 from onnxpar.interrupts import STATUSES, end_now, raise_for
 from onnxpar.own_folder import OwnFolder, remove_all, remove_left
-from onnxpar.runtime.launch import tell_end, tell_terminal
+from onnxpar.runtime.launch import tell_of_all, tell_terminal
 from onnxpar.write_file import cause
 
 
@@ -106,7 +106,7 @@ def _ends_if_deaf(ours: Collection[int]) -> Iterator[threading.Event]:
             while number := heard.recv(1):
                 if number[0] in ours and not reacted.wait(_DEAF):
                     word, status = STATUSES[signal.Signals(number[0])]
-                    tell_end(word)
+                    tell_of_all(word)
                     remove_all()
                     os.write(2, f"onnxpar: {word}\n".encode())
                     os._exit(status)

@@ -191,11 +191,11 @@ def tell_terminal(text: str) -> None:
         _write(descriptor, f"onnxpar: error{f' on rank {rank}' if rank else ''}: {text}")
 
 
-def tell_end(word: str) -> None:
-    """Writes there, on rank 0, what a signal did to the command."""
+def tell_of_all(text: str) -> None:
+    """Writes there, on rank 0, what holds for all ranks: a warning, or what a signal did."""
     for rank, descriptor in _terminal:
         if not rank:
-            _write(descriptor, f"onnxpar: {word}")
+            _write(descriptor, f"onnxpar: {text}")
 
 
 def _write(descriptor: int, line: str) -> None:

@@ -28,7 +28,7 @@ from onnxpar.digests import (
 from onnxpar.errors import DamagedError, ModelError, NewerFormatError, OnnxparError
 from onnxpar.layout import Layout
 from onnxpar.mesh import Mesh
-from onnxpar.runtime.launch import tell_terminal
+from onnxpar.runtime.launch import tell_of_all
 from onnxpar.runtime.state_files import StateFiles
 from onnxpar.step import Slot
 from onnxpar.training.together import ALONE, Together
@@ -115,9 +115,8 @@ def damage(path: Path, together: Together) -> str:
 
 def warn(text: str) -> None:
     """Prints a warning on stderr, and on the terminal where that is a log."""
-    line = f"onnxpar: warning: {text}"
-    print(line, file=sys.stderr)
-    tell_terminal(line)
+    print(f"onnxpar: warning: {text}", file=sys.stderr)
+    tell_of_all(f"warning: {text}")
 
 
 def check_seen(missing: Callable[[], str], together: Together) -> None:

@@ -16,7 +16,8 @@ from training.steps import MLP, ThreadTrainer, shard, write_step
 
 from onnxpar.errors import InputError
 from onnxpar.folder_lock import FolderLock
-from onnxpar.training.checkpoint import Checkpoint, Progress
+from onnxpar.runtime import launch
+from onnxpar.training.checkpoint import Checkpoint, Progress, warn
 from onnxpar.training.together import Together
 
 SCRIPT = """
@@ -157,3 +158,16 @@ def test_the_others_do_as_the_first() -> None:
     for one, make in ((first, fail), (second, lambda: 1)):
         with pytest.raises(InputError, match="no"):
             one.first(make)
+
+
+@pytest.mark.parametrize("rank,told", [(0, b"onnxpar: warning: one is damaged\n"), (1, b".")])
+def test_a_warning_reaches_the_terminal_once(
+    rank: int, told: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(launch, "_terminal", [(rank, theirs)])
+    warn("one is damaged")
+    os.write(theirs, b".")
+    assert os.read(ours, 1000).removesuffix(b".") == told.removesuffix(b".")
+    os.close(ours)
+    os.close(theirs)
