@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxpar.digests import (
+    BLOCK,
     Block,
     Digests,
     blocks_of,
@@ -35,13 +36,14 @@ from onnxpar.training.together import ALONE, Together
 from onnxpar.write_file import unread
 
 FORMAT = 2
+"""With digests of blocks of 1 MiB: where these change, this must."""
 _WITHOUT_DIGESTS = 1
 """The format before, which is still read."""
 RECORD = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old\.onnxpar")
 """The second is the name of one that is being replaced, where names cannot be swapped."""
 _RESTORE = "restore it from a copy, or go on from another checkpoint"
-_ROUND = 32
+_ROUND = (1 << 29) // BLOCK
 """Blocks that a process reads before it tells the others: they wait no longer for it."""
 _LATE = 20.0
 """Seconds for which a process may not see what the first one sees."""

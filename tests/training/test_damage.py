@@ -16,7 +16,7 @@ from training.steps import MLP, ThreadTrainer, shard, write_step
 from onnxpar import digests
 from onnxpar.cli import main
 from onnxpar.errors import ModelError
-from onnxpar.training.checkpoint import Checkpoint, Progress
+from onnxpar.training.checkpoint import FORMAT, Checkpoint, Progress
 from onnxpar.training.data import Data
 from onnxpar.training.loop import Run, records
 from onnxpar.training.trainer import Trainer
@@ -274,6 +274,11 @@ def test_digests_are_those_of_the_files(
         with pytest.raises(ModelError, match=f"from byte {byte // 100 * 100};"):
             Checkpoint.load(saved)
         flip(saved / "rank_0000.bin", 8 * byte)
+
+
+def test_the_format_says_how_long_blocks_are() -> None:
+    """Checkpoints live for long: their digests must be read as they were made."""
+    assert (FORMAT, digests.BLOCK) == (2, 1 << 20)
 
 
 def test_steps_of_nine_digits(made: Path, tmp_path: Path) -> None:
