@@ -28,7 +28,7 @@ _PATIENCE, _TICK = 2.0, 0.05
 """Seconds in which a process that has just locked a file says which one it is, and between looks
 at it."""
 _inherited: set[int] = set()
-"""Descriptors that a fork of this process must close: else the fork would hold its locks."""
+"""Descriptors that a fork of this process must close, else the fork would hold the locks."""
 
 
 class FolderLock:
@@ -54,7 +54,7 @@ class FolderLock:
         self._finalizer = end
 
     def is_of(self, folder: Path) -> bool:
-        """Whether it holds this folder."""
+        """Tells whether it holds this folder."""
         return self._finalizer.alive and folder.exists() and folder.samefile(self.folder)
 
     def release(self) -> None:
@@ -74,8 +74,8 @@ class FolderLock:
 
 
 def _locked(folder: Path) -> int:
-    """The descriptor of a folder's file, which is locked and says who this process is. Errors:
-    InputError where another process holds it; OSError."""
+    """Locks a folder's file, writes into it who this process is, and returns its descriptor.
+    Errors: InputError where another process holds it; OSError."""
     file = folder / NAME
     deadline = time.monotonic() + _PATIENCE
     holder: re.Match[bytes] | None = None
@@ -112,7 +112,8 @@ def _told(holder: re.Match[bytes] | None) -> str:
 
 
 def _lock(descriptor: int, file: Path) -> bool:
-    """Whether no other process holds the lock; where there are none, a warning says so."""
+    """Takes the lock; False where another process holds it. A file system without locks gets a
+    warning."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -129,7 +130,7 @@ def _lock(descriptor: int, file: Path) -> bool:
 
 
 def _stands_at(descriptor: int, file: Path) -> bool:
-    """Whether the file is still there: the process that held it removes it when it ends."""
+    """Tells whether the file is still there: a process that ends removes its own."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:

@@ -41,7 +41,7 @@ _WITHOUT_DIGESTS = 1
 """The format before, which is still read."""
 RECORD = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old\.onnxpar")
-"""The second is the name of one that is being replaced, where names cannot be swapped."""
+"""The second name is of a checkpoint that is being replaced, where names cannot be swapped."""
 _RESTORE = "restore it from a copy, or go on from another checkpoint"
 _ROUND = (1 << 29) // BLOCK
 """Blocks that a process reads before it tells the others: they wait no longer for it."""
@@ -105,7 +105,7 @@ def load_together(path: Path, together: Together) -> Checkpoint:
 
 
 def damage(path: Path, together: Together) -> str:
-    """Why a checkpoint is not whole; empty where it is. The same in all processes."""
+    """Says what is damaged in a checkpoint, the same in all processes; empty where nothing is."""
     try:
         _find(path, together)
     except DamagedError as error:
@@ -122,8 +122,9 @@ def warn(text: str) -> None:
 
 
 def check_seen(missing: Callable[[], str], together: Together) -> None:
-    """Returns when no process says what it is missing: a network file system may show late what the
-    first process sees. Errors: ModelError, in all processes, after a while."""
+    """Waits until every process sees what the first one sees: a network file system may show it
+    late. `missing` names what a process does not see. Errors: ModelError, in all processes, where
+    that takes too long."""
     deadline = time.monotonic() + (0 if together.leads else _LATE)
     while (said := missing()) and time.monotonic() < deadline:
         time.sleep(_LATE / 100)
@@ -152,7 +153,8 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
-    """A whole checkpoint, and why those are not that would come before it. Errors: ModelError."""
+    """Finds the checkpoint to load, and says of each newer one what is damaged in it. Errors:
+    ModelError."""
     damaged: dict[str, str] = {}
     while True:
         name, text = together.first(lambda: _candidate(path, damaged))
@@ -238,7 +240,7 @@ def _check_sealed(file: Path, text: bytes) -> None:
 
 
 def _missing(found: Checkpoint) -> str:
-    """Which file is not there, or has another size; empty where none is."""
+    """Names a file that is not there or has another size; empty where there is none."""
     try:
         for name, said in found.files.items():
             check_size(found.path / name, said, "")
@@ -248,8 +250,9 @@ def _missing(found: Checkpoint) -> str:
 
 
 def _fault(found: Checkpoint, together: Together) -> str:
-    """Which file is not what was written, empty where none is: the same in all processes, each of
-    which reads its share. Errors: ModelError where one does not see what the first sees."""
+    """Compares all bytes with their digests, each process its share. Returns the damage that is
+    found, the same in all processes; empty where there is none. Errors: ModelError where a process
+    does not see what the first one sees."""
     check_seen(lambda: _missing(found), together)
     blocks = blocks_of(found.files)
     step = _ROUND * together.size

@@ -144,7 +144,8 @@ class Trainer(Closing):
         self.together.first(lambda: remove(folder / name for name in names[at:]))
 
     def _check_whole(self, path: Path) -> bool:
-        """Whether a checkpoint is whole; of those that were saved and loaded it is known."""
+        """Tells whether a checkpoint is whole: those that it has saved or loaded are, others are
+        compared with their digests once."""
         if path not in self._is_whole:
             reason = damage(path, self.together)
             self._is_whole[path] = not reason
