@@ -55,31 +55,42 @@ class PartFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._index: dict[int, dict[str, Any]] = {}
+        self._opened: dict[int, tuple[dict[str, Any], Array]] = {}
 
     def read(self, name: str, rank: int) -> Array:
         """What a rank has written of a state, unread as yet. Errors: ModelError where the folder
         lacks it."""
-        file = self._folder / f"rank_{rank:04d}.json"
         try:
-            if rank not in self._index:
-                self._index[rank] = json.loads(file.read_text(encoding="utf-8"))
-            entry = self._index[rank][name]
-            dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
+            index, data = self._open(rank)
+            entry = index[name]
+            dtype, shape, start = np.dtype(entry["dtype"]), tuple(entry["shape"]), entry["offset"]
             count = int(np.prod(shape, dtype=np.int64))
-            if not count:  # no file can be mapped for no bytes, nor at its end
+            if not count:
                 return np.empty(shape, dtype)
-            data = np.memmap(
-                file.with_suffix(".bin"),
-                np.uint8,
-                "r",
-                entry["offset"],
-                (max(count * stored_bits(dtype) // 8, 1),),
-            )
+            end = start + max(count * stored_bits(dtype) // 8, 1)
+            if not 0 <= start < end <= len(data):
+                raise ValueError(f"the file has {len(data):,} bytes")
+            part: Array = data[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+            return part
         except (OSError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            file = self._folder / f"rank_{rank:04d}.json"
             raise ModelError(f"{file}: does not have state {name!r} ({error})") from None
-        part: Array = data[: count * dtype.itemsize].view(dtype).reshape(shape)
-        return part
+
+    def open(self, ranks: Iterable[int]) -> None:
+        """Opens the files of ranks: they can be read then even if they are removed. Errors:
+        OSError; ValueError for a list that is no JSON."""
+        for rank in ranks:
+            self._open(rank)
+
+    def _open(self, rank: int) -> tuple[dict[str, Any], Array]:
+        if rank not in self._opened:
+            file = self._folder / f"rank_{rank:04d}.json"
+            index = json.loads(file.read_text(encoding="utf-8"))
+            states = file.with_suffix(".bin")
+            is_empty = not states.stat().st_size  # no file can be mapped for no bytes
+            data = np.empty(0, np.uint8) if is_empty else np.memmap(states, np.uint8, "r")
+            self._opened[rank] = index, data
+        return self._opened[rank]
 
 
 class StateFiles:
@@ -90,6 +101,11 @@ class StateFiles:
         self._parts = PartFiles(folder)
         self._mesh = mesh
         self._layouts = layouts
+
+    def open(self) -> None:
+        """Opens the files of all ranks: states can be read then even if they are removed. Errors:
+        OSError; ValueError for a list that is no JSON."""
+        self._parts.open(range(self._mesh.size))
 
     def read(self, name: str) -> Array:
         """A state as a global array. Errors: ModelError where the folder lacks it."""

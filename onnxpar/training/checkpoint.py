@@ -260,6 +260,16 @@ def _fault(found: Checkpoint, together: Together) -> str:
         share = blocks[start : start + step][together.rank :: together.size]
         if said := next(filter(None, together.each(_changed(found, share))), ""):
             return said
+    return next(filter(None, together.each(_unopened(found))), "")
+
+
+def _unopened(found: Checkpoint) -> str:
+    """Opens the files of a checkpoint, as a run may remove it later. Returns what fails."""
+    try:
+        if found.files:
+            found.states.open()
+    except (OSError, ValueError) as error:
+        return f"cannot read {found.path}: {error}"
     return ""
 
 

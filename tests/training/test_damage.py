@@ -281,6 +281,14 @@ def test_the_format_says_how_long_blocks_are() -> None:
     assert (FORMAT, digests.BLOCK) == (2, 1 << 20)
 
 
+def test_one_that_is_removed_meanwhile(folder: Path) -> None:
+    """As --keep of a run that goes on does: what was loaded can be read."""
+    wanted = values(Checkpoint.load(at(folder, 5)))
+    found = Checkpoint.load(folder)
+    shutil.rmtree(at(folder, 5))
+    same(values(found), wanted)
+
+
 def test_steps_of_nine_digits(made: Path, tmp_path: Path) -> None:
     with ThreadTrainer(made / "step.par") as trainer:
         for step in (99_999_999, 100_000_000):
