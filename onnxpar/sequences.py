@@ -13,6 +13,8 @@ from onnxpar.subgraphs import scopes
 
 _SPLIT_BY_OPERAND = 13
 """The opset since which Split is told the sizes by an operand."""
+_MOST_PARTS = 1 << 12
+"""Of a sequence that becomes a Split, which has a result for each."""
 
 
 def split_sequences(graph: gs.Graph) -> None:
@@ -65,13 +67,15 @@ def _sizes(node: gs.Node) -> list[int]:
         return []
     size = int(shape[axis])
     if len(node.inputs) < 2:
-        return [1] * size
+        return [1] * size if size <= _MOST_PARTS else []
     split = constant(node.inputs[1])
     if split is None or not node.attrs.get("keepdims", 1):  # ignored here, but not by onnxruntime
         return []
     if split.ndim:
         return [int(s) for s in split]
     step = int(split)
+    if step < 1 or size // step > _MOST_PARTS:
+        return []
     return [min(step, size - at) for at in range(0, size, step)]
 
 

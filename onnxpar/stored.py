@@ -150,7 +150,8 @@ def check_constants(graph: GraphProto, model: Path) -> None:
                 "is expected: export the model again"
             )
         for attribute in node.attribute if node.op_type == "Constant" else ():
-            if attribute.name == "value" and not attribute.HasField("t"):
+            is_tensor = attribute.HasField("t") or attribute.HasField("sparse_tensor")
+            if attribute.name in ("value", "sparse_value") and not is_tensor:
                 raise ModelError(
                     f"{model}: Constant {next(iter(node.output), '')!r} has a value that is no "
                     "tensor; export the model again"

@@ -312,6 +312,12 @@ def _with_ties(op: OpFactors, axes: Mapping[int, Axes]) -> dict[int, Axes]:
 
 
 def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int, Axes]) -> None:
+    for own in axes.values():
+        twice = next((a for a, b in combinations(own, 2) if a.overlaps(b)), None)
+        if twice is not None:
+            raise StrategyError(
+                f"{what}: {twice.name} splits one of its dimensions twice; use each axis once"
+            )
     for (i, a), (j, b) in combinations(axes.items(), 2):
         if (i, j) not in factors.apart and overlaps(a, b):
             raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")

@@ -116,6 +116,13 @@ def constant_of_others(model: ModelProto) -> None:
     model.opset_import.append(helper.make_opsetid("own", 1))
 
 
+def plain_sparse(model: ModelProto) -> None:
+    """A sparse value that is a number, which onnxruntime loads."""
+    constant = next(n for n in model.graph.node if n.op_type == "Constant")
+    del constant.attribute[:]
+    constant.attribute.append(helper.make_attribute("sparse_value", 0.5))
+
+
 def empty_body(model: ModelProto) -> None:
     loop = next(n for n in model.graph.node if n.op_type == "Loop")
     del loop.attribute[0].g.output[:]
@@ -140,6 +147,7 @@ BROKEN: dict[str, tuple[ModelProto, str]] = {
     "two makers": (change("functions", twice_made), "m.onnx"),
     "Constant of others": (change("product", constant_of_others), "Constant"),
     "no UTF-8": (change("external", key_of_bytes), "UTF-8"),
+    "plain sparse": (change("sparse", plain_sparse), "no tensor"),
     "no output of a body": (change("control", empty_body), "m.onnx"),
     "opset below 1": (
         change("product", lambda m: setattr(m.opset_import[0], "version", -(1 << 63))),
@@ -187,6 +195,25 @@ def test_a_level_of_a_topology_may_be_of_any_size(tmp_path: Path) -> None:
     )
     command = ["plan", str(tmp_path / "m.onnx"), "--devices", "4"]
     assert main([*command, "--topology", str(tmp_path / "t.yaml")]) == 0
+
+
+def test_a_sequence_of_very_many_parts_stays_one(tmp_path: Path) -> None:
+    """It would be a Split of 2 ** 38 results."""
+    model = CORPUS["sequences"]()
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 1 << 40
+    onnx.save(model, tmp_path / "m.onnx")
+    assert main(["plan", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    "entry", ["tensors: {x: [[a, a], null]}", "shard: {mm: [[[a, a], null], [1, 1]]}"]
+)
+def test_an_axis_twice_in_one_dimension(entry: str, tmp_path: Path, capsys: Capture) -> None:
+    onnx.save(CORPUS["product"](), tmp_path / "m.onnx")
+    (tmp_path / "s.yaml").write_text("mesh: {a: 2}\n" + entry)
+    command = ["plan", str(tmp_path / "m.onnx"), "--strategy", str(tmp_path / "s.yaml")]
+    assert main(command) == 2
+    assert "use each axis once" in capsys.readouterr().err
 
 
 def test_state_pairs_that_are_no_names(base: Path, tmp_path: Path, capsys: Capture) -> None:
