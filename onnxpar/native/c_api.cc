@@ -150,10 +150,10 @@ ONNXPAR_EXPORT int onnxpar_barrier(const char* world, const char* name) {
 }
 
 /// Serves the hub of one world from this process, which need not be a rank, on `host`; the ranks
-/// join it at the store tcp://host:port. When this process ends, they fail.
-ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port) {
+/// join it at the store tcp://host:port#key. When this process ends, they fail.
+ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port, const char* key) {
   return Guard([&] {
-    const auto hub = onnxpar::Hub::Start({host, *port}, /*key=*/"", /*host_rank=*/-1);
+    const auto hub = onnxpar::Hub::Start({host, *port}, key, /*host_rank=*/-1);
     *port = hub->address().port;
     std::lock_guard<std::mutex> lock(hubs_mutex);
     Hubs()[std::string(host) + ":" + std::to_string(*port)] = hub;

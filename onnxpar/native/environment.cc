@@ -84,14 +84,16 @@ Place Agreed(const std::vector<Place>& places) {
 }
 
 /// Where the ranks meet, as onnxpar.runtime.launch has it; empty where nothing says it.
-std::string StoreFromEnvironment() {
+std::string StoreFromEnvironment(const std::string& size) {
   const std::string store = Variable({"ONNXPAR_STORE"});
   if (!store.empty()) return store;
   // On one host, mpirun gives its processes a directory of their own.
   const std::string directory = Variable({"PMIX_SERVER_TMPDIR"});
   if (!directory.empty() && !Variable({"OMPI_COMM_WORLD_RANK"}).empty())
     return "file:" + directory + "/onnxpar";
-  const std::string host = Variable({"MASTER_ADDR"}), port = Variable({"MASTER_PORT"});
+  const bool one_host = Variable({"LOCAL_WORLD_SIZE"}) == size;
+  const std::string master = Variable({"MASTER_ADDR"}), port = Variable({"MASTER_PORT"});
+  const std::string host = one_host && !master.empty() ? "127.0.0.1" : master;
   if (!host.empty() && !port.empty()) {
     const long behind = std::lround(Number("MASTER_PORT", port)) + 1;
     return "tcp://" + host + ":" + std::to_string(behind) + "#" + port;
@@ -111,14 +113,15 @@ WorldConfig ConfigFromEnvironment(const Place& place) {
   config.id = "environment";
   config.rank = static_cast<int>(Number(place.launcher->rank, place.rank));
   config.size = static_cast<int>(Number(place.launcher->size, place.size));
-  config.store = StoreFromEnvironment();
+  config.store = StoreFromEnvironment(place.size);
   config.bind_address = bind.empty() ? "127.0.0.1" : bind;
   if (!timeout.empty()) {
     config.timeout =
         std::chrono::milliseconds(std::lround(1000 * Number("ONNXPAR_TIMEOUT", timeout)));
   }
   if (config.store.empty() && config.size > 1) {
-    throw std::runtime_error("ONNXPAR_STORE is not set; use file:/dir or tcp://host:port");
+    throw std::runtime_error(
+        "ONNXPAR_STORE is not set; use file:/dir, or tcp://host:port and ONNXPAR_KEY");
   }
   return config;
 }

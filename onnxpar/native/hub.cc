@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "key.h"
+
 namespace onnxpar {
 namespace {
 
@@ -34,14 +36,6 @@ constexpr size_t kStoredBytes = 128;
 
 /// What a rank's values may take together: the addresses of its connections to all others.
 size_t MaxStored(size_t ranks) { return (size_t{64} << 10) + (size_t{1} << 10) * ranks; }
-
-/// Whether two keys are equal; how long it takes tells nothing of where they differ.
-bool SameKey(const std::string& a, const std::string& b) {
-  if (a.size() != b.size()) return false;
-  unsigned char difference = 0;
-  for (size_t i = 0; i < a.size(); ++i) difference |= static_cast<unsigned char>(a[i] ^ b[i]);
-  return difference == 0;
-}
 
 }  // namespace
 

@@ -20,8 +20,8 @@ namespace onnxpar {
 /// other, and tells all of them when one has died, left, or disagrees with another.
 class Hub {
  public:
-  /// Listens on `address`. `key` keeps strangers out; `host_rank` is the rank whose process this
-  /// is, or -1. The hub ends with its last member, or by Stop.
+  /// Listens on `address`. `key`, which a rank's hello must have, keeps strangers out; `host_rank`
+  /// is the rank whose process this is, or -1. The hub ends with its last member, or by Stop.
   static std::shared_ptr<Hub> Start(Address address, std::string key, int host_rank);
   ~Hub();
 

@@ -1,5 +1,7 @@
 // The custom ops as onnxruntime sees them: names, inputs, outputs, kernels.
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -152,6 +154,21 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
                            "' names no world of this process; create it first, and keep it open");
 }
 
+/// The ops of a world. Sessions keep pointers to them and may outlive their options, so they are
+/// never freed, but made once for each world.
+OrtCustomOpDomain* DomainOf(const std::shared_ptr<World>& world) {
+  static std::mutex mutex;
+  static auto* domains = new std::map<std::shared_ptr<World>, OrtCustomOpDomain*>;
+  std::lock_guard<std::mutex> lock(mutex);
+  OrtCustomOpDomain*& domain = (*domains)[world];
+  if (domain == nullptr) {
+    std::vector<OrtCustomOp*> ops;
+    for (const Schema& schema : kSchemas) ops.push_back(new Op(schema, world));
+    domain = NewDomain(ops);
+  }
+  return domain;
+}
+
 }  // namespace
 }  // namespace onnxpar
 
@@ -162,13 +179,6 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
     return onnxpar::MakeStatus(std::string("onnxpar needs onnxruntime 1.18 or later, this is ") +
                                base->GetVersionString());
   }
-  return onnxpar::Guard([&] {
-    const std::shared_ptr<onnxpar::World> world = onnxpar::WorldOf(options);
-    // Sessions keep pointers to their ops and may outlive the options, so ops are never freed.
-    std::vector<onnxpar::OrtCustomOp*> ops;
-    for (const onnxpar::Schema& schema : onnxpar::kSchemas) {
-      ops.push_back(new onnxpar::Op(schema, world));
-    }
-    onnxpar::AddDomain(options, ops);
-  });
+  return onnxpar::Guard(
+      [&] { onnxpar::AddDomain(options, onnxpar::DomainOf(onnxpar::WorldOf(options))); });
 }

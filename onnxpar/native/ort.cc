@@ -169,10 +169,14 @@ std::string SessionConfigEntry(const OrtSessionOptions* options, const char* key
   return value;
 }
 
-void AddDomain(OrtSessionOptions* options, const std::vector<OrtCustomOp*>& ops) {
+OrtCustomOpDomain* NewDomain(const std::vector<OrtCustomOp*>& ops) {
   OrtCustomOpDomain* domain = nullptr;
   Call(kCreateCustomOpDomain, "onnxpar", &domain);
   for (OrtCustomOp* op : ops) Call(kCustomOpDomainAdd, domain, static_cast<const OrtCustomOp*>(op));
+  return domain;
+}
+
+void AddDomain(OrtSessionOptions* options, OrtCustomOpDomain* domain) {
   Call(kAddCustomOpDomain, options, domain);
 }
 

@@ -29,8 +29,11 @@ OrtStatus* MakeStatus(const std::string& message);
 /// The value of a session's config entry, or an empty string.
 std::string SessionConfigEntry(const OrtSessionOptions* options, const char* key);
 
-/// Adds `ops`, which must outlive the session, to `options` as the domain "onnxpar".
-void AddDomain(OrtSessionOptions* options, const std::vector<OrtCustomOp*>& ops);
+/// The domain "onnxpar" with these ops, which must outlive it.
+OrtCustomOpDomain* NewDomain(const std::vector<OrtCustomOp*>& ops);
+
+/// Adds the domain, which must outlive the session, to `options`.
+void AddDomain(OrtSessionOptions* options, OrtCustomOpDomain* domain);
 
 /// The attributes of a node while its kernel is created.
 class KernelInfo {

@@ -1,5 +1,6 @@
 #include "rendezvous.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,9 +11,10 @@
 #include <fstream>
 #include <map>
 #include <mutex>
-#include <random>
 #include <stdexcept>
 #include <system_error>
+
+#include "key.h"
 
 namespace onnxpar {
 namespace {
@@ -29,7 +31,7 @@ class InProcess : public Rendezvous {
   InProcess(std::string name, std::string host) : name_(std::move(name)), host_(std::move(host)) {}
 
   std::shared_ptr<Hub> Serve() override {
-    std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, name_, 0);
+    std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, RandomKey(), 0);
     std::lock_guard<std::mutex> lock(mutex);
     Hubs()[name_] = hub;
     return hub;
@@ -60,7 +62,8 @@ class InProcess : public Rendezvous {
 };
 std::mutex InProcess::mutex;
 
-/// A file in a directory that all ranks see, written anew for each world.
+/// A file in a directory that all ranks see, written anew for each world, with a key in it; only
+/// its owner may read it, and only this user's, or the directory's owner's, is believed.
 class Directory : public Rendezvous {
  public:
   Directory(const std::string& path, std::string host)
@@ -72,29 +75,46 @@ class Directory : public Rendezvous {
 
   std::shared_ptr<Hub> Serve() override {
     if (mkdir(directory_.c_str(), 0700) != 0 && errno != EEXIST) ThrowErrno("create", directory_);
-    std::random_device random;
-    const std::string key = std::to_string(random()) + std::to_string(random());
-    std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, key, 0);
+    std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, RandomKey(), 0);
     // Written aside and renamed, so that nobody reads half of it.
     const std::string draft = file_ + "." + std::to_string(getpid());
-    std::ofstream(draft) << hub->address().host << ' ' << hub->address().port << ' ' << key << '\n';
-    if (std::rename(draft.c_str(), file_.c_str()) != 0) {
+    if (!Write(draft, *hub) || std::rename(draft.c_str(), file_.c_str()) != 0) {
+      const int error = errno;
+      unlink(draft.c_str());
       hub->Stop();
+      errno = error;
       ThrowErrno("write", file_);
     }
     return hub;
   }
 
   std::optional<HubAddress> Find() override {
+    struct stat file{}, directory{};
+    if (lstat(file_.c_str(), &file) != 0) return std::nullopt;
+    stat(directory_.c_str(), &directory);
+    if (file.st_uid != geteuid() && file.st_uid != directory.st_uid) {
+      throw std::runtime_error(file_ + " belongs to user " + std::to_string(file.st_uid) +
+                               "; use a folder of your own");
+    }
     HubAddress found;
-    std::ifstream file(file_);
-    if (!(file >> found.address.host >> found.address.port >> found.key)) return std::nullopt;
+    std::ifstream text(file_);
+    if (!(text >> found.address.host >> found.address.port >> found.key)) return std::nullopt;
     return found;
   }
 
   void Withdraw() override { unlink(file_.c_str()); }
 
  private:
+  static bool Write(const std::string& path, const Hub& hub) {
+    unlink(path.c_str());
+    const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file < 0) return false;
+    const std::string text =
+        hub.address().host + " " + std::to_string(hub.address().port) + " " + hub.key() + "\n";
+    const bool written = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+    return close(file) == 0 && written;
+  }
+
   [[noreturn]] static void ThrowErrno(const char* action, const std::string& path) {
     throw std::runtime_error(std::string("cannot ") + action + " " + path + ": " +
                              std::strerror(errno));
@@ -105,8 +125,9 @@ class Directory : public Rendezvous {
   const std::string host_;
 };
 
-/// A known address, behind which # may stand a key; rank 0 serves there unless somebody already
-/// does.
+/// A known address, after which # may stand a key; rank 0 serves there unless somebody already
+/// does. What is too short to be one keeps worlds apart, beside the key of ONNXPAR_KEY. Where other
+/// hosts can reach the address, there must be a key.
 class KnownAddress : public Rendezvous {
  public:
   explicit KnownAddress(std::string text) {
@@ -116,10 +137,18 @@ class KnownAddress : public Rendezvous {
       text.erase(hash);
     }
     const size_t colon = text.rfind(':');
-    if (colon == std::string::npos || std::atoi(text.c_str() + colon + 1) <= 0) {
-      throw std::runtime_error("store 'tcp://" + text + "' must be tcp://host:port");
+    const int port = colon == std::string::npos ? 0 : PortOf(text.substr(colon + 1));
+    if (port == 0) throw std::runtime_error("store 'tcp://" + text + "' must be tcp://host:port");
+    where_.address = {text.substr(0, colon), port};
+    if (where_.key.size() >= kShortestKey) return;
+    const std::string secret = KeyFromEnvironment();
+    if (!secret.empty()) where_.key = secret + "#" + where_.key;
+    if (secret.empty() && !IsLoopback(where_.address)) {
+      throw std::runtime_error(
+          "store tcp://" + text + " can be reached from other hosts, so it needs a key: set " +
+          "ONNXPAR_KEY to one secret on all ranks (openssl rand -hex 16 makes one), or use " +
+          "file:/dir, a folder that all see, in which rank 0 leaves a key");
     }
-    where_.address = {text.substr(0, colon), std::atoi(text.c_str() + colon + 1)};
   }
 
   std::shared_ptr<Hub> Serve() override {
@@ -137,6 +166,14 @@ class KnownAddress : public Rendezvous {
   std::optional<HubAddress> Find() override { return where_; }
 
  private:
+  /// 0 where it is none.
+  static int PortOf(const std::string& text) {
+    const bool digits = !text.empty() && text.size() <= 5 &&
+                        text.find_first_not_of("0123456789") == std::string::npos;
+    const int port = digits ? std::atoi(text.c_str()) : 0;
+    return port <= 65535 ? port : 0;
+  }
+
   HubAddress where_;
 };
 

@@ -126,6 +126,20 @@ void Connection::Flush() {
   }
 }
 
+bool IsLoopback(const Address& address) {
+  const AddressInfo info = Resolve(address, 0);
+  for (const addrinfo* each = info.get(); each != nullptr; each = each->ai_next) {
+    if (each->ai_family == AF_INET) {
+      const auto* const ip = reinterpret_cast<const sockaddr_in*>(each->ai_addr);
+      if (ntohl(ip->sin_addr.s_addr) >> 24 != 127) return false;
+    } else {
+      const auto* const ip = reinterpret_cast<const sockaddr_in6*>(each->ai_addr);
+      if (!IN6_IS_ADDR_LOOPBACK(&ip->sin6_addr)) return false;
+    }
+  }
+  return true;
+}
+
 int Listen(Address* address) {
   const AddressInfo info = Resolve(*address, AI_PASSIVE);
   const int listener = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);

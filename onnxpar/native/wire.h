@@ -67,6 +67,9 @@ struct Address {
   std::string Text() const { return host + ":" + std::to_string(port); }
 };
 
+/// Whether no other host can reach it. Throws where it cannot be resolved.
+bool IsLoopback(const Address& address);
+
 /// Listens on `address`, on any free port if it names none, and sets the port. Throws
 /// std::system_error.
 int Listen(Address* address);

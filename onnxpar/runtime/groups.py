@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import re
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -40,8 +41,10 @@ class World(Closing):
     within `timeout` seconds. The same timeout holds for every collective.
 
     `store` is where the ranks find each other: `hash:NAME` (threads of one process), `file:/dir`
-    (one host, or a shared file system) or `tcp://host:port` (rank 0 serves). `id` is unique in this
-    process. Nothing listens beyond `bind_address`.
+    (one host, or a shared file system) or `tcp://host:port` (rank 0 serves). Only who has the key
+    of the world can join: rank 0 makes one, and leaves it in the folder for its user alone; with
+    `tcp://host:port` it is ONNXPAR_KEY, needed where other hosts can reach the address, or stands
+    after it (`#key`). `id` is unique in this process. Nothing listens beyond `bind_address`.
     """
 
     def __init__(self, id: str, rank: int, size: int) -> None:
@@ -108,20 +111,22 @@ class Hub(Closing):
     """Where the ranks of one world meet, served by a process that need not be a rank.
 
     Without one, rank 0 serves it. A launcher that does so itself notices every rank's end alike,
-    rank 0's too, and its own end is an error on all ranks.
+    rank 0's too, and its own end is an error on all ranks. Its key is random.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         bound = ctypes.c_int(port)
-        check(library().onnxpar_hub_start(host.encode(), ctypes.byref(bound)))
+        self._key = secrets.token_hex(16)
+        call = library().onnxpar_hub_start
+        check(call(host.encode(), ctypes.byref(bound), self._key.encode()))
         self._host = host
         self._port = bound.value
         self._open = True
 
     @property
     def store(self) -> str:
-        """What the ranks pass to `World.create`, or find in ONNXPAR_STORE."""
-        return f"tcp://{self._host}:{self._port}"
+        """What the ranks pass to `World.create`, or find in ONNXPAR_STORE, with its key."""
+        return f"tcp://{self._host}:{self._port}#{self._key}"
 
     def close(self) -> None:
         if self._open:
@@ -175,7 +180,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "onnxpar_world_begin": [text],
         "onnxpar_world_interrupt": [text, text],
         "onnxpar_world_renew": [text],
-        "onnxpar_hub_start": [text, ctypes.POINTER(number)],
+        "onnxpar_hub_start": [text, ctypes.POINTER(number), text],
         "onnxpar_hub_stop": [text, number],
     }
     for name, arguments in signatures.items():

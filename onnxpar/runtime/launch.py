@@ -52,6 +52,9 @@ and two launchers that contradict each other are an error. The ranks meet at the
   mpirun's own directory          on one host
   MASTER_ADDR, MASTER_PORT        at the port behind it: torch's own store has that one
   a port that follows from the Slurm job and step, on one host
+ONNXPAR_KEY is a secret of 16 to 512 characters, the same on all ranks, without which nobody can
+join (openssl rand -hex 16 makes one). It must be set where the ranks meet at an address that other
+hosts can reach; in a folder, rank 0 leaves a key of its own.
 ONNXPAR_BIND is the address that ranks listen on (127.0.0.1), ONNXPAR_TIMEOUT bounds every wait of
 onnxpar.hvd and of a program without Python, in seconds."""
 
@@ -114,7 +117,8 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
     if not store and size > 1:
         raise RankError(
             "the ranks do not know where to find each other; set ONNXPAR_STORE to file:/dir, a "
-            "folder that all see, or to tcp://host:port, where rank 0 can listen"
+            "folder that all see, or to tcp://host:port, where rank 0 can listen, and then "
+            "ONNXPAR_KEY to one secret on all"
         )
     return Launched(rank, size, local, store or "hash:alone")
 
@@ -150,6 +154,8 @@ def _store(environment: Mapping[str, str], size: int, local: int) -> str:
         return f"file:{folder}/onnxpar"
     host, port = environment.get("MASTER_ADDR"), _number(environment, "MASTER_PORT")
     if host and port:
+        if _number(environment, "LOCAL_WORLD_SIZE") == size:
+            host = "127.0.0.1"  # not the name that others know this host by
         return f"tcp://{host}:{port + 1}#{port}"
     job = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     if _is_present(_SLURM, environment) and job is not None and local == size:

@@ -48,18 +48,29 @@ class RankProcess:
         """Let the process end as a program does, without closing its world."""
         self._connection.close()
 
-    def ready(self) -> None:
-        assert self.finish() == ("ready", 0.0)
+    def wait_for(self, word: str) -> None:
+        """Until the process says so; it may have to import onnxruntime first."""
+        assert self.finish(patience=60) == (word, 0.0)
+
+    def join(self) -> None:
+        """Let it join the others."""
+        self._connection.send("join")
 
 
 def start_ranks(size: int, directory: Path, timeout: float) -> list[RankProcess]:
     ranks = [RankProcess(rank, size, directory, timeout) for rank in range(size)]
     for rank in ranks:
-        rank.ready()
+        rank.wait_for("up")
+    for rank in ranks:
+        rank.join()
+    for rank in ranks:
+        rank.wait_for("ready")
     return ranks
 
 
 def _serve(connection: Connection, rank: int, size: int, store: str, timeout: float) -> None:
+    connection.send(("up", 0.0))
+    connection.recv()
     world = World.create(f"rank-{rank}", rank, size, store, timeout=timeout)
     sessions = [session(world, collective("AllReduce", TensorProto.FLOAT, ["n"]))]
     if rank in (1, 2):

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import pytest
+from native import frames
 from native.ranks import TOKEN, collective, errors_on_ranks, on_ranks, run, session
 from onnx import TensorProto
 
@@ -53,6 +55,10 @@ def close(worlds: list[World]) -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def port_of(store: str) -> int:
+    return int(store.split("#")[0].split(":")[-1])
 
 
 def store_of(kind: str, directory: Path) -> str:
@@ -101,7 +107,7 @@ def test_a_file_that_leads_to_something_else(tmp_path: Path) -> None:
 def test_a_file_left_by_a_world_that_lives(tmp_path: Path) -> None:
     """Its hub refuses rank 1, which looks again, and goes on waiting for its own ranks."""
     with Hub() as hub, ThreadPoolExecutor(1) as pool:
-        port = hub.store.split(":")[-1]
+        port = port_of(hub.store)
         (tmp_path / "onnxpar-hub").write_text(f"127.0.0.1 {port} 123\n")
         second = pool.submit(join, f"file:{tmp_path}", [2, 2], 5, [1])
         time.sleep(0.2)
@@ -115,11 +121,92 @@ def test_a_file_left_by_a_world_that_lives(tmp_path: Path) -> None:
 def test_strangers_do_not_disturb_a_hub() -> None:
     with Hub() as hub, ThreadPoolExecutor(1) as pool:
         first = pool.submit(join, hub.store, [2, 2], 5, [0])
-        host, port = hub.store.removeprefix("tcp://").split(":")
+        port = port_of(hub.store)
         for garbage in [b"", b"GET / HTTP/1.0\r\n\r\n", b"\x01\x00\x00\x00\x00", b"\xff" * 5000]:
-            with socket.create_connection((host, int(port))) as stranger:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(garbage)
         second = join(hub.store, [2, 2], 5, [1])
+        worlds = [*first.result(), *second]
+        check(worlds)
+        close(worlds)
+
+
+@pytest.mark.parametrize("key", ["", "x", "0" * 32, None])
+def test_a_false_peer_is_refused(key: str | None) -> None:
+    """Its hello is right but for the key, of which None is all but the last character."""
+    with Hub() as hub, ThreadPoolExecutor(1) as pool:
+        right = hub.store.split("#")[1]
+        first = pool.submit(join, hub.store, [2, 2], 5, [0])
+        with socket.create_connection(("127.0.0.1", port_of(hub.store)), 5) as false:
+            false.sendall(frames.hello(1, 2, right[:-1] + "x" if key is None else key))
+            false.sendall(frames.frame(frames.Kind.ABORT, "gone"))
+            answer = b""
+            with suppress(ConnectionResetError):
+                while more := false.recv(4096):
+                    answer += more
+            assert answer in (b"", frames.frame(frames.Kind.REFUSE, "another world", 1))
+        second = join(hub.store, [2, 2], 5, [1])
+        worlds = [*first.result(), *second]
+        check(worlds)
+        close(worlds)
+
+
+def test_a_world_has_a_key_of_its_own(tmp_path: Path) -> None:
+    """Rank 0 leaves it in the folder, for its user alone."""
+    keys = set()
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(join, f"file:{tmp_path}", [2, 2], 5, [0])
+            while not (tmp_path / "onnxpar-hub").exists():
+                time.sleep(0.01)
+            assert (tmp_path / "onnxpar-hub").stat().st_mode & 0o777 == 0o600
+            keys.add((tmp_path / "onnxpar-hub").read_text().split()[2])
+            second = join(f"file:{tmp_path}", [2, 2], 5, [1])
+            close([*second, *first.result()])
+    assert len(keys) == 2
+    assert all(len(key) == 32 for key in keys)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
+def test_a_folder_that_another_user_writes_to(tmp_path: Path) -> None:
+    (tmp_path / "onnxpar-hub").write_text("127.0.0.1 5 123\n")
+    os.chown(tmp_path / "onnxpar-hub", 1234, -1)
+    with pytest.raises(OnnxparError, match="onnxpar-hub belongs to user 1234; use a folder of"):
+        World.create("another", 1, 2, f"file:{tmp_path}", timeout=1)
+
+
+SECRET = "0123456789abcdef"
+
+
+def test_other_hosts_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too short to be one, as torchrun's port, does not count."""
+    message = "can be reached from other hosts, so it needs a key: set ONNXPAR_KEY"
+    for host in ("192.0.2.1", "0.0.0.0", "[::]"):
+        for end in ("", "#29500"):
+            with pytest.raises(OnnxparError, match="^store tcp://.*" + message):
+                World.create("far", 1, 2, f"tcp://{host}:5{end}".replace("[::]", "::"), timeout=0.1)
+    monkeypatch.setenv("ONNXPAR_KEY", SECRET)
+    with pytest.raises(OnnxparError, match="rank 0 has not joined the world"):
+        World.create("far", 1, 2, "tcp://192.0.2.1:5", timeout=0.1)
+    monkeypatch.setenv("ONNXPAR_KEY", "short")
+    with pytest.raises(OnnxparError, match="ONNXPAR_KEY has 5 characters, but a key has 16 to 512"):
+        World.create("far", 1, 2, "tcp://127.0.0.1:5", timeout=0.1)
+
+
+def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts on loopback too, and beside a store's own mark."""
+    store = f"tcp://127.0.0.1:{free_port()}#7"
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setenv("ONNXPAR_KEY", SECRET)
+        first = pool.submit(join, store, [2, 2], 5, [0])
+        while not frames.sockets(port_of(store), hub_side=True):
+            time.sleep(0.01)
+        monkeypatch.setenv("ONNXPAR_KEY", SECRET[::-1])
+        [error] = join(store, [2, 2], 0.3, [1])
+        assert "another world" in error
+        assert SECRET[::-1] not in error
+        monkeypatch.setenv("ONNXPAR_KEY", SECRET)
+        second = join(store, [2, 2], 5, [1])
         worlds = [*first.result(), *second]
         check(worlds)
         close(worlds)
