@@ -8,14 +8,13 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from free_ports import server_before_a_free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hvd_linear.py"
 
@@ -99,14 +98,6 @@ def test_mpirun_with_a_host_file(tmp_path: Path) -> None:
     options = ["--hostfile", str(tmp_path / "hosts"), "-n", "4"]
     mpirun(options, script(tmp_path), tmp_path, -1)
     check(tmp_path, 4)
-
-
-def server_before_a_free_port() -> socket.socket:
-    """Below the ports that connections get, of which other tests have many."""
-    for port in range(20_000 + os.getpid() % 5_000, 32_000, 2):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
-            return socket.create_server(("127.0.0.1", port))
-    raise AssertionError("no port is free")
 
 
 def test_torchrun(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import onnxruntime as ort
 import pytest
 from agreement import options
 from decoders import Decoder, build, empty_caches, feeds_of, pairs_of
+from free_ports import server_before_a_free_port
 from onnx import TensorProto, helper
 from runtime.bad_requests import STRATEGIES, decoder
 from runtime.bundles import Tensor, all_reduce, write_par
@@ -279,7 +279,7 @@ def test_ranks_of_other_launchers(
 ) -> None:
     """While a store of torch's own listens at its port."""
     par, file = spread(tmp_path / "model.par", 2), save(x, tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with server_before_a_free_port() as taken:
         port = taken.getsockname()[1]
         ranks = [start(par, file, launcher(rank, port)) for rank in range(2)]
         assert [rank.wait(60) for rank in ranks] == [0, 0]
