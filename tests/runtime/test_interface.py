@@ -435,7 +435,7 @@ def test_disabled_optimizers_reach_the_ranks(tmp_path: Path) -> None:
     assert seen == ["Identity", "Neg"]
 
 
-def test_what_is_no_folder(model: Path, tmp_path: Path) -> None:
+def test_what_is_no_folder(model: Path, sharded: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a folder, not bytes: .*onnxpar\.shard"):
         InferenceSession(model.read_bytes())
     with pytest.raises(ModelError, match=r"`onnxpar shard .*m\.onnx --devices N`"):
@@ -445,7 +445,7 @@ def test_what_is_no_folder(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a sharded model"):
         InferenceSession(tmp_path)
     with pytest.raises(InputError, match="sess_options"):
-        InferenceSession(model.with_suffix(".par"), read_config_from_model=1)
+        InferenceSession(sharded, read_config_from_model=1)
 
 
 def test_the_class_says_what_it_stands_for() -> None:
