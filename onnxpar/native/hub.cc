@@ -260,7 +260,7 @@ void Hub::HandleHello(Peer& peer, const Frame& frame) {
 /// Empty where a hello is right. Who lacks the key is told nothing of this world.
 std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
   *again = true;
-  if (!SameKey(hello.key, key_)) return "another world";
+  if (!SameKey(hello.key, key_)) return "another world, or ranks with another ONNXPAR_KEY";
   if (!failure_.empty()) return failure_;
   const uint64_t size = members_.empty() ? hello.size : members_.size();
   if (hello.size != size || hello.rank >= size || size > kMaxWorld) {
