@@ -254,7 +254,7 @@ def test_no_place_for_the_file(
 
 
 def test_ranks_that_a_launcher_started(par: Path, tmp_path: Path) -> None:
-    """Rank 0 writes what all have recorded."""
+    """Rank 0 writes what all have recorded, and prints it."""
     command = run_command(par, "--profile", "t.json", "--repeat", "2", "--log-dir", "../log")
     place = {"ONNXPAR_WORLD_SIZE": "2", "ONNXPAR_STORE": f"file:{tmp_path / 'store'}"}
     processes = []
@@ -265,16 +265,19 @@ def test_ranks_that_a_launcher_started(par: Path, tmp_path: Path) -> None:
                 [sys.executable, "-m", "onnxpar", *command],
                 cwd=tmp_path / str(rank),
                 env={**os.environ, **place, "ONNXPAR_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
             )
         )
-    assert [process.wait(60) for process in processes] == [0, 0]
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
     assert not list((tmp_path / "1").iterdir())
     trace = read_trace(tmp_path / "0" / "t.json")
     assert (trace.ranks, trace.runs()) == (2, [1])
     assert {e.name for e in trace.of(0) if e.collective} == {
         c["name"] for c in plan_of(par)["collectives"]
     }
-    assert "1 run after 1 warm-up run" in (tmp_path / "log/rank.0/stdout.log").read_text()
+    assert "1 run after 1 warm-up run" in printed[0] and not printed[1]
     assert "run" not in (tmp_path / "log/rank.1/stdout.log").read_text()
 
 
