@@ -10,6 +10,7 @@ import pytest
 from agreement import check_agrees, options
 from small_models import write_text
 
+import onnxpar
 from onnxpar import pipeline
 from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
@@ -205,3 +206,29 @@ def test_errors_name_the_place_and_the_remedy(
     with pytest.raises(StrategyError) as error:
         pipeline.plan(model, options("tp=2", strategy=strategy))
     assert all(word in str(error.value) for word in words), error.value
+
+
+SHAPED = {
+    "axes": ("<int64[2] c = {0, 1}>", "y = ReduceMean(x, c)"),
+    "axes of truth values": (
+        "<int64[2] c = {0, 1}>",
+        "l = Greater(x, x)  m = ReduceMax(l, c)  y = Cast<to = 1>(m)",
+    ),
+    "shape": ("<int64[2] c = {6, 4}>", "y = Reshape(x, c)"),
+    "pads": ("<int64[4] c = {1, 1, 1, 1}>", "y = Pad(x, c)"),
+    "repeats": ("<int64[2] c = {2, 2}>", "y = Tile(x, c)"),
+    "starts": ("<int64[2] c = {1, 1}, int64[2] e = {3, 3}>", "y = Slice(x, c, e)"),
+    "lengths": ("<int64[2] c = {1, 3}>", "y, z = Split<axis = 0>(x, c)"),
+    "scales": ("<float[2] c = {2.0, 2.0}>", "y = Resize(x, , c)"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_constant_that_gives_a_shape_may_be_split(name: str, tmp_path: Path) -> None:
+    stored, body = SHAPED[name]
+    path = write_text(
+        f'<ir_version: 9, opset_import: ["" : 20]> g (float[4,6] x) => (float[a,b] y) {stored} '
+        f"{{ {body} }}",
+        tmp_path / "m.onnx",
+    )
+    assert onnxpar.check(path, mesh="dp=2", strategy={"tensors": {"c": ["dp"]}}).ok

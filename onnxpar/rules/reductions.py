@@ -73,6 +73,8 @@ def reduce_(node: gs.Node) -> Rule:
     if not axes:
         return einsum(node, text)
     sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
+    # Whatever layout the axes have where they are a tensor: shapes must follow from them.
+    operands = [np.array(axes)] if len(node.inputs) > 1 else []
     if node.op == "ReduceMean" and not is_linear:
         return einsum(
             node, text, **across(node, gone, sizes, _lower_integer_mean(axes, gone, sizes))
@@ -85,7 +87,7 @@ def reduce_(node: gs.Node) -> Rule:
     if node.op != "ReduceMean":
         lowering: dict[str, Any] = {}
         if dtype_of(node.inputs[0]) == np.bool_:
-            lowering = {"lowered": frozenset(gone), "lower": _lower_truth_values}
+            lowering = {"lowered": frozenset(gone), "lower": _lower_truth_values(operands)}
         return einsum(node, text, reduce=reduce, linear=linear, **lowering)
     return einsum(
         node,
@@ -93,18 +95,21 @@ def reduce_(node: gs.Node) -> Rule:
         reduce=reduce,
         linear=linear,
         lowered=frozenset(gone),
-        lower=weighted_mean(dict(zip(gone, sizes, strict=True))),
+        lower=weighted_mean(dict(zip(gone, sizes, strict=True)), operands),
     )
 
 
-def _lower_truth_values(build: Lowering) -> None:
+def _lower_truth_values(operands: Sequence[Any]) -> Callable[[Lowering], None]:
     """The least or largest of truth values as numbers: onnxruntime has no kernel for the least of
-    no truth values, but for that of no numbers."""
-    node = build.local.node
-    numbers = build.add("Cast", [build.input(0)], to=onnx.TensorProto.UINT8)
-    axes = [build.input(i) for i in range(1, len(node.inputs))]
-    found = build.add(node.op, [numbers, *axes], **node.attrs)
-    build.finish("Cast", [found], to=onnx.TensorProto.BOOL)
+    no truth values, but for that of no numbers. `operands` are those after the first."""
+
+    def lower(build: Lowering) -> None:
+        node = build.local.node
+        numbers = build.add("Cast", [build.input(0)], to=onnx.TensorProto.UINT8)
+        found = build.add(node.op, [numbers, *operands], **node.attrs)
+        build.finish("Cast", [found], to=onnx.TensorProto.BOOL)
+
+    return lower
 
 
 def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Sequence[int]) -> None:
@@ -176,9 +181,12 @@ _ACROSS = {
 }
 
 
-def weighted_mean(sizes: Mapping[str, Size]) -> Callable[[Lowering], None]:
+def weighted_mean(
+    sizes: Mapping[str, Size], operands: Sequence[Any] = ()
+) -> Callable[[Lowering], None]:
     """Lowers a mean over factors of these sizes to the local mean times the rank's share of the
-    elements; a size that only a run can tell is of a factor that all ranks have whole.
+    elements; a size that only a run can tell is of a factor that all ranks have whole. `operands`
+    are those after the first.
 
     The sum of these is the mean; unlike a sum of elements it does not overflow half precision.
     """
@@ -187,8 +195,7 @@ def weighted_mean(sizes: Mapping[str, Size]) -> Callable[[Lowering], None]:
         node = build.local.node
         dtype = np.float64 if dtype_of(node.outputs[0]) == np.float64 else np.float32
         known = {f: s for f, s in sizes.items() if s is not None}
-        inputs = [build.input(i) for i in range(len(node.inputs))]
-        mean = build.add(node.op, inputs, **node.attrs)
+        mean = build.add(node.op, [build.input(0), *operands], **node.attrs)
         own = number(build, lambda local: math.prod(map(local.size, known)), dtype)
         share = build.add("Div", [own, number(build, math.prod(known.values()), dtype)])
         if is_short_float(mean):

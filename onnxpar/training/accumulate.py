@@ -15,6 +15,9 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.step import SEED
 from onnxpar.training.backward import Backward
 
+MOST = 1 << 20
+"""Batches in a step: sizes of the inputs that are as many times as long must stay int64."""
+
 
 def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], parts: int) -> Backward:
     """Makes the inputs `data` of a graph with gradients `parts` times as long: loss and gradients
@@ -24,8 +27,8 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], parts: int)
     Inputs without a first dimension of the batch's length are the same for all parts. Errors:
     StrategyError.
     """
-    if parts < 2:
-        raise StrategyError(f"accumulate {parts}: at least 2 parts")
+    if not 2 <= parts <= MOST:
+        raise StrategyError(f"accumulate {parts}: from 2 to {MOST} parts")
     by_name = {t.name: t for t in graph.inputs}
     first = by_name[data[0]]
     if not first.shape:
