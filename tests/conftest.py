@@ -7,8 +7,11 @@ import signal
 import hypothesis
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: commands would too
+# In a shell's background, or under nohup, these are ignored: commands that tests start would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile(
     "repeatable",

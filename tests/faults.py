@@ -84,12 +84,14 @@ def rule_forgets_that_the_bias_is_added_once(patch: Patch) -> None:
 
 @fault("table")
 def wrong_offset_of_a_table(patch: Patch) -> None:
-    positions = local.RankView.positions
+    interval = local.RankView.interval
 
-    def off_by_one(self: local.RankView, factor: str) -> np.ndarray[Any, Any]:
-        return positions(self, factor) + (factor == "v" and self._rank > 0)
+    def off_by_one(self: local.RankView, factor: str) -> tuple[int, int]:
+        more = factor == "v" and self._rank > 0
+        start, end = interval(self, factor)
+        return start + more, end + more
 
-    patch.setattr(local.RankView, "positions", off_by_one)
+    patch.setattr(local.RankView, "interval", off_by_one)
 
 
 @fault("table")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,7 +28,7 @@ def hostile(case: str, kind: str = "", count: int = 0, seed: int = 1) -> tuple[A
     """What `native.hostile` prints of a case, and what the native library says meanwhile."""
     done = subprocess.run(
         [sys.executable, "-m", "native.hostile", case, kind, str(count), str(seed)],
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        cwd=TESTS,  # not the checkout, which Python would import from
         capture_output=True,
         text=True,
         timeout=60 + count,

@@ -81,7 +81,12 @@ def under_mpirun(*command: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("there is no mpirun")
     options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
     return subprocess.run(
-        [mpirun, *options, *command], capture_output=True, text=True, timeout=120, check=False
+        [mpirun, *options, *command],
+        cwd=Path(__file__).parent,  # not the checkout, which Python would import from
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 

@@ -60,6 +60,7 @@ def test_two_trainings_at_once(
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "onnxpar", *command],
+                cwd=tmp_path,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
