@@ -365,17 +365,26 @@ void Hub::HandleInterrupt(const messages::Interrupt& interrupt) {
   interruption_ = interrupt.message;
   inquiry_.reset();
   Tell(messages::Stop{epoch_, interrupt.call, interrupt.message});
+  RenewOnceReady();
 }
 
+/// It may come before the interrupt that it follows, which is another rank's.
 void Hub::HandleReady(int rank, uint64_t epoch) {
   if (epoch != epoch_ || !failure_.empty()) return;
-  if (!interruption_) throw ProtocolError("a run that nothing has interrupted");
   members_[rank].is_ready = true;
-  if (!ready_until_) {
+  RenewOnceReady();
+}
+
+void Hub::RenewOnceReady() {
+  const auto is_ready = [](const Member& member) { return member.is_ready; };
+  if (std::none_of(members_.begin(), members_.end(), is_ready)) return;
+  if (interruption_ && !ready_until_) {
     ready_until_ = Clock::now() + milliseconds(static_cast<int64_t>(timeout_seconds_ * 1000));
   }
   for (const Member& member : members_) {
-    if (member.state == Member::State::kLeft) return Fail(member.Name() + " left the world");
+    if (interruption_ && member.state == Member::State::kLeft) {
+      return Fail(member.Name() + " left the world");
+    }
     if (!member.is_ready) return;
   }
   for (Member& member : members_) {
@@ -389,7 +398,7 @@ void Hub::HandleReady(int rank, uint64_t epoch) {
   }
   inquiry_.reset();
   ready_until_.reset();
-  Tell(messages::Renewed{++epoch_, *interruption_});
+  Tell(messages::Renewed{++epoch_, interruption_.value_or("")});
   interruption_.reset();
 }
 

@@ -87,6 +87,7 @@ class Hub {
   void HandleStatus(int rank, const messages::Status& status);
   void HandleInterrupt(const messages::Interrupt& interrupt);
   void HandleReady(int rank, uint64_t epoch);
+  void RenewOnceReady();
   void ConcludeInquiry();
   void HandleLeave(int rank, Runs runs);
   void Lose(Peer& peer, const std::string& how);

@@ -453,6 +453,19 @@ def test_an_interrupted_run_and_the_next() -> None:
             world.close()
 
 
+def test_a_rank_that_leaves_before_the_interrupt_is_told() -> None:
+    """Ranks have a connection each: what another one says first may be heard last."""
+    worlds = thread_worlds(3, timeout=20)
+    with ThreadPoolExecutor(3) as pool:
+        left = [pool.submit(worlds[rank].renew) for rank in (0, 2)]
+        time.sleep(0.3)
+        worlds[1].interrupt("rank 1 failed")
+        assert [worlds[1].renew(), *(each.result(10) for each in left)] == ["rank 1 failed"] * 3
+        assert set(pool.map(total, [session(world, ALL_REDUCE) for world in worlds])) == {3.0}
+    for world in worlds:
+        world.close()
+
+
 def test_a_rank_that_does_not_leave_an_interrupted_run() -> None:
     worlds = thread_worlds(3, timeout=1)
     sessions = [session(world, ALL_REDUCE) for world in worlds]
