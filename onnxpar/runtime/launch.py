@@ -209,6 +209,22 @@ def _write(descriptor: int, line: str) -> None:
         os.write(descriptor, f"{line}\n".encode(errors="backslashreplace"))
 
 
+_LONGEST_RECORD = 1 << 30
+"""Bytes of what a rank has recorded: more than a million events, which it keeps at most, take."""
+
+
+def _unpacked(data: bytes) -> bytes:
+    """What another rank has compressed. Errors: RankError where it is too long, or damaged."""
+    reader = zlib.decompressobj()
+    try:
+        text = reader.decompress(data, _LONGEST_RECORD)
+    except zlib.error as error:
+        raise RankError(f"what a rank has recorded cannot be read: {error}") from None
+    if not reader.eof:
+        raise RankError(f"what a rank has recorded is cut off, or above {_LONGEST_RECORD} bytes")
+    return text
+
+
 class LaunchedRank:
     """The rank that this process is. Every process gets the parts of all, so that all can assemble.
 
@@ -304,15 +320,9 @@ class LaunchedRank:
         """What each rank has recorded until now; on other ranks than 0, only their own record."""
         with self._failing_together("the profile"):
             record = self._executor.end_profile()
-            packed = np.frombuffer(zlib.compress(json.dumps(record).encode()), np.uint8)
-            sizes = self._gather(np.array([packed.size]).view(np.uint8), 8).view(np.int64)[:, 0]
-            rows = self._gather(packed, int(max(sizes)))
-            if self._rank:
-                return [record]
-            return [
-                json.loads(zlib.decompress(row[:size].tobytes()))
-                for row, size in zip(rows, sizes, strict=True)
-            ]
+            packed = zlib.compress(json.dumps(record).encode())
+            each = gather_bytes(self._world, packed, "profile")
+            return [record] if self._rank else [json.loads(_unpacked(data)) for data in each]
 
     def check_usable(self) -> None:
         """Errors: RankError after a failure, or after close."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from runtime.bundles import Tensor, all_reduce, write_par
 import onnxpar
 from onnxpar import pipeline
 from onnxpar.errors import RankError
+from onnxpar.runtime import launch
 from onnxpar.runtime.launch import Launched, bind_address, launched_rank
 from onnxpar.runtime.threads import ThreadSession
 
@@ -366,3 +368,13 @@ def test_an_error_reaches_the_terminal(four: Path, tmp_path: Path) -> None:
     assert written
     assert all("there is no file none.npz" in log.splitlines()[0] for log in written)
     assert "Traceback" not in "".join(written)
+
+
+@pytest.mark.parametrize("packed", [b"x", zlib.compress(b"[]")[:-1], zlib.compress(bytes(2000))])
+def test_a_record_of_another_rank_is_bounded(
+    packed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_LONGEST_RECORD", 1000)
+    assert launch._unpacked(zlib.compress(b"[]")) == b"[]"
+    with pytest.raises(RankError, match="what a rank has recorded"):
+        launch._unpacked(packed)
