@@ -260,11 +260,10 @@ def exchange_in_the_wrong_direction(patch: Patch) -> None:
 
 @fault("mean")
 def mean_of_unequal_means(patch: Patch) -> None:
-    def lower(sizes: Any) -> Any:
+    def lower(sizes: Any, operands: Any = ()) -> Any:
         def equal(build: Any) -> None:
             node = build.local.node
-            inputs = [build.input(i) for i in range(len(node.inputs))]
-            mean = build.add(node.op, inputs, **node.attrs)
+            mean = build.add(node.op, [build.input(0), *operands], **node.attrs)
             build.finish("Mul", [mean, np.array(0.5, np.float32)])
 
         return equal
