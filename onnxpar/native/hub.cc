@@ -198,7 +198,7 @@ void Hub::Distrust(Peer& peer, const std::string& what) {
   if (peer.rank < 0) return peer.connection.Close();
   if (peer.is_distrusted) return;
   peer.is_distrusted = true;
-  std::fprintf(stderr, "onnxpar: %s has sent what is no message, which is ignored: %s\n",
+  std::fprintf(stderr, "onnxpar: %s has sent a malformed message, which is ignored: %s\n",
                members_[peer.rank].Name().c_str(), what.c_str());
 }
 

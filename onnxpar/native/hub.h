@@ -40,7 +40,7 @@ class Hub {
     int rank = -1;
     Clock::time_point until;       // for a hello
     bool is_refused = false;       // it goes once it has been told
-    bool is_distrusted = false;    // it has sent what is no message
+    bool is_distrusted = false;    // it has sent a malformed message
     std::set<std::string> wanted;  // keys that it waits for
     size_t stored = 0;             // bytes of its values
   };

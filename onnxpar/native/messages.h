@@ -233,9 +233,8 @@ struct Status {
   }
 };
 
-/// Fails the world for good.
-struct Abort {
-  static constexpr Kind kKind = Kind::kAbort;
+/// Why the world fails.
+struct Failure {
   std::string message;
 
   template <typename Fields>
@@ -244,9 +243,13 @@ struct Abort {
   }
 };
 
-/// Ends that call, or the one in flight.
-struct Interrupt {
-  static constexpr Kind kKind = Kind::kInterrupt;
+/// Fails the world for good.
+struct Abort : Failure {
+  static constexpr Kind kKind = Kind::kAbort;
+};
+
+/// A call and why it ends.
+struct CallEnd {
   uint64_t epoch = 0, call = 0;
   std::string message;
 
@@ -256,6 +259,11 @@ struct Interrupt {
     fields.Number(call);
     fields.Text(message);
   }
+};
+
+/// Ends that call, or the one in flight.
+struct Interrupt : CallEnd {
+  static constexpr Kind kKind = Kind::kInterrupt;
 };
 
 /// This rank has left the run that was interrupted.
@@ -338,28 +346,13 @@ struct Ask {
 };
 
 /// The world has failed for good.
-struct Fail {
+struct Fail : Failure {
   static constexpr Kind kKind = Kind::kFail;
-  std::string message;
-
-  template <typename Fields>
-  void Visit(Fields& fields) {
-    fields.Text(message);
-  }
 };
 
 /// That call has ended.
-struct Stop {
+struct Stop : CallEnd {
   static constexpr Kind kKind = Kind::kStop;
-  uint64_t epoch = 0, call = 0;
-  std::string message;
-
-  template <typename Fields>
-  void Visit(Fields& fields) {
-    fields.Number(epoch);
-    fields.Number(call);
-    fields.Text(message);
-  }
 };
 
 /// All ranks have left that run.

@@ -9,6 +9,13 @@ from typing import Any
 from onnxpar import errors
 from onnxpar.errors import OnnxparError
 
+_KINDS = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, OnnxparError) and "__init__" not in vars(kind)
+}
+"""Errors that a text alone makes, by name: what another process names is one of these, or none."""
+
 
 class Together:
     """All processes of a training: one, or under a launcher one for each rank. All make the same
@@ -39,7 +46,7 @@ class Together:
         if not self.leads:
             told = self.each(None)[0]
             if "error" in told:
-                raise getattr(errors, told["kind"], OnnxparError)(told["error"])
+                raise _KINDS.get(told["kind"], OnnxparError)(told["error"])
             return told["made"]
         try:
             told = {"made": make()}

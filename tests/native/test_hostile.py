@@ -46,7 +46,7 @@ def test_frames_of_a_rank(kind: str, frames: int) -> None:
     assert found["skipped"] < frames / 2, "frames by which a rank may end the world"
     assert found["grown"] < 100
     [line] = re.findall(r"onnxpar: .*", said)
-    assert re.match(r"onnxpar: rank 2 \(pid \d+\) has sent what is no message, which is", line)
+    assert re.match(r"onnxpar: rank 2 \(pid \d+\) has sent a malformed message, which is", line)
 
 
 @pytest.mark.parametrize("kind", ["random", "mutated"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +38,18 @@ class ThreadTrainer(Trainer):
     def __init__(self, par: Path) -> None:
         with patch("onnxpar.training.trainer.InferenceSession", ThreadSession):
             super().__init__(par)
+
+
+def states(trainer: Trainer) -> dict[str, Array]:
+    """All that a trainer keeps, whole."""
+    return {name: trainer.session.states.read(name) for name in trainer.bundle.states}
+
+
+def same(a: Mapping[str, Array], b: Mapping[str, Array]) -> None:
+    """Asserts that these are the same to the bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 def newest(folder: Path) -> Path | None:

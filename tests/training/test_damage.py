@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training.steps import MLP, ThreadTrainer, shard, write_step
+from training.steps import MLP, ThreadTrainer, same, shard, states, write_step
 
 from onnxpar import digests
 from onnxpar.cli import main
@@ -62,16 +62,6 @@ def flip(file: Path, bit: int) -> None:
 
 def values(found: Checkpoint) -> dict[str, Any]:
     return {slot.input: found.states.read(slot.input) for slot in found.slots}
-
-
-def states(trainer: Trainer) -> dict[str, Any]:
-    return {name: trainer.session.states.read(name) for name in trainer.bundle.states}
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 def test_no_flipped_bit_is_loaded(folder: Path) -> None:

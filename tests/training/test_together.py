@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from training.steps import MLP, ThreadTrainer, shard, write_step
 
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, OnnxparError
 from onnxpar.folder_lock import FolderLock
 from onnxpar.runtime import launch
 from onnxpar.training.checkpoint import Checkpoint, Progress, warn
@@ -163,6 +163,14 @@ def test_the_others_do_as_the_first() -> None:
     for one, make in ((first, fail), (second, lambda: 1)):
         with pytest.raises(InputError, match="no"):
             one.first(make)
+
+
+@pytest.mark.parametrize("kind", ["__loader__", "annotations", "OpenSizesError", "nothing", 3])
+def test_an_error_that_another_process_names_is_one_of_ours(kind: Any) -> None:
+    told = json.dumps({"error": "no", "kind": kind}).encode()
+    with pytest.raises(OnnxparError, match=r"^no$") as caught:
+        Together(1, 2, lambda _: [told]).first(lambda: 1)
+    assert type(caught.value) is OnnxparError
 
 
 @pytest.mark.parametrize("rank,told", [(0, b"onnxpar: warning: one is damaged\n"), (1, b".")])

@@ -40,16 +40,6 @@ def arguments(made: Path, checkpoint: Path, logs: Path, *more: str) -> list[str]
     return ["train", *files, "--checkpoint", str(checkpoint), "--log-dir", str(logs), *more]
 
 
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that do not outlive a test."""
-    running: list[subprocess.Popen[str]] = []
-    yield running
-    for process in running:
-        process.kill()
-        process.wait()
-
-
 def test_two_trainings_at_once(
     made: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:

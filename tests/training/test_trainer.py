@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from training.steps import (
     newest,
     quiet,
     run_unsplit,
+    same,
     shard,
+    states,
     write_model,
     write_step,
 )
@@ -44,16 +45,6 @@ def samples(count: int = 40, dtype: type = np.float32) -> dict[str, Array]:
 
 def data_for(trainer: Trainer, dtype: type = np.float32) -> Data:
     return Data.of(samples(dtype=dtype), trainer.data)
-
-
-def states(trainer: Trainer) -> dict[str, Array]:
-    return {name: trainer.session.states.read(name) for name in trainer.bundle.states}
-
-
-def same(a: Mapping[str, Array], b: Mapping[str, Array]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 def train(par: Path, run: Run, dtype: type = np.float32) -> tuple[list[Record], dict[str, Array]]:
