@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
-from onnxpar.rules.rule import is_float
 from onnxpar.subgraphs import bodies
+from onnxpar.tensors import is_float
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from onnxpar.collective import DOMAIN
 from onnxpar.layout import local_size
 from onnxpar.lower_reshard import changed_dims
 from onnxpar.mesh import Mesh
-from onnxpar.plan import part_bytes
+from onnxpar.part_bytes import part_bytes
 from onnxpar.schedule import schedule
 from onnxpar.search.cost import Costs
 from onnxpar.subgraphs import captured

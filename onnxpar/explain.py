@@ -20,7 +20,8 @@ from onnxpar.manual import MANUAL
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.pipeline import Options
 from onnxpar.placements import LOCAL_STEPS
-from onnxpar.plan import Plan, reshards
+from onnxpar.plan import Plan
+from onnxpar.planned_collectives import reshards
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 from onnxpar.subgraphs import subgraphs

@@ -10,7 +10,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.interchange import type_text
 from onnxpar.open_ports import opened_port
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import Plan, Port, numpy_dtype
+from onnxpar.plan import Plan, Port
+from onnxpar.tensors import numpy_dtype
 
 _TYPES = frozenset(
     [

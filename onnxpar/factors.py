@@ -22,18 +22,13 @@ from onnxpar.fused_units import fused_tensors
 from onnxpar.layout import Concat, Dim, Factor, Product, SizedFactor
 from onnxpar.layout import leaves as leaves_of
 from onnxpar.mesh import Axes
-from onnxpar.narrow import Whole, narrowed
+from onnxpar.narrow import narrowed
 from onnxpar.pieces import Piece, compose, flat, same, unify
 from onnxpar.rules.control_flow import ports
-from onnxpar.rules.rule import (
-    Rule,
-    Spec,
-    expr_vars,
-    rule_of,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import Spec, expr_vars
+from onnxpar.rules.rule import Rule, rule_of, whole_rule
 from onnxpar.subgraphs import bodies, is_random
+from onnxpar.tensors import Whole, tensor_shape
 
 _CUT_HERE = "its dimensions do not line up here"
 _UNKNOWN = "a size that only a run can tell"

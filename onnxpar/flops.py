@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from onnxpar.factors import OpFactors, with_axes
 from onnxpar.layout import estimated_size
 from onnxpar.mesh import Axes, Mesh
-from onnxpar.rules.rule import Rule, Size, expr_vars
+from onnxpar.rules.notation import expr_vars
+from onnxpar.rules.rule import Rule
 from onnxpar.sharding import Sharding
+from onnxpar.tensors import Size
 
 
 def flops(op: OpFactors, sharding: Sharding | None = None) -> int:

@@ -29,7 +29,7 @@ from onnxpar.layout import (
     split_count,
 )
 from onnxpar.mesh import Axes, Mesh
-from onnxpar.plan import numpy_dtype
+from onnxpar.tensors import numpy_dtype
 
 
 @dataclass

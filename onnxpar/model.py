@@ -21,7 +21,6 @@ from onnxpar.fused_units import separate_dequantized
 from onnxpar.inference import infer
 from onnxpar.input_sizes import bind_dims, fix_shapes
 from onnxpar.interchange import header_of, import_graph, reopen
-from onnxpar.narrow import Whole
 from onnxpar.open_sizes import OpenSizes, infer_open
 from onnxpar.sequences import split_sequences
 from onnxpar.state_pairs import find_states, given_states
@@ -39,6 +38,7 @@ from onnxpar.stored import (
     stored_tensors,
 )
 from onnxpar.subgraphs import all_nodes
+from onnxpar.tensors import Whole
 from onnxpar.tolerated import restate
 from onnxpar.typical import Typical, check_closed
 from onnxpar.unfuse import unfuse

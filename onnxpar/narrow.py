@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.rule import Expr, Rule, Size, Spec, Var, expr_vars, tensor_shape, whole_rule
+from onnxpar.rules.notation import Expr, Spec, Var, expr_vars
+from onnxpar.rules.rule import Rule, whole_rule
+from onnxpar.tensors import Size, tensor_shape
 
 OPEN = "its parts cannot be told while sizes are open; --dim NAME=N fixes a size"
-Whole = Mapping[str, Collection[str] | None]
-"""Factors that a node must not split, by the name of its first result; None for all of them."""
 
 
 def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule:

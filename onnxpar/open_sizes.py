@@ -20,11 +20,11 @@ from onnxpar.errors import StrategyError
 from onnxpar.fits import DOMAINS, Domain, sample
 from onnxpar.lockstep import Lockstep, Strides, Unsolved
 from onnxpar.misfits import check_fits
-from onnxpar.narrow import Whole
 from onnxpar.scopes import open_scopes
 from onnxpar.shapes import keep_nodes
 from onnxpar.stored import FOLD_LIMIT, copy_with_stubs
 from onnxpar.symbols import Binding, Polynomial, Quotient, Variable
+from onnxpar.tensors import Whole
 from onnxpar.typical import Profile, Ties, Typical, typical_sizes
 
 OpenDims = Mapping[tuple[str, int], Polynomial]

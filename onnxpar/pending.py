@@ -16,7 +16,7 @@ from onnxpar.accumulators import Accumulator, accumulators
 from onnxpar.factors import Links, OpFactors
 from onnxpar.layout import ReduceOp
 from onnxpar.mesh import Axes
-from onnxpar.plan import mean_bytes
+from onnxpar.part_bytes import mean_bytes
 from onnxpar.sharding import Placement, Sharding, overlaps
 from onnxpar.subgraphs import scopes
 

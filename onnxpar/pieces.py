@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from onnxpar.rules.rule import Cat, Expr, Prod, Var
+from onnxpar.rules.notation import Cat, Expr, Prod, Var
 
 
 class Piece:

@@ -26,7 +26,6 @@ from onnxpar.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.memory_limit import within_host, within_limit
 from onnxpar.mesh import Mesh, check_ranks
 from onnxpar.model import InferTypes, Model, load
-from onnxpar.narrow import Whole
 from onnxpar.new_folder import check_place, new_folder
 from onnxpar.open_ports import open_ports
 from onnxpar.pass_order import Placed, check_rewritten, insert, known_of
@@ -57,6 +56,7 @@ from onnxpar.state_pairs import unpaired_text
 from onnxpar.step import Step
 from onnxpar.strategy import Seed, Strategy
 from onnxpar.summary import summarize
+from onnxpar.tensors import Whole
 from onnxpar.topology import Topology
 from onnxpar.typical import Profile, Typical
 from onnxpar.unused_options import refuse_for_manual, refuse_without_search

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import onnx
-import onnx_graphsurgeon as gs
 
 from onnxpar.cache_sizes import CacheSizes
 from onnxpar.digests import digests_of, sealed
 from onnxpar.layout import Layout
 from onnxpar.lookup import Lookup
 from onnxpar.mesh import Mesh
-from onnxpar.packing import stored_bits
-from onnxpar.search.cost import bytes_sent
-from onnxpar.sharding import Placement, Sharding
+from onnxpar.planned_collectives import Collective
 from onnxpar.shown import Shown
 from onnxpar.step import Step
 
@@ -30,91 +23,6 @@ _OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onn
 NO_RULE = "no rule"
 STORED, ZERO = "stored", "zero"
 """First values of states."""
-
-
-def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
-    """The tensor's dtype for NumPy; bfloat16 and the like are ml_dtypes'."""
-    dtype = tensor.dtype
-    if isinstance(dtype, int):
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(dtype)
-    found: np.dtype[Any] = np.dtype(dtype)
-    return found
-
-
-def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
-    """Bytes of a rank's part; rank 0 has the largest of default parts."""
-    return shape_bytes(tensor, layout.estimated_shape(mesh, rank))
-
-
-def shape_bytes(tensor: gs.Tensor, shape: Sequence[int]) -> int:
-    """Bytes of a part of this shape."""
-    return math.ceil(math.prod(shape) * element_bytes(tensor))
-
-
-def mean_bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> float:
-    """Bytes that the fullest rank holds of a tensor, on average of the sizes that costs are
-    computed at."""
-    each = sharding.costed_shapes(tensor.name, placement)
-    return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)
-
-
-def element_bytes(tensor: gs.Tensor) -> float:
-    """Bytes of an element, of which some types have but a part; 4 where the type is unknown."""
-    return stored_bits(numpy_dtype(tensor)) / 8 if tensor.dtype is not None else 4.0
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of the plan. `group` is that of rank 0, of `groups` in all; `bytes` is what
-    each rank sends, in all steps of a Scan."""
-
-    kind: str
-    name: str
-    group: tuple[int, ...]
-    groups: int
-    bytes: int
-    tensor: str
-    before: str
-    after: str
-
-    def repeated(self, turns: int) -> Collective:
-        """The same so many times."""
-        return replace(self, bytes=self.bytes * turns)
-
-
-def reshards(node: gs.Node) -> list[tuple[gs.Tensor, Layout, Layout]]:
-    """(operand, before, after) of a reshard node; several where all-reduces were fused."""
-    members = node.attrs.get("members") or [(node.attrs["before"], node.attrs["after"])]
-    return [(t, *layouts) for t, layouts in zip(node.inputs, members, strict=True)]
-
-
-def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
-    """The plan's entry for a reshard node."""
-    members = reshards(node)
-    group = mesh.group(node.attrs["axes"], 0)
-    size = sum(
-        max(part_bytes(source, before, mesh), part_bytes(source, after, mesh))
-        for source, before, after in members
-    )
-    sent = int(bytes_sent(node.op, len(group), size))
-    tensor = " ".join(source.name.split("@")[0] for source, _, _ in members)
-    layouts = ["; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2)]
-    return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)
-
-
-def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
-    """The plan's entry for a collective inside an op; takes what only the plan needs from the
-    node."""
-    axes, shape = node.attrs.pop("axes"), node.attrs.pop("shape")
-    group = mesh.group(axes, 0)
-    size = math.prod(shape) * numpy_dtype(node.inputs[0]).itemsize
-    over = ".".join(mesh.text(a) for a in axes)
-    before = f"{node.attrs.get('op', 'parts')}({over})"
-    sent = int(bytes_sent(node.op, len(group), size))
-    within = node.name.split("::")[0]
-    return Collective(
-        node.op, node.name, group, mesh.size // len(group), sent, f"in {within}", before, "-"
-    )
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:

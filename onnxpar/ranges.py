@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.interchange import default_of
 from onnxpar.lookup import Lookup
-from onnxpar.rules.rule import constant, given, tensor_shape
+from onnxpar.tensors import constant, given, tensor_shape
 
 Range = tuple[int, int]
 """[low, high)."""

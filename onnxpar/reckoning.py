@@ -14,7 +14,8 @@ from onnxpar.model import Model
 from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.placements import LOCAL_STEPS
-from onnxpar.plan import Plan, Predicted, collective_of
+from onnxpar.plan import Plan, Predicted
+from onnxpar.planned_collectives import collective_of
 from onnxpar.quantities import text_of
 from onnxpar.replay import replay_typical
 from onnxpar.search.predict import predict_nodes, predict_on_one

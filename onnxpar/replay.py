@@ -11,12 +11,13 @@ from onnxpar.errors import OpenSizesError
 from onnxpar.factors import GraphFactors, OpFactors, analyse
 from onnxpar.fits import ENOUGH
 from onnxpar.model import Model
-from onnxpar.narrow import Whole, delicate, joint
+from onnxpar.narrow import delicate, joint
 from onnxpar.origin import origin_of
 from onnxpar.passes.pass_ import Pass, PassContext, Variant
 from onnxpar.sharding import Sharding
 from onnxpar.sized_factors import Sample, at_sizes, atom_sizes, priced
 from onnxpar.symbols import Variable
+from onnxpar.tensors import Whole
 from onnxpar.typical import Profile
 
 

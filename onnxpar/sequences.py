@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.rule import constant
 from onnxpar.subgraphs import scopes
+from onnxpar.tensors import constant
 
 _SPLIT_BY_OPERAND = 13
 """The opset since which Split is told the sizes by an operand."""

@@ -14,9 +14,9 @@ from functools import cache
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
-from onnxpar.rules.rule import tensor_shape
 from onnxpar.runtime_shapes import operator_ports
 from onnxpar.subgraphs import bodies
+from onnxpar.tensors import tensor_shape
 
 Pair = tuple[str, str]
 Stem = tuple[str, ...]

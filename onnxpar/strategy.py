@@ -16,7 +16,7 @@ from onnxpar.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.plain_yaml import parse
-from onnxpar.rules.rule import expr_vars
+from onnxpar.rules.notation import expr_vars
 from onnxpar.sharding import Sharding, overlaps
 from onnxpar.write_file import unread
 

@@ -13,25 +13,16 @@ from onnxpar.interchange import declared_shape, default_of, type_text
 from onnxpar.layout import Layout, leaves
 from onnxpar.mesh import Mesh
 from onnxpar.packing import stored_bits
+from onnxpar.part_bytes import part_bytes
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import (
-    NO_RULE,
-    STORED,
-    ZERO,
-    Plan,
-    Port,
-    Weight,
-    Whole,
-    numpy_dtype,
-    open_shape,
-    part_bytes,
-    reshards,
-)
+from onnxpar.plan import NO_RULE, STORED, ZERO, Plan, Port, Weight, Whole, open_shape
+from onnxpar.planned_collectives import reshards
 from onnxpar.ranges import integer_ranges, lookups
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.search.tensor_parallel import is_contraction
 from onnxpar.state_pairs import missing_states
 from onnxpar.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
+from onnxpar.tensors import numpy_dtype
 
 _MAKE_WHOLE = ("AllGather", "AllReduce")
 

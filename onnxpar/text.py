@@ -12,8 +12,8 @@ from onnxpar.collective import DOMAIN
 from onnxpar.layout import Layout
 from onnxpar.mesh import Axis
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import numpy_dtype
 from onnxpar.subgraphs import constants, subgraphs
+from onnxpar.tensors import numpy_dtype
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:

@@ -21,7 +21,7 @@ from onnxpar.arrays import Array
 from onnxpar.collective import DOMAIN, PerRank
 from onnxpar.layout import Factor, Layout, dim_axes
 from onnxpar.mesh import Axes, Mesh, in_mesh_order, merge_axes, parts_over
-from onnxpar.plan import numpy_dtype
+from onnxpar.tensors import numpy_dtype
 
 PER_BYTE = 4
 

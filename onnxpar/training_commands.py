@@ -19,11 +19,11 @@ from onnxpar.arguments import dims_of
 from onnxpar.folder_lock import FolderLock
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
 from onnxpar.pipeline import Options
-from onnxpar.plan import numpy_dtype
 from onnxpar.report import size_text, table
 from onnxpar.runtime.launch import launched_rank, redirect_output
 from onnxpar.step import Step
 from onnxpar.strategy import Strategy
+from onnxpar.tensors import numpy_dtype
 from onnxpar.trace import check_place
 from onnxpar.trace_lines import trace_lines
 from onnxpar.training.api import write_step

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
-from onnxpar.rules.rule import constant, dtype_of, given
+from onnxpar.tensors import constant, dtype_of, given
 
 _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
 _SHIFT = 128

@@ -17,7 +17,7 @@ from onnxpar.factors import OpFactors
 from onnxpar.layout import Concat, Dim, Factor, Layout, leaves
 from onnxpar.mesh import Axis, merge_axes
 from onnxpar.passes.pass_ import PassContext
-from onnxpar.plan import reshards
+from onnxpar.planned_collectives import reshards
 from onnxpar.subgraphs import all_nodes, bodies
 
 Fail = Callable[[str], None]

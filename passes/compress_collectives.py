@@ -15,11 +15,12 @@ from onnxpar.collective import DOMAIN
 from onnxpar.compression import TWO_BIT, Compression, gradient_reductions
 from onnxpar.errors import StrategyError
 from onnxpar.layout import Layout
+from onnxpar.part_bytes import part_bytes
 from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.plan import numpy_dtype, part_bytes
 from onnxpar.schedule import schedule
 from onnxpar.step import RESIDUAL, SCALE, Slot, Step
 from onnxpar.subgraphs import all_nodes, bodies
+from onnxpar.tensors import numpy_dtype
 from onnxpar.threshold_codes import Sum, ThresholdBuilder, other_axes
 
 _WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProto.BFLOAT16}

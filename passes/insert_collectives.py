@@ -13,15 +13,16 @@ from onnxpar.asked import check_asked
 from onnxpar.collective import DOMAIN
 from onnxpar.errors import StrategyError
 from onnxpar.factors import BodyFactors, OpFactors
+from onnxpar.part_bytes import mean_bytes
 from onnxpar.passes.pass_ import LAYOUTS, Pass, PassContext, Stage
 from onnxpar.pending import Pending, choose_pending
 from onnxpar.placements import Step
-from onnxpar.plan import element_bytes, mean_bytes
 from onnxpar.reshard import Bytes, Tensor, cost, plan_tree
 from onnxpar.schedule import schedule
 from onnxpar.sharding import Placement
 from onnxpar.strategy import TensorSeed
 from onnxpar.subgraphs import captured, constants, is_random
+from onnxpar.tensors import element_bytes
 
 
 @dataclass(frozen=True)

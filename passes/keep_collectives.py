@@ -14,8 +14,9 @@ from onnxpar.errors import StrategyError
 from onnxpar.handwritten import Handwritten, check_order
 from onnxpar.layout import Factor, Layout
 from onnxpar.manual import REPLICAS, Manual
+from onnxpar.part_bytes import part_bytes
 from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.plan import Collective, part_bytes
+from onnxpar.planned_collectives import Collective
 from onnxpar.search.cost import bytes_sent
 
 

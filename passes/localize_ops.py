@@ -13,10 +13,10 @@ from onnxpar.lower_reshard import ReshardBuilder
 from onnxpar.origin import note_origin
 from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.placements import LOCAL_STEPS
-from onnxpar.plan import collective_of, inner_collective
+from onnxpar.planned_collectives import collective_of, inner_collective
 from onnxpar.rules.lowering import localize_node
-from onnxpar.rules.rule import tensor_shape
 from onnxpar.subgraphs import subgraphs
+from onnxpar.tensors import tensor_shape
 from onnxpar.unsigned_pairs import exchange_unsigned
 
 

@@ -21,7 +21,7 @@ from onnxpar.strategy import Seed, Strategy
 from onnxpar.symbols import Binding
 
 if TYPE_CHECKING:
-    from onnxpar.plan import Collective
+    from onnxpar.planned_collectives import Collective
 
 
 @dataclass

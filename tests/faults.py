@@ -19,10 +19,10 @@ from onnxpar.passes.insert_collectives import _Insertion
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.pending import Pending
-from onnxpar.plan import numpy_dtype
 from onnxpar.rules import indexing, local, reductions
 from onnxpar.rules.rule import Rule, registered
 from onnxpar.sharding import Placement, Sharding
+from onnxpar.tensors import numpy_dtype
 from onnxpar.weights import WeightStore
 
 Patch = pytest.MonkeyPatch

@@ -21,8 +21,8 @@ from onnxpar.mesh import Mesh
 from onnxpar.model import Model
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.plan import Collective as Planned
 from onnxpar.plan import Plan
+from onnxpar.planned_collectives import Collective as Planned
 from onnxpar.search.compare_trace import PlannedNode, compare_trace, planned_nodes
 from onnxpar.search.comparison import NOTHING_RAN, Comparison
 from onnxpar.search.predict import Prediction

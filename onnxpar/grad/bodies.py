@@ -14,8 +14,8 @@ from onnxpar.errors import ModelError
 from onnxpar.grad.reverse import drop_unread, gradients
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import Grads, Vjp, operands_of
-from onnxpar.rules.rule import constant
 from onnxpar.subgraphs import draws, scopes
+from onnxpar.tensors import constant
 
 Handed = Callable[[gs.Tensor], gs.Tensor]
 """Gives the copy of a body what the forward pass hands out of a tensor of the body."""

@@ -21,7 +21,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.collective import DOMAIN
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.rules.rule import is_float
+from onnxpar.tensors import is_float
 
 _Shape = Sequence[int | None] | None
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.unknown_shapes import has_shape, shape_error
-from onnxpar.rules.rule import dtype_of
 from onnxpar.shapes import infer_results
+from onnxpar.tensors import dtype_of
 
 Array = npt.NDArray[Any]
 Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequence["Value"]]]

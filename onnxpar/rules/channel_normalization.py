@@ -18,18 +18,9 @@ from onnxpar.rules.across import (
     wanted,
     widen,
 )
-from onnxpar.rules.rule import (
-    Local,
-    Lowering,
-    Rule,
-    Size,
-    dims_text,
-    einsum,
-    names,
-    rule,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.tensors import Size, tensor_shape
 
 
 @rule("BatchNormalization")

@@ -7,22 +7,10 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.rules.notation import ONE, Expr, Spec, Var
 from onnxpar.rules.random_draws import training_dropout
-from onnxpar.rules.rule import (
-    FIRST,
-    ONE,
-    Expr,
-    Rule,
-    Size,
-    Spec,
-    Var,
-    constant,
-    dtype_of,
-    given,
-    is_float,
-    rule,
-    tensor_shape,
-)
+from onnxpar.rules.rule import FIRST, Rule, rule
+from onnxpar.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 
 
 def broadcast(node: gs.Node, **fields: Any) -> Rule:

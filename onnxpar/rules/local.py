@@ -24,7 +24,9 @@ from onnxpar.layout import (
     normalize,
 )
 from onnxpar.mesh import Axes, Mesh
-from onnxpar.rules.rule import Cat, Expr, Prod, Rule, Size, Spec, Var, tensor_shape
+from onnxpar.rules.notation import Cat, Expr, Prod, Spec, Var
+from onnxpar.rules.rule import Rule
+from onnxpar.tensors import Size, tensor_shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,8 @@ from onnxpar.mesh import Axes, Mesh, in_mesh_order
 from onnxpar.origin import note_origin
 from onnxpar.rules.halo import fetch
 from onnxpar.rules.local import NodeView
-from onnxpar.rules.rule import Local, Step, expr_vars
+from onnxpar.rules.notation import expr_vars
+from onnxpar.rules.rule import Local, Step
 from onnxpar.rules.stand_ins import StandIns, factors_to_fill, fill
 from onnxpar.shapes import infer_results
 from onnxpar.subgraphs import nodes_within

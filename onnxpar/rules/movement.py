@@ -11,25 +11,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.elementwise import broadcast
-from onnxpar.rules.rule import (
-    FIRST,
-    ONE,
-    Expr,
-    Local,
-    Lowering,
-    Prod,
-    Rule,
-    Size,
-    Spec,
-    Var,
-    constant,
-    einsum,
-    given,
-    names,
-    rule,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import ONE, Expr, Prod, Spec, Var
+from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.tensors import Size, constant, given, tensor_shape
 
 PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
 """For ops that only move elements of operand 0: whatever is pending passes."""

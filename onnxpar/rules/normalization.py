@@ -16,18 +16,9 @@ from onnxpar.rules.across import (
     wanted,
     widen,
 )
-from onnxpar.rules.rule import (
-    Lowering,
-    Rule,
-    dims_text,
-    dtype_of,
-    einsum,
-    given,
-    names,
-    rule,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.tensors import dtype_of, given, tensor_shape
 
 NORMALISED = "the op normalises over it"
 

@@ -24,7 +24,7 @@ from onnxpar.mesh import Axes, Mesh
 from onnxpar.rules.case import Case, Cut, compiled
 from onnxpar.rules.local import NodeView
 from onnxpar.rules.lowering import localize_node
-from onnxpar.rules.rule import Var
+from onnxpar.rules.notation import Var
 from onnxpar.rules.simulate import run_ranks
 from onnxpar.subgraphs import all_nodes
 

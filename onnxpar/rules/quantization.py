@@ -14,19 +14,9 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.rules.across import where_held
-from onnxpar.rules.rule import (
-    Lowering,
-    Rule,
-    Size,
-    constant,
-    dims_text,
-    dtype_of,
-    einsum,
-    given,
-    names,
-    rule,
-    tensor_shape,
-)
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule
+from onnxpar.tensors import Size, constant, dtype_of, given, tensor_shape
 
 
 @rule("QuantizeLinear DequantizeLinear")

@@ -10,19 +10,9 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.layout import ReduceOp, neutral
 from onnxpar.rules.across import across, like, places, positions, widen
-from onnxpar.rules.rule import (
-    Local,
-    Lowering,
-    Rule,
-    constant,
-    dims_text,
-    dtype_of,
-    einsum,
-    is_float,
-    names,
-    rule,
-    tensor_shape,
-)
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
+from onnxpar.tensors import constant, dtype_of, is_float, tensor_shape
 
 _COMPARED = "its elements are compared with each other"
 _COMPARABLE = ("float32", "float64", "int32", "int64")

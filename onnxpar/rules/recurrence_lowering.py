@@ -16,7 +16,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.rules.across import like, places, wanted
 from onnxpar.rules.cell_activations import Activation, activations_of
-from onnxpar.rules.rule import Local, Lowering, given
+from onnxpar.rules.rule import Local, Lowering
+from onnxpar.tensors import given
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 """How many gates each unit has, by op."""

@@ -11,24 +11,9 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.across import across, finish, is_short_float, like, number, total, widen
-from onnxpar.rules.rule import (
-    FIRST,
-    Local,
-    Lowering,
-    Rule,
-    Size,
-    constant,
-    dims_text,
-    dtype_of,
-    einsum,
-    given,
-    is_float,
-    names,
-    numel,
-    rule,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.tensors import Size, constant, dtype_of, given, is_float, numel, tensor_shape
 
 _PENDING = {
     "ReduceSum": "sum",

@@ -12,23 +12,9 @@ from onnxpar.rules.across import finish, like, widen
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.interpolation import Scaling, Taps, taps
 from onnxpar.rules.movement import PERMUTES, int64
-from onnxpar.rules.rule import (
-    FIRST,
-    Local,
-    Lowering,
-    Rule,
-    Size,
-    constant,
-    dims_text,
-    dtype_of,
-    einsum,
-    given,
-    is_float,
-    names,
-    rule,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 
 Region = tuple[float, float]
 Shape = tuple[int, ...]

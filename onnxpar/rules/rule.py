@@ -1,55 +1,19 @@
-"""What a sharding rule is: the einsum-like text of an op, parsed against the shapes of one node.
-
-m k, k n -> m n          a factor per index; k, absent from the result, is reduced
-(b h) s -> b h s         factors merged into one dimension, the major one first
-a + b, ... -> a ; b      segments of a dimension; `;` separates results, `,` operands
-1                        a dimension of one element that is broadcast or dropped
-_                        an operand that is absent or has no layout (whole on every rank)
-"""
+"""Sharding rules: how the dimensions of an op's operands and results share factors."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.rules.notation import Spec, Var, expr_vars, parse_spec, spec_text
+from onnxpar.tensors import Size, tensor_shape
 
-Size = int | None
-"""Elements of a dimension; None where only a run of the model can tell."""
-
-
-@dataclass(frozen=True)
-class Var:
-    """A factor by name."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Prod:
-    """A product of factors."""
-
-    children: tuple[Expr, ...]
-
-
-@dataclass(frozen=True)
-class Cat:
-    """A concatenation of segments."""
-
-    children: tuple[Expr, ...]
-
-
-Expr = Var | Prod | Cat
-ONE = Prod(())
 FIRST = frozenset({0})
-Spec = tuple[Expr, ...]
 
 
 class Local(Protocol):
@@ -253,64 +217,6 @@ class Rule:
         return f"{left} -> {right}" + (" {" + ", ".join(notes) + "}" if notes else "")
 
 
-def spec_text(spec: Spec | None) -> str:
-    """The text form of an operand's dimensions; a scalar prints as `()`."""
-    return "_" if spec is None else " ".join(map(expr_text, spec)) or "()"
-
-
-def expr_text(expr: Expr, nested: bool = False) -> str:
-    """The text form of one dimension."""
-    if isinstance(expr, Var):
-        return expr.name
-    if isinstance(expr, Prod):
-        return (
-            "(" + " ".join(expr_text(c, True) for c in expr.children) + ")"
-            if expr.children
-            else "1"
-        )
-    text = " + ".join(expr_text(c, True) for c in expr.children)
-    return f"({text})" if nested else text
-
-
-def expr_vars(expr: Expr) -> Iterator[str]:
-    """The factors of a dimension, in order."""
-    if isinstance(expr, Var):
-        yield expr.name
-    else:
-        for child in expr.children:
-            yield from expr_vars(child)
-
-
-def parse_spec(text: str) -> Spec | None:
-    """Parses the dimensions of one operand; see the module's text for the form."""
-    tokens = re.findall(r"[A-Za-z_]\w*|[()+]|1", text)
-    if tokens == ["_"]:
-        return None
-    if tokens == ["(", ")"]:
-        return ()
-    spec, end = _parse_dims(tokens, 0)
-    assert end == len(tokens), text
-    return spec
-
-
-def _parse_dims(tokens: list[str], at: int) -> tuple[Spec, int]:
-    dims: list[Expr] = []
-    while at < len(tokens) and tokens[at] != ")":
-        joined = tokens[at] == "+"
-        at += joined
-        if tokens[at] == "(":
-            inner, at = _parse_dims(tokens, at + 1)
-            item: Expr = inner[0] if len(inner) == 1 else Prod(inner)
-        else:
-            item = ONE if tokens[at] == "1" else Var(tokens[at])
-        at += 1
-        if joined:
-            last = dims.pop()
-            item = Cat((*(last.children if isinstance(last, Cat) else (last,)), item))
-        dims.append(item)
-    return tuple(dims), at
-
-
 def einsum(
     node: gs.Node,
     text: str,
@@ -342,54 +248,9 @@ def einsum(
     return Rule(inputs, outputs, {v: found[v] for v in sorted(names)}, reduced, **fields)
 
 
-def tensor_shape(tensor: gs.Tensor) -> tuple[Size, ...] | None:
-    """The shape of a tensor, None for an unknown rank; symbols that stayed open are None."""
-    shape = tensor.shape
-    if shape is None:
-        return None
-    return tuple(int(s) if isinstance(s, (int, np.integer)) else None for s in shape)
-
-
 def names(prefix: str, count: int) -> list[str]:
     """Fresh factor names `d0 d1 d2`."""
     return [f"{prefix}{i}" for i in range(count)]
-
-
-def constant(tensor: gs.Tensor) -> np.ndarray[Any, Any] | None:
-    """The value of a constant operand, None where it is computed or fed."""
-    if isinstance(tensor, gs.Constant):
-        return np.asarray(tensor.values)
-    return None
-
-
-def dtype_of(tensor: gs.Tensor) -> np.dtype[Any] | None:
-    """The element type as NumPy (or ml_dtypes) has it, None where it is unknown."""
-    if tensor.dtype is None:
-        return None
-    if isinstance(tensor.dtype, int):
-        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.dtype))
-    dtype: np.dtype[Any] = np.dtype(tensor.dtype)
-    return dtype
-
-
-def is_float(tensor: gs.Tensor) -> bool:
-    """Whether the elements are floating-point numbers that sums are carried out in."""
-    return str(dtype_of(tensor)) in ("float16", "bfloat16", "float32", "float64")
-
-
-def given(node: gs.Node, index: int) -> gs.Tensor | None:
-    """An operand that may be left out, None where it is."""
-    return node.inputs[index] if index < len(node.inputs) and node.inputs[index].name else None
-
-
-def dims_text(dims: Iterable[str]) -> str:
-    """The dimensions of an operand as rule text."""
-    return " ".join(dims) or "()"
-
-
-def numel(shape: Sequence[Size]) -> int:
-    """The number of elements; an unknown dimension counts as one."""
-    return math.prod(s or (1 if s is None else 0) for s in shape)
 
 
 RuleFunction = Callable[[gs.Node], Rule]

@@ -7,21 +7,9 @@ import math
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.movement import int64
-from onnxpar.rules.rule import (
-    FIRST,
-    Local,
-    Lowering,
-    Rule,
-    constant,
-    dims_text,
-    einsum,
-    given,
-    is_float,
-    names,
-    rule,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.tensors import constant, given, is_float, tensor_shape
 
 _SAMPLED = "where it is sampled only a run can tell"
 _POINT = "the coordinates of one point"

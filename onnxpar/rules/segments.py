@@ -10,20 +10,9 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import PERMUTES, int64
-from onnxpar.rules.rule import (
-    Cat,
-    Expr,
-    Local,
-    Lowering,
-    Rule,
-    Size,
-    Spec,
-    Var,
-    constant,
-    rule,
-    tensor_shape,
-    whole_rule,
-)
+from onnxpar.rules.notation import Cat, Expr, Spec, Var
+from onnxpar.rules.rule import Local, Lowering, Rule, rule, whole_rule
+from onnxpar.tensors import Size, constant, tensor_shape
 
 
 @rule("Concat")

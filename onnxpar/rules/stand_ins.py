@@ -20,7 +20,9 @@ import onnx_graphsurgeon as gs
 from onnxpar.factors import OpFactors
 from onnxpar.layout import Concat, Dim, Factor, indices, neutral
 from onnxpar.rules.local import NodeView
-from onnxpar.rules.rule import Local, Rule, dtype_of, expr_vars
+from onnxpar.rules.notation import expr_vars
+from onnxpar.rules.rule import Local, Rule
+from onnxpar.tensors import dtype_of
 
 if TYPE_CHECKING:
     from onnxpar.rules.lowering import LoweringBuilder

@@ -10,12 +10,11 @@ import onnx_graphsurgeon as gs
 from onnxpar.buckets import BUCKET_BYTES
 from onnxpar.compression import gradient_tensors
 from onnxpar.mesh import Axes
-from onnxpar.plan import element_bytes
-from onnxpar.rules.rule import tensor_shape
 from onnxpar.search.cost import Costs
 from onnxpar.sharding import Sharding
 from onnxpar.step import Step
 from onnxpar.subgraphs import all_nodes
+from onnxpar.tensors import element_bytes, tensor_shape
 
 
 @dataclass(frozen=True)

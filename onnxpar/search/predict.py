@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.collective import DOMAIN
+from onnxpar.part_bytes import part_bytes
 from onnxpar.placements import LOCAL_STEPS
-from onnxpar.plan import part_bytes, reshards
+from onnxpar.planned_collectives import reshards
 from onnxpar.repetitions import repetitions
 from onnxpar.rows import rows_moved
 from onnxpar.search.choices import Choice

@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.arrays import Array
 from onnxpar.errors import StrategyError
 from onnxpar.factors import Links, OpFactors
-from onnxpar.plan import mean_bytes
+from onnxpar.part_bytes import mean_bytes
 from onnxpar.repetitions import repetitions, turns
 from onnxpar.search.aim import THROUGHPUT, Aim
 from onnxpar.search.choices import Choice, Kept, choices_of, pending_kinds

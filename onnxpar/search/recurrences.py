@@ -9,11 +9,10 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.factors import GraphFactors, OpFactors
 from onnxpar.mesh import Axes, parts_over
-from onnxpar.plan import numpy_dtype
 from onnxpar.rules.recurrence_lowering import GATES
-from onnxpar.rules.rule import numel
 from onnxpar.search.cost import Costs
 from onnxpar.strategy import NodeSeed
+from onnxpar.tensors import numel, numpy_dtype
 
 WEIGHTS = (1, 2)
 """The operands that the input and the state are multiplied by."""

@@ -20,13 +20,13 @@ from onnxpar.factors import OpFactors
 from onnxpar.interchange import is_weight
 from onnxpar.layout import Concat, Dim, Factor, leaves
 from onnxpar.mesh import Axes, parts_over
-from onnxpar.plan import mean_bytes
-from onnxpar.rules.rule import dtype_of
+from onnxpar.part_bytes import mean_bytes
 from onnxpar.search.covering import covering
 from onnxpar.search.recurrences import MOVES, Recurrences, recurrences
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.strategy import Seed, TensorSeed, nest
 from onnxpar.subgraphs import constants
+from onnxpar.tensors import dtype_of
 
 LARGE = 1024
 """Elements above which a weight should not be held whole."""

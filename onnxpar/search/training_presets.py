@@ -12,11 +12,11 @@ from onnxpar.errors import StrategyError
 from onnxpar.factors import Leaf, OpFactors
 from onnxpar.layout import leaves
 from onnxpar.mesh import Axes, parts_over
-from onnxpar.plan import numpy_dtype
 from onnxpar.search.covering import covering
 from onnxpar.sharding import Sharding, overlaps
 from onnxpar.step import Step
 from onnxpar.strategy import Seed
+from onnxpar.tensors import numpy_dtype
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 """Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"

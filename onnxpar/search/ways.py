@@ -12,11 +12,12 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.arrays import Array
+from onnxpar.part_bytes import mean_bytes
 from onnxpar.placements import LOCAL_STEPS, Placements, Unordered
-from onnxpar.plan import element_bytes, mean_bytes, shape_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
 from onnxpar.search.elimination import Table
 from onnxpar.sharding import Placement, Sharding
+from onnxpar.tensors import element_bytes, shape_bytes
 
 MOST_TOGETHER = 1 << 16
 """Entries of a table over the maker and all readers of a tensor."""

@@ -11,11 +11,11 @@ import onnx_graphsurgeon as gs
 from onnxpar.factors import OpFactors
 from onnxpar.flops import flops_on_rank_0
 from onnxpar.mesh import parts_over
-from onnxpar.plan import shape_bytes
 from onnxpar.search.choices import Choice
 from onnxpar.search.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.tensor_parallel import convolves, is_contraction
 from onnxpar.sharding import Placement, Sharding
+from onnxpar.tensors import shape_bytes
 
 _VIEWS = frozenset(
     ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant")

@@ -15,7 +15,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.gates import add_gate
 from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.value import Value
-from onnxpar.plan import numpy_dtype
+from onnxpar.tensors import numpy_dtype
 
 
 @dataclass(frozen=True)

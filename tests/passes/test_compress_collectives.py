@@ -20,7 +20,8 @@ from onnxpar.model import Model
 from onnxpar.pass_list import parse_passes
 from onnxpar.passes.pass_ import Pass, PassContext
 from onnxpar.pipeline import Options
-from onnxpar.plan import Collective, Plan
+from onnxpar.plan import Plan
+from onnxpar.planned_collectives import Collective
 from onnxpar.text import graph_text
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from peer.splits import Split
 
 from onnxpar.factors import GraphFactors, OpFactors
-from onnxpar.rules.rule import expr_vars
+from onnxpar.rules.notation import expr_vars
 from onnxpar.subgraphs import captured
 
 IN_SUBGRAPH = "what a subgraph reads of the graph around it is whole"

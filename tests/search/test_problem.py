@@ -20,12 +20,12 @@ from tiny_models import model, port, write
 
 from onnxpar.factors import OpFactors
 from onnxpar.mesh import Mesh
+from onnxpar.part_bytes import part_bytes
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.pass_ import PassContext
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline import Options, load_model, make_context, run_passes
 from onnxpar.placements import LOCAL_STEPS
-from onnxpar.plan import element_bytes, part_bytes
 from onnxpar.reshard import Tensor, cost, plan_steps
 from onnxpar.search.aim import LATENCY, OBJECTIVES, Aim
 from onnxpar.search.choices import Choice, Kept
@@ -37,6 +37,7 @@ from onnxpar.search.work import work
 from onnxpar.sharding import Placement, Sharding
 from onnxpar.strategy import NodeSeed
 from onnxpar.subgraphs import constants
+from onnxpar.tensors import element_bytes
 from onnxpar.topology import Topology
 
 MOST = 20_000

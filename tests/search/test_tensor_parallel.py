@@ -13,7 +13,7 @@ from committed import MODELS, STATIC
 
 from onnxpar import pipeline
 from onnxpar.plan import Plan
-from onnxpar.rules.rule import expr_vars
+from onnxpar.rules.notation import expr_vars
 
 LAYERS = 2
 RANKS = (2, 3, 4, 8)

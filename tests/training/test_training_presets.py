@@ -16,7 +16,8 @@ from onnxpar import pipeline
 from onnxpar.errors import StrategyError
 from onnxpar.mesh import Mesh
 from onnxpar.pipeline import Options
-from onnxpar.plan import Collective, Plan
+from onnxpar.plan import Plan
+from onnxpar.planned_collectives import Collective
 from onnxpar.training import grad
 
 SMALL = 64
