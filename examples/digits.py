@@ -19,11 +19,11 @@ import onnxruntime as ort
 from sklearn.datasets import load_digits
 
 import onnxpar
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.loop import Run, records
+from onnxpar.trainer.merge import merge
+from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
-from onnxpar.training.data import Data
-from onnxpar.training.loop import Run, records
-from onnxpar.training.merge import merge
-from onnxpar.training.trainer import Trainer
 
 BATCH, TRAINED_ON = 72, 1440
 

@@ -16,8 +16,8 @@ import onnx
 import onnx.parser
 
 import onnxpar
+from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
-from onnxpar.training.trainer import Trainer
 
 RANKS, SAMPLES, BATCH, EPOCHS = 8, 640, 32, 2
 

@@ -17,8 +17,8 @@ import onnx
 import onnx.parser
 
 import onnxpar
+from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
-from onnxpar.training.trainer import Trainer
 
 RANKS, SAMPLES, BATCH, EPOCHS = 8, 640, 32, 2
 STRATEGY = {"shard": {"matmul": ((2, 4), (4, 1)), "relu": ((8, 1),)}}

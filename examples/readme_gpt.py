@@ -17,11 +17,11 @@ import numpy as np
 import onnxruntime as ort
 
 import onnxpar
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.loop import Run, records
+from onnxpar.trainer.merge import merge
+from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
-from onnxpar.training.data import Data
-from onnxpar.training.loop import Run, records
-from onnxpar.training.merge import merge
-from onnxpar.training.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "models" / "gpt2.legacy.training.onnx"

@@ -4,9 +4,44 @@ onnxruntime.
 plan = onnxpar.shard("gpt2.onnx", "gpt2.par", devices=4, preset="tensor-parallel")
 session = onnxpar.InferenceSession("gpt2.par")
 logits, = session.run(["logits"], feeds)
+
+Rooms, in the order of the stages. A room imports only from rooms above it.
+
+errors       the errors of users
+base         arrays, units, text, interrupts: whatever knows nothing of models
+files        files and folders that appear whole or not at all; digests
+symbols      open sizes in closed form
+layout       meshes and layouts: which elements a rank holds
+cost         topologies; the time of communication, memory traffic and compute
+ir           views of a graph: tensors, collectives, bodies, the ports of a training step
+model        protos to graphs and back; shapes, checks, state pairs, annotations
+collapse     rewrites of the loader: functions, branches, sequences, old opsets
+open_sizes   models with open sizes, inferred at several bindings in lockstep
+load         from a file to the graph that all passes see
+rules        sharding rules, a file for each family of ops
+sharding     factors of a whole graph, and the state of their sharding
+strategy     strategies: files, annotations, what they ask of nodes and tensors
+presets      strategies by rule
+manual       programs that are written per rank
+reshard      from one layout to another: shortest paths over placements
+lowering     from global nodes to a rank's: local attributes, halos, collectives, weights
+search       strategies by cost
+grad         gradients, a file for each family of ops
+training     training steps as graphs: backward pass, optimizers, precision, recomputation
+compiler     the pass interface, the plan, verification, text
+passes       one pass a file
+runtime      ranks, sessions, traces (native/ is the plugin)
+pipeline     the order of passes, how they run, dumps, options
+report       tables and pages that people read
+trainer      training runs: the loop, data, checkpoints
+checking     sharded results beside those of the unsplit model
+api          the calls of Python
+calibration  measures a machine
+hvd          Horovod's API
+cli          the command line
+testing      oracles and proofs for people who write rules and gradients
 """
 
-from onnxpar import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)
 from onnxpar.api import annotate as annotate
 from onnxpar.api import candidates as candidates
 from onnxpar.api import check as check
@@ -16,23 +51,26 @@ from onnxpar.api import make_plan as plan
 from onnxpar.api import ops as ops
 from onnxpar.api import opt as opt
 from onnxpar.api import shard as shard
+from onnxpar.base import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)
+from onnxpar.base import moved as _moved
+from onnxpar.base.version import version_of
 from onnxpar.calibration.command import calibrate as calibrate
+from onnxpar.compiler.plan import Plan as Plan
+from onnxpar.cost.topology import Topology as Topology
 from onnxpar.errors import InputError as InputError
 from onnxpar.errors import ModelError as ModelError
 from onnxpar.errors import OnnxparError as OnnxparError
 from onnxpar.errors import RankError as RankError
 from onnxpar.errors import StrategyError as StrategyError
-from onnxpar.layout import Layout as Layout
-from onnxpar.mesh import Mesh as Mesh
-from onnxpar.plan import Plan as Plan
-from onnxpar.plan_options import LayoutOptions as LayoutOptions
-from onnxpar.plan_options import PlanOptions as PlanOptions
+from onnxpar.layout.layout import Layout as Layout
+from onnxpar.layout.mesh import Mesh as Mesh
+from onnxpar.pipeline.plan_options import LayoutOptions as LayoutOptions
+from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
 from onnxpar.runtime.session import InferenceSession as InferenceSession
-from onnxpar.strategy import Strategy as Strategy
-from onnxpar.topology import Topology as Topology
-from onnxpar.version import version_of
+from onnxpar.strategy.strategy import Strategy as Strategy
 
 __version__ = version_of("onnxpar")
+_moved.find_moved_modules()
 
 __all__ = [
     "InferenceSession",

@@ -2,6 +2,6 @@
 
 import sys
 
-from onnxpar.cli import main
+from onnxpar.cli.command_line import main
 
 sys.exit(main())

@@ -10,41 +10,36 @@ from typing import TYPE_CHECKING
 
 import onnx_graphsurgeon as gs
 
-import onnxpar.candidate_lines
-import onnxpar.comparison_lines  # noqa: F401  (these register the texts of results)
-from onnxpar import op_table, pipeline
-from onnxpar.candidates import (
-    Candidates,
-    choices,
-    fastest_first,
-    on_one_rank,
-    try_candidate,
-)
-from onnxpar.checking import Check, Inputs, Way, check_model
-from onnxpar.dump import Dump
+import onnxpar.report.candidate_lines
+import onnxpar.report.comparison_lines  # noqa: F401  (these register the texts of results)
+from onnxpar.checking.check import Check, Inputs, Way, check_model
+from onnxpar.compiler.pass_ import Pass, PassContext
+from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.errors import InputError, StrategyError
-from onnxpar.explain import Explainer, explain
-from onnxpar.given_model import Source, model_file
-from onnxpar.manual import MANUAL
-from onnxpar.named_passes import run_named
-from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.pipeline import Options
-from onnxpar.plan import Plan, SavedPlan
-from onnxpar.plan_options import LayoutOptions, PlanOptions, lists, options_of
-from onnxpar.plugins import load_plugin
-from onnxpar.report_page import explained_of, write_page
+from onnxpar.manual.manual import MANUAL
+from onnxpar.model.given_model import Source, model_file
+from onnxpar.open_sizes.typical import sizes_text
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.dump import Dump
+from onnxpar.pipeline.named_passes import run_named
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
+from onnxpar.pipeline.plugins import load_plugin
+from onnxpar.pipeline.save_strategy import Saver
+from onnxpar.report import compare_trace as comparing
+from onnxpar.report import op_table
+from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one_rank, try_candidate
+from onnxpar.report.compare_trace import PlannedNode, planned_nodes
+from onnxpar.report.explain import Explainer, explain
+from onnxpar.report.report_page import explained_of, write_page
+from onnxpar.report.trace_comparison import Comparison
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.search import compare_trace as comparing
-from onnxpar.search.compare_trace import PlannedNode, planned_nodes
-from onnxpar.search.comparison import Comparison
-from onnxpar.search.save import Saver
-from onnxpar.trace import read_trace
-from onnxpar.typical import sizes_text
+from onnxpar.runtime.trace import read_trace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from onnxpar.model import Model
+    from onnxpar.load.load import Model
 
 File = str | os.PathLike[str]
 

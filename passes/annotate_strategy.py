@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.annotated_strategy import annotation_seeds, check_agreement
-from onnxpar.derived_seeds import with_derived
+from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
 from onnxpar.errors import SizeError
-from onnxpar.passes.pass_ import ANNOTATIONS, Pass, PassContext, Stage
-from onnxpar.search.presets import default_rounds, preset_rounds
+from onnxpar.presets.presets import default_rounds, preset_rounds
 from onnxpar.search.search import AUTO, EXHAUSTIVE, solve
-from onnxpar.strategy import Seed, seeds_of
+from onnxpar.strategy.annotated_strategy import annotation_seeds, check_agreement
+from onnxpar.strategy.derived_annotations import with_derived
+from onnxpar.strategy.strategy import Seed, seeds_of
 
 
 @dataclass(frozen=True)

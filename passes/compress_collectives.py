@@ -10,18 +10,18 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, helper
 
-from onnxpar.buckets import BUCKET_BYTES, Kind, independent_groups
-from onnxpar.collective import DOMAIN
-from onnxpar.compression import TWO_BIT, Compression, gradient_reductions
+from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.errors import StrategyError
-from onnxpar.layout import Layout
-from onnxpar.part_bytes import part_bytes
-from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.schedule import schedule
-from onnxpar.step import RESIDUAL, SCALE, Slot, Step
-from onnxpar.subgraphs import all_nodes, bodies
-from onnxpar.tensors import numpy_dtype
-from onnxpar.threshold_codes import Sum, ThresholdBuilder, other_axes
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import all_nodes, bodies
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.ir.training_spec import RESIDUAL, SCALE, Slot, Step
+from onnxpar.layout.layout import Layout
+from onnxpar.lowering.buckets import BUCKET_BYTES, Kind, independent_groups
+from onnxpar.lowering.compression import TWO_BIT, Compression, gradient_reductions
+from onnxpar.lowering.schedule import schedule
+from onnxpar.lowering.threshold_codes import Sum, ThresholdBuilder, other_axes
+from onnxpar.sharding.part_bytes import part_bytes
 
 _WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProto.BFLOAT16}
 

@@ -8,11 +8,17 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.buckets import BUCKET_BYTES, PART_BYTES, PARTS, first_of_buckets, fuse_collectives
-from onnxpar.clone import needed
-from onnxpar.flops import flops
-from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.search.tensor_parallel import is_contraction
+from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
+from onnxpar.ir.clone import needed
+from onnxpar.lowering.buckets import (
+    BUCKET_BYTES,
+    PART_BYTES,
+    PARTS,
+    first_of_buckets,
+    fuse_collectives,
+)
+from onnxpar.presets.tensor_parallel import is_contraction
+from onnxpar.sharding.flops import flops
 
 FUSIONS = ("size", "cost", "none")
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.collective import DOMAIN
-from onnxpar.gates import gate_of
-from onnxpar.passes.pass_ import ORDER, Pass, PassContext, Stage
-from onnxpar.subgraphs import scopes
+from onnxpar.compiler.pass_ import ORDER, Pass, PassContext, Stage
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.gates import gate_of
+from onnxpar.ir.subgraphs import scopes
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,20 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.asked import check_asked
-from onnxpar.collective import DOMAIN
+from onnxpar.compiler.pass_ import LAYOUTS, Pass, PassContext, Stage
 from onnxpar.errors import StrategyError
-from onnxpar.factors import BodyFactors, OpFactors
-from onnxpar.part_bytes import mean_bytes
-from onnxpar.passes.pass_ import LAYOUTS, Pass, PassContext, Stage
-from onnxpar.pending import Pending, choose_pending
-from onnxpar.placements import Step
-from onnxpar.reshard import Bytes, Tensor, cost, plan_tree
-from onnxpar.schedule import schedule
-from onnxpar.sharding import Placement
-from onnxpar.strategy import TensorSeed
-from onnxpar.subgraphs import captured, constants, is_random
-from onnxpar.tensors import element_bytes
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import captured, constants, is_random
+from onnxpar.ir.tensors import element_bytes
+from onnxpar.lowering.schedule import schedule
+from onnxpar.reshard.graph import Step
+from onnxpar.reshard.planner import Bytes, Tensor, cost, plan_tree
+from onnxpar.sharding.factors import BodyFactors, OpFactors
+from onnxpar.sharding.part_bytes import mean_bytes
+from onnxpar.sharding.partial_sums import Pending, choose_pending
+from onnxpar.sharding.state import Placement
+from onnxpar.strategy.requested import check_asked
+from onnxpar.strategy.strategy import TensorSeed
 
 
 @dataclass(frozen=True)

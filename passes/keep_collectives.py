@@ -9,15 +9,15 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.collective import DOMAIN
+from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
+from onnxpar.cost.cost import bytes_sent
 from onnxpar.errors import StrategyError
-from onnxpar.handwritten import Handwritten, check_order
-from onnxpar.layout import Factor, Layout
-from onnxpar.manual import REPLICAS, Manual
-from onnxpar.part_bytes import part_bytes
-from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.planned_collectives import Collective
-from onnxpar.search.cost import bytes_sent
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.layout.layout import Factor, Layout
+from onnxpar.manual.handwritten import Handwritten, check_order
+from onnxpar.manual.manual import REPLICAS, Manual
+from onnxpar.sharding.part_bytes import part_bytes
+from onnxpar.sharding.planned_collectives import Collective
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.collective import DOMAIN
-from onnxpar.lower_bucket import BucketBuilder
-from onnxpar.lower_reshard import ReshardBuilder
-from onnxpar.origin import note_origin
-from onnxpar.passes.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.placements import LOCAL_STEPS
-from onnxpar.planned_collectives import collective_of, inner_collective
-from onnxpar.rules.lowering import localize_node
-from onnxpar.subgraphs import subgraphs
-from onnxpar.tensors import tensor_shape
-from onnxpar.unsigned_pairs import exchange_unsigned
+from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.origin import note_origin
+from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.ir.tensors import tensor_shape
+from onnxpar.lowering.localize import localize_node
+from onnxpar.lowering.lower_bucket import BucketBuilder
+from onnxpar.lowering.lower_reshard import ReshardBuilder
+from onnxpar.lowering.unsigned_pairs import exchange_unsigned
+from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.sharding.planned_collectives import collective_of, inner_collective
 
 
 @dataclass(frozen=True)

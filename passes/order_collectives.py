@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.collective import DOMAIN
-from onnxpar.collective_shapes import CONSTANTS
-from onnxpar.passes.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.subgraphs import all_nodes, bodies
+from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import all_nodes, bodies
+from onnxpar.manual.collective_shapes import CONSTANTS
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.factors import OpFactors
-from onnxpar.mesh import Axes
-from onnxpar.passes.pass_ import ANNOTATIONS, Pass, PassContext, Stage
-from onnxpar.sharding import Sharding
+from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
+from onnxpar.layout.mesh import Axes
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import Sharding
 
 
 @dataclass(frozen=True)

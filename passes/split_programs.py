@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.clone import clone_nodes, needed
-from onnxpar.collective import DOMAIN
-from onnxpar.passes.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.step import EVALUATION
-from onnxpar.subgraphs import all_nodes
+from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
+from onnxpar.ir.clone import clone_nodes, needed
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.ir.training_spec import EVALUATION
 
 
 @dataclass(frozen=True)

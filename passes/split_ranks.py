@@ -11,13 +11,13 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
-from onnxpar.interchange import default_of, export_graph
-from onnxpar.open_constants import Lowered, OpenConstants
-from onnxpar.passes.pass_ import LOCAL, Pass, PassContext, Stage
-from onnxpar.size_graph import SizeGraph, add_size_input
-from onnxpar.stored import nodes_of, stored_proto, stored_tensors, subgraphs_of
-from onnxpar.subgraphs import all_nodes, constants
-from onnxpar.weights import WeightStore, whole_layout
+from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
+from onnxpar.ir.stored import nodes_of, stored_proto, stored_tensors, subgraphs_of
+from onnxpar.ir.subgraphs import all_nodes, constants
+from onnxpar.lowering.open_constants import Lowered, OpenConstants
+from onnxpar.lowering.size_graph import SizeGraph, add_size_input
+from onnxpar.lowering.weights import WeightStore, whole_layout
+from onnxpar.model.interchange import default_of, export_graph
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from onnxpar import pipeline
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
-from onnxpar.plan import Plan, Port
+from onnxpar.compiler.plan import Plan, Port
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.strategy import Strategy
+from onnxpar.strategy.strategy import Strategy
 
 Array = npt.NDArray[Any]
 

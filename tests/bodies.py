@@ -11,8 +11,8 @@ import onnx
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar import pipeline
-from onnxpar.plan import Plan
+from onnxpar.compiler.plan import Plan
+from onnxpar.pipeline import pipeline
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 Array = np.ndarray[Any, Any]

@@ -11,19 +11,21 @@ import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 
-from onnxpar import layout, weights
-from onnxpar.layout import Factor, Layout, dim_axes
-from onnxpar.lower_reshard import ReshardBuilder
-from onnxpar.mesh import Mesh
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.layout import layout
+from onnxpar.layout.layout import Factor, Layout, dim_axes
+from onnxpar.layout.mesh import Mesh
+from onnxpar.lowering import rank_view as local
+from onnxpar.lowering import weights
+from onnxpar.lowering.lower_reshard import ReshardBuilder
+from onnxpar.lowering.weights import WeightStore
 from onnxpar.passes.insert_collectives import _Insertion
 from onnxpar.passes.order_collectives import OrderCollectives
-from onnxpar.passes.pass_ import PassContext
-from onnxpar.pending import Pending
-from onnxpar.rules import indexing, local, reductions
+from onnxpar.rules import indexing, reductions
 from onnxpar.rules.rule import Rule, registered
-from onnxpar.sharding import Placement, Sharding
-from onnxpar.tensors import numpy_dtype
-from onnxpar.weights import WeightStore
+from onnxpar.sharding.partial_sums import Pending
+from onnxpar.sharding.state import Placement, Sharding
 
 Patch = pytest.MonkeyPatch
 

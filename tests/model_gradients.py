@@ -11,9 +11,9 @@ import onnx
 import onnxruntime as ort
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
-from onnxpar.model import load
+from onnxpar.load.load import load
+from onnxpar.model.write_model import export_model
 from onnxpar.training.backward import LossOptions, add_backward, add_output
-from onnxpar.write_model import export_model
 
 Array = np.ndarray[Any, Any]
 TOLERANCE = 1e-4

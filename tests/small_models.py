@@ -13,7 +13,7 @@ import onnx.parser
 from agreement import check_agrees, options
 from onnx import numpy_helper
 
-from onnxpar.plan import Plan
+from onnxpar.compiler.plan import Plan
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
 

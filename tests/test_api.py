@@ -16,9 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
 import onnxpar.training
-from onnxpar.cli import main, parser
+from onnxpar.cli.command_line import main, parser
 from onnxpar.errors import InputError, ModelError, StrategyError
-from onnxpar.plan_options import Kind, option_names, options_of
+from onnxpar.pipeline.plan_options import Kind, option_names, options_of
 from onnxpar.training.optimizers import OPTIMIZERS
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -113,7 +113,7 @@ def test_all_is_there_and_documented() -> None:
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
-    import onnxpar.version
+    import onnxpar.base.version
 
     assert onnxpar.__version__ == version("onnxpar")
     with pytest.raises(SystemExit, match="0"):
@@ -125,8 +125,8 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(onnxpar.version, "version", missing)
-    assert onnxpar.version.version_of("onnxpar") == "0+unknown"
+    monkeypatch.setattr(onnxpar.base.version, "version", missing)
+    assert onnxpar.base.version.version_of("onnxpar") == "0+unknown"
 
 
 def test_shard_writes_to_the_current_folder(
@@ -215,7 +215,7 @@ def test_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_of_given_inputs_finds_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onnxpar.lower_reshard import ReshardBuilder
+    from onnxpar.lowering.lower_reshard import ReshardBuilder
 
     shapes = {p.name: p.shape for p in onnxpar.plan(DLRM, **TP).inputs}
     feeds: dict[str, Any] = {n: np.ones(s or (), np.int64) for n, s in shapes.items()}

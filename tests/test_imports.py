@@ -1,146 +1,19 @@
-"""Imports point one way, passes do not import each other, rules know no mesh."""
+"""Rooms import one way, passes do not import each other, rules know no mesh."""
 
 import ast
+import importlib
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import onnxpar
+
 ROOT = Path(__file__).parents[1]
-LAYERS = (
-    (
-        "arrays",
-        "errors",
-        "exported",
-        "interrupts",
-        "own_folder",
-        "lookup",
-        "progress_line",
-        "origin",
-        "packing",
-        "typed_bytes",
-        "symbols",
-        "quantities",
-        "plain_yaml",
-        "shown",
-        "trace",
-        "version",
-        "digests",
-        "write_file",
-        "new_folder",
-        "folder_lock",
-    ),
-    ("fits", "quotients", "ties"),
-    ("mesh", "rank_table", "topology"),
-    ("layout", "annotations", "device_lists"),
-    ("rules.rule",),
-    ("narrow", "stored", "untie", "tolerated", "upgrade", "interchange", "scopes", "step"),
-    (
-        "branches",
-        "runtime_shapes",
-        "table_reads",
-        "unfuse",
-        "sequences",
-        "shapes",
-        "checker",
-        "functions",
-        "inference",
-        "misfits",
-        "input_sizes",
-        "model",
-        "state_pairs",
-        "subgraphs",
-        "collective_shapes",
-        "collective",
-        "equal_sizes",
-        "branch_sizes",
-        "lockstep",
-        "cache_sizes",
-        "typical",
-        "open_sizes",
-        "write_model",
-        "clone",
-        "fused_units",
-        "gates",
-        "repetitions",
-    ),
-    ("bonds", "factors", "sized_factors", "pieces", "rules", "accumulators"),
-    (
-        "sharding",
-        "rows",
-        "search.cost",
-        "plan",
-        "lower_reshard",
-        "lower_bucket",
-        "unsigned_pairs",
-        "ranges",
-        "weights",
-        "open_constants",
-        "size_graph",
-    ),
-    (
-        "standard_shardings",
-        "dimension_text",
-        "write_strategy",
-        "placements",
-        "reshard",
-        "pending",
-        "strategy",
-        "derived_seeds",
-        "annotated_strategy",
-        "asked",
-        "manual",
-        "rank_shapes",
-        "handwritten",
-    ),
-    ("flops", "schedule", "buckets", "compression", "threshold_codes"),
-    ("search",),
-    ("grad",),
-    ("training",),
-    ("passes",),
-    ("summary", "text", "verify", "write_annotations"),
-    ("replay", "open_ports", "reckoning", "search.save", "expose"),
-    ("memory_limit", "host_memory", "pass_order", "plugins"),
-    ("pipeline", "unused_options", "typed_json", "dump"),
-    ("candidates", "explain"),
-    (
-        "pass_list",
-        "report",
-        "op_table",
-        "arguments",
-        "command_parser",
-        "trace_lines",
-        "comparison_lines",
-        "candidate_lines",
-        "charts",
-        "report_page",
-        "plan_options",
-        "given_model",
-        "named_passes",
-    ),
-    ("runtime",),
-    (
-        "training.__init__",
-        "training.api",
-        "training.checkpoint",
-        "training.compare",
-        "training.data",
-        "training.loop",
-        "training.merge",
-        "training.picture",
-        "training.rates",
-        "training.replicas",
-        "training.together",
-        "training.trainer",
-        "training.write_checkpoint",
-    ),
-    ("calibration",),
-    ("checking",),
-    ("api", "commands", "training_commands", "hvd"),
-    ("error_line",),
-    ("cli",),
-)
-"""From the lowest; a module imports from its own layer or below."""
+ROOMS = tuple(re.findall(r"^(\w+)  +\S", onnxpar.__doc__ or "", re.MULTILINE))
+"""From the lowest, as the package's docstring lists them."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -166,61 +39,42 @@ def imports(file: Path) -> Iterator[str]:
                 yield inner if is_module else base
 
 
-def layer(module: str) -> int:
-    """The number of a module's layer: that of its longest listed prefix."""
-    found = [
-        (len(name), i)
-        for i, names in enumerate(LAYERS)
-        for name in names
-        if module == name or module.startswith(name + ".")
-    ]
-    assert found, f"{module} stands in no layer; add it to LAYERS"
-    return max(found)[1]
+OUTSIDE = ("__init__", "__main__", "training.__init__", "cli.__init__")
+"""Entrances: they import what users import from there."""
 
 
-OTHERS = ("__init__", "__main__")
+@pytest.mark.parametrize("module,file", [m for m in modules() if m[0] not in OUTSIDE])
+def test_rooms_import_one_way(module: str, file: Path) -> None:
+    here = ROOMS.index(module.split(".")[0])
+    for name in filter(None, imports(file)):
+        assert ROOMS.index(name.split(".")[0]) <= here, f"{module} imports {name} from a room below"
 
 
-@pytest.mark.parametrize("module,file", [m for m in modules() if m[0] not in OTHERS])
-def test_imports_point_down(module: str, file: Path) -> None:
-    for name in imports(file):
-        assert layer(name) <= layer(module), f"{module} imports {name}, which stands above it"
+def test_each_folder_is_a_room() -> None:
+    folders = {m.split(".")[0] for m, _ in modules()} - {"__init__", "__main__"}
+    assert folders == set(ROOMS)
 
 
 def test_passes_do_not_import_each_other() -> None:
     for module, file in modules():
-        if module.startswith("passes.") and module != "passes.pass_":
-            others = {n for n in imports(file) if n.startswith("passes.")} - {"passes.pass_"}
+        if module.startswith("passes."):
+            others = {n for n in imports(file) if n.startswith("passes.")}
             assert not others, f"{module} imports {others}"
-
-
-MACHINERY = ("rules.local", "rules.lowering", "rules.halo", "rules.oracle")
 
 
 def test_rules_know_no_mesh() -> None:
     for module, file in modules():
-        if module.startswith("rules.") and module not in MACHINERY:
-            assert "mesh" not in set(imports(file)), module
+        if module.startswith("rules."):
+            assert "layout.mesh" not in set(imports(file)), module
 
 
-BELOW = {
-    "arrays",
-    "digests",
-    "errors",
-    "interrupts",
-    "layout",
-    "lookup",
-    "mesh",
-    "origin",
-    "own_folder",
-    "packing",
-    "typed_bytes",
-    "runtime",
-    "step",
-    "symbols",
-    "trace",
-    "write_file",
-}
+def test_tests_alone_use_the_machinery_of_tests() -> None:
+    for module, file in modules():
+        if not module.startswith("testing."):
+            assert not [n for n in imports(file) if n.startswith("testing")], module
+
+
+BELOW = {"base", "errors", "files", "ir", "layout", "runtime", "symbols"}
 
 
 def test_the_runtime_knows_no_passes() -> None:
@@ -231,7 +85,18 @@ def test_the_runtime_knows_no_passes() -> None:
 
 
 def test_runtime_follows_the_plan_format() -> None:
-    from onnxpar.plan import FORMAT, STORED
+    from onnxpar.compiler.plan import FORMAT, STORED
     from onnxpar.runtime import bundle, first_states
 
     assert (FORMAT, STORED) == (bundle.FORMAT, first_states.STORED)
+
+
+def test_modules_that_moved_warn() -> None:
+    from onnxpar.base.moved import MOVED
+
+    for old, new in MOVED.items():
+        sys.modules.pop(old, None)
+        with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+            found = importlib.import_module(old)
+        public = {k for k in vars(importlib.import_module(new)) if not k.startswith("__")}
+        assert public <= set(vars(found))

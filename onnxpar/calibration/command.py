@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 from onnxpar.calibration.fit import file_text, fit, lines
 from onnxpar.calibration.measure import Measurements, measure
+from onnxpar.cost.topology import Topology
 from onnxpar.errors import InputError
+from onnxpar.files.write_file import whole_file
 from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.launch import launched_rank
-from onnxpar.topology import Topology
-from onnxpar.write_file import whole_file
 
 MOST_RANKS = 8
 """By default: what more of them would show takes long."""

@@ -9,8 +9,8 @@ from scipy.optimize import nnls
 
 from onnxpar.calibration.measure import KINDS, LARGE, Measurements, Talk
 from onnxpar.calibration.models import NARROW, PICKED, PIXELS, ROWS, WIDE, WIDTH
-from onnxpar.search.cost import messages
-from onnxpar.topology import Device, Level, Link, Topology
+from onnxpar.cost.cost import messages
+from onnxpar.cost.topology import Device, Level, Link, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
 """Multiplications and additions of its three convolutions."""

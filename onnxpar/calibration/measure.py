@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from onnxpar.calibration import models
-from onnxpar.own_folder import OwnFolder
+from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.launch import bind_address
 from onnxpar.runtime.processes import Processes

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.collective import DOMAIN
+from onnxpar.ir.collectives import DOMAIN
 
 ROWS, WIDTH = 256, 768
 """Of the products that are measured: tokens, and BERT's width."""

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.clone import clone_node
 from onnxpar.errors import ModelError
 from onnxpar.grad.reverse import drop_unread, gradients
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import Grads, Vjp, operands_of
-from onnxpar.subgraphs import draws, scopes
-from onnxpar.tensors import constant
+from onnxpar.ir.clone import clone_node
+from onnxpar.ir.subgraphs import draws, scopes
+from onnxpar.ir.tensors import constant
 
 Handed = Callable[[gs.Tensor], gs.Tensor]
 """Gives the copy of a body what the forward pass hands out of a tensor of the body."""

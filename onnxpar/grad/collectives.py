@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.collective import DOMAIN
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.tensors import is_float
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.tensors import is_float
 
 _Shape = Sequence[int | None] | None
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.stored import stored_proto
-from onnxpar.weights import read_blocks
+from onnxpar.ir.stored import stored_proto
+from onnxpar.lowering.weights import read_blocks
 
 Array = npt.NDArray[Any]
 

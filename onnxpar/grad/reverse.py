@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.collective import DOMAIN
 from onnxpar.errors import ModelError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import (
@@ -19,7 +18,8 @@ from onnxpar.grad.vjp import (
     operands_of,
     without,
 )
-from onnxpar.subgraphs import detach
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import detach
 
 
 def gradients(

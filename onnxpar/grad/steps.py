@@ -24,7 +24,7 @@ from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.sums import Sum, sum_behind
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp
-from onnxpar.tensors import tensor_shape
+from onnxpar.ir.tensors import tensor_shape
 
 
 @dataclass

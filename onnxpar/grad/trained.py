@@ -18,7 +18,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
-from onnxpar.exported import PARAMETER
 from onnxpar.grad.constant_values import (
     Array,
     are_frequencies,
@@ -30,8 +29,9 @@ from onnxpar.grad.constant_values import (
     is_sinusoid,
 )
 from onnxpar.grad.vjp import carries, entry_of, is_message, is_trainable_type, operands_of
-from onnxpar.model import Model
-from onnxpar.subgraphs import all_nodes, bodies, nodes_within
+from onnxpar.ir.exported import PARAMETER
+from onnxpar.ir.subgraphs import all_nodes, bodies, nodes_within
+from onnxpar.load.load import Model
 
 _MOVES = (
     *("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity", "Expand"),

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.unknown_shapes import has_shape, shape_error
-from onnxpar.shapes import infer_results
-from onnxpar.tensors import dtype_of
+from onnxpar.ir.tensors import dtype_of
+from onnxpar.model.shapes import infer_results
 
 Array = npt.NDArray[Any]
 Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequence["Value"]]]

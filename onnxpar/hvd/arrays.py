@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.hvd.reductions import is_float
 
 

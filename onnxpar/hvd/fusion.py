@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import Communicator
 from onnxpar.hvd.compression import Compressor

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.base.typed_bytes import of_bytes, to_bytes
 from onnxpar.errors import InputError, RankError
 from onnxpar.hvd.arrays import broadcast, check_root
 from onnxpar.hvd.communicator import current
 from onnxpar.runtime import collectives
-from onnxpar.typed_bytes import of_bytes, to_bytes
 
 
 class Stateful(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 
 State = dict[str, Any]

@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 
 

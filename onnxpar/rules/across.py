@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, dtype_of
 from onnxpar.rules.rule import Local, Lowering
-from onnxpar.tensors import Size, dtype_of
 
 UNKNOWN = "a size that only a run can tell"
 FLOAT = onnx.TensorProto.FLOAT

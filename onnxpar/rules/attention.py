@@ -6,10 +6,10 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention_lowering import AttentionLowering, default_scale, sees_by_place
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Rule, einsum, rule, whole_rule
-from onnxpar.tensors import Size, given, tensor_shape
 
 _ATTENDED = "each score is a sum over all of it"
 _CACHED = "a cache is attended to whole"

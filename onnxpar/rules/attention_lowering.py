@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import dtype_of, given
 from onnxpar.rules.across import finish, like, places, wanted, widen
 from onnxpar.rules.rule import Local, Lowering
-from onnxpar.tensors import dtype_of, given
 
 _MASK, _LENGTHS = 3, 6
 _WINDOW = ("left_window_size", "right_window_size")

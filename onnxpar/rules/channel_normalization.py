@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.across import (
     across,
     finish,
@@ -20,7 +21,6 @@ from onnxpar.rules.across import (
 )
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import Size, tensor_shape
 
 
 @rule("BatchNormalization")

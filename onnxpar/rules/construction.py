@@ -6,12 +6,12 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.across import places
 from onnxpar.rules.indexing import SELECTED
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
-from onnxpar.tensors import dtype_of, given, tensor_shape
 
 _COUNTED = ("int32", "int64", "float32", "float64")
 """Types that a Range is made of by Mul and Add."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.notation import dims_text, parse_spec
 from onnxpar.rules.rule import FIRST, Rule, einsum, rule, whole_rule
-from onnxpar.tensors import Size, given, tensor_shape
 
 DOMAIN = "com.microsoft"
 _ATTENDED = "every query attends to all of it"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, constant, given, tensor_shape
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.index_tuples import gather_nd
 from onnxpar.rules.notation import Cat, Expr, Spec, Var, dims_text
 from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import Size, constant, given, tensor_shape
 
 DOMAIN = "com.microsoft"
 _ROW = "the op computes over its rows"

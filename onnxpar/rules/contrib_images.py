@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import Size, given, tensor_shape
 
 DOMAIN = "com.microsoft"
 _WINDOW = "a window over it reads its neighbours"

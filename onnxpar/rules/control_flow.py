@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.subgraphs import bodies
+from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.notation import Spec, Var
 from onnxpar.rules.rule import Rule, names, rule
-from onnxpar.subgraphs import bodies
-from onnxpar.tensors import Size, tensor_shape
 
 _STEPS = "its steps run one after the other"
 

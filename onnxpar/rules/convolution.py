@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import is_one_point, lower_quantized_convolution
 from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, rule, whole_rule
 from onnxpar.rules.windows import KERNEL, lower_windows, windows
-from onnxpar.tensors import dtype_of, given, tensor_shape
 
 ROUNDED = "the sum is rounded to the quantized type"
 UNKNOWN = "channels that only a run can tell"

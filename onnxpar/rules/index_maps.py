@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.rules.rule import Local, Lowering
 
 

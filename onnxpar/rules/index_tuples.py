@@ -15,13 +15,13 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.ir.tensors import Size, constant, tensor_shape
 from onnxpar.rules.indexing import finish_held, is_summable, joined_by, lookup
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 from onnxpar.rules.scattering import can_pad, meeting_updates, scatter_padded
-from onnxpar.tensors import Size, constant, tensor_shape
 
 _PICKED = "it is picked from by indices that do not count along it"
 

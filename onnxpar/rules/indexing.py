@@ -10,12 +10,12 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.ir.tensors import Size, constant, dtype_of, numel, tensor_shape
 from onnxpar.rules.across import like
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
-from onnxpar.tensors import Size, constant, dtype_of, numel, tensor_shape
 
 SELECTED = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "uint32")
 """Types that Where selects among."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 
 F = np.float32
 HALF = F(0.5)

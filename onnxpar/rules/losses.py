@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.across import across, finish, like, number, total, wanted, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
-from onnxpar.tensors import dtype_of, given, tensor_shape
 
 
 @rule("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, constant, given, tensor_shape
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.notation import ONE, Expr, Prod, Spec, Var
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import Size, constant, given, tensor_shape
 
 PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
 """For ops that only move elements of operand 0: whatever is pending passes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.across import (
     across,
     finish,
@@ -18,7 +19,6 @@ from onnxpar.rules.across import (
 )
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import dtype_of, given, tensor_shape
 
 NORMALISED = "the op normalises over it"
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.ir.tensors import constant, given, tensor_shape
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import constant, given, tensor_shape
 
 Pads = tuple[int, int]
 _MODES = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.ir.tensors import dtype_of, is_float, numel, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.reductions import weighted_mean
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule
 from onnxpar.rules.windows import Windows, lower_windows, windows
-from onnxpar.tensors import dtype_of, is_float, numel, tensor_shape
 
 
 @rule("MaxPool AveragePool LpPool")

@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import dtype_of, tensor_shape
 from onnxpar.rules.across import finish, is_short_float, like, own_part, wanted, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import dtype_of, tensor_shape
 
 _UNSEEDED = "without a seed one rank draws for all"
 

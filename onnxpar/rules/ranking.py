@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.layout import ReduceOp, neutral
+from onnxpar.ir.tensors import constant, dtype_of, is_float, tensor_shape
+from onnxpar.layout.layout import ReduceOp, neutral
 from onnxpar.rules.across import across, like, places, positions, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
-from onnxpar.tensors import constant, dtype_of, is_float, tensor_shape
 
 _COMPARED = "its elements are compared with each other"
 _COMPARABLE = ("float32", "float64", "int32", "int64")

@@ -8,11 +8,11 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import tensor_shape
 from onnxpar.rules import recurrence_lowering
 from onnxpar.rules.across import across
 from onnxpar.rules.recurrence_lowering import GATES
 from onnxpar.rules.rule import Local, Rule, einsum, rule
-from onnxpar.tensors import tensor_shape
 
 _STEP = "every step of the recurrence needs all of it"
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import given
 from onnxpar.rules.across import like, places, wanted
 from onnxpar.rules.cell_activations import Activation, activations_of
 from onnxpar.rules.rule import Local, Lowering
-from onnxpar.tensors import given
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 """How many gates each unit has, by op."""

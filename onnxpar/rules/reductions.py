@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, numel, tensor_shape
 from onnxpar.rules.across import across, finish, is_short_float, like, number, total, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import Size, constant, dtype_of, given, is_float, numel, tensor_shape
 
 _PENDING = {
     "ReduceSum": "sum",

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.across import finish, like, widen
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.interpolation import Scaling, Taps, taps
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 
 Region = tuple[float, float]
 Shape = tuple[int, ...]

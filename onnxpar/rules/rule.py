@@ -10,8 +10,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.notation import Spec, Var, expr_vars, parse_spec, spec_text
-from onnxpar.tensors import Size, tensor_shape
 
 FIRST = frozenset({0})
 

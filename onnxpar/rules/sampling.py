@@ -6,10 +6,10 @@ import math
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import constant, given, is_float, tensor_shape
 from onnxpar.rules.movement import int64
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import constant, given, is_float, tensor_shape
 
 _SAMPLED = "where it is sampled only a run can tell"
 _POINT = "the coordinates of one point"

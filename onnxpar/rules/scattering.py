@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.across import places
 from onnxpar.rules.indexing import SELECTED, local_rows, uncovered
 from onnxpar.rules.movement import output_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
-from onnxpar.tensors import dtype_of, given, tensor_shape
 
 _MEETS = "its updates meet in the same elements, where the last one wins"
 _JOINS = {"add": "sum", "max": "max", "min": "min"}

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, constant, tensor_shape
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.notation import Cat, Expr, Spec, Var
 from onnxpar.rules.rule import Local, Lowering, Rule, rule, whole_rule
-from onnxpar.tensors import Size, constant, tensor_shape
 
 
 @rule("Concat")

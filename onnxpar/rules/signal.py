@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import constant, given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
-from onnxpar.tensors import constant, given, tensor_shape
 
 _FREQUENCY = "every frequency needs all of it"
 _COMPLEX = "the parts of one complex number"

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.rule import Local, Lowering
-from onnxpar.tensors import Size, tensor_shape
 
 KERNEL = "the weights of one window"
 WINDOW = "a window over it reads its neighbours"

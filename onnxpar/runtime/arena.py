@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 
 ALIGNMENT = 64
 """Of every array, in bytes: a cache line, and more than any kernel asks for."""

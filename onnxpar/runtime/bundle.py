@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.digests import Digests, check_files, check_listed, check_seal, check_size
+from onnxpar.base.lookup import Lookup
 from onnxpar.errors import InputError, ModelError
-from onnxpar.layout import Layout, dim_axes
-from onnxpar.lookup import Lookup
-from onnxpar.mesh import Mesh
+from onnxpar.files.digests import Digests, check_files, check_listed, check_seal, check_size
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.layout import Layout, dim_axes
+from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 from onnxpar.runtime.values import is_value
-from onnxpar.step import Step
-from onnxpar.symbols import Polynomial
+from onnxpar.symbols.symbols import Polynomial
 
 FORMAT = 3
 """The only format of plan.json that this runtime reads."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.ort_values import array_of, is_ort_value

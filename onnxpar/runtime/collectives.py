@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.runtime.groups import World, check, library
 

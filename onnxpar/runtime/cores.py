@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnxpar.layout import nested_parts
+from onnxpar.layout.layout import nested_parts
 
 
 @dataclass(frozen=True)

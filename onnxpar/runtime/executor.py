@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import onnxruntime as ort
 
-from onnxpar.arrays import Array
-from onnxpar.digests import Digests
+from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError, RankError, RunError
+from onnxpar.files.digests import Digests
+from onnxpar.ir.training_spec import EVALUATION
 from onnxpar.runtime import collectives, groups
 from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
@@ -32,7 +33,6 @@ from onnxpar.runtime.tensors import (
     memory_of,
     view_of,
 )
-from onnxpar.step import EVALUATION
 
 SIZES = "onnxpar.sizes"
 """The hidden input of a rank's graph: what the open sizes are."""

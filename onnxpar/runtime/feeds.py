@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.write_file import new_file, unread
+from onnxpar.files.write_file import new_file, unread
 
 InputSpec = tuple[str, str, Sequence[int]]
 """Name, dtype (NumPy's or ml_dtypes' name, else the type as onnxruntime writes it) and shape."""

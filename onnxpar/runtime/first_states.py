@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
 from onnxpar.runtime.bundle import Bundle
 

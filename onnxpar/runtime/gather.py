@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.runtime import groups
 
 TAG = (1 << 62) - 1

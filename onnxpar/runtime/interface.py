@@ -16,7 +16,7 @@ from onnxpar.runtime.metadata import ModelMetadata
 from onnxpar.runtime.ort_values import ort_value_of
 
 if TYPE_CHECKING:
-    from onnxpar.arrays import Array
+    from onnxpar.base.arrays import Array
     from onnxpar.runtime.bundle import Bundle
     from onnxpar.runtime.ranks import Ranks
 

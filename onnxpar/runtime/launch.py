@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
-from onnxpar.digests import Digests
+from onnxpar.base.arrays import Array
 from onnxpar.errors import RankError, RunError
+from onnxpar.files.digests import Digests
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.collectives import barrier, gather_bytes
 from onnxpar.runtime.cores import own_cores

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from onnxpar.errors import OnnxparError, wants_traceback
-from onnxpar.write_file import writing
+from onnxpar.files.write_file import writing
 
 QUOTED_LINES = 15
 QUOTED_BYTES = 16384

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.profile import Record
-from onnxpar.trace import Collective, Event, Span, Trace
+from onnxpar.runtime.trace import Collective, Event, Span, Trace
 
 _ONE_SIDED = ("Send", "Recv")
 """Collectives whose members have nodes of their own, which do not tell whom they met."""

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.base.packing import PACKED, unpack
 from onnxpar.errors import InputError
-from onnxpar.packing import PACKED, unpack
 from onnxpar.runtime.tensors import ELEMENTS, copy_of, dtype_of, memory_of, view_of
 
 _NAMES = {number: name for name, (number, _) in ELEMENTS.items()}

@@ -122,7 +122,7 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
     """What is known of the nodes that onnxruntime has made of a rank's graph."""
     import onnx  # ranks need it for this alone
 
-    from onnxpar.origin import origin_of
+    from onnxpar.ir.origin import origin_of
     from onnxpar.runtime.fused import Fused, nodes_in
 
     graph, run = (onnx.load(f, load_external_data=False).graph for f in (file, optimized))

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError
 
-from onnxpar.origin import origin_of
+from onnxpar.ir.origin import origin_of
 from onnxpar.runtime.log import NODE_FAILED, describe
 
 _OUT_OF_RANGE = re.compile(r"out of (data )?bounds|out of range|invalid ind", re.I)

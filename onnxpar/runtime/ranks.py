@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from onnxpar.arrays import Array
-from onnxpar.digests import Digests
+from onnxpar.base.arrays import Array
+from onnxpar.base.interrupts import uninterrupted
 from onnxpar.errors import RankError
-from onnxpar.interrupts import uninterrupted
-from onnxpar.own_folder import OwnFolder
+from onnxpar.files.digests import Digests
+from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Facts, Request

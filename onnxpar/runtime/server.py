@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.runtime.arena import NOWHERE, Arena, Slot
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor, Request

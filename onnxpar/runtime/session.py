@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
-from onnxpar.digests import Digests
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
-from onnxpar.own_folder import OwnFolder
+from onnxpar.files.digests import Digests
+from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
 from onnxpar.runtime.checks import (
@@ -34,7 +34,7 @@ from onnxpar.runtime.options import SessionSpec, run_spec
 from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
-from onnxpar.trace import Trace, write_trace
+from onnxpar.runtime.trace import Trace, write_trace
 
 if TYPE_CHECKING:
     import onnxruntime as ort

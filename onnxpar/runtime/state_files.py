@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.arrays import Array
-from onnxpar.digests import Digests, DigestWriter
+from onnxpar.base.arrays import Array
+from onnxpar.base.packing import stored_bits
 from onnxpar.errors import ModelError
-from onnxpar.layout import Layout
-from onnxpar.mesh import Mesh
-from onnxpar.packing import stored_bits
+from onnxpar.files.digests import Digests, DigestWriter
+from onnxpar.files.write_file import durable_file, writing
+from onnxpar.layout.layout import Layout
+from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.bundle import Port
 from onnxpar.runtime.parts import Parts
 from onnxpar.runtime.tensors import is_packed
-from onnxpar.write_file import durable_file, writing
 
 ALIGN = 64
 """Offsets of tensors in a file of states."""

@@ -11,8 +11,8 @@ import ml_dtypes  # noqa: F401  (lets np.dtype know bfloat16 and float8_*)
 import numpy as np
 import onnxruntime as ort
 
-from onnxpar.arrays import Array
-from onnxpar.packing import PACKED, pack, unpack
+from onnxpar.base.arrays import Array
+from onnxpar.base.packing import PACKED, pack, unpack
 
 ELEMENTS: Mapping[str, tuple[int, str]] = {
     "float32": (1, "float"),

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from onnxpar.arrays import Array
-from onnxpar.digests import Digests
+from onnxpar.base.arrays import Array
 from onnxpar.errors import RankError, RunError
+from onnxpar.files.digests import Digests
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.executor import Executor, Heap, Request

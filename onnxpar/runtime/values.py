@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar import typed_bytes
-from onnxpar.arrays import Array
+from onnxpar.base import typed_bytes
+from onnxpar.base.arrays import Array
 from onnxpar.errors import RankError
 from onnxpar.runtime.tensors import dtype_of
 

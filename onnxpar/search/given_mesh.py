@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 
-from onnxpar.factors import GraphFactors
-from onnxpar.mesh import Mesh
-from onnxpar.search.aim import Aim
+from onnxpar.cost.topology import Topology
+from onnxpar.layout.mesh import Mesh
 from onnxpar.search.meshes import MOST_AXES, TOGETHER, Meshes, Solve, free_names, renamed
+from onnxpar.search.objective import Aim
 from onnxpar.search.search import Solution
-from onnxpar.strategy import Strategy
-from onnxpar.topology import Topology
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.strategy.strategy import Strategy
 
 Group = tuple[tuple[str, int], ...]
 """Neighbouring axes of the mesh, by name and size, that are one axis at first."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.buckets import BUCKET_BYTES
-from onnxpar.compression import gradient_tensors
-from onnxpar.mesh import Axes
-from onnxpar.search.cost import Costs
-from onnxpar.sharding import Sharding
-from onnxpar.step import Step
-from onnxpar.subgraphs import all_nodes
-from onnxpar.tensors import element_bytes, tensor_shape
+from onnxpar.cost.cost import Costs
+from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.ir.tensors import element_bytes, tensor_shape
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.mesh import Axes
+from onnxpar.lowering.buckets import BUCKET_BYTES
+from onnxpar.lowering.compression import gradient_tensors
+from onnxpar.sharding.state import Sharding
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,22 @@ from dataclasses import replace
 from itertools import chain, islice, permutations
 from itertools import count as numbers
 
-from onnxpar.derived_seeds import with_derived
-from onnxpar.dimension_text import axis_names
+from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
-from onnxpar.factors import GraphFactors
-from onnxpar.mesh import Axes, Mesh
-from onnxpar.model import Model
-from onnxpar.search.aim import Aim, OverLimit
-from onnxpar.search.choices import Choice, Kept
-from onnxpar.search.expert_parallel import expert_atoms
-from onnxpar.search.presets import batch_atoms, preset_mesh
+from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.load.load import Model
+from onnxpar.presets.expert_parallel import expert_atoms
+from onnxpar.presets.presets import batch_atoms, preset_mesh
+from onnxpar.presets.training_presets import sequence_atom
+from onnxpar.search.objective import Aim, OverLimit
+from onnxpar.search.op_cost import work
+from onnxpar.search.op_strategies import Choice, Kept
 from onnxpar.search.search import Solution
-from onnxpar.search.training_presets import sequence_atom
-from onnxpar.search.work import work
-from onnxpar.sharding import Sharding
-from onnxpar.strategy import NodeSeed, Seed, Strategy, TensorSeed, seeds_of
-from onnxpar.topology import Topology
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.derived_annotations import with_derived
+from onnxpar.strategy.dimension_text import axis_names
+from onnxpar.strategy.strategy import NodeSeed, Seed, Strategy, TensorSeed, seeds_of
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
 """Names of axes by what they split most, width being all else."""

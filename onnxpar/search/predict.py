@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.collective import DOMAIN
-from onnxpar.part_bytes import part_bytes
-from onnxpar.placements import LOCAL_STEPS
-from onnxpar.planned_collectives import reshards
-from onnxpar.repetitions import repetitions
-from onnxpar.rows import rows_moved
-from onnxpar.search.choices import Choice
-from onnxpar.search.work import work
-from onnxpar.sharding import Sharding
-from onnxpar.subgraphs import all_nodes
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.repetitions import repetitions
+from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.layout.rows import rows_moved
+from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.search.op_cost import work
+from onnxpar.search.op_strategies import Choice
+from onnxpar.sharding.part_bytes import part_bytes
+from onnxpar.sharding.planned_collectives import reshards
+from onnxpar.sharding.state import Sharding
 
 
 @dataclass(frozen=True)

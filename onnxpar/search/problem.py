@@ -13,27 +13,27 @@ from operator import itemgetter
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
 from onnxpar.errors import StrategyError
-from onnxpar.factors import Links, OpFactors
-from onnxpar.part_bytes import mean_bytes
-from onnxpar.repetitions import repetitions, turns
-from onnxpar.search.aim import THROUGHPUT, Aim
-from onnxpar.search.choices import Choice, Kept, choices_of, pending_kinds
-from onnxpar.search.columns import minimize_within
-from onnxpar.search.elimination import Table, TooLarge, diagonal, minimize
+from onnxpar.ir.repetitions import repetitions, turns
+from onnxpar.ir.subgraphs import captured, constants
+from onnxpar.ir.training_spec import Step
 from onnxpar.search.gradient_sums import GradientSums
-from onnxpar.search.holdings import Holdings, Life
-from onnxpar.search.limits import Limit, exhaust_within
-from onnxpar.search.pruning import among, minimize_in_parts
+from onnxpar.search.memory_timeline import Holdings, Life
+from onnxpar.search.objective import THROUGHPUT, Aim
+from onnxpar.search.op_cost import work
+from onnxpar.search.op_strategies import Choice, Kept, choices_of, pending_kinds
 from onnxpar.search.repeats import tied
+from onnxpar.search.reshard_costs import End, Ways
 from onnxpar.search.serving import Serving
+from onnxpar.search.solver.column_generation import minimize_within
+from onnxpar.search.solver.elimination import Table, TooLarge, diagonal, minimize
+from onnxpar.search.solver.limits import Limit, exhaust_within
+from onnxpar.search.solver.pruning import among, minimize_in_parts
 from onnxpar.search.sums import Sums
-from onnxpar.search.ways import End, Ways
-from onnxpar.search.work import work
-from onnxpar.sharding import Placement, Sharding
-from onnxpar.step import Step
-from onnxpar.subgraphs import captured, constants
+from onnxpar.sharding.factors import Links, OpFactors
+from onnxpar.sharding.part_bytes import mean_bytes
+from onnxpar.sharding.state import Placement, Sharding
 
 MOST_CHOICES, FEWEST_CHOICES = 1 << 12, 1 << 3
 """Combinations of what a node does on each axis of the mesh that are looked at; and so many at

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.arrays import Array
-from onnxpar.factors import OpFactors
-from onnxpar.search.choices import Kinds
-from onnxpar.sharding import Sharding
+from onnxpar.base.arrays import Array
+from onnxpar.search.op_strategies import Kinds
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import Sharding
 
 LEAST_NODES = 4
 """Nodes of the shortest block that counts."""

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.units import text_of
 from onnxpar.errors import StrategyError
-from onnxpar.mesh import Mesh
-from onnxpar.quantities import text_of
-from onnxpar.search.aim import Aim, OverLimit
-from onnxpar.search.choices import Choice, Kept
-from onnxpar.search.elimination import TooLarge
-from onnxpar.search.limits import TooMuch, Undecided
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.mesh import Mesh
+from onnxpar.search.objective import Aim, OverLimit
+from onnxpar.search.op_strategies import Choice, Kept
 from onnxpar.search.problem import Problem
-from onnxpar.sharding import Sharding
-from onnxpar.step import Step
-from onnxpar.strategy import NodeSeed, Seed, TensorSeed
+from onnxpar.search.solver.elimination import TooLarge
+from onnxpar.search.solver.limits import TooMuch, Undecided
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.strategy import NodeSeed, Seed, TensorSeed
 
 AUTO, EXHAUSTIVE, PROPAGATION = "auto", "exhaustive", "propagation"
 SEARCHES = (AUTO, "data-parallel", "tensor-parallel", EXHAUSTIVE, PROPAGATION)

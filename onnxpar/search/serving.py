@@ -10,10 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from onnxpar.arrays import Array
+from onnxpar.base.arrays import Array
+from onnxpar.search.reshard_costs import MOST_TOGETHER, End, Ways, faster
 from onnxpar.search.sums import Sums
-from onnxpar.search.ways import MOST_TOGETHER, End, Ways, faster
-from onnxpar.sharding import Placement
+from onnxpar.sharding.state import Placement
 
 MOST_DENSE = 1 << 20
 """Entries of a table over the maker, one reader, and what is made for all readers; no more than

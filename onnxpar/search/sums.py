@@ -7,9 +7,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from onnxpar.arrays import Array
-from onnxpar.search.elimination import Table
-from onnxpar.search.ways import End, table_of
+from onnxpar.base.arrays import Array
+from onnxpar.search.reshard_costs import End, table_of
+from onnxpar.search.solver.elimination import Table
 
 
 class Sums:

@@ -8,13 +8,13 @@ records = onnxpar.training.train("step.par", "train.npz", lr=1e-3, checkpoint="r
 onnxpar.training.merge("run", "gpt2.onnx", "trained.onnx")
 """
 
-from onnxpar.step import Slot as Slot
-from onnxpar.step import Step as Step
-from onnxpar.training.api import grad as grad
-from onnxpar.training.api import train as train
-from onnxpar.training.loop import Record as Record
-from onnxpar.training.merge import merge as merge
+from onnxpar.ir.training_spec import Slot as Slot
+from onnxpar.ir.training_spec import Step as Step
+from onnxpar.trainer.api import grad as grad
+from onnxpar.trainer.api import train as train
+from onnxpar.trainer.loop import Record as Record
+from onnxpar.trainer.merge import merge as merge
+from onnxpar.trainer.trainer import Trainer as Trainer
 from onnxpar.training.optimizers import Optimizer as Optimizer
-from onnxpar.training.trainer import Trainer as Trainer
 
 __all__ = ["Optimizer", "Record", "Slot", "Step", "Trainer", "grad", "merge", "train"]

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.clone import clone_nodes, needed
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.step import SEED
+from onnxpar.ir.clone import clone_nodes, needed
+from onnxpar.ir.training_spec import SEED
 from onnxpar.training.backward import Backward
 
 MOST = 1 << 20

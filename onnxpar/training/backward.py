@@ -9,16 +9,16 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from onnxpar.clone import needed
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.trained import Left, Weights, find_trained
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
-from onnxpar.model import Model
-from onnxpar.step import EVALUATION, SCALE, SEED
-from onnxpar.stored import stored_proto
-from onnxpar.subgraphs import all_nodes, constants, replace_reads, scopes
+from onnxpar.ir.clone import needed
+from onnxpar.ir.stored import stored_proto
+from onnxpar.ir.subgraphs import all_nodes, constants, replace_reads, scopes
+from onnxpar.ir.training_spec import EVALUATION, SCALE, SEED
+from onnxpar.load.load import Model
 from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.model import Model
+from onnxpar.load.load import Model
 from onnxpar.training.rewrite import replace_node
 
 STATISTICS = ("global", "node", "local")

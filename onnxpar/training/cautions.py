@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from onnxpar.exported import PARAMETER
 from onnxpar.grad.trained import FROZEN, HELD, UNNAMED, Left, Weights
-from onnxpar.model import Model
-from onnxpar.subgraphs import all_nodes
+from onnxpar.ir.exported import PARAMETER
+from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.load.load import Model
 
 _PLAIN = "torch.onnx.export(..., dynamo=True, optimize=False)"
 _TRAINING = (

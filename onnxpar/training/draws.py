@@ -19,7 +19,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.subgraphs import all_nodes, bodies
+from onnxpar.ir.subgraphs import all_nodes, bodies
 from onnxpar.training.rewrite import replace_node
 
 _BITS = 32

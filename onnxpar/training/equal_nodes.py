@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.subgraphs import bodies, is_random, replace_reads
+from onnxpar.ir.subgraphs import bodies, is_random, replace_reads
 
 _LARGEST = 1024
 """Elements of a constant up to which it is compared by value."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.clone import clone_nodes
-from onnxpar.collective import DOMAIN
-from onnxpar.subgraphs import all_nodes
+from onnxpar.ir.clone import clone_nodes
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.training.draws import is_off
 
 

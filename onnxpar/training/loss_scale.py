@@ -11,7 +11,7 @@ from onnx import numpy_helper
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.step import SCALE
+from onnxpar.ir.training_spec import SCALE
 
 GOOD = f"{SCALE}.good_steps"
 """The input of a step that says how many in a row have had finite gradients with the factor."""

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.tensors import is_float
+from onnxpar.ir.tensors import is_float
 
 BY_CLASS = ("softmax-cross-entropy", "nll")
 IGNORED = -100

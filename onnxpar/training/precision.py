@@ -20,9 +20,9 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.errors import StrategyError
-from onnxpar.stored import FOLD_LIMIT
-from onnxpar.subgraphs import all_nodes, bodies, scopes
-from onnxpar.tensors import dtype_of
+from onnxpar.ir.stored import FOLD_LIMIT
+from onnxpar.ir.subgraphs import all_nodes, bodies, scopes
+from onnxpar.ir.tensors import dtype_of
 
 PRECISIONS = ("float16", "bfloat16")
 _NORMALIZATIONS = """

@@ -10,12 +10,12 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.clone import clone_nodes, needed
 from onnxpar.errors import StrategyError
-from onnxpar.gates import add_gate
 from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.value import Value
-from onnxpar.tensors import numpy_dtype
+from onnxpar.ir.clone import clone_nodes, needed
+from onnxpar.ir.gates import add_gate
+from onnxpar.ir.tensors import numpy_dtype
 
 
 @dataclass(frozen=True)

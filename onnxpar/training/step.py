@@ -19,10 +19,19 @@ from onnxpar.grad.reverse import drop_unread
 from onnxpar.grad.trained import Weights
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
-from onnxpar.interchange import default_of
-from onnxpar.model import Model
-from onnxpar.step import EVALUATION, GRADIENT, METADATA, SCALE, SEED, SKIPPED, Slot, Step
-from onnxpar.subgraphs import constants
+from onnxpar.ir.subgraphs import constants
+from onnxpar.ir.training_spec import (
+    EVALUATION,
+    GRADIENT,
+    METADATA,
+    SCALE,
+    SEED,
+    SKIPPED,
+    Slot,
+    Step,
+)
+from onnxpar.load.load import Model
+from onnxpar.model.interchange import default_of
 from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
 from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm

@@ -23,8 +23,8 @@ from bench.rivals import TOPOLOGIES, WORKLOADS, searched
 from committed import MODELS
 from search.recording import Recording
 
-from onnxpar.pipeline import Options
-from onnxpar.topology import Topology
+from onnxpar.cost.topology import Topology
+from onnxpar.pipeline.pipeline import Options
 
 SMALL = ("bert", "gpt2", "vit", "llama", "resnet", "mixtral", "dlrm")
 """Of models/, as both exporters write them."""

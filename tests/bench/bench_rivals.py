@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.rivals import SAME, TOPOLOGIES, WORKLOADS, Workload, meshes, rivals, searched
 
-from onnxpar.pipeline import Options
-from onnxpar.topology import Topology
+from onnxpar.cost.topology import Topology
+from onnxpar.pipeline.pipeline import Options
 
 
 def row(work: Workload, model: Path, ranks: int, topology: Topology) -> tuple[str, list[str]]:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import llama_shape
 
 import onnxpar
-from onnxpar.digests import sealed
+from onnxpar.files.digests import sealed
 
 SIZES = {"hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1376, "vocab": 512, "batch": 1, "seq": 16}
 """Of a layer of 12.6 MB."""

@@ -31,13 +31,14 @@ import numpy as np
 import onnxruntime as ort
 from scipy.stats import rankdata, spearmanr
 
-from onnxpar import InferenceSession, pipeline
-from onnxpar.candidates import Candidate, Refused, try_candidate
-from onnxpar.cli import main as command
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
-from onnxpar.strategy import Strategy
-from onnxpar.topology import Topology
+from onnxpar import InferenceSession
+from onnxpar.cli.command_line import main as command
+from onnxpar.cost.topology import Topology
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.report.candidates import Candidate, Refused, try_candidate
+from onnxpar.strategy.strategy import Strategy
 
 MODELS = Path(__file__).parents[2] / "models"
 RANKS = 2

@@ -22,8 +22,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
+from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
-from onnxpar.training.trainer import Trainer
 
 PRESETS = ("zero1", "zero2", "zero3", "tensor-parallel")
 LIMIT = 0.4

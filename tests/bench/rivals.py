@@ -11,11 +11,11 @@ from typing import Any
 
 from bench import model_shapes
 
-from onnxpar.candidates import Candidate, try_candidate
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
-from onnxpar.strategy import Strategy
-from onnxpar.topology import Topology
+from onnxpar.cost.topology import Topology
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.report.candidates import Candidate, try_candidate
+from onnxpar.strategy.strategy import Strategy
 
 SAME = 1e-6
 """What is slower by this share is as fast."""

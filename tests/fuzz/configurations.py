@@ -21,7 +21,7 @@ from fuzz.corpus import tiny
 from fuzz.mutate import mutated
 from fuzz.trial import Case, chance_of, run_command
 
-from onnxpar.digests import sealed
+from onnxpar.files.digests import sealed
 
 STRATEGY = {
     "mesh": {"dp": 2, "tp": 2},

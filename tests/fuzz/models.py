@@ -13,12 +13,12 @@ from fuzz.corpus import CORPUS, DATA, LARGE
 from fuzz.mutate import mutated
 from fuzz.trial import Case, chance_of, refusal
 
+from onnxpar.checking.compare import compare
 from onnxpar.errors import OnnxparError
+from onnxpar.model.runtime_shapes import REFUSED
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.compare import compare
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.runtime_shapes import REFUSED
 
 WAYS = (
     ("--devices", "2", "--preset", "data-parallel"),

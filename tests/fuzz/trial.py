@@ -21,8 +21,8 @@ import onnxruntime as ort
 from fuzz.mutate import messages
 
 from onnxpar import cli
-from onnxpar.error_line import report
-from onnxpar.runtime_shapes import REFUSED
+from onnxpar.cli.error_line import report
+from onnxpar.model.runtime_shapes import REFUSED
 
 MEMORY = 4 << 30
 """Bytes of address space that a command may have beyond what it begins with."""

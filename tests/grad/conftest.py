@@ -10,7 +10,7 @@ import pytest
 
 import onnxpar.grad
 from onnxpar.grad import reverse
-from onnxpar.grad.proof import prove_gradient, prove_linear_gradient
+from onnxpar.testing.gradient_proof import prove_gradient, prove_linear_gradient
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 from gradient_programs import ERROR, difference, differentiated, random
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar import pipeline
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.strategy import Strategy
+from onnxpar.strategy.strategy import Strategy
 
 DOUBLE = TensorProto.DOUBLE
 Ports = Mapping[str, Sequence[int]]

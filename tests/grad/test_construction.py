@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.grad.proof import Gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import Gradient
 
 CASES = [
     Case("OneHot", [array([1, -1, 5]), array(3), (2,)], {"axis": 0}, fed=[0]),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 
 def gemm(c=None, trans_a=0, trans_b=0, **attrs):

@@ -5,10 +5,10 @@ import onnx_graphsurgeon as gs
 import pytest
 from numpy import array
 
-from onnxpar.grad.proof import Gradient, Program
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.value import Builder
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import Gradient, Program
 
 RNG = np.random.default_rng(3)
 X = RNG.uniform(0.2, 0.9, (2, 3, 4))

@@ -5,8 +5,8 @@ import pytest
 from numpy import array
 
 from onnxpar.errors import ModelError
-from onnxpar.grad.proof import Gradient, prove_gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import Gradient, prove_gradient
 
 RNG = np.random.default_rng(5)
 X = RNG.uniform(0.5, 2, (3, 4))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.grad.proof import Gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import Gradient
 
 RNG = np.random.default_rng(13)
 SOFTMAX, LIKELIHOOD = "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"

@@ -5,8 +5,8 @@ import pytest
 from numpy import array
 
 from onnxpar.errors import ModelError
-from onnxpar.grad.proof import prove_gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import prove_gradient
 
 FAR = np.iinfo(np.int64).max
 PERMUTATION = array([2, 0, 3, 1])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.grad.proof import Gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import Gradient
 
 X = (3, 4, 2, 3)
 VARIANCE = np.linspace(0.5, 2, 4)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.grad.proof import Gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import Gradient
 
 X = (2, 3, 5, 6)
 OVERLAPPING = {"kernel_shape": [3, 2], "strides": [2, 1]}

@@ -12,9 +12,9 @@ import onnx_graphsurgeon as gs
 import pytest
 from numpy import exp, tanh
 
-from onnxpar.grad.proof import Program
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.value import Builder
+from onnxpar.testing.gradient_proof import Program
 
 STEPS, BATCH, INPUT, HIDDEN = 4, 3, 2, 3
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}

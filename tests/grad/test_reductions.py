@@ -6,8 +6,8 @@ from gradient_programs import Program
 from numpy import array
 
 from onnxpar.errors import ModelError
-from onnxpar.grad.proof import Gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import Gradient
 
 RNG = np.random.default_rng(11)
 X = RNG.uniform(0.3, 2, (2, 3, 4))

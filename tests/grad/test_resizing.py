@@ -7,8 +7,8 @@ import pytest
 from numpy import array
 
 from onnxpar.errors import ModelError
-from onnxpar.grad.proof import prove_gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import prove_gradient
 
 COORDINATES = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners")
 COORDINATES += ("asymmetric",)

@@ -5,8 +5,8 @@ import pytest
 from numpy import array
 
 from onnxpar.errors import ModelError
-from onnxpar.grad.proof import prove_gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import prove_gradient
 
 RNG = np.random.default_rng(11)
 POINTS = RNG.uniform(-1.4, 1.4, (2, 3, 2, 2))

@@ -4,8 +4,8 @@ import pytest
 from numpy import array
 
 from onnxpar.errors import ModelError
-from onnxpar.grad.proof import prove_gradient
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
+from onnxpar.testing.gradient_proof import prove_gradient
 
 
 def transformed(shape, length=None, axis=None, fed=(), **attrs):

@@ -11,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxpar.grad.trained import find_trained
-from onnxpar.model import load
+from onnxpar.load.load import load
 
 RNG = np.random.default_rng(3)
 

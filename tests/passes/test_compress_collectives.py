@@ -11,18 +11,18 @@ import pytest
 from agreement import options
 from training.steps import write_step
 
-from onnxpar import pipeline
-from onnxpar.cli import main
-from onnxpar.compression import THRESHOLD, Compression
+from onnxpar.cli.command_line import main
+from onnxpar.compiler.pass_ import Pass, PassContext
+from onnxpar.compiler.plan import Plan
+from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
-from onnxpar.mesh import Mesh
-from onnxpar.model import Model
-from onnxpar.pass_list import parse_passes
-from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.pipeline import Options
-from onnxpar.plan import Plan
-from onnxpar.planned_collectives import Collective
-from onnxpar.text import graph_text
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import Model
+from onnxpar.lowering.compression import THRESHOLD, Compression
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.sharding.planned_collectives import Collective
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PRODUCT = "product (float[4,3] x, float[3,5] w) => (float[4,5] y) { y = MatMul(x, w) }"

@@ -9,14 +9,14 @@ import onnx
 import onnx.parser
 import pytest
 
-from onnxpar import pipeline
-from onnxpar.mesh import Mesh
-from onnxpar.model import Model, load
-from onnxpar.pass_list import parse_passes
-from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.pipeline import Options
-from onnxpar.strategy import Strategy
-from onnxpar.text import graph_text
+from onnxpar.compiler.pass_ import Pass, PassContext
+from onnxpar.compiler.text import graph_text
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import Model, load
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.strategy.strategy import Strategy
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'

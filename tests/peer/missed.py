@@ -11,11 +11,11 @@ from peer.cases import PeerCase
 from peer.outcome import EXPLAINED, MISSED, Outcome
 from peer.readers import whole_reason
 
-from onnxpar.plan import NO_RULE
-from onnxpar.rules.case import Case
-from onnxpar.rules.oracle import Oracle
-from onnxpar.rules.proof import REFUSED, Cut, halved, missed_cuts
-from onnxpar.subgraphs import subgraphs
+from onnxpar.compiler.plan import NO_RULE
+from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.testing.case import Case
+from onnxpar.testing.oracle import Oracle
+from onnxpar.testing.proof import REFUSED, Cut, halved, missed_cuts
 
 _LACKS = (NO_RULE, "its dimensions do not line up here")
 """Reasons that are none."""

@@ -15,14 +15,14 @@ from peer.cases import PeerCase, all_cases, runnable
 from peer.forms import forms
 from peer.outcome import GATHERED, REFUSED, SPLIT, Outcome
 
-from onnxpar import op_table
 from onnxpar.errors import OnnxparError
-from onnxpar.factors import OpFactors, analyse
-from onnxpar.model import load
-from onnxpar.rules.case import Case
-from onnxpar.rules.oracle import Oracle
-from onnxpar.rules.proof import prove
+from onnxpar.load.load import load
+from onnxpar.report import op_table
 from onnxpar.rules.rule import registered, whole_ops
+from onnxpar.sharding.factors import OpFactors, analyse
+from onnxpar.testing.case import Case
+from onnxpar.testing.oracle import Oracle
+from onnxpar.testing.proof import prove
 
 ROOT = Path(__file__).parents[2]
 PROOF = ROOT / "onnxpar" / "rules" / "proof.json"

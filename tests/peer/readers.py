@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from peer.splits import Split
 
-from onnxpar.factors import GraphFactors, OpFactors
+from onnxpar.ir.subgraphs import captured
 from onnxpar.rules.notation import expr_vars
-from onnxpar.subgraphs import captured
+from onnxpar.sharding.factors import GraphFactors, OpFactors
 
 IN_SUBGRAPH = "what a subgraph reads of the graph around it is whole"
 

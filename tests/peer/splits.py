@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnxpar.factors import GraphFactors
-from onnxpar.layout import Dim, Factor, leaves, nested_parts
-from onnxpar.mesh import Mesh
-from onnxpar.strategy import Strategy
+from onnxpar.layout.layout import Dim, Factor, leaves, nested_parts
+from onnxpar.layout.mesh import Mesh
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.strategy.strategy import Strategy
 
 AXIS = "x"
 Place = tuple[str, int]

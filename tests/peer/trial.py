@@ -12,15 +12,15 @@ from peer.outcome import CRASH, GATHERED, HANG, REFUSED, ROUNDED, SPLIT, WRONG, 
 from peer.readers import Reader
 from peer.splits import Split, splits_of
 
-from onnxpar import pipeline
+from onnxpar.compiler.plan import write_plan
 from onnxpar.errors import OnnxparError, RankError
-from onnxpar.factors import analyse
-from onnxpar.model import Model, load
+from onnxpar.load.load import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline import Options
-from onnxpar.plan import write_plan
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
 from onnxpar.runtime.groups import World, thread_worlds
 from onnxpar.runtime.threads import ThreadSession
+from onnxpar.sharding.factors import analyse
 
 TIMEOUT = 20.0
 """Seconds after which a collective that waits is a hang."""

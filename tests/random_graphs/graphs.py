@@ -14,10 +14,10 @@ import random_graphs.movement  # noqa: F401
 from random_graphs.builder import MAKERS, Builder, NotHere
 from random_graphs.patterns import PATTERNS, changing, keeping, softly
 
-from onnxpar.factors import OpFactors
-from onnxpar.mesh import Axes, Axis, Mesh, parts_over
-from onnxpar.sharding import Sharding
-from onnxpar.strategy import Seed, TensorSeed
+from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.strategy import Seed, TensorSeed
 
 MESHES = ("a=2", "a=3", "a=4", "a=2,b=2")
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from onnxpar.rules.case import Case
-from onnxpar.rules.proof import prove
 from onnxpar.rules.rule import rule_of
+from onnxpar.testing.case import Case
+from onnxpar.testing.proof import prove
 
 
 @pytest.fixture

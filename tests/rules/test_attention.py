@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 Q, K, V = (2, 4, 3, 6), (2, 2, 5, 6), (2, 2, 5, 8)
 FLAT = [(2, 3, 24), (2, 5, 12), (2, 5, 16)]

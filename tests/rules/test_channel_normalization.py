@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (2, 4, 3, 5)
 VARIANCE = np.linspace(0.5, 2, 4, dtype=np.float32)

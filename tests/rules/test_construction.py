@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 CASES = [
     (Case("Trilu", [(2, 4, 5)]), "d0 d1 d2 -> d0 d1 d2"),

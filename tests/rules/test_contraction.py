@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 RNG = np.random.default_rng(0)
 A8, B8 = RNG.integers(0, 255, (4, 6), np.uint8), RNG.integers(0, 255, (6, 5), np.uint8)

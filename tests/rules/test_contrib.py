@@ -5,9 +5,9 @@ import onnxruntime as ort
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
 from onnxpar.rules.contrib_whole import REASONS
 from onnxpar.rules.rule import registered, whole_ops
+from onnxpar.testing.case import Case
 
 STATE = ort.capi.onnxruntime_pybind11_state
 

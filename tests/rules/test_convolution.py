@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (2, 4, 6, 6)
 PADDED = {"pads": [1, 1, 1, 1]}

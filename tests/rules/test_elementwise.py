@@ -5,7 +5,7 @@ import pytest
 from numpy import array
 from onnx import TensorProto
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (4, 3, 5)
 BOOL = array([[True, False, True], [False, False, True], [True, True, True], [False] * 3])

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.arrays import Array
-from onnxpar.factors import OpLeaf, with_axes
-from onnxpar.layout import Layout, nested_parts
-from onnxpar.mesh import Mesh
-from onnxpar.rules.case import Case
-from onnxpar.rules.oracle import Oracle, Split
+from onnxpar.base.arrays import Array
+from onnxpar.layout.layout import Layout, nested_parts
+from onnxpar.layout.mesh import Mesh
+from onnxpar.sharding.factors import OpLeaf, with_axes
+from onnxpar.testing.case import Case
+from onnxpar.testing.oracle import Oracle, Split
 
 MICROSOFT = "com.microsoft"
 RANKS = (2, 3, 4, 5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (4, 5, 3)
 MASK = np.stack(np.broadcast_arrays(np.arange(4)[:, None, None], np.arange(5)), -1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (7, 4, 3)
 INDEX = array([[0, -1, 3], [6, 3, 2]])

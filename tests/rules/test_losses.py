@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
-from onnxpar.rules.oracle import Oracle
+from onnxpar.testing.case import Case
+from onnxpar.testing.oracle import Oracle
 
 SCORES = (3, 5, 2)
 LABELS = array([[0, 4], [1, 1], [3, 2]])

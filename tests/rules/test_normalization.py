@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (2, 4, 3, 5)
 RNG = np.random.default_rng(0)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.collective import PerRank
-from onnxpar.rules.case import Case
-from onnxpar.rules.lowering import localize_node
-from onnxpar.rules.oracle import Oracle, Split
+from onnxpar.ir.collectives import PerRank
+from onnxpar.lowering.localize import localize_node
+from onnxpar.testing.case import Case
+from onnxpar.testing.oracle import Oracle, Split
 
 RNG = np.random.default_rng(0)
 IMAGE = (1, 2, 7, 5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (2, 4, 6, 6)
 PADDED = {"pads": [1, 1, 1, 1]}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (3, 4, 5)
 BOTH = {"hidden_size": 6, "direction": "bidirectional"}

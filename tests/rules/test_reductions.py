@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (4, 6, 5)
 INT = np.random.default_rng(0).integers(-9, 9, (4, 6))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (2, 4, 3, 6)
 NEAREST = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}

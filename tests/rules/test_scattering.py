@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (5, 4, 3)
 PLACES = np.argsort(np.random.default_rng(0).random(X), axis=0)[:2]

@@ -3,7 +3,7 @@
 import pytest
 from numpy import array
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 X = (4, 9, 3)
 

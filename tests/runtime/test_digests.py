@@ -15,11 +15,12 @@ from agreement import TIMEOUT, feeds_for
 from committed import MODELS
 from onnx import numpy_helper
 
-from onnxpar import digests, pipeline
-from onnxpar.cli import main
+from onnxpar.cli.command_line import main
 from onnxpar.errors import ModelError, OnnxparError, RankError
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
+from onnxpar.files import digests
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor
 from onnxpar.runtime.groups import thread_worlds

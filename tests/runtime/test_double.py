@@ -11,8 +11,8 @@ import pytest
 from agreement import options, relative_error
 from small_models import HEAD, write_text
 
-from onnxpar import pipeline
-from onnxpar.runtime.compare import open_unsplit, run_unsplit
+from onnxpar.checking.compare import open_unsplit, run_unsplit
+from onnxpar.pipeline import pipeline
 from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.threads import ThreadSession
 

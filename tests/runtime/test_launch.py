@@ -22,8 +22,8 @@ from runtime.bad_requests import STRATEGIES, decoder
 from runtime.bundles import Tensor, all_reduce, write_par
 
 import onnxpar
-from onnxpar import pipeline
 from onnxpar.errors import RankError
+from onnxpar.pipeline import pipeline
 from onnxpar.runtime import launch
 from onnxpar.runtime.launch import Launched, bind_address, launched_rank
 from onnxpar.runtime.threads import ThreadSession

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxpar.layout import Concat, Dim, Factor, Layout, Product
-from onnxpar.mesh import Axis, Mesh
+from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product
+from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.runtime import parts as parts_module
 from onnxpar.runtime.parts import Parts
 

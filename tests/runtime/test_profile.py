@@ -22,20 +22,20 @@ from runtime.bundles import Tensor, all_reduce, write_par
 from small_models import write_text
 from training.steps import MLP, shard, write_step
 
-from onnxpar import pipeline
-from onnxpar.cli import main
+from onnxpar.cli.command_line import main
 from onnxpar.errors import InputError
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.fused import Fused
 from onnxpar.runtime.merge_profiles import merge
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.strategy import Strategy
-from onnxpar.trace import Event, Trace, read_trace, write_trace
-from onnxpar.trace_lines import trace_lines
+from onnxpar.runtime.trace import Event, Trace, read_trace, write_trace
+from onnxpar.strategy.strategy import Strategy
 
 TEXT = """<ir_version: 10, opset_import: ["" : 18]>
 m (float[12,5] x, float[5,6] w1, float[6] w2, float[1,8,6] w3, float[1,8,8] w4, float[8,9] w5)

@@ -21,8 +21,8 @@ from runtime.bundles import (
 )
 
 from onnxpar.errors import RankError
-from onnxpar.layout import Concat, Factor, Layout
-from onnxpar.mesh import Axis
+from onnxpar.layout.layout import Concat, Factor, Layout
+from onnxpar.layout.mesh import Axis
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 

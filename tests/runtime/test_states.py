@@ -11,8 +11,8 @@ from onnx import helper
 from runtime.bundles import Tensor, write_par
 
 from onnxpar.errors import InputError, RankError
-from onnxpar.layout import Factor, Layout
-from onnxpar.mesh import Axis
+from onnxpar.layout.layout import Factor, Layout
+from onnxpar.layout.mesh import Axis
 from onnxpar.runtime.session import Session
 
 Open = Callable[..., Session]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnxpar.factors import analyse
-from onnxpar.pipeline import Options, load_model
-from onnxpar.search.choices import Kept
+from onnxpar.cost.topology import Topology
+from onnxpar.pipeline.pipeline import Options, load_model
 from onnxpar.search.meshes import best_mesh
+from onnxpar.search.op_strategies import Kept
 from onnxpar.search.search import Solution, solve
-from onnxpar.sharding import Sharding
-from onnxpar.strategy import Seed
-from onnxpar.topology import Topology
+from onnxpar.sharding.factors import analyse
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.strategy import Seed
 
 
 class Recording:

@@ -10,7 +10,7 @@ import onnx
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.topology import Topology
+from onnxpar.cost.topology import Topology
 
 UNARY = ("Relu", "Softmax", "Neg", "Identity")
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from onnxpar.arrays import Array
-from onnxpar.search.elimination import Table
+from onnxpar.base.arrays import Array
+from onnxpar.search.solver.elimination import Table
 
 Sum = tuple[list[int], list[Table]]
 """How many values each variable has, and the tables."""

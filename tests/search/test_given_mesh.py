@@ -9,13 +9,13 @@ from agreement import check_agrees
 from committed import MODELS
 from search.test_meshes import ONE, TWO, matmuls
 
-from onnxpar import pipeline
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
+from onnxpar.cost.topology import Topology
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
 from onnxpar.search.given_mesh import best_on_mesh
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.search import solve
-from onnxpar.topology import Topology
 
 
 def both(

@@ -14,13 +14,13 @@ from onnx import TensorProto, helper, numpy_helper
 from search.recording import Recording
 
 import onnxpar
-from onnxpar import pipeline
+from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
 from onnxpar.search.meshes import asked_axes
-from onnxpar.strategy import Strategy
-from onnxpar.topology import Topology
+from onnxpar.strategy.strategy import Strategy
 
 FAST = {"flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-8}
 ONE = {"levels": [{"name": "host", "latency": 1e-7, "bandwidth": 1e10}], "device": FAST}

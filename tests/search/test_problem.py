@@ -18,27 +18,27 @@ from onnx import helper
 from search.small_graphs import graphs, save, topologies
 from tiny_models import model, port, write
 
-from onnxpar.factors import OpFactors
-from onnxpar.mesh import Mesh
-from onnxpar.part_bytes import part_bytes
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.cost.topology import Topology
+from onnxpar.ir.subgraphs import constants
+from onnxpar.ir.tensors import element_bytes
+from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
-from onnxpar.passes.pass_ import PassContext
 from onnxpar.passes.propagate_layouts import PropagateLayouts
-from onnxpar.pipeline import Options, load_model, make_context, run_passes
-from onnxpar.placements import LOCAL_STEPS
-from onnxpar.reshard import Tensor, cost, plan_steps
-from onnxpar.search.aim import LATENCY, OBJECTIVES, Aim
-from onnxpar.search.choices import Choice, Kept
-from onnxpar.search.limits import Limit, TooMuch
+from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.reshard.planner import Tensor, cost, plan_steps
+from onnxpar.search.objective import LATENCY, OBJECTIVES, Aim
+from onnxpar.search.op_cost import work
+from onnxpar.search.op_strategies import Choice, Kept
 from onnxpar.search.predict import predict
 from onnxpar.search.problem import Problem
-from onnxpar.search.ways import faster
-from onnxpar.search.work import work
-from onnxpar.sharding import Placement, Sharding
-from onnxpar.strategy import NodeSeed
-from onnxpar.subgraphs import constants
-from onnxpar.tensors import element_bytes
-from onnxpar.topology import Topology
+from onnxpar.search.reshard_costs import faster
+from onnxpar.search.solver.limits import Limit, TooMuch
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.part_bytes import part_bytes
+from onnxpar.sharding.state import Placement, Sharding
+from onnxpar.strategy.strategy import NodeSeed
 
 MOST = 20_000
 

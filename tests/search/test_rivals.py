@@ -12,9 +12,9 @@ from bench import model_shapes
 from bench.rivals import HOSTS, SAME, TOPOLOGIES, WORKLOADS, meshes, rivals, searched
 
 import onnxpar
-from onnxpar.mesh import Mesh
-from onnxpar.pipeline import Options
-from onnxpar.plan import Plan
+from onnxpar.compiler.plan import Plan
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline.pipeline import Options
 
 CASES = [
     *((name, "hosts of 8", 2) for name in WORKLOADS),

@@ -12,17 +12,17 @@ from bench import llama_shape
 from committed import MODELS, STATIC
 
 import onnxpar
-from onnxpar import pipeline
+from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
-from onnxpar.mesh import Mesh
+from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
-from onnxpar.pipeline import Options, load_model, make_context, run_passes
-from onnxpar.search.aim import Aim
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.search.objective import Aim
 from onnxpar.search.patience import Patience
 from onnxpar.search.predict import predict
 from onnxpar.search.search import solve
-from onnxpar.topology import Topology
 
 CHEAP = Topology.of(
     {

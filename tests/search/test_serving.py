@@ -20,15 +20,15 @@ from search.small_graphs import graphs, save, topologies
 from search.test_problem import SETTINGS, context
 from tiny_models import model, port, write
 
-from onnxpar.passes.pass_ import PassContext
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.cost.topology import Topology
 from onnxpar.search import problem as problems
 from onnxpar.search import serving
-from onnxpar.search.aim import LATENCY, THROUGHPUT, Aim
-from onnxpar.search.choices import choices_of, pending_kinds
-from onnxpar.search.limits import TooMuch
+from onnxpar.search.objective import LATENCY, THROUGHPUT, Aim
+from onnxpar.search.op_strategies import choices_of, pending_kinds
 from onnxpar.search.patience import Patience
 from onnxpar.search.problem import Problem
-from onnxpar.topology import Topology
+from onnxpar.search.solver.limits import TooMuch
 
 MOST = 1 << 16
 """Assignments that are all tried."""

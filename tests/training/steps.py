@@ -13,15 +13,15 @@ import onnxruntime as ort
 from agreement import options
 from small_models import HEAD, write_text
 
-from onnxpar import pipeline
-from onnxpar.plan import Plan
+from onnxpar.checking.compare_training import compare_training
+from onnxpar.compiler.plan import Plan
+from onnxpar.ir.training_spec import Step
+from onnxpar.pipeline import pipeline
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.step import Step
+from onnxpar.trainer.checkpoint import checkpoints
+from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
-from onnxpar.training.checkpoint import checkpoints
-from onnxpar.training.compare import compare_training
-from onnxpar.training.trainer import Trainer
 
 Array = npt.NDArray[Any]
 

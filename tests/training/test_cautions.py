@@ -12,7 +12,7 @@ from training.steps import write_model
 
 import onnxpar.grad  # noqa: F401  (registers the rules)
 from onnxpar.grad.trained import find_trained
-from onnxpar.model import load
+from onnxpar.load.load import load
 from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm
 
 

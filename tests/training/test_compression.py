@@ -16,13 +16,13 @@ import pytest
 from agreement import options
 from training.steps import CROSS_ENTROPY, ThreadTrainer, write_step
 
-from onnxpar import pipeline
-from onnxpar.cli import main
+from onnxpar.checking.compare_training import compare_training
+from onnxpar.cli.command_line import main
 from onnxpar.errors import ModelError
-from onnxpar.layout import nested_parts
-from onnxpar.training.checkpoint import Checkpoint, Progress
-from onnxpar.training.compare import compare_training
-from onnxpar.training.trainer import Trainer
+from onnxpar.layout.layout import nested_parts
+from onnxpar.pipeline import pipeline
+from onnxpar.trainer.checkpoint import Checkpoint, Progress
+from onnxpar.trainer.trainer import Trainer
 
 Array = npt.NDArray[Any]
 Batch = dict[str, Array]

@@ -10,15 +10,15 @@ import pytest
 from small_models import HEAD
 from training.steps import LINEAR, MLP, write_model
 
-from onnxpar import pipeline
-from onnxpar.cli import main
+from onnxpar.cli.command_line import main
+from onnxpar.compiler.pass_ import Pass, PassContext
+from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
-from onnxpar.mesh import Mesh
-from onnxpar.model import Model
-from onnxpar.pass_list import parse_passes
-from onnxpar.passes.pass_ import Pass, PassContext
-from onnxpar.pipeline import Options
-from onnxpar.text import graph_text
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import Model
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pipeline import Options
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXT = """mlp (float[4,3] x) => (float[4,2] y)

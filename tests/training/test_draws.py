@@ -14,9 +14,9 @@ from training.models import DROPOUT
 from training.steps import Array, ThreadTrainer, batches, check_training, quiet, shard, write_step
 
 from onnxpar.errors import ModelError
-from onnxpar.training.checkpoint import Checkpoint
-from onnxpar.training.data import Data
-from onnxpar.training.loop import Run, records
+from onnxpar.trainer.checkpoint import Checkpoint
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.loop import Run, records
 
 
 def drawn(nodes: str, folder: Path, seed: int, size: int) -> Array:

@@ -21,11 +21,11 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar import pipeline
-from onnxpar.plan import Plan
-from onnxpar.training.checkpoint import Checkpoint, Progress
-from onnxpar.training.compare import UnsplitStep
-from onnxpar.training.merge import merge
+from onnxpar.checking.compare_training import UnsplitStep
+from onnxpar.compiler.plan import Plan
+from onnxpar.pipeline import pipeline
+from onnxpar.trainer.checkpoint import Checkpoint, Progress
+from onnxpar.trainer.merge import merge
 
 SHARE = {"double": 1e-9, "float": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 """By what a step computes in, the largest difference as a share of a tensor's largest value."""

@@ -20,7 +20,7 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar.cli import main
+from onnxpar.cli.command_line import main
 from onnxpar.runtime.threads import ThreadSession
 
 

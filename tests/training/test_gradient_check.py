@@ -11,12 +11,12 @@ import pytest
 from committed import MODELS
 from training.steps import CROSS_ENTROPY, MLP, Array, batches, shard, write_step
 
-from onnxpar.cli import main
-from onnxpar.runtime.compare import Comparison, Report, compare_arrays, run_unsplit
+from onnxpar.checking.compare import Comparison, Report, compare_arrays, run_unsplit
+from onnxpar.checking.compare_training import judge_gradients
+from onnxpar.cli.command_line import main
+from onnxpar.ir.training_spec import Step
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.step import Step
 from onnxpar.training import grad
-from onnxpar.training.compare import judge_gradients
 
 
 def judged(wanted: dict[str, Array], given: dict[str, Array]) -> dict[str, Comparison]:

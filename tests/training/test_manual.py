@@ -16,16 +16,17 @@ from agreement import run_unsplit as run_unsplit_model
 from onnx import helper, numpy_helper
 from training.steps import Array, ThreadTrainer, run_unsplit
 
-from onnxpar import cli, pipeline
+from onnxpar import cli
+from onnxpar.compiler.plan import Plan
 from onnxpar.errors import ModelError, StrategyError
-from onnxpar.layout import Factor, Layout
-from onnxpar.mesh import Axis, Mesh
-from onnxpar.pipeline import Options
-from onnxpar.plan import Plan
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.layout import Factor, Layout
+from onnxpar.layout.mesh import Axis, Mesh
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.step import Step
-from onnxpar.strategy import Strategy
+from onnxpar.strategy.strategy import Strategy
 from onnxpar.training import grad
 
 STEPS, RATE = 20, 0.05

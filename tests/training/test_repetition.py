@@ -9,7 +9,7 @@ from training.models import DROPOUT
 from training.steps import Array, ThreadTrainer, batches, shard, write_step
 from training.trajectories import expected, write_descent
 
-from onnxpar.training.trainer import Trainer
+from onnxpar.trainer.trainer import Trainer
 
 STEPS = 20
 

@@ -13,10 +13,10 @@ from onnx import numpy_helper
 from small_models import HEAD
 
 import onnxpar.grad  # noqa: F401  (registers the rules, which say what is trained)
-from onnxpar.cli import main
+from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
 from onnxpar.grad.trained import find_trained
-from onnxpar.model import Model, load
+from onnxpar.load.load import Model, load
 from onnxpar.training import grad
 
 F32 = np.float32

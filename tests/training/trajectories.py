@@ -14,10 +14,10 @@ from double_models import write_double
 from onnx import numpy_helper
 from training.steps import Array, ThreadTrainer
 
-from onnxpar.runtime.compare import Report, compare_arrays
-from onnxpar.step import Step
+from onnxpar.checking.compare import Report, compare_arrays
+from onnxpar.checking.compare_training import UnsplitStep, judge_gradients
+from onnxpar.ir.training_spec import Step
 from onnxpar.training import grad
-from onnxpar.training.compare import UnsplitStep, judge_gradients
 
 ROWS = 4
 """Of the batch on which a model is trained."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxpar.grad.proof import Gradient
+from onnxpar.testing.gradient_proof import Gradient
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional

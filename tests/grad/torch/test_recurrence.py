@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxpar.rules.case import Case
+from onnxpar.testing.case import Case
 
 torch = pytest.importorskip("torch")
 

@@ -1,0 +1,45 @@
+"""Documented modules that have moved: their old names still work, with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "onnxpar.passes.pass_": "onnxpar.compiler.pass_",
+    "onnxpar.rules.case": "onnxpar.testing.case",
+    "onnxpar.rules.proof": "onnxpar.testing.proof",
+    "onnxpar.trace": "onnxpar.runtime.trace",
+    "onnxpar.training.data": "onnxpar.trainer.data",
+    "onnxpar.training.loop": "onnxpar.trainer.loop",
+    "onnxpar.training.merge": "onnxpar.trainer.merge",
+    "onnxpar.training.trainer": "onnxpar.trainer.trainer",
+}
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Finds the old names; a module of an old name has the attributes of the new one."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of an old name, None for all others."""
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills a module of an old name."""
+        new = MOVED[module.__name__]
+        warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
+        found = vars(importlib.import_module(new))
+        vars(module).update({k: v for k, v in found.items() if not k.startswith("__")})
+
+
+def find_moved_modules() -> None:
+    """Makes the old names importable."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModules())

@@ -1,0 +1,37 @@
+"""Elements of less than 8 bits: together in the bytes of a file or a runtime, the first lowest.
+
+In NumPy they are bytes of their own, of which the low bits count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+
+PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+"""Bits of an element, by dtype name."""
+
+
+def stored_bits(dtype: np.dtype[Any]) -> int:
+    """Bits of an element in a file or a runtime."""
+    return PACKED.get(dtype.name) or 8 * dtype.itemsize
+
+
+def unpack(data: Array, bits: int) -> Array:
+    """The elements in these bytes, as many as fit."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    elements: Array = (data[:, None] >> shifts & (1 << bits) - 1).reshape(-1)
+    return elements
+
+
+def pack(elements: Array, bits: int) -> Array:
+    """The bytes of elements; what the last one lacks is zero."""
+    per_byte = 8 // bits
+    padded = np.zeros(-(-elements.size // per_byte) * per_byte, np.uint8)
+    padded[: elements.size] = elements.reshape(-1).view(np.uint8) & (1 << bits) - 1
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    packed: Array = np.bitwise_or.reduce(padded.reshape(-1, per_byte) << shifts, axis=1)
+    return packed

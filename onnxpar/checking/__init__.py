@@ -1,0 +1,1 @@
+"""`check`: sharded results beside those of the unsplit model."""

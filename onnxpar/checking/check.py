@@ -1,0 +1,321 @@
+"""Shards a model, runs it on its ranks, and compares it with the unsplit model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.shown import Shown, text_of
+from onnxpar.checking.compare import Closeness, Report, compare, quietly
+from onnxpar.checking.compare_each import compare_each, inner_tensors
+from onnxpar.checking.compare_training import compare_training, judge_compressed, judge_gradients
+from onnxpar.checking.replicas import compare_replicas
+from onnxpar.checking.training_replicas import compare_copies
+from onnxpar.compiler.plan import Plan
+from onnxpar.compiler.ranges import Range, integer_ranges
+from onnxpar.errors import InputError, ModelError
+from onnxpar.files.own_folder import OwnFolder
+from onnxpar.layout.layout import dim_axes
+from onnxpar.manual.manual import MANUAL
+from onnxpar.open_sizes.cache_sizes import settled
+from onnxpar.open_sizes.typical import Typical
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.report.report import plan_lines
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.checks import check_array
+from onnxpar.runtime.feeds import make_feeds, read_given
+from onnxpar.runtime.session import InferenceSession
+from onnxpar.symbols.symbols import Polynomial
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.trainer import Trainer
+
+NOTHING = "no output is held by several ranks, so there is nothing to compare"
+Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
+"""An .npz file, arrays by input name, or None."""
+
+
+_RESIZES: tuple[Callable[[int], int], ...] = (
+    *(partial(lambda part, n: max(n // part, 1), 2**i) for i in range(7)),
+    *(partial(lambda size, n: size, 2**i) for i in range(6, 10)),
+)
+"""What is tried for open sizes where the typical ones do not run, by those of the plan's example:
+these, ever smaller ones, and then larger ones, all equal, where a model needs that many elements.
+"""
+_MOST_ELEMENTS = 1 << 25
+"""Of feeds that are larger than the plan's example."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a check runs: what is fed, whether every tensor is compared, the steps of a training run,
+    how much an element may be off (else by dtype), and waits in seconds."""
+
+    inputs: Inputs = None
+    seed: int = 0
+    each: bool = False
+    train: bool = False
+    steps: int = 50
+    lr: float = 0.01
+    rtol: float | None = None
+    atol: float | None = None
+    timeout: float = 60.0
+    log_dir: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True)
+class Check(Shown):
+    """The plan that was checked, and the comparison of every output; `made_up` lists the inputs
+    that were not among those given, `title` says what a training run is compared with."""
+
+    plan: Plan
+    report: Report
+    title: str = ""
+    made_up: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether all outputs are as good as the reference."""
+        return self.report.ok
+
+    def text(self) -> str:
+        """The text of the command: the plan, and a table of outputs with their errors."""
+        lines = plan_lines(self.plan.to_json(), full=not self.title)
+        table = self.report.text() if self.report.rows else NOTHING
+        made_up = [f"made up: {'; '.join(self.made_up)}"] if self.made_up else []
+        return "\n".join([*lines, self.title, *made_up, table])
+
+
+@text_of.register
+def _(check: Check) -> str:
+    return check.text()
+
+
+def check_model(
+    model: Path,
+    options: Options,
+    way: Way,
+    progress: Callable[[int], None] | None = None,
+    tell: Callable[[str], None] = quietly,
+) -> Check:
+    """Shards into a folder that is removed again, runs, and compares. `progress` is told of the
+    bytes of weights that were written; `tell` is called with a few words before each step, and with
+    none at the end. Errors: OnnxparError."""
+    try:
+        return _checked(model, options, way, progress, tell)
+    finally:
+        tell("")
+
+
+def _checked(
+    model: Path,
+    options: Options,
+    way: Way,
+    progress: Callable[[int], None] | None,
+    tell: Callable[[str], None],
+) -> Check:
+    close = None
+    if way.rtol is not None or way.atol is not None:
+        close = Closeness(way.rtol or 0.0, way.atol or 0.0)
+    if way.seed < 0:
+        raise InputError(f"--seed {way.seed}: at least 0")
+    is_manual = options.preset == MANUAL
+    if way.each and (way.train or is_manual):
+        raise InputError("--each is of one run against an unsplit model; leave it out")
+    if way.train:
+        if close is not None:
+            raise InputError("--rtol, --atol: losses of --train have tolerances of their own")
+        return _check_training(model, options, way)
+    exposed = inner_tensors(model) if way.each else ()
+    with OwnFolder() as folder:
+        par = folder / "model.par"
+        options = replace(options, replicas=True, exposed=exposed)
+        tell("sharding")
+        made = pipeline.shard(model, par, options, progress)
+        bundle = Bundle.load(par)
+
+        def compared(session: InferenceSession, feeds: Mapping[str, Any]) -> Report:
+            if way.each:
+                tell("comparing every tensor")
+                return compare_each(model, session, feeds, close)
+            if is_manual:
+                tell(f"running {session.ranks} ranks")
+                return compare_replicas(session, feeds, close)
+            return compare(model, session, feeds, close=close, timed=True, tell=tell)
+
+        with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
+            first: Exception | None = None
+            is_free = True
+            for sizes in _sizes_to_try(made, bundle):
+                try:
+                    feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
+                    report = compared(session, feeds)
+                    break
+                except (ModelError, InputError) as error:  # a table of positions, a least length
+                    first = first or error
+                    if not is_free:
+                        raise
+            else:
+                assert first is not None
+                raise first
+    if made.step is not None and close is None and not way.each:
+        report = judge_compressed(judge_gradients(report, made.step), made.step)
+    own = [port for port in made.outputs if port.name not in set(exposed)]
+    made = replace(made, outputs=own)
+    return Check(made, report, made_up=made_up if way.inputs is not None else ())
+
+
+def _check_training(model: Path, options: Options, way: Way) -> Check:
+    """The same over many steps of a training step, each of which starts from the last."""
+    if way.steps < 1:
+        raise InputError(f"--steps {way.steps}: at least 1")
+    is_manual = options.preset == MANUAL
+    with OwnFolder() as folder:
+        par = folder / "step.par"
+        made = pipeline.shard(model, par, replace(options, replicas=is_manual))
+        with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
+            batches = islice(_batches(way, made, trainer), way.steps)
+            if is_manual:
+                report = compare_copies(trainer, batches, way.lr)
+            else:
+                report = compare_training(model, trainer, batches, way.lr)
+    against = "against each other" if is_manual else "against one"
+    title = f"{_trained(made)}\n{way.steps} steps over {made.mesh.size} ranks {against}:"
+    return Check(made, report, title)
+
+
+def _trained(made: Plan) -> str:
+    """How many weights a training step trains, which neither side of the comparison can tell."""
+    names = {slot.input for slot in (made.step.parameters if made.step else ())}
+    shapes = [port.shape or () for port in made.inputs if port.name in names]
+    count = sum(math.prod(size or 0 for size in shape) for shape in shapes)
+    return f"{len(names)} parameters of {count:,} elements are trained"
+
+
+def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """The batches of the data that is given, again and again, or random ones."""
+    data = None if way.inputs is None else Data.given(way.inputs, trainer.data)
+    specs = [s for s in input_specs(trainer.bundle.path) if s[0] in trainer.spec.data]
+    ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
+    for number in count():
+        if data is not None:
+            yield from data.epoch(number, way.seed)
+        else:
+            yield make_feeds(specs, ranges, way.seed + number)
+
+
+def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of each input that a sharded model must be fed."""
+    return [
+        (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
+        for p in Bundle.load(par).data["inputs"]
+        if not p.get("default")
+    ]
+
+
+def _sizes_to_try(made: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
+    """Sizes of all symbols, in the order in which a check tries them: the typical ones, then those
+    of `_RESIZES`. Unless a user gave them, those that the ranks split are large enough that each
+    rank has elements, and that not all have equally many."""
+    uneven = 2 * made.mesh.size - 1
+    for typical, _ in made.typical[:1]:
+        sizes = dict(typical)
+        if not made.is_told:
+            yield {
+                s: max(n, uneven) if n < made.mesh.size and _splits(bundle, s, sizes) else n
+                for s, n in sizes.items()
+            }
+        yield sizes
+    for resize in _RESIZES:
+        yield {s: resize(n) for s, n in made.example.items()}
+
+
+def _feeds(
+    model: Path,
+    options: Options,
+    way: Way,
+    made: Plan,
+    bundle: Bundle,
+    chosen: Mapping[str, int],
+) -> tuple[dict[str, Any], list[str], bool]:
+    """What is given; random feeds for the rest, of which it tells name, type and shape; and whether
+    any open size is left to choose. Those are the `chosen` ones, unless they contradict others.
+    Errors: InputError where that takes too many elements."""
+    specs = input_specs(bundle.path)
+    feeds: dict[str, Any] = {}
+    if isinstance(way.inputs, Mapping):
+        feeds = dict(way.inputs)
+    elif way.inputs is not None:
+        feeds = read_given(way.inputs, specs)
+    for name, value in feeds.items():
+        if name in bundle.inputs:
+            check_array(bundle.inputs[name], value)
+    shapes = {
+        name: value.shape
+        for name, value in feeds.items()
+        if isinstance(value, np.ndarray) and name in bundle.inputs
+    }
+    known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
+    told = {v for n in shapes for v in bundle.inputs[n].symbols}
+    free = [s for s in bundle.symbols if s not in told]
+    sizes = {s: known[s] if s in told else chosen[s] for s in bundle.symbols}
+    sizes, ranges = _usual(model, options, made, bundle, sizes, told)
+    rest: Any = [
+        (name, kind, bundle.inputs[name].shape_at(sizes))
+        for name, kind, _ in specs
+        if name not in feeds
+    ]
+    unknown = {name for name, _, _ in rest}
+    ranges = {name: r for name, r in ranges.items() if name in unknown}
+    made_up = [f"{name} {kind} {list(shape)}" for name, kind, shape in rest]
+    is_large = max(sizes.values(), default=0) > max(made.example.values(), default=0)
+    if is_large and not (made.is_told and chosen == made.typical[0][0]):
+        elements = sum(math.prod(size or 0 for size in shape) for _, _, shape in rest)
+        if elements > _MOST_ELEMENTS:
+            wanted = ",".join(f"{name}={sizes[name]}" for name in free)
+            raise InputError(
+                f"made-up inputs at {wanted} would have {elements:,} elements, too many to try "
+                f"unasked: give --inputs FILE.npz, or --typical {wanted} if that is what runs have"
+            )
+    return make_feeds(rest, ranges, way.seed) | feeds, made_up, bool(free)
+
+
+def _usual(
+    model: Path,
+    options: Options,
+    made: Plan,
+    bundle: Bundle,
+    sizes: Mapping[str, int],
+    told: Collection[str],
+) -> tuple[dict[str, int], Mapping[str, Range]]:
+    """Sizes with which the runtime takes the feeds, and the range of each integer input for these.
+    Sizes that are `told` by feeds stay; others change where they contradict them or each other:
+    the length of a mask is that of past and present together."""
+    if not bundle.symbols or options.preset == MANUAL:
+        return dict(sizes), made.ranges
+    split = {s for s in bundle.symbols if _splits(bundle, s, sizes)}
+    found = settled(made.caches, sizes, split.union(told))
+    shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
+    fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
+    bound = replace(options, dims=None, typical=Typical())
+    graph = pipeline.load_model(model, bound, shapes=fixed).graph
+    return found, integer_ranges(graph)
+
+
+def _splits(bundle: Bundle, symbol: str, sizes: Mapping[str, int]) -> bool:
+    """Whether the ranks hold parts of an input or output by a dimension of this size."""
+    ports = (*bundle.inputs.values(), *bundle.outputs.values())
+    layouts = [(p.shape, p.layout_at(sizes)) for p in ports if symbol in p.symbols]
+    return any(
+        isinstance(size, Polynomial) and symbol in size.variables and bool(dim_axes(dim))
+        for shape, layout in layouts
+        for size, dim in zip(shape or (), layout.dims if layout is not None else (), strict=False)
+    )

@@ -1,0 +1,142 @@
+"""Finds the first tensor in which a sharded model differs from the unsplit one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from onnxpar.base.arrays import Array
+from onnxpar.checking.compare import (
+    TOLERANCES,
+    Closeness,
+    Comparison,
+    Report,
+    Unsplit,
+    compare_arrays,
+    is_far,
+    judged,
+)
+from onnxpar.checking.sensitivity import movements
+from onnxpar.errors import ModelError
+from onnxpar.runtime.session import Session
+
+SLICE_BYTES = 256 << 20
+"""Bytes of tensors that are compared at a time, of which both sides hold copies."""
+
+
+@dataclass(frozen=True)
+class EachReport(Report):
+    """The comparison of the outputs, and the first of all tensors that differs, of which `node` is
+    the op and the node."""
+
+    compared: int = 0
+    first: Comparison | None = None
+    node: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all tensors are as good as the reference."""
+        return self.first is None and super().ok
+
+    def text(self) -> str:
+        """The table of the outputs, and the tensor with which the difference begins."""
+        count = f"{self.compared} tensors that both models have were compared in the model's order"
+        if self.first is None:
+            return f"{super().text()}\n{count}: all agree"
+        row = self.first
+        how = row.fault or f"error {row.error:.1e}, allowed {row.tolerance:.0e}"
+        return (
+            f"{super().text()}\n{count}\n"
+            f"the first that differs is {row.name!r} of {self.node}: "
+            f"{row.dtype} {list(row.shape)}, {how}"
+        )
+
+
+def inner_tensors(model: str | os.PathLike[str]) -> list[str]:
+    """The results of a model's nodes but for its outputs, in order. Those in bodies of If, Loop and
+    Scan are left out. Errors: ModelError."""
+    graph = _read(model).graph
+    own = {port.name for port in graph.output}
+    return [name for name in _results(graph) if name not in own]
+
+
+def _results(graph: onnx.GraphProto) -> dict[str, str]:
+    """The results of nodes in order, and the op and node that each is of."""
+    return {
+        name: f"{node.op_type} {node.name!r}" if node.name else node.op_type
+        for node in graph.node
+        for name in node.output
+        if name
+    }
+
+
+def compare_each(
+    model: str | os.PathLike[str],
+    session: Session,
+    feeds: Mapping[str, Any],
+    close: Closeness | None = None,
+) -> EachReport:
+    """Compares every output of the session, those in the model's order that are inside of it, too.
+
+    Both models run as often as it takes to hold at most SLICE_BYTES of tensors at a time. Errors:
+    ModelError where the unsplit model does not load; InputError; RankError.
+    """
+    session.check_feeds(feeds)
+    proto = _read(model)
+    own = [port.name for port in proto.graph.output]
+    nodes = _results(proto.graph)
+    places = {name: i for i, name in enumerate(nodes)}
+    ports = sorted(session.get_outputs(), key=lambda port: places.get(port.name, len(places)))
+    for port in ports:
+        if port.name not in own:
+            proto.graph.output.append(onnx.ValueInfoProto(name=port.name))
+    unsplit = Unsplit(proto.SerializeToString(), Path(model).parent)
+    rows: list[Comparison] = []
+    far: dict[str, Array] = {}
+    for names in _slices([port.name for port in ports], session.output_shapes(feeds)):
+        try:
+            wanted = unsplit.run(feeds, names)
+        except ModelError as error:
+            raise session.blame(error, feeds) from error
+        given = dict(zip(names, session.run(names, feeds), strict=True))
+        rows += [compare_arrays(n, given[n], wanted[n], TOLERANCES, close) for n in names]
+        far |= {row.name: wanted[row.name] for row in rows[-len(names) :] if is_far(row)}
+    moved: Mapping[str, float] = {}
+    if far and close is None:
+        moved = movements(proto.SerializeToString(), feeds, far, Path(model).parent)
+        rows = [judged(row, moved) for row in rows]
+    first = next((row for row in rows if not row.ok), None)
+    node = "" if first is None else nodes.get(first.name, "the model")
+    by_name = {row.name: row for row in rows}
+    outputs = tuple(by_name[n] for n in own if n in by_name)
+    return EachReport(outputs, None, len(rows), first, node, moved=moved)
+
+
+def _slices(
+    outputs: Sequence[str], shapes: Mapping[str, Sequence[int | None]]
+) -> Iterator[list[str]]:
+    """Names of outputs that are compared together."""
+    names: list[str] = []
+    held = 0
+    for name in outputs:
+        size = 8 * math.prod(1 if s is None else s for s in shapes[name])
+        if names and held + size > SLICE_BYTES:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    if names:
+        yield names
+
+
+def _read(model: str | os.PathLike[str]) -> onnx.ModelProto:
+    try:
+        return onnx.load(os.fspath(model), load_external_data=False)
+    except Exception as error:
+        raise ModelError(f"cannot read {os.fspath(model)}: {error}") from error

@@ -1,0 +1,28 @@
+"""Holds the copies of an output that several ranks have against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnxpar.base.arrays import Array
+from onnxpar.checking.compare import Closeness, Report, compare_arrays
+from onnxpar.runtime.session import Session
+
+_SUFFIX = "@replicas"
+
+
+def compare_replicas(
+    session: Session, feeds: Mapping[str, Array], close: Closeness | None = None
+) -> Report:
+    """Runs a model that gathers copies of its outputs, and compares each copy with the first.
+
+    Errors: InputError; RankError.
+    """
+    names = [a.name for a in session.get_outputs() if a.name.endswith(_SUFFIX)]
+    outputs = session.run(names, feeds) if names else session.run(None, feeds)[:0]
+    rows = []
+    for name, copies in zip(names, outputs, strict=True):
+        own = name.removesuffix(_SUFFIX)
+        found = [compare_arrays(own, copy, copies[0], close=close) for copy in copies[1:]]
+        rows.append(max(found, key=lambda row: row.badness))
+    return Report(tuple(rows))

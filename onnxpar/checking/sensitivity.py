@@ -1,0 +1,211 @@
+"""How far the results of a model move by themselves, where they are not as close as usual.
+
+A model may amplify what it rounds: it quantizes values as it runs, so that one that lies between
+two steps moves by a whole step; it divides by a spread that is nearly 0; it ends in a sigmoid whose
+largest value is 1e-7. Two correct ways to run such a model differ by far more than they round. By
+how much, runs of the unsplit model tell: on one thread, optimized and not, on feeds and
+small weights that differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import AttributeProto, NodeProto, TensorProto, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from onnxpar.base.arrays import Array
+from onnxpar.runtime.tensors import as_fed
+
+RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
+"""Runs of the unsplit model in which small weights, and floats that are fed, change by up to this
+share of each element, or by more where the model rounds to steps, which few values are close to;
+results may be off by so many times what they move at most."""
+LARGE = 0.05
+"""What results move at most if a comparison shall find a sum that lacks what one rank adds."""
+_STEPS = frozenset(
+    (
+        "ArgMax",
+        "ArgMin",
+        "Ceil",
+        "DequantizeLinear",
+        "DynamicQuantizeLSTM",
+        "DynamicQuantizeLinear",
+        "DynamicQuantizeMatMul",
+        "Floor",
+        "NonMaxSuppression",
+        "QMoE",
+        "QuantizeLinear",
+        "Round",
+        "Sign",
+        "TopK",
+    )
+)
+"""Ops that round to steps; DequantizeLinear does so together with a product that reads it."""
+_INTEGERS = 4
+"""The accuracy level at which MatMulNBits quantizes its first operand."""
+_READ_AT_MOST, _ALL_AT_MOST = 1 << 18, 1 << 24
+"""Elements of a weight that changes, and of all of them."""
+_READERS = frozenset(("Mul", "Add", "Gather"))
+"""Ops of which the weights may change in an optimized model, as it loses nothing by that."""
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_ALL, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
+_Opens = Callable[[NodeProto], bool]
+"""Whether weights that a node reads change."""
+ORT_ERRORS = (
+    RuntimeError,
+    ValueError,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+"""What onnxruntime raises."""
+
+
+def movements(
+    model: str | os.PathLike[str] | bytes,
+    feeds: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    folder: str | os.PathLike[str] | None = None,
+) -> dict[str, float]:
+    """By result of the reference, the most that it moves: floats as a share of their largest
+    magnitude, others as the share of elements that change. Nothing of a model whose inputs or
+    results are no tensors of numbers, or that the runtime runs in no other way. `folder` is where
+    the external data of a model in bytes is."""
+    if any(not isinstance(a, np.ndarray) for a in (*feeds.values(), *reference.values())):
+        return {}
+    if folder is None and not isinstance(model, bytes):
+        folder = Path(model).resolve().parent
+    names = list(reference)
+    moved: dict[str, float] = {}
+    random = np.random.default_rng(0)
+    change = COARSE_CHANGE if any(map(_has_steps, _nodes(_read(model)))) else CHANGE
+    for level in _LEVELS:
+        is_optimized = level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        for opens in (
+            (_adds_or_scales, _none) if is_optimized else (_computes_alike, _adds_or_scales, _none)
+        ):
+            proto = _read(model)
+            weights = _open_weights(proto, folder, opens)
+            own = {**weights, **feeds}
+            try:
+                session = _session(proto, level, folder)
+                for _ in range(RUNS // len(_LEVELS)):
+                    changed = {n: as_fed(_changed(a, change, random)) for n, a in own.items()}
+                    for name, result in zip(names, session.run(names, changed), strict=True):
+                        far = _distance(result, reference[name])
+                        moved[name] = max(moved.get(name, 0.0), far)
+                break
+            except ORT_ERRORS:  # weights that it wants to know
+                continue
+    return moved
+
+
+def _session(
+    proto: onnx.ModelProto, level: Any, folder: str | os.PathLike[str] | None
+) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = level
+    if folder is not None:
+        key = "session.model_external_initializers_file_folder_path"
+        options.add_session_config_entry(key, str(Path(folder).resolve()))
+    return ort.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def _read(model: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
+    if isinstance(model, bytes):
+        return onnx.load_model_from_string(model)
+    return onnx.load(os.fspath(model), load_external_data=False)
+
+
+def _nodes(proto: onnx.ModelProto) -> Iterator[NodeProto]:
+    """All nodes, those of bodies and functions included."""
+    todo: list[Iterable[NodeProto]] = [proto.graph.node, *(f.node for f in proto.functions)]
+    while todo:
+        for node in todo.pop():
+            yield node
+            for attribute in node.attribute:
+                if attribute.type == AttributeProto.GRAPH:
+                    todo.append(attribute.g.node)
+                todo += [graph.node for graph in attribute.graphs]
+
+
+def _has_steps(node: NodeProto) -> bool:
+    if node.op_type == "MatMulNBits":
+        return any(a.name == "accuracy_level" and a.i == _INTEGERS for a in node.attribute)
+    return node.op_type in _STEPS
+
+
+def _adds_or_scales(node: NodeProto) -> bool:
+    return node.op_type in _READERS or node.op_type.endswith("Normalization")
+
+
+def _computes_alike(node: NodeProto) -> bool:
+    """Not so onnxruntime's own ops, with weights that are not stored."""
+    return node.domain == "" and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
+
+
+def _none(node: NodeProto) -> bool:
+    return False
+
+
+def _open_weights(
+    proto: onnx.ModelProto, folder: str | os.PathLike[str] | None, opens: _Opens
+) -> dict[str, Array]:
+    """Makes small weights inputs in place, of the nodes that say so, and returns them."""
+    read = {name for node in proto.graph.node if opens(node) for name in node.input}
+    ports = {port.name for port in proto.graph.input}
+    ports |= {n for node in proto.graph.node if not opens(node) for n in node.input}
+    found, left = {}, _ALL_AT_MOST
+    for tensor in proto.graph.initializer:
+        size = math.prod(tensor.dims)
+        is_small = 1 < size <= min(_READ_AT_MOST, left) and len(tensor.dims) > 0
+        if is_small and tensor.name in read - ports and tensor.data_type in _FLOATS:
+            found[tensor.name] = numpy_helper.to_array(tensor, str(folder or ""))
+            left -= size
+            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            proto.graph.input.append(info)
+    return found
+
+
+def _changed(value: Array, change: float, random: np.random.Generator) -> Array:
+    """Floats that differ by up to this share of each, or by a last bit where that is more."""
+    if value.dtype not in (np.float32, np.float16):
+        return value
+    share = max(change, float(np.finfo(value.dtype).eps))
+    factors = 1 + share * random.uniform(-1, 1, value.shape)
+    changed: Array = (value * factors).astype(value.dtype)
+    return changed
+
+
+def _distance(result: Array, reference: Array) -> float:
+    """The largest finite difference, as a share of the largest magnitude; of what is no float, the
+    share of elements that differ."""
+    if result.shape != reference.shape or not reference.size:
+        return 0.0
+    if reference.dtype.kind in "iub":
+        return float(np.mean(result != reference))
+    if not is_float(reference):
+        return 0.0
+    a, b = result.astype(np.float64), reference.astype(np.float64)
+    finite = np.isfinite(a) & np.isfinite(b)
+    largest = np.abs(b[finite]).max(initial=0)
+    return float(np.abs(a - b)[finite].max(initial=0) / largest) if largest else 0.0
+
+
+def is_float(value: Array) -> bool:
+    """Whether elements are floating point numbers, those of 16 bits of ml_dtypes included."""
+    return value.dtype.kind == "f" or value.dtype.name == "bfloat16"

@@ -1,0 +1,3 @@
+"""The command line."""
+
+from onnxpar.cli.command_line import main as main

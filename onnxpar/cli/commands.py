@@ -1,0 +1,252 @@
+"""What the commands of the command line do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from tqdm import tqdm
+
+from onnxpar.api import compare_strategies, compare_with_trace, output_of, saver_of, watch_all
+from onnxpar.api import inspect as saved_plan
+from onnxpar.api import ops as ops_like
+from onnxpar.base.progress_line import progress_line
+from onnxpar.checking.check import Way, check_model, input_specs
+from onnxpar.cli.arguments import dims_of, states_of
+from onnxpar.cli.training_commands import warn_of
+from onnxpar.compiler.plan import Plan, SavedPlan
+from onnxpar.errors import InputError, StrategyError
+from onnxpar.open_sizes.typical import Typical
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.named_passes import run_named
+from onnxpar.pipeline.pass_list import LIST, pass_lines
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.plan_options import Kind, LayoutOptions, PlanOptions, option_names, options_of
+from onnxpar.report import op_table
+from onnxpar.report.candidates import Candidates
+from onnxpar.report.explain import explain
+from onnxpar.report.report import plan_lines
+from onnxpar.report.report_page import write_page
+from onnxpar.report.trace_comparison import Comparison
+from onnxpar.report.trace_lines import trace_lines
+from onnxpar.runtime.feeds import read_feeds, write_arrays
+from onnxpar.runtime.launch import launched_rank, redirect_output
+from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.trace import check_place
+from onnxpar.runtime.values import arrays_in
+
+
+def shard(args: argparse.Namespace) -> int:
+    """Writes a model.par."""
+    output = output_of(args.model) if args.output is None else args.output
+    options = _options(args)
+    saver = saver_of(args.save_strategy, options)
+    watch = watch_all(saver, args.dump)
+    with _progress("weights", _weight_bytes(args.model)) as progress:
+        made = pipeline.shard(args.model, output, options, progress, watch)
+    saved = saver.write()
+    _print_plan(made, full=False)
+    print(f"written to {output}")
+    if saved:
+        print(saved)
+    return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Prints what shard would do."""
+    if (args.save_strategy or args.dump) and (args.compare or args.candidates or args.html):
+        flag = "--save-strategy" if args.save_strategy else "--dump"
+        raise StrategyError(f"{flag}: leave out --compare, --candidates and --html")
+    if args.compare and (args.candidates or args.html):
+        raise StrategyError("--compare is of one plan that ran; leave out --candidates and --html")
+    if args.compare:
+        return _print(compare_with_trace(args.model, _options(args), args.compare), args.json)
+    if args.candidates or args.html:
+        return _explain(args)
+    options = _options(args)
+    saver = saver_of(args.save_strategy, options)
+    made, _ = pipeline.plan(args.model, options, watch_all(saver, args.dump))
+    saved = saver.write()
+    if args.json:
+        print(made.text())
+        return 0
+    _print_plan(made)
+    if saved:
+        print(f"\n{saved}")
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    """Prints what each strategy that applies would take, and writes the page of one."""
+    options = replace(_options(args), verify=False)
+    if args.candidates:
+        _print(compare_strategies(args.model, options, args.html, _with_bar), args.json)
+    else:
+        explained = explain(args.model, options)
+        write_page(args.html, explained, None)
+        if args.json:
+            print(explained.plan.text())
+        else:
+            _print_plan(explained.plan, full=False)
+    if args.html and not args.json:
+        print(f"written to {args.html}")
+    return 0
+
+
+def _with_bar(tries: Sequence[Options]) -> Iterable[Options]:
+    bar: Iterable[Options] = tqdm(tries, "strategies", disable=not _is_terminal())
+    return bar
+
+
+def _print(result: Candidates | Comparison | SavedPlan, as_json: bool) -> int:
+    print(json.dumps(result.to_json(), indent=1) if as_json else result)
+    return 0
+
+
+def annotate(args: argparse.Namespace) -> int:
+    """Writes the model with the plan in it."""
+    made = pipeline.annotate(args.model, args.output, _options(args, LayoutOptions))
+    _print_plan(made, full=False)
+    print(f"written to {args.output}")
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Prints the plan of a model.par."""
+    return _print(saved_plan(args.par, verify=args.verify), args.json)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a model.par; under mpirun as one of its ranks."""
+    rank = launched_rank()
+    if rank is not None:
+        redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
+    if args.repeat < 1:
+        raise InputError(f"--repeat {args.repeat}: at least 1")
+    feeds = read_feeds(args.inputs, input_specs(args.par))
+    if args.profile:
+        check_place(args.profile)
+    with _session(args.par, args, profile=bool(args.profile)) as session:
+        names = [port.name for port in session.get_outputs()]
+        seconds = []
+        for _ in tqdm(range(args.repeat), "runs", disable=not _is_terminal() or args.repeat == 1):
+            start = time.perf_counter()
+            results = session.run(None, feeds)
+            seconds.append(time.perf_counter() - start)
+        trace = session.end_profile(args.profile, warm_up=1) if args.profile else None
+    if rank is not None and rank.rank:
+        return 0
+    arrays = {
+        key: array
+        for name, result in zip(names, results, strict=True)
+        for key, array in arrays_in(name, result).items()
+    }
+    if args.outputs:
+        write_arrays(args.outputs, arrays)
+    for name, array in arrays.items():
+        print(f"{name}: {array.dtype} {'x'.join(map(str, array.shape)) or 'scalar'}")
+    if args.repeat > 1:
+        first, later = seconds[0], seconds[1:]
+        print(
+            f"{args.repeat} runs: first {first * 1e3:.1f} ms, then median "
+            f"{np.median(later) * 1e3:.1f} ms "
+            f"(min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
+        )
+    if trace is not None:
+        print("\n" + "\n".join(trace_lines(trace)))
+        print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Shards, runs and compares; 1 on a mismatch."""
+    way = Way(**{field.name: getattr(args, field.name) for field in fields(Way)})
+    with _progress("weights", _weight_bytes(args.model)) as progress:
+        tell = progress_line("check")
+        found = check_model(args.model, _options(args), way, progress, tell)
+    print(found)
+    if way.train and found.plan.step is not None:
+        warn_of(found.plan.step)
+    return 0 if found.ok else 1
+
+
+def opt(args: argparse.Namespace) -> int:
+    """Runs the passes named, on a model or a dump, and prints the graph after the last, or after
+    those asked for."""
+    options = _options(args, LayoutOptions)
+    if args.passes == LIST:
+        print("\n".join(pass_lines()))
+        return 0
+    if args.model is None:
+        raise InputError("opt: which model? give model.onnx, or a file that --dump has written")
+    show = partial(print, end="")
+    run_named(args.model, options, args.passes, args.print_after, args.dump, args.output, show)
+    if args.output:
+        print(f"written to {args.output}")
+    return 0
+
+
+def ops(args: argparse.Namespace) -> int:
+    """Prints the table of ops."""
+    table = ops_like(args.pattern, plugin=args.plugin)
+    print(op_table.to_json(table) if args.json else "\n".join(op_table.lines(table)))
+    return 0
+
+
+def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
+    asked = {name: value for name, value in vars(args).items() if name in option_names(kind)}
+    read = {
+        "dims": dims_of(args.dims),
+        "states": states_of(args.states),
+        "typical": Typical.parse(args.typical),
+    }
+    return options_of({**asked, **read, "verify": True}, kind=kind)
+
+
+def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:
+    log_dir = args.log_dir if launched_rank() is None else None  # else `run` has redirected it
+    return InferenceSession(
+        par, timeout=args.timeout, log_dir=log_dir, profile=profile, verify=args.verify
+    )
+
+
+def _print_plan(made: Plan, full: bool = True) -> None:
+    print("\n".join(plan_lines(made.to_json(), full)))
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _weight_bytes(model: Path) -> int:
+    """The size of the model and its external data, for the progress bar."""
+    if not _is_terminal():
+        return 0
+    try:
+        proto = onnx.load(str(model), load_external_data=False)
+    except Exception:  # the command itself says what is wrong with it
+        return 0
+    return sum(
+        int(np.prod(t.dims, dtype=np.int64))
+        * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize
+        for t in proto.graph.initializer
+    )
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes, on a terminal only."""
+    with tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, disable=not _is_terminal(), leave=False
+    ) as bar:
+        yield bar.update

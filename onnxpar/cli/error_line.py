@@ -1,0 +1,127 @@
+"""Turns any failure of a command into one line that names the thing and the remedy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from onnxpar.base.interrupts import STATUSES, end_now, raise_for
+from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
+from onnxpar.files.own_folder import OwnFolder, remove_all, remove_left
+from onnxpar.files.write_file import cause
+from onnxpar.runtime.launch import tell_of_all, tell_terminal
+
+
+def error_line(error: BaseException) -> str:
+    """What a user is told of an error: one line."""
+    text = str(error)
+    if isinstance(error, RankError):
+        first, _, rest = text.partition("\n")
+        hint = f" ({TRACEBACK}=1 shows what the other ranks say)"
+        text = first + hint if rest and not wants_traceback() else text
+    elif isinstance(error, OnnxparError):
+        pass
+    elif isinstance(error, OSError):
+        named = isinstance(error.filename, (str, bytes, os.PathLike))
+        # All other writes are named where they happen.
+        where = f"the standard output, or a file in {tempfile.gettempdir()}"
+        text = f"{os.fsdecode(error.filename) if named else where}: {cause(error)}"
+    elif isinstance(error, MemoryError):
+        text = f"not enough memory{': ' if text else ''}{text}; use a larger host"
+    else:
+        text = f"internal error: {type(error).__name__}: {text}; run again with {TRACEBACK}=1 and "
+        text += "report what it prints"
+    return text if wants_traceback() else " ".join(text.split())
+
+
+def report(error: BaseException) -> None:
+    """Prints the line of an error, and its traceback where the user asked for it."""
+    if wants_traceback():
+        traceback.print_exception(error)
+    line = error_line(error)
+    print(f"onnxpar: error: {line}", file=sys.stderr)
+    tell_terminal(line)
+
+
+@contextmanager
+def quiet_ends() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP raise Terminated and SIGINT KeyboardInterrupt, one of them and
+    once, and what goes wrong in other threads and in destructors is one line, too. At its end, the
+    folders of this process are removed; those of others that were killed before it begins."""
+    remove_left(Path(tempfile.gettempdir()), OwnFolder.PREFIX)
+    hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook = lambda args: _report_aside(args.exc_value)
+    sys.unraisablehook = lambda args: _report_aside(args.exc_value)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in STATUSES if is_main}
+    ours = [number for number, handler in before.items() if handler in _UNTOUCHED]
+
+    try:
+        with _ends_if_deaf(ours) as reacted:
+
+            def end(number: int, frame: FrameType | None) -> None:
+                reacted.set()
+                for each in ours:  # once is enough; cleaning up takes a moment
+                    signal.signal(each, signal.SIG_IGN)
+                raise_for(number)
+
+            for number in ours:
+                signal.signal(number, end)
+            yield
+    finally:
+        remove_all()
+        threading.excepthook, sys.unraisablehook = hooks
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+_UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
+"""Handlers that nobody has set for a reason of their own."""
+
+
+_DEAF = 2.0
+"""Seconds after a signal in which Python may react."""
+
+
+@contextmanager
+def _ends_if_deaf(ours: Collection[int]) -> Iterator[threading.Event]:
+    """Within it, one of these signals ends the process also where Python does not set the event
+    upon it, as a library computes, or waits for other ranks."""
+    reacted = threading.Event()
+    if not ours:
+        yield reacted
+        return
+
+    def watch() -> None:
+        with heard:
+            while number := heard.recv(1):
+                if number[0] in ours and not reacted.wait(_DEAF):
+                    word, status = STATUSES[signal.Signals(number[0])]
+                    tell_of_all(word)
+                    remove_all()
+                    os.write(2, f"onnxpar: {word}\n".encode())
+                    os._exit(status)
+
+    told, heard = socket.socketpair()
+    told.setblocking(False)
+    threading.Thread(target=watch, daemon=True, name="onnxpar-signals").start()
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reacted
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()
+
+
+def _report_aside(error: BaseException | None) -> None:
+    if error is not None and not isinstance(error, SystemExit):
+        report(error)

@@ -1,0 +1,222 @@
+"""What the training commands of the command line do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from onnxpar.cli.arguments import dims_of
+from onnxpar.files.folder_lock import FolderLock
+from onnxpar.files.write_file import whole_file, writing
+from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.ir.training_spec import Step
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.report.report import size_text, table
+from onnxpar.report.trace_lines import trace_lines
+from onnxpar.runtime.launch import launched_rank, redirect_output
+from onnxpar.runtime.trace import check_place
+from onnxpar.strategy.strategy import Strategy
+from onnxpar.trainer.api import write_step
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.loop import Run, records
+from onnxpar.trainer.merge import merge as merge_checkpoint
+from onnxpar.trainer.picture import draw_losses
+from onnxpar.trainer.trainer import Trainer, held_by_first
+from onnxpar.training.backward import LossOptions
+from onnxpar.training.loss_scale import LossScale
+from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
+from onnxpar.training.step import StepOptions
+
+
+def grad(args: argparse.Namespace) -> int:
+    """Writes a training step."""
+    loss = LossOptions(
+        args.loss,
+        args.loss_of,
+        args.class_axis,
+        args.params,
+        args.frozen,
+        args.batch_norm,
+        args.groups,
+        args.precision,
+        LossScale.parse(args.loss_scale, args.precision),
+        args.recompute,
+    )
+    options = StepOptions(
+        make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate
+    )
+    strategy = Strategy.given(args.strategy or None)
+    source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
+    model, weights = write_step(args.model, Path(args.output), loss, options, source, args.untie)
+    assert model.step is not None
+    lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
+    print("\n".join(lines))
+    warn_of(model.step)
+    print(f"written to {args.output}")
+    return 0
+
+
+def train(args: argparse.Namespace) -> int:
+    """Trains; under mpirun as one of the ranks."""
+    run = Run(
+        args.epochs,
+        args.lr,
+        args.schedule,
+        args.warmup,
+        args.seed,
+        args.shuffle,
+        Path(args.checkpoint) if args.checkpoint else None,
+        args.every,
+        args.keep,
+        args.resume,
+    )
+    if args.profile:
+        check_place(args.profile)
+    with held_by_first(run.checkpoint) as held:
+        return _train(args, run, held)
+
+
+def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
+    """Trains, in the folder of checkpoints that is held."""
+    logs = Path(args.log_dir)
+    rank = launched_rank()
+    if rank is not None:
+        redirect_output(logs, rank.rank, stdout=rank.rank != 0)
+    options = {"timeout": args.timeout, "profile": bool(args.profile)}
+    with Trainer(args.par, held=held, log_dir=None if rank else logs, **options) as trainer:
+        data = Data.read(args.data, trainer.data)
+        held_out = Data.read(args.eval, trainer.data) if args.eval else None
+        data.check_batch(args.batch)
+        if not trainer.leads:
+            deque(records(trainer, data, run, held_out), maxlen=0)
+        else:
+            with writing(logs):
+                logs.mkdir(parents=True, exist_ok=True)
+            _follow(trainer, data, run, held_out, logs)
+        trace = trainer.session.end_profile(args.profile, warm_up=1) if args.profile else None
+    if trace is not None:
+        print("\n" + "\n".join(trace_lines(trace)))
+        print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs: Path) -> None:
+    """Prints each step's loss, and leaves the metrics and a picture in the folder of logs."""
+    metrics = logs / "metrics.jsonl"
+    total = run.epochs * data.batches
+    left = data.count % data.batch
+    if left:
+        print(f"{left} of {data.count} samples are left over in each epoch")
+    told = records(trainer, data, run, held_out)
+    first = list(islice(told, 1))  # a run that cannot start forgets nothing
+    if first:
+        _forget(metrics, first[0].total)
+    with (
+        metrics.open("a", encoding="utf-8") as sink,
+        tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar,
+    ):
+        for record in chain(first, told):
+            bar.update(record.total - bar.n)
+            loss = record.values[trainer.spec.loss]
+            bar.write(f"epoch: {record.epoch} step: {record.step}, loss is {loss:.6g}", sys.stdout)
+            row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
+            if record.evaluation is not None:
+                row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
+                text = ", ".join(f"{n} is {v:.6g}" for n, v in record.evaluation.items())
+                bar.write(f"epoch: {record.epoch} evaluation: {text}", sys.stdout)
+            with writing(metrics):
+                line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
+                sink.write(f"{line}\n")
+                sink.flush()
+    with writing(logs / "loss.png"):
+        draw_losses(metrics, logs / "loss.png")
+    print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
+    if run.checkpoint is not None:
+        print(f"the last checkpoint is {trainer.checkpoint}")
+
+
+def _forget(metrics: Path, first: int) -> None:
+    """Takes the rows from this step on out of a file of metrics: they are told anew."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
+    with whole_file(metrics) as sink:
+        sink.writelines(f"{line}\n" for line in kept)
+
+
+def merge(args: argparse.Namespace) -> int:
+    """Puts the weights of a checkpoint into a model."""
+    count = merge_checkpoint(args.checkpoint, args.model, args.output, training=args.training)
+    print(f"{count} weights of {args.checkpoint} are in {args.output}")
+    return 0
+
+
+def _hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given, by the names of an optimizer's fields."""
+    known = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
+    return {name: value for name in known if (value := getattr(args, name, None)) is not None}
+
+
+def warn_of(step: Step) -> None:
+    """Prints on stderr what a step trains otherwise than the network that was exported."""
+    for caution in step.cautions:
+        print(f"onnxpar: warning: {caution}", file=sys.stderr)
+
+
+def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
+    """The list of what is trained."""
+    rows = [
+        (t.name, "x".join(map(str, t.tensor.shape)), f"{t.node.op} operand {t.operand}")
+        for t in trained
+    ]
+    yield from table(rows, ("trained", "shape", "as"))
+    count = sum(int(np.prod(t.tensor.shape, dtype=np.int64)) for t in trained)
+    size = sum(
+        int(np.prod(t.tensor.shape, dtype=np.int64)) * numpy_dtype(t.tensor).itemsize
+        for t in trained
+    )
+    yield ""
+    yield f"{len(trained)} parameters of {count:,} elements, {size_text(size)}"
+
+
+def _left_lines(weights: Weights) -> Iterator[str]:
+    """The list of what is not trained; of numbers, and of what the user has left out, how many."""
+    by_choice = (FROZEN, UNNAMED)
+    listed = [w for w in weights.left if _elements(w) != 1 and w.reason not in by_choice]
+    if listed:
+        yield ""
+        rows = [(w.name, "x".join(map(str, w.tensor.shape)), w.reason) for w in listed]
+        yield from table(rows, ("not trained", "shape", "why"))
+    for reason in by_choice:
+        count = sum(w.reason == reason for w in weights.left)
+        if count:
+            yield f"{count} not trained, {reason}"
+    numbers = [w for w in weights.left if _elements(w) == 1 and w.reason not in by_choice]
+    if numbers:
+        like = f", such as {numbers[0].name}"
+        one = f"1 single number is not trained: {numbers[0].name}"
+        yield one if len(numbers) == 1 else f"{len(numbers)} single numbers are not trained{like}"
+    yield ""
+
+
+def _elements(left: Left) -> int:
+    return int(np.prod(left.tensor.shape, dtype=np.int64))
+
+
+def _step_lines(step: Step) -> Iterator[str]:
+    """What a step takes and tells."""
+    kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
+    yield f"state of each: {', '.join(kinds) or 'none'}"
+    metrics = f", {', '.join(step.metrics)}" if step.metrics else ""
+    seed = f", {step.seed}" if step.seed else ""
+    yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it returns {step.loss}{metrics}"

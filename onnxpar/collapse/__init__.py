@@ -1,0 +1,1 @@
+"""Rewrites of the loader: functions, branches, sequences, old opsets, what exporters left."""

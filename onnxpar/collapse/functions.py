@@ -1,0 +1,104 @@
+"""Puts the bodies of a model's functions in place of their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.inliner
+import onnx.version_converter
+from onnx import FunctionProto, NodeProto
+
+from onnxpar.errors import ModelError
+from onnxpar.ir.stored import nodes_of, reads_of, subgraphs_of
+from onnxpar.model.checker import check_functions
+from onnxpar.model.runtime_shapes import is_known
+
+MOST_NODES = 100_000
+"""Into which calls may expand, unless the file itself has a tenth as many."""
+_Key = tuple[str, str, str]
+
+
+def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """The model without functions. One of the name of an op that onnxruntime has is not called
+    there either. Errors: ModelError for a function that calls itself, or calls that expand into
+    too many nodes, before they do."""
+    functions = [f for f in proto.functions if not is_known(f.name, f.domain)]
+    if len(functions) < len(proto.functions):
+        del proto.functions[:]
+        proto.functions.extend(functions)
+    if not functions:
+        return proto
+    _check_expansion(proto, path)
+    check_functions(proto, path)
+    try:
+        proto = onnx.inliner.inline_local_functions(proto, convert_version=True)
+    except (
+        RuntimeError,
+        onnx.checker.ValidationError,
+        onnx.version_converter.ConvertError,
+    ) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"{path}: its functions cannot be inlined: {reason}") from None
+    if proto.functions:
+        function = proto.functions[0]
+        raise ModelError(
+            f"{path}: function {function.domain}.{function.name} cannot be inlined, as its opset "
+            f"is not the model's; export both with one opset"
+        )
+    return proto
+
+
+def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
+    """Counts the nodes without making them. Errors: ModelError."""
+    for function in proto.functions:
+        made = {"", *function.input, *(name for node in function.node for name in node.output)}
+        lost = sorted({name for node in function.node for name in reads_of(node)} - made)
+        if lost:
+            raise ModelError(
+                f"{path}: function {f'{function.domain}.{function.name}'!r} reads {lost[0]!r}, "
+                "which is neither an input of it nor made in it; export the model again"
+            )
+    bodies = {_key(f): list(_nodes(f.node)) for f in proto.functions}
+    sizes: dict[_Key, int] = {}
+    for start in bodies:
+        path_down = [start]
+        while path_down:
+            key = path_down[-1]
+            called = (k for n in bodies[key] if (k := _key(n)) in bodies)
+            missing = next((k for k in called if k not in sizes), None)
+            if missing is None:
+                sizes[key] = sum(sizes.get(_key(n), 1) for n in bodies[key])
+                path_down.pop()
+            elif missing in path_down:
+                name = f"{missing[0]}.{missing[1]}"
+                raise ModelError(
+                    f"{path}: function {name!r} calls itself, at once or through others; "
+                    "write it as a Loop"
+                )
+            else:
+                path_down.append(missing)
+    nodes = list(nodes_of(proto.graph))
+    total = sum(sizes.get(_key(n), 1) for n in nodes)
+    written = len(nodes) + sum(map(len, bodies.values()))
+    if total > max(MOST_NODES, 10 * written):
+        largest = max(sizes, key=lambda key: sizes[key])
+        raise ModelError(
+            f"{path}: calls of functions expand into {total:,} nodes, those of "
+            f"{f'{largest[0]}.{largest[1]}'!r} alone into {sizes[largest]:,}; "
+            f"{MOST_NODES:,} are the most"
+        )
+
+
+def _key(entry: FunctionProto | NodeProto) -> _Key:
+    name = entry.name if isinstance(entry, FunctionProto) else entry.op_type
+    return "" if entry.domain == "ai.onnx" else entry.domain, name, entry.overload
+
+
+def _nodes(nodes: Iterable[Any]) -> Iterable[NodeProto]:
+    for node in nodes:
+        yield node
+        for inner in subgraphs_of(node):
+            yield from nodes_of(inner)

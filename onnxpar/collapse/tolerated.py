@@ -1,0 +1,128 @@
+"""Restates what onnxruntime tolerates in a file, but the ONNX standard does not, as the standard
+has it. Exporters write all of this, and nobody notices as long as the file runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import onnx
+from onnx import GraphProto, TensorProto, TypeProto
+
+from onnxpar.ir.stored import nodes_of, reads_of, stored_tensors, subgraphs_of
+
+_TYPED = (
+    "float_data",
+    "int32_data",
+    "string_data",
+    "int64_data",
+    "double_data",
+    "uint64_data",
+)
+"""Where a tensor's elements are, if not in raw_data."""
+
+
+def restate(model: onnx.ModelProto) -> None:
+    """Changes the model in place; it computes the same.
+
+    Sorts nodes, drops unnamed and repeated entries, opens declared sizes that are not positive,
+    and spells ONNX's own domain in one way.
+    """
+    for tensor in stored_tensors(model.graph):
+        _keep_one_value(tensor)
+    for node in nodes_of(model.graph):
+        if node.domain == "ai.onnx":
+            node.domain = ""
+    _one_import(model)
+    for port in model.graph.input:
+        _open_sizes(port.type, below=0)
+    _return_once(model.graph)
+    for graph in _graphs(model.graph):
+        _restate_graph(graph)
+
+
+def _keep_one_value(tensor: TensorProto) -> None:
+    """The runtime reads raw_data where there is any, and no file unless the tensor says so."""
+    if tensor.HasField("raw_data"):
+        for field in _TYPED:
+            tensor.ClearField(field)
+    if tensor.data_location != TensorProto.EXTERNAL:
+        del tensor.external_data[:]
+
+
+def _one_import(model: onnx.ModelProto) -> None:
+    """Imports ONNX's own domain once, under its shorter name."""
+    own = [o for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    if own:
+        version = own[-1].version
+        others = [o for o in model.opset_import if o.domain not in ("", "ai.onnx")]
+        _replace(model.opset_import, [onnx.helper.make_opsetid("", version), *others])
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in nodes_of(graph):
+        yield from subgraphs_of(node)
+
+
+def _return_once(graph: GraphProto) -> None:
+    """Returns an output that is listed twice once. A body of If, Loop or Scan may hand back the
+    same tensor in two places, and is left alone."""
+    outputs = {port.name: port for port in reversed(graph.output)}
+    if len(outputs) < len(graph.output):
+        _replace(graph.output, [*outputs.values()][::-1])
+
+
+def _restate_graph(graph: GraphProto) -> None:
+    stored = {t.name: t for t in graph.initializer if t.name}  # the last of a name counts
+    if len(stored) < len(graph.initializer):
+        _replace(graph.initializer, list(stored.values()))
+    typed = {p.name: p for p in graph.value_info if p.name and p.type.WhichOneof("value")}
+    if len(typed) < len(graph.value_info):
+        _replace(graph.value_info, list(typed.values()))
+    for port in (*graph.output, *graph.value_info):
+        _open_sizes(port.type, below=1)
+    order = _sorted(graph)
+    if order != list(range(len(order))):
+        nodes = list(graph.node)
+        _replace(graph.node, [nodes[i] for i in order])
+
+
+def _replace(field: Any, messages: list[Any]) -> None:
+    copies = [type(m).FromString(m.SerializeToString()) for m in messages]
+    del field[:]
+    field.extend(copies)
+
+
+def _open_sizes(type_: TypeProto, below: int) -> None:
+    """Takes back sizes that are less than `below`, by which old exporters mean any size."""
+    for dim in type_.tensor_type.shape.dim if type_.HasField("tensor_type") else ():
+        if dim.HasField("dim_value") and dim.dim_value < below:
+            dim.ClearField("dim_value")
+
+
+def _sorted(graph: GraphProto) -> list[int]:
+    """The nodes' places in an order in which each follows those that it reads, by the order of the
+    file otherwise; where nodes wait for each other, these are left as they are."""
+    makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    waits = [
+        {makers[n] for n in reads_of(node) if n in makers} - {i}
+        for i, node in enumerate(graph.node)
+    ]
+    if all(max(needs, default=-1) < i for i, needs in enumerate(waits)):
+        return list(range(len(waits)))
+    order: list[int] = []
+    placed: set[int] = set()
+    for i in range(len(waits)):
+        path = [i] if i not in placed else []
+        on_path = set(path)
+        while path:
+            missing = waits[path[-1]] - placed - on_path
+            if missing:
+                path.append(min(missing))
+                on_path.add(path[-1])
+            else:
+                order.append(path[-1])
+                placed.add(path[-1])
+                on_path.discard(path.pop())
+    return order

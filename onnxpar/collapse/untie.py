@@ -1,0 +1,158 @@
+"""Vectors that several nodes read as their scale or bias, and how each node gets its own.
+
+Exporters store equal tensors once. In a network that is not trained yet, all scales of
+normalizations are ones and all biases zeros: they become one tensor, which would be trained as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import GraphProto, NodeProto, TensorProto, numpy_helper
+
+from onnxpar.ir.exported import PARAMETER, exported_kinds
+from onnxpar.ir.stored import nodes_of
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_PASSING = ("Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Transpose")
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div")
+_VECTORS = {
+    "LayerNormalization": (1, 2),
+    "RMSNormalization": (1,),
+    "SimplifiedLayerNormalization": (1,),
+    "SkipLayerNormalization": (2, 3, 4),
+    "SkipSimplifiedLayerNormalization": (2, 3),
+    "BatchNormalization": (1, 2, 3, 4),
+    "InstanceNormalization": (1, 2),
+    "GroupNormalization": (1, 2),
+    "Conv": (2,),
+    "ConvTranspose": (2,),
+    "DeformConv": (3,),
+    "Gemm": (2,),
+    "PRelu": (1,),
+    "BiasGelu": (1,),
+    "FastGelu": (1,),
+}
+"""Operands that are a scale, a bias, or statistics of channels."""
+_WEIGHTS = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), "LSTM": (3,), "GRU": (3,), "RNN": (3,)}
+"""Operands that are weights: one that is zero all over is shared by chance."""
+_MERGED = 1024
+"""Elements up to which exporters compare tensors."""
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A node that reads a tensor as an operand, through nodes that pass it on."""
+
+    node: NodeProto
+    operand: int
+    through: tuple[NodeProto, ...] = ()
+
+
+def shared_vectors(graph: GraphProto) -> dict[str, int]:
+    """How many nodes read each vector that several read as their scale or bias, by its name."""
+    return {name: len(readers) for name, readers in _shared(graph)}
+
+
+def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
+    """Gives each reader of shared vectors a copy of its own, in place: the first keeps `NAME`, the
+    others read `NAME@1`, `NAME@2` and so on. `names` are vectors; all shared ones by default."""
+    taken = {t.name for t in graph.initializer}
+    taken |= {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
+    tensors = {t.name: t for t in graph.initializer}
+    inputs = {i.name: i for i in graph.input}
+    nodes = list(graph.node)  # which keeps them, and so their ids
+    places = {id(node): place for place, node in enumerate(nodes)}
+    added: dict[int, list[NodeProto]] = {}
+    for name, readers in list(_shared(graph)):
+        if names is not None and name not in names:
+            continue
+        for number, reader in enumerate(readers[1:], 1):
+            source = _free(f"{name}@{number}", taken)
+            copy = graph.initializer.add()
+            copy.CopyFrom(tensors[name])
+            copy.name = source
+            if name in inputs:  # as before IR 4
+                port = graph.input.add()
+                port.CopyFrom(inputs[name])
+                port.name = source
+            for node in reader.through:
+                clone = NodeProto()
+                clone.CopyFrom(node)
+                clone.name = clone.name and f"{clone.name}@{number}"
+                clone.input[0] = source
+                source = clone.output[0] = _free(f"{node.output[0]}@{number}", taken)
+                added.setdefault(places[id(node)], []).append(clone)
+            reader.node.input[reader.operand] = source
+    if added:
+        _insert(graph, added)
+
+
+def _insert(graph: GraphProto, added: dict[int, list[NodeProto]]) -> None:
+    """Puts nodes behind those at some places."""
+    nodes = []
+    for place, node in enumerate(graph.node):
+        nodes += [node, *added.get(place, ())]
+    kept = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def _shared(graph: GraphProto) -> Iterator[tuple[str, list[_Reader]]]:
+    """The vectors that several nodes read as scale or bias, with these nodes."""
+    reads: dict[str, list[tuple[NodeProto, int]]] = {}
+    for node in nodes_of(graph):
+        for i, name in enumerate(node.input):
+            reads.setdefault(name, []).append((node, i))
+    outer = {id(node) for node in graph.node}
+    kinds = exported_kinds(graph)
+    for tensor in graph.initializer:
+        if tensor.data_type not in _FLOATS or len(reads.get(tensor.name, ())) == 0:
+            continue
+        wide = sum(size != 1 for size in tensor.dims)
+        is_number = wide == 0 and kinds.get(tensor.name) != PARAMETER
+        is_filled = wide > 1 and _is_filled(tensor)
+        if is_number or (wide > 1 and not is_filled):
+            continue
+        readers = [
+            r for r in _readers(tensor.name, reads, outer, ()) if _is_vector_of(r, is_filled)
+        ]
+        if len({id(r.node) for r in readers}) > 1:
+            yield tensor.name, readers
+
+
+def _readers(
+    name: str,
+    reads: dict[str, list[tuple[NodeProto, int]]],
+    outer: Collection[int],
+    through: tuple[NodeProto, ...],
+) -> Iterator[_Reader]:
+    for node, i in reads.get(name, ()):
+        if node.op_type in _PASSING and i == 0 and id(node) in outer:
+            yield from _readers(node.output[0], reads, outer, (*through, node))
+        else:
+            yield _Reader(node, i, through)
+
+
+def _is_vector_of(reader: _Reader, is_filled: bool) -> bool:
+    op = reader.node.op_type
+    weights = _WEIGHTS.get(op, ()) if is_filled else ()
+    return op in _ELEMENTWISE or reader.operand in (*_VECTORS.get(op, ()), *weights)
+
+
+def _is_filled(tensor: TensorProto) -> bool:
+    """Whether a small tensor has one value all over."""
+    size = int(np.prod(tensor.dims, dtype=np.int64))
+    if tensor.data_location == TensorProto.EXTERNAL or not 0 < size <= _MERGED:
+        return False
+    values = numpy_helper.to_array(tensor)
+    return bool((values == values.flat[0]).all())

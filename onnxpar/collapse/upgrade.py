@@ -1,0 +1,191 @@
+"""Restates models of opsets 7 to 9 in opset 10, node by node, so that nothing else changes.
+
+onnx.version_converter drops metadata, and restamps Scan-8 as Scan-9, which means something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import onnx
+import onnx.version_converter
+from onnx import GraphProto, NodeProto, TensorProto, helper
+
+from onnxpar.errors import ModelError
+from onnxpar.ir.stored import copy_with_stubs, is_folded, subgraphs_of
+
+OLDEST, NEWEST = 7, 10
+Fresh = Callable[[str], str]
+
+
+def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
+    """The model with ONNX's own domain at opset 10, where it is older or not imported at all;
+    `what` names it. It may be changed in place.
+
+    Errors: ModelError, naming the node of which opset 10 has no equal.
+    """
+    if all(o.domain not in ("", "ai.onnx") for o in model.opset_import):
+        model.opset_import.add(domain="", version=NEWEST)
+    model = _from_oldest(model, what)
+    imports = [o for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    opset = imports[0].version
+    if opset >= NEWEST:
+        return model
+    taken = set(_names(model.graph))
+
+    def fresh(name: str) -> str:
+        i = next(i for i in range(len(taken) + 1) if f"{name}.{i}" not in taken)
+        taken.add(f"{name}.{i}")
+        return f"{name}.{i}"
+
+    _upgrade_graph(model.graph, opset, fresh, what, _read(model.graph))
+    for entry in imports:
+        entry.version = NEWEST
+    return model
+
+
+def raise_opset(model: onnx.ModelProto, opset: int, what: str) -> onnx.ModelProto:
+    """The model with ONNX's own domain at least at this opset, by ONNX's converter, which drops
+    metadata; stored tensors go around it. Errors: ModelError."""
+    have = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    if have >= opset:
+        return model
+    large = [t for t in model.graph.initializer if not is_folded(t)]
+    bare = onnx.ModelProto()
+    bare.CopyFrom(copy_with_stubs(model, lambda t: None if is_folded(t) else TensorProto()))
+    kept = [t for t in bare.graph.initializer if t.name]
+    del bare.graph.initializer[:]
+    bare.graph.initializer.extend(kept)
+    for tensor in large:
+        type_ = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        bare.graph.input.append(helper.make_value_info(tensor.name, type_))
+    converted = _convert(bare, have, opset, what)
+    names = {tensor.name for tensor in large}
+    inputs = [p for p in converted.graph.input if p.name not in names]
+    del converted.graph.input[:]
+    converted.graph.input.extend(inputs)
+    converted.graph.initializer.extend(large)
+    return converted
+
+
+def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
+    """Opsets 1 to 6 as opset 7, by ONNX's converter; exporters wrote nothing then that it drops."""
+    opset = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    if opset >= OLDEST:
+        return model
+    return _convert(model, opset, OLDEST, what)
+
+
+def _convert(model: onnx.ModelProto, have: int, opset: int, what: str) -> onnx.ModelProto:
+    try:
+        return onnx.version_converter.convert_version(model, opset)
+    except (
+        RuntimeError,
+        onnx.version_converter.ConvertError,
+        onnx.shape_inference.InferenceError,
+    ) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"{what}: opset {have} does not convert to {opset}: {reason}; export it with opset "
+            f"{max(opset, NEWEST)} or newer"
+        ) from None
+
+
+def _names(graph: GraphProto) -> Iterator[str]:
+    for node in graph.node:
+        yield from node.input
+        yield from node.output
+        for inner in subgraphs_of(node):
+            yield from _names(inner)
+    yield from (p.name for p in [*graph.input, *graph.output, *graph.initializer])
+
+
+def _read(graph: GraphProto) -> set[str]:
+    """Every name that a node or an output reads, at any depth."""
+    names = {o.name for o in graph.output} | {n for node in graph.node for n in node.input}
+    return names.union(*(_read(inner) for node in graph.node for inner in subgraphs_of(node)))
+
+
+def _upgrade_graph(graph: GraphProto, opset: int, fresh: Fresh, what: str, read: set[str]) -> None:
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        for inner in subgraphs_of(node):
+            _upgrade_graph(inner, opset, fresh, what, read)
+        reason = _obstacle(node, opset, read) if node.domain in ("", "ai.onnx") else ""
+        if reason:
+            name = node.name or (node.output[0] if node.output else "")
+            raise ModelError(
+                f"{what}: {node.op_type} '{name}' of opset {opset} has no equal in {NEWEST}: "
+                f"{reason}; export the model with opset {NEWEST} or newer"
+            )
+        if node.domain in ("", "ai.onnx"):
+            nodes += _restate(node, opset, fresh)
+        nodes.append(node)
+    kept = [NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+def _obstacle(node: NodeProto, opset: int, read: set[str]) -> str:
+    """Why a node cannot be restated, or nothing."""
+    attributes = {a.name: a for a in node.attribute}
+    if node.op_type == "Scan" and opset == 8:
+        return "it scans a batch, with lengths of sequences"
+    if node.op_type == "BatchNormalization" and opset < 9:
+        spatial = attributes.get("spatial")
+        return "spatial=0" if spatial is not None and spatial.i == 0 else ""
+    if node.op_type == "Dropout" and len(node.output) > 1 and node.output[1] in read:
+        return "its mask is read, which was a number and is a bool"
+    return ""
+
+
+def _restate(node: NodeProto, opset: int, fresh: Fresh) -> list[NodeProto]:
+    """Edits a node; returns the constants that it now reads.
+
+    All other ops that changed since opset 7 only gained types or optional attributes.
+    """
+    if node.op_type == "BatchNormalization":
+        _take(node, "spatial")
+    if node.op_type == "Dropout":
+        del node.output[1:]
+    if node.op_type == "Slice":
+        starts = list(_take(node, "starts").ints)
+        axes = _take(node, "axes")
+        given = [starts, list(_take(node, "ends").ints)]
+        return _add_inputs(node, [*given, list(axes.ints) or list(range(len(starts)))], fresh)
+    if node.op_type == "TopK":
+        return _add_inputs(node, [[_take(node, "k").i]], fresh)
+    if node.op_type == "Upsample":
+        node.op_type = "Resize"
+        if opset < 9:
+            return _add_inputs(node, [list(_take(node, "scales").floats)], fresh)
+    return []
+
+
+def _take(node: NodeProto, name: str) -> onnx.AttributeProto:
+    """Removes an attribute and returns it; an empty one where it is not there."""
+    for i, attribute in enumerate(node.attribute):
+        if attribute.name == name:
+            found = onnx.AttributeProto()
+            found.CopyFrom(attribute)
+            del node.attribute[i]
+            return found
+    return onnx.AttributeProto()
+
+
+def _add_inputs(
+    node: NodeProto, values: list[list[int]] | list[list[float]], fresh: Fresh
+) -> list[NodeProto]:
+    constants = []
+    for value in values:
+        key = "value_floats" if value and isinstance(value[0], float) else "value_ints"
+        name = fresh(f"{node.output[0]}.{len(node.input)}")
+        tensor = helper.make_tensor(
+            name,
+            onnx.TensorProto.FLOAT if key == "value_floats" else onnx.TensorProto.INT64,
+            [len(value)],
+            value,
+        )
+        constants.append(helper.make_node("Constant", [], [name], value=tensor))
+        node.input.append(name)
+    return constants

@@ -1,0 +1,1 @@
+"""What passes see and leave: the pass interface, the plan, verification, text."""

@@ -1,0 +1,62 @@
+"""Makes the tensors inside a graph outputs, so that each can be compared with the whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.open_ports import opened_port
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.plan import Plan, Port
+from onnxpar.errors import StrategyError
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.model.interchange import type_text
+
+_TYPES = frozenset(
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ]
+)
+
+
+def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
+    """Makes the results of nodes with these names outputs of the ranks' graphs and of the plan.
+
+    Left out are results in bodies, and those whose shape or parts are not known before a run. The
+    graph must be that of the ranks, short of being cut."""
+    graph = ctx.model.graph
+    known = {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
+    for node in graph.nodes:
+        for tensor in node.outputs:
+            if tensor.name not in names or tensor.name in known:
+                continue
+            port = _port(tensor, ctx)
+            if port is not None:
+                tensor.shape = list(ctx.layouts[tensor.name].shape)
+                graph.outputs.append(tensor)
+                made.outputs.append(port)
+
+
+def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
+    """How a result is handed out; None where that is not known before a run."""
+    layout = ctx.layouts.get(tensor.name)
+    if layout is None or tensor.dtype is None or numpy_dtype(tensor).name not in _TYPES:
+        return None
+    dtype, shape = numpy_dtype(tensor).name, tuple(layout.shape)
+    try:
+        return opened_port(Port(tensor.name, dtype, shape, layout, type_text(tensor)), ctx)
+    except StrategyError:
+        return None

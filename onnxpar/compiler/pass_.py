@@ -1,0 +1,146 @@
+"""The pass API: a pass is a frozen dataclass whose fields are its options."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.collectives import PerRank
+from onnxpar.layout.layout import Layout
+from onnxpar.load.load import Model
+from onnxpar.manual.manual import Manual
+from onnxpar.model.annotations import Configuration
+from onnxpar.search.objective import Aim
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.strategy import Seed, Strategy
+from onnxpar.symbols.symbols import Binding
+
+if TYPE_CHECKING:
+    from onnxpar.sharding.planned_collectives import Collective
+
+
+@dataclass
+class Choices:
+    """What insert-collectives decides by sizes, so that it can be repeated at other sizes.
+
+    results, operands  what stays pending (`Pending`), once decided
+    steps              reshards by tensor, placement and goals
+    fed                placements of inputs that nobody asked for
+    bytes              of all-reduces that may be fused, by node
+    """
+
+    results: dict[str, Any] | None = None
+    operands: dict[tuple[str, int], Any] = field(default_factory=dict)
+    steps: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    fed: dict[str, Any] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Variant:
+    """A model's graph at another binding of its open sizes, the sizes, and its factors."""
+
+    number: int
+    sizes: Binding
+    graph: gs.Graph
+    factors: GraphFactors
+
+
+@dataclass
+class PassContext:
+    """What passes share beside the graph; side tables are keyed by tensor or node name.
+
+    strategy     what the user wrote; `preset` by name; `annotated`, what the model asks for
+    manual       how tensors are dealt, where the model is each rank's program already
+    aim          what a search judges strategies by
+    found        what a search has chosen with the mesh, beside what is asked for
+    seeds        annotations in rounds of falling priority
+    asked        those of the user and of the model's own annotations
+    sharding     axes per leaf, while they are being decided
+    layouts      the layout of every tensor, from insert-collectives on
+    per_rank     constants and attributes that depend on the rank, from localize-ops on
+    collectives  in execution order
+    localized    whether nodes are rank-local; `ordered`, whether collectives are chained
+    copies       weights that are stored in a second layout, and the weight each is a copy of
+    choices      what was decided by sizes
+    variants     the graph at the other bindings of open sizes, before passes
+    replays      the graph and context at the other bindings of open sizes, from localize-ops on
+    programs     graphs of what is computed apart, by name, from split-programs on
+    """
+
+    model: Model
+    sharding: Sharding
+    strategy: Strategy | None = None
+    preset: str | None = None
+    annotated: Configuration | None = None
+    manual: Manual | None = None
+    aim: Aim = field(default_factory=Aim)
+    found: list[Seed] | None = None
+    seeds: list[list[Seed]] = field(default_factory=list)
+    asked: list[Seed] = field(default_factory=list)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    per_rank: PerRank = field(default_factory=PerRank)
+    collectives: list[Collective] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
+    choices: Choices = field(default_factory=Choices)
+    variants: list[Variant] = field(default_factory=list)
+    replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
+    programs: dict[str, gs.Graph] = field(default_factory=dict)
+    localized: bool = False
+    ordered: bool = False
+
+    def fresh(self, name: str) -> str:
+        """A tensor name that is not in use yet, made from this one."""
+        i = self._count.get(name, 0) + 1
+        while f"{name}@{i}" in self.layouts or f"{name}@{i}" in self.sharding.factors.tensors:
+            i += 1
+        self._count[name] = i
+        return f"{name}@{i}"
+
+    _count: dict[str, int] = field(default_factory=dict)
+
+
+class Stage(IntEnum):
+    """When a pass runs. Passes run in the order of their stages.
+
+    REWRITE  changes the global graph, before anything is decided about it
+    DECIDE   chooses mesh axes for dimensions; the graph stays as it is
+    LOWER    turns the decisions into collectives and rank-local nodes; repeated at other sizes
+             where sizes are open
+    WRITE    writes files
+    """
+
+    REWRITE = 0
+    DECIDE = 1
+    LOWER = 2
+    WRITE = 3
+
+
+ANNOTATIONS, LAYOUTS, LOCAL, ORDER = "annotations", "layouts", "local nodes", "ordered collectives"
+"""Facts that passes require and ensure."""
+
+
+class Pass(ABC):
+    """One rewriting step over the graph of all ranks. Subclasses are frozen dataclasses.
+
+    stage     when it runs; a pass of REWRITE must give each new node a name of its own and each
+              new tensor a dtype and a shape
+    requires  facts that earlier passes must have ensured
+    ensures   facts that hold after it
+    excludes  facts that must not hold yet
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage] = Stage.REWRITE
+    requires: ClassVar[tuple[str, ...]] = ()
+    ensures: ClassVar[tuple[str, ...]] = ()
+    excludes: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        """Rewrites the graph or the context in place; returns whether anything changed."""

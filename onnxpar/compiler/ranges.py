@@ -1,0 +1,236 @@
+"""The integers that an input may hold, by what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.lookup import Lookup
+from onnxpar.ir.tensors import constant, given, tensor_shape
+from onnxpar.model.interchange import default_of
+
+Range = tuple[int, int]
+"""[low, high)."""
+Limit = Callable[[gs.Node, int], Range | None]
+
+_SAME_ELEMENTS = frozenset(
+    ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Identity", "Expand", "Cast")
+)
+_FOLLOW = frozenset((*_SAME_ELEMENTS, "Concat", "Slice", "Split"))
+_COUNT = frozenset(("ReduceSum", "CumSum", "Sub"))
+"""Ops that make lengths and positions of a mask."""
+_MASK = (0, 2)
+"""A mask: what is cast to floating point or bool, compared, or multiplied."""
+_ONES = (1, 2)
+"""A mask that hides nothing, as lengths or positions are counted from it."""
+_MICROSOFT = "com.microsoft"
+
+
+def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
+    """[low, high) for each integer input: rows of the tables it indexes, lengths and places in a
+    cache, else a mask's 0 and 1."""
+    return {
+        tensor.name: _range(tensor, set()) or _MASK
+        for tensor in graph.inputs
+        if tensor.dtype is not None and "int" in str(tensor.dtype)
+    }
+
+
+def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:
+    """The inputs all elements of which are looked up in a table. Where sizes are open, only stored
+    tables are known to keep theirs."""
+    return [
+        Lookup(tensor.name, node.name, node.inputs[0].name, rows)
+        for tensor in graph.inputs
+        if tensor.dtype is not None and "int" in str(tensor.dtype)
+        for node, rows in _tables(tensor, set())
+        if not is_open or _is_stored(node.inputs[0])
+    ]
+
+
+def _tables(tensor: gs.Tensor, seen: set[str]) -> Iterator[tuple[gs.Node, int]]:
+    seen.add(tensor.name)
+    for node in tensor.outputs:
+        position = next(i for i, t in enumerate(node.inputs) if t is tensor)
+        limit = _limit(node, position)
+        if limit is not None and node.op in ("Gather", "GatherElements"):
+            yield node, limit[1]
+        elif node.op in _SAME_ELEMENTS and position == 0:
+            result = node.outputs[0]
+            if result.name not in seen and "float" not in str(result.dtype):
+                yield from _tables(result, seen)
+
+
+def _is_stored(table: gs.Tensor) -> bool:
+    return isinstance(table, gs.Constant) or default_of(table) is not None
+
+
+def _range(tensor: gs.Tensor, seen: set[str]) -> Range | None:
+    """The smallest range that all indexing readers allow; None where nothing indexes with it."""
+    seen.add(tensor.name)
+    found: list[Range] = []
+    for node in tensor.outputs:
+        position = next(i for i, t in enumerate(node.inputs) if t is tensor)
+        limit = _limit(node, position)
+        if limit is not None:
+            found.append(limit)
+            continue
+        is_counted = node.op in _COUNT and position == 0
+        if (node.op in _FOLLOW and position == 0) or node.op == "Concat" or is_counted:
+            for result in node.outputs:
+                if result.name not in seen and "float" not in str(result.dtype):
+                    inner = _range(result, seen)
+                    found += [_ONES if is_counted else inner] if inner else []
+    low = max((r[0] for r in found), default=0)
+    high = min((r[1] for r in found), default=0)
+    return (min(low, high - 1), high) if found else None
+
+
+def _limit(node: gs.Node, position: int) -> Range | None:
+    """What a node takes at this place."""
+    domain = "" if node.domain in (None, "ai.onnx") else node.domain
+    limits = _LIMITS.get((domain, node.op), {})
+    found = limits[position](node, position) if position in limits else None
+    return None if found is None or found[1] <= found[0] else found
+
+
+def _size(node: gs.Node, index: int, axis: int) -> int | None:
+    """A dimension of an operand."""
+    tensor = given(node, index)
+    shape = None if tensor is None else tensor_shape(tensor)
+    return shape[axis] if shape and -len(shape) <= axis < len(shape) else None
+
+
+def _below(size: int | None, low: int = 0) -> Range | None:
+    return None if size is None else (low, size)
+
+
+def _rows(data: int, axis: int | None = None) -> Limit:
+    """Rows of an operand along an axis, by default that of the node."""
+
+    def limit(node: gs.Node, position: int) -> Range | None:
+        return _below(_size(node, data, node.attrs.get("axis", 0) if axis is None else axis))
+
+    return limit
+
+
+def _coordinates(node: gs.Node, position: int) -> Range | None:
+    """Indices of several dimensions, of which the shortest counts."""
+    count, start = _size(node, 1, -1), node.attrs.get("batch_dims", 0)
+    shape = tensor_shape(node.inputs[0])
+    sizes = (shape or ())[start : start + (count or 0)]
+    known = [s for s in sizes if s is not None]
+    return (0, min(known)) if known and len(known) == count else None
+
+
+def _places(cache: int, axis: int, written: int, written_axis: int) -> Limit:
+    """Places in a cache at which so many elements may be written."""
+
+    def limit(node: gs.Node, position: int) -> Range | None:
+        length, count = _size(node, cache, axis), _size(node, written, written_axis)
+        return None if length is None or count is None else (0, length - count + 1)
+
+    return limit
+
+
+def _lengths(of: int, axis: int, past: int | None = None, past_axis: int = 2) -> Limit:
+    """Lengths of a sequence, of one element at least; None for a mask, of more dimensions."""
+
+    def limit(node: gs.Node, position: int) -> Range | None:
+        shape = tensor_shape(node.inputs[position])
+        size = _size(node, of, axis)
+        before = (0 if past is None else _size(node, past, past_axis)) or 0
+        return None if size is None or len(shape or ()) != 1 else (1, size + before + 1)
+
+    return limit
+
+
+def _total(node: gs.Node) -> int | None:
+    """Keys that a GroupQueryAttention attends to: those before and its own, or as many as a cache
+    of fixed length has."""
+    own, past = _size(node, 0, 1), _size(node, 3, 2) or 0
+    shape = tensor_shape(node.outputs[1]) if len(node.outputs) > 1 else None
+    fixed = shape[2] if shape and len(shape) == 4 else None
+    return None if own is None else past if past and fixed == past else past + own
+
+
+def _exact(less: int) -> Limit:
+    """The length of all keys less a number."""
+
+    def limit(node: gs.Node, position: int) -> Range | None:
+        total = _total(node)
+        return None if total is None else (total - less, total - less + 1)
+
+    return limit
+
+
+def _classes(node: gs.Node, position: int) -> Range | None:
+    return _below(_size(node, 0, 1))
+
+
+def _offsets(node: gs.Node, position: int) -> Range | None:
+    """Rows of the table of angles; of one position for all, so many that the sequence follows."""
+    rows, shape = _size(node, 2, 0), tensor_shape(node.inputs[0]) or ()
+    is_one = len(tensor_shape(node.inputs[1]) or ()) == 1
+    length = (shape[1] if len(shape) == 3 else shape[2] if len(shape) == 4 else 1) if is_one else 1
+    return None if rows is None or length is None else (0, rows - length + 1)
+
+
+def _one(node: gs.Node, position: int) -> Range | None:
+    return 1, 2
+
+
+def _compared(node: gs.Node, position: int) -> Range | None:
+    """One-hot encoding compares with all numbers of a list; fewer than 3 are no list."""
+    listed = constant(node.inputs[1 - position])
+    if listed is None or listed.dtype.kind not in "iu" or np.unique(listed).size < 3:
+        return None
+    return int(listed.min()), int(listed.max()) + 1
+
+
+def _depth(node: gs.Node, position: int) -> Range | None:
+    depth = constant(node.inputs[1])
+    return None if depth is None else _below(int(depth.reshape(-1)[0]))
+
+
+def _beams(node: gs.Node, position: int) -> Range | None:
+    return _below(_size(node, position, 1))
+
+
+_LIMITS: Mapping[tuple[str, str], Mapping[int, Limit]] = {
+    ("", "Gather"): {1: _rows(0)},
+    ("", "GatherElements"): {1: _rows(0)},
+    ("", "GatherND"): {1: _coordinates},
+    ("", "ScatterElements"): {1: _rows(0)},
+    ("", "ScatterND"): {1: _coordinates},
+    ("", "SoftmaxCrossEntropyLoss"): {1: _classes},
+    ("", "NegativeLogLikelihoodLoss"): {1: _classes},
+    ("", "ReverseSequence"): {
+        1: lambda node, _: _below((_size(node, 0, node.attrs.get("time_axis", 0)) or 0) + 1, 1)
+    },
+    ("", "Equal"): {0: _compared, 1: _compared},
+    ("", "OneHot"): {0: _depth},
+    ("", "LSTM"): {4: _lengths(0, 0)},
+    ("", "GRU"): {4: _lengths(0, 0)},
+    ("", "RNN"): {4: _lengths(0, 0)},
+    ("", "RotaryEmbedding"): {3: _rows(1, 0)},
+    ("", "TensorScatter"): {
+        2: lambda node, position: _places(
+            0, node.attrs.get("axis", -2), 1, node.attrs.get("axis", -2)
+        )(node, position)
+    },
+    ("", "Attention"): {6: _lengths(1, -2)},
+    (_MICROSOFT, "GatherBlockQuantized"): {
+        1: lambda node, _: _below(_size(node, 0, node.attrs.get("gather_axis", 0)))
+    },
+    (_MICROSOFT, "EmbedLayerNormalization"): {0: _rows(2, 0), 1: _rows(4, 0)},
+    (_MICROSOFT, "RotaryEmbedding"): {1: _offsets},
+    (_MICROSOFT, "GroupQueryAttention"): {5: _exact(1), 6: _exact(0), 9: _rows(7, 0)},
+    (_MICROSOFT, "Attention"): {3: _lengths(0, 1, 4, 3), 6: _places(4, 3, 0, 1)},
+    (_MICROSOFT, "MultiHeadAttention"): {4: _lengths(1, -2, 6), 8: _places(6, 2, 0, 1), 9: _one},
+    (_MICROSOFT, "DecoderMaskedMultiHeadAttention"): {7: _places(5, 2, 0, 1), 8: _one, 9: _beams},
+    (_MICROSOFT, "DecoderMaskedSelfAttention"): {6: _places(4, 3, 0, 1), 7: _one, 8: _beams},
+}
+"""What ops take, by the place of the operand."""

@@ -1,0 +1,199 @@
+"""Repeats the passes at other bindings of a model's open sizes, with the same decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import Pass, PassContext, Variant
+from onnxpar.errors import OpenSizesError
+from onnxpar.ir.origin import origin_of
+from onnxpar.ir.tensors import Whole
+from onnxpar.load.load import Model
+from onnxpar.open_sizes.typical import Profile
+from onnxpar.sharding.factors import GraphFactors, OpFactors, analyse
+from onnxpar.sharding.narrow import delicate, joint
+from onnxpar.sharding.sized_factors import Sample, at_sizes, atom_sizes, priced
+from onnxpar.sharding.state import Sharding
+from onnxpar.symbols.fits import ENOUGH
+from onnxpar.symbols.symbols import Variable
+
+
+def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
+    """Runs passes behind propagation again at every other binding, as `ctx.replays`.
+
+    `ctx` is the context in which they ran. Bindings at which sizes coincide, so that dimensions
+    consist of other factors there, are dropped from the model's. Errors: OpenSizesError where
+    too few are left: the structure of the model depends on its sizes.
+    """
+    sizes = model.sizes
+    if sizes is None:
+        return
+    kept, odd = [0], ""
+    nodes: dict[str, frozenset[str]] = {}
+    known = {variant.number: variant for variant in ctx.variants}
+    for i in range(1, len(sizes.bindings)):
+        variant = known.get(i) or _analysed(model, i)
+        difference = "" if i in known else _difference(ctx.sharding.factors, variant.factors)
+        if difference:
+            odd = difference
+            for name, changed in _changed(ctx.sharding.factors, variant.factors).items():
+                nodes[name] = nodes.get(name, frozenset()) | changed
+            continue
+        kept.append(i)
+        other = _context(ctx, variant.factors)
+        for step in passes:
+            step.run(variant.graph, other)
+        ctx.replays.append((variant.graph, other))
+    if len(kept) < ENOUGH:
+        raise OpenSizesError(f"{odd} depends on sizes that are open; give {sizes.flags}", nodes)
+    model.sizes = replace(sizes, bindings=[sizes.bindings[i] for i in kept])
+
+
+def replay_typical(
+    model: Model, ctx: PassContext, passes: Sequence[Pass], profiles: Sequence[Profile]
+) -> Iterator[tuple[float, gs.Graph, PassContext]]:
+    """The graph and context behind these passes at each of these sizes, with weights."""
+    found = _samples(model, ctx.sharding.factors, ctx.variants)
+    for wanted, weight in profiles:
+        variant = _analysed(model, ctx.variants[0].number)
+        factors = at_sizes(variant.factors, atom_sizes(found, wanted))
+        other = _context(ctx, factors)
+        for step in passes:
+            step.run(variant.graph, other)
+        yield weight, variant.graph, other
+
+
+def variants(model: Model, factors: GraphFactors) -> list[Variant]:
+    """The graph at the other bindings of open sizes, but for those at which sizes coincide."""
+    count = 0 if model.sizes is None else len(model.sizes.bindings)
+    each = (_analysed(model, i) for i in range(1, count))
+    return [variant for variant in each if not _difference(factors, variant.factors)]
+
+
+def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
+    """The factors, told by those at other bindings which sizes are open, and what sizes costs are
+    computed at."""
+    if not others or model.sizes is None:
+        return factors
+    found = _samples(model, factors, others)
+    each = [(atom_sizes(found, sizes), weight) for sizes, weight in model.sizes.typical]
+    return priced(factors.opened(others[0].factors), each)
+
+
+def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Sample]:
+    """The factors at each binding, with the values of symbols and quotients there."""
+    assert model.sizes is not None
+    pairs = [(model.sizes.bindings[0], factors), *((v.sizes, v.factors) for v in others)]
+    quotients = model.sizes.quotients
+    values: list[dict[Variable, int]] = [dict(at.items()) for at, _ in pairs]
+    for each, (at, _) in zip(values, pairs, strict=True):
+        each.update({q: q.at(at) for q in quotients})
+    return [(each, found) for each, (_, found) in zip(values, pairs, strict=True)]
+
+
+def _analysed(model: Model, number: int) -> Variant:
+    assert model.sizes is not None
+    graph = model.sizes.graph(number)
+    factors = analyse(graph, model.states, in_bodies=False, whole=model.whole)
+    return Variant(number, model.sizes.bindings[number], graph, factors)
+
+
+def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
+    """What was decided, for the sizes of another graph."""
+    return PassContext(ctx.model, _sharding(factors, ctx.sharding), choices=ctx.choices)
+
+
+def _difference(have: GraphFactors, other: GraphFactors) -> str:
+    """The first tensor or node whose dimensions consist of other factors; empty where none is."""
+    for name, tensor in other.tensors.items():
+        known = have.tensors.get(name)
+        if known is None or [x.atom for x in known.leaves] != [x.atom for x in tensor.leaves]:
+            return f"what '{name}' consists of"
+    for a, b in zip(have.ops, other.ops, strict=True):
+        if [(x.atom, x.factor) for x in a.leaves] != [(x.atom, x.factor) for x in b.leaves]:
+            return f"how {a.node.op} '{a.node.name}' splits"
+    return ""
+
+
+def _changed(have: GraphFactors, other: GraphFactors) -> dict[str, frozenset[str]]:
+    """The nodes whose own rules differ, and the factors that may be why."""
+    pairs = zip(have.ops, other.ops, strict=True)
+    return {
+        a.node.name: delicate(a.rule, a.rule.sizes) | delicate(b.rule, b.rule.sizes)
+        for a, b in pairs
+        if a.rule.text() != b.rule.text()
+    }
+
+
+def stay_whole(
+    nodes: Mapping[str, frozenset[str]], graph: gs.Graph, ctx: PassContext, already: Whole
+) -> Whole:
+    """What these nodes of the lowered graph must not split any more, which they may have split
+    until now: these factors, or those of open sizes, of which those first whose parts are exchanged
+    between ranks; empty where nothing is left."""
+    factors = ctx.sharding.factors
+    found: dict[str, Collection[str] | None] = {}
+    for name, given in nodes.items():
+        op = factors.find(name)
+        if op is None:
+            found.update(_uncut(_resharded(name, graph, factors), factors, already))
+            continue
+        if op.result in already and already[op.result] is None:
+            continue
+        before = frozenset(already.get(op.result) or ())
+        narrow = (given or delicate(op.rule, _open_factors(op, factors))) - before
+        found[op.result] = narrow | before if narrow else None
+    return found
+
+
+def _open_factors(op: OpFactors, factors: GraphFactors) -> frozenset[str]:
+    return frozenset(leaf.factor for leaf in op.leaves if leaf.atom in factors.open_atoms)
+
+
+def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[frozenset[int]]:
+    """The atoms of each open dimension of the tensor that a node was made to reshard."""
+    for node in graph.nodes:
+        source = vars(node).get("onnx_source")
+        if source is None or origin_of(source) != name:
+            continue
+        for tensor in [factors.tensors[t.name] for t in node.outputs if t.name in factors.tensors]:
+            for axis, _ in enumerate(tensor.dims):
+                pairs = zip(tensor.leaves, tensor.dim_of_leaf, strict=True)
+                atoms = frozenset(leaf.atom for leaf, dim in pairs if dim == axis)
+                if atoms & factors.open_atoms:
+                    yield atoms
+
+
+def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
+    """The factors of all nodes that cut one of these dimensions into several: ranks have a part of
+    each segment, and their order in the whole has no closed form."""
+    wanted = list(dims)
+    found = {}
+    for op in factors.ops:
+        before = already.get(op.result, ())
+        cut = {
+            factor
+            for group in joint(op.rule)
+            for factor in group
+            for dim in wanted
+            if {*op.atoms[factor]} & dim and {a for f in group for a in op.atoms[f]} <= dim
+        }
+        if before is not None and not cut <= set(before):
+            found[op.result] = cut | set(before)
+    return found
+
+
+def _sharding(factors: GraphFactors, decided: Sharding) -> Sharding:
+    """What was decided, for the sizes of another graph."""
+    return Sharding(
+        decided.mesh,
+        replace(factors, open_atoms=decided.factors.open_atoms),
+        decided.costs,
+        {name: list(axes) for name, axes in decided.tensors.items()},
+        {name: list(axes) for name, axes in decided.ops.items()},
+        set(decided.pinned),
+        dict(decided.parts),
+    )

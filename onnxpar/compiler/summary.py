@@ -1,0 +1,243 @@
+"""What a plan says of the graph: weights, memory, FLOPs, and what stayed whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.packing import stored_bits
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.plan import NO_RULE, STORED, ZERO, Plan, Port, Weight, Whole, open_shape
+from onnxpar.compiler.ranges import integer_ranges, lookups
+from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.layout.layout import Layout, leaves
+from onnxpar.layout.mesh import Mesh
+from onnxpar.model.interchange import declared_shape, default_of, type_text
+from onnxpar.model.state_pairs import missing_states
+from onnxpar.presets.tensor_parallel import is_contraction
+from onnxpar.search.search import AUTO, EXHAUSTIVE
+from onnxpar.sharding.factors import Links, OpFactors
+from onnxpar.sharding.flops import flops, flops_of_ranks
+from onnxpar.sharding.part_bytes import part_bytes
+from onnxpar.sharding.planned_collectives import reshards
+
+_MAKE_WHOLE = ("AllGather", "AllReduce")
+
+
+def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
+    """The plan of a graph behind insert-collectives, while shapes are still global."""
+    weights = _weights(graph, ctx)
+    held = sum(w.bytes_per_rank for w in weights)
+    initial = _initial(graph, ctx)
+    return Plan(
+        name,
+        ctx.sharding.mesh,
+        preset,
+        [_port(t, ctx, initial) for t in graph.inputs],
+        [_port(t, ctx) for t in graph.outputs],
+        list(ctx.model.states),
+        [],
+        weights,
+        list(whole_nodes(ctx, preset)),
+        {
+            "weights_per_rank": held,
+            "states_per_rank": _states(graph, ctx),
+            "activations_per_rank": _peak_activations(graph, ctx),
+        },
+        _flops(ctx),
+        integer_ranges(graph),
+        ctx.model.fixed,
+        initial=initial,
+        step=ctx.model.step,
+        lookups=lookups(graph, ctx.model.sizes is not None),
+        unpaired=missing_states(graph, ctx.model.states),
+    )
+
+
+def _initial(graph: gs.Graph, ctx: PassContext) -> dict[str, str]:
+    """The first values of states that have one, by input."""
+    states = dict(ctx.model.states)
+    stored = {t.name for t in graph.inputs if t.name in states and default_of(t) is not None}
+    zero = {slot.input for slot in ctx.model.step.slots} if ctx.model.step else set()
+    return {n: STORED if n in stored else ZERO for n in states if n in stored | zero}
+
+
+def _port(tensor: gs.Variable, ctx: PassContext, initial: Collection[str] = ()) -> Port:
+    layout = ctx.layouts.get(tensor.name)
+    shape = declared_shape(tensor) if layout is None else open_shape(layout.shape)
+    dtype = None if tensor.dtype is None else numpy_dtype(tensor).name
+    has_default = default_of(tensor) is not None or tensor.name in initial
+    return Port(tensor.name, dtype, shape, layout, type_text(tensor), has_default)
+
+
+def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
+    out = []
+    mesh = ctx.sharding.mesh
+    for tensor in constants(graph):
+        # What only bodies read that are not split has no layout.
+        layout = ctx.layouts.get(tensor.name) or Layout.whole(tensor.shape)
+        dtype = numpy_dtype(tensor)
+        size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
+        held = max(part_bytes(tensor, layout, mesh, r) for r in _sample(mesh.size))
+        name = ctx.copies.get(tensor.name, tensor.name)
+        shape = tuple(int(s) for s in tensor.shape)
+        out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
+    return [*out, *_inner_weights(graph, mesh)]
+
+
+def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
+    """What Constant nodes store in bodies that are not split with the graph around them."""
+    for node in all_nodes(graph):
+        value = node.attrs.get("value") if node.op == "Constant" else None
+        if isinstance(value, gs.Constant):
+            dtype, shape = numpy_dtype(value), tuple(int(s) for s in value.shape)
+            size = -(-math.prod(shape) * stored_bits(dtype) // 8)
+            layout = Layout.whole(shape).text(mesh)
+            yield Weight(node.outputs[0].name, shape, dtype.name, layout, size, size)
+
+
+def _states(graph: gs.Graph, ctx: PassContext) -> int:
+    """Bytes of the states that a rank keeps between runs."""
+    names = {source for source, _ in ctx.model.states}
+    tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
+    mesh = ctx.sharding.mesh
+    return max(
+        sum(part_bytes(t, ctx.layouts[t.name], mesh, rank) for t in tensors)
+        for rank in _sample(mesh.size)
+    )
+
+
+def _sample(ranks: int) -> list[int]:
+    """Ranks to look at for the largest part: parts by hand may put it anywhere, so up to 64 of
+    them."""
+    return list(range(ranks)) if ranks <= 64 else [0, ranks - 1]
+
+
+def _spread(ranks: int) -> list[int]:
+    """Ranks that stand for all: of many, 64 at all places along each axis."""
+    step = ranks // 64
+    return list(range(ranks)) if ranks <= 64 else [i * step + i % step for i in range(64)]
+
+
+def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
+    """Nodes for which split operands were gathered because their rule wants them whole, and matrix
+    products and the like of which nothing is split, as are all bodies of some nodes."""
+    out = []
+    for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
+        lost = _gathered(op, ctx)
+        unruled = any(reason.startswith(NO_RULE) for reason in op.whole.values())
+        idle = is_contraction(op) and not any(ctx.sharding.op_axes(op))
+        shut = bool(bodies(op.node)) and not op.bodies
+        if lost or unruled or shut:
+            reason = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
+            out.append(Whole(op.node.name, op.node.op, reason, lost))
+        elif idle:
+            lost = _bytes([t for t in op.node.inputs if _comes_gathered(t)], ctx)
+            out.append(Whole(op.node.name, op.node.op, _why_idle(preset, bool(lost)), lost))
+    return out
+
+
+def _why_idle(preset: str | None, is_gathered: bool) -> str:
+    """Why nothing of a node is split that could be: only a search has weighed it."""
+    if preset not in (AUTO, EXHAUSTIVE):
+        return "nothing asks to split it" + (
+            ", so its operands are gathered" if is_gathered else ""
+        )
+    if is_gathered:
+        return "gathering its operands costs less than a split of it"
+    return "no split of it was worth a collective"
+
+
+def _gathered(op: OpFactors, ctx: PassContext) -> int:
+    """Bytes of operands that reach the node through an all-gather for its sake, and of what its
+    subgraphs read that ranks had to talk for."""
+    whole = [
+        tensor
+        for tensor, links in zip(op.node.inputs, op.inputs, strict=True)
+        if any(_is_made_whole(n, links) for n in tensor.inputs)
+    ]
+    read = {} if op.bodies else {id(tensor): tensor for tensor, _, _ in captured(op.node)}
+    whole += [t for t in read.values() if any(n.op in _MAKE_WHOLE for n in t.inputs)]
+    return _bytes(whole, ctx)
+
+
+def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
+    """Bytes of the variables among tensors that a rank holds."""
+    return sum(
+        part_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
+        for tensor in tensors
+        if isinstance(tensor, gs.Variable)
+    )
+
+
+def _comes_gathered(tensor: gs.Tensor) -> bool:
+    return any(node.op == "AllGather" for node in tensor.inputs)
+
+
+def _is_made_whole(node: gs.Node, links: Links) -> bool:
+    """Whether a node gathers what an operand with such links must not be split over, rather than
+    what its reader could have split as well."""
+    if node.op != "AllGather":
+        return False
+    ((_, before, after),) = reshards(node)
+    had, have = (
+        [leaf.axes for dim in layout.dims for leaf in leaves(dim) if leaf.is_leaf]
+        for layout in (before, after)
+    )
+    return any(link is None and a != b for link, a, b in zip(links, had, have, strict=True))
+
+
+def _flops(ctx: PassContext) -> dict[str, int]:
+    """Multiplications and additions of the contractions: in all, on the rank that has most of them,
+    and on average."""
+    ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
+    ranks = _spread(ctx.sharding.mesh.size)
+    columns = [flops_of_ranks(op, ctx.sharding, ranks) for op in ops]
+    by_rank = [sum(column) for column in zip(*columns, strict=True)] or [0]
+    return {
+        "model": sum(flops(op) for op in ops),
+        "per_rank": max(by_rank),
+        "mean": round(sum(by_rank) / len(by_rank)),
+    }
+
+
+def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> list[int]:
+    """The bytes of activations that are alive on rank 0 while each of these nodes of a graph runs,
+    in this order: what is fed, what nodes make until its last reader has run, and results to the
+    end. Of a node with bodies, without what they make."""
+    kept = {source for source, _ in ctx.model.states}
+    alive = sum(_held(t, ctx) for t in graph.inputs if t.name not in kept)
+    last: dict[str, int] = {}
+    for i, node in enumerate(nodes):
+        for tensor in read_by(node):
+            last[tensor.name] = i
+    last.update((tensor.name, len(nodes)) for tensor in graph.outputs)
+    ends: dict[int, list[int]] = {}
+    found = []
+    for i, node in enumerate(nodes):
+        for tensor in node.outputs:
+            size = _held(tensor, ctx)
+            alive += size
+            ends.setdefault(last.get(tensor.name, i), []).append(size)
+        found.append(alive)
+        alive -= sum(ends.pop(i, []))
+    return found
+
+
+def _held(tensor: gs.Tensor, ctx: PassContext) -> int:
+    """Bytes of an activation on rank 0; 0 where its rank is unknown."""
+    layout = ctx.layouts.get(tensor.name)
+    return 0 if layout is None else part_bytes(tensor, layout, ctx.sharding.mesh)
+
+
+def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
+    """The most bytes of activations that are alive at once on rank 0, in graph order."""
+    alive = activations(graph, graph.nodes, ctx)
+    inside = [
+        max((_peak_activations(body, ctx) for body in subgraphs(node)), default=0)
+        for node in graph.nodes
+    ]
+    return max((a + b for a, b in zip(alive, inside, strict=True)), default=0)

@@ -1,0 +1,89 @@
+"""The graph as text, with a layout behind every tensor: what dumps and golden tests show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import constants, subgraphs
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.layout.layout import Layout
+from onnxpar.layout.mesh import Axis
+
+
+def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
+    """One line per input, weight, node and output; layouts are the placed or the propagated
+    ones."""
+    return "\n".join(_lines(graph, ctx)) + "\n"
+
+
+def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
+    mesh = ctx.sharding.mesh
+    yield f"mesh {mesh}"
+    stored = [f"const  {_typed(t, ctx)}{_value(t, ctx)}" for t in constants(graph)]
+    yield from _graph_lines(graph, ctx, stored)
+
+
+def _graph_lines(graph: gs.Graph, ctx: PassContext, stored: Iterable[str]) -> Iterator[str]:
+    for tensor in graph.inputs:
+        yield f"input  {_typed(tensor, ctx)}"
+    yield from stored
+    for node in graph.nodes:
+        results = ", ".join(_typed(t, ctx) for t in node.outputs if t.name)
+        operands = ", ".join(t.name or "_" for t in node.inputs)
+        op = node.op if node.domain in (None, "") else f"{node.domain}.{node.op}"
+        yield f"{results} = {op}({operands}){_attributes(node, ctx)}"
+        for body in subgraphs(node):
+            yield f"  {body.name}:"
+            yield from (f"    {line}" for line in _graph_lines(body, ctx, ()))
+    for tensor in graph.outputs:
+        yield f"output {_typed(tensor, ctx)}"
+
+
+def _typed(tensor: gs.Tensor, ctx: PassContext) -> str:
+    dtype = numpy_dtype(tensor).name if tensor.dtype is not None else "?"
+    shape = "?" if tensor.shape is None else "x".join(map(str, tensor.shape)) or "scalar"
+    layout = layout_of(tensor.name, ctx)
+    text = layout.text(ctx.sharding.mesh) if layout else "whole"
+    return f"{tensor.name}: {dtype} {shape} {text}"
+
+
+def layout_of(name: str, ctx: PassContext) -> Layout | None:
+    """The placed layout of a tensor, else what propagation decided so far."""
+    if name in ctx.layouts or ctx.layouts:
+        return ctx.layouts.get(name)
+    if name in ctx.sharding.tensors:
+        return ctx.sharding.layout(name, ctx.sharding.tensor_placement(name))
+    return None
+
+
+def _value(tensor: gs.Constant, ctx: PassContext) -> str:
+    if tensor.name in ctx.per_rank.constants:
+        return f" = per rank, rank 0: {np.array2string(np.asarray(tensor.values), threshold=8)}"
+    small = isinstance(tensor._values, np.ndarray) and tensor._values.size <= 4
+    return f" = {tensor._values.tolist()}" if small else ""
+
+
+def _attributes(node: gs.Node, ctx: PassContext) -> str:
+    shown: Mapping[str, Any] = node.attrs
+    if node.domain == DOMAIN and "after" in node.attrs and "group" not in node.attrs:
+        shown = {"axes": node.attrs["axes"]}
+    parts = [
+        f"{key}={_attribute(value, ctx)}"
+        + ("/rank" if (node.name, key) in ctx.per_rank.attributes else "")
+        for key, value in sorted(shown.items())
+    ]
+    return " {" + ", ".join(parts) + "}" if parts else ""
+
+
+def _attribute(value: Any, ctx: PassContext) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], Axis):
+        return ".".join(ctx.sharding.mesh.text(a) for a in value)
+    if isinstance(value, (gs.Graph, gs.Tensor)):
+        return f"<{value.name}>"
+    return str(value)

@@ -1,0 +1,243 @@
+"""Checks a graph with layouts from the rules alone: the type checker of sharded programs.
+
+It shares no code with the passes that choose layouts, so that a wrong choice and a wrong check
+would have to agree. A failure is our own bug, hence an AssertionError that names the node and its
+layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import all_nodes, bodies
+from onnxpar.layout.layout import Concat, Dim, Factor, Layout, leaves
+from onnxpar.layout.mesh import Axis, merge_axes
+from onnxpar.sharding.accumulators import accumulators
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.planned_collectives import reshards
+
+Fail = Callable[[str], None]
+
+
+def verify(graph: gs.Graph, ctx: PassContext) -> None:
+    """After insert-collectives: every node's operands and results satisfy its rule.
+
+    After order-collectives also: the token passes through every collective, in graph order.
+    """
+    if not ctx.layouts:
+        return
+    if not ctx.localized:
+        for op in ctx.sharding.factors.ops:
+            _verify_op(op, ctx)
+        for node in all_nodes(graph):
+            if node.domain == DOMAIN:
+                _verify_reshard(node, ctx)
+    if ctx.ordered:
+        _verify_order(graph, None)
+
+
+def _verify_op(op: OpFactors, ctx: PassContext) -> None:
+    layouts = {t.name: ctx.layouts[t.name] for t, _ in op.operands() if t.name in ctx.layouts}
+
+    def fail(what: str) -> None:
+        mesh = ctx.sharding.mesh
+        shown = ", ".join(f"{name} {layout.text(mesh)}" for name, layout in layouts.items())
+        raise AssertionError(f"{op.node.op} '{op.node.name}': {what}; {op.rule.text()}; {shown}")
+
+    held: dict[int, tuple[Axis, ...]] = {}
+    for tensor, links in op.operands():
+        if tensor.name not in layouts:
+            continue
+        axes = [
+            merge_axes(f.axes) for d in layouts[tensor.name].dims for f in leaves(d) if f.size > 1
+        ]
+        if len(axes) != len(links):
+            fail(f"{tensor.name} has {len(axes)} factors, the node sees {len(links)}")
+        for over, link in zip(axes, links, strict=True):
+            if link is None and over:
+                fail(f"{tensor.name} is split where the node needs it whole")
+            if link is not None and held.setdefault(link, over) != over:
+                fail(f"{tensor.name} splits {op.leaves[link].factor} otherwise than its neighbours")
+    for group in op.ties:
+        if len({held.get(i, ()) for i in group}) > 1:
+            fail(f"{' and '.join(op.leaves[i].factor for i in group)} are split differently")
+    for factor in op.rule.across:
+        if not _every_segment(op, factor, held):
+            fail(f"only some segments of {factor} are split")
+    carried = _carried(op, layouts, fail)
+    for tensor in [t for body in op.bodies for t in (*body.graph.inputs, *body.graph.outputs)]:
+        if tensor.name in layouts and layouts[tensor.name].partial and tensor.name not in carried:
+            fail(f"{tensor.name} is pending where it enters or leaves a body")
+    layouts = {name: layout for name, layout in layouts.items() if name not in carried}
+    pending = _pending(op, held, layouts, fail)
+    for tensor in op.node.outputs:
+        layout = layouts.get(tensor.name)
+        if layout and {*_pieces(layout.partial)} != {*_pieces(pending[0])}:
+            fail(f"{tensor.name} should be pending over {pending[0]}")
+        if layout and pending[0] and layout.reduce != pending[1]:
+            fail(f"{tensor.name} should await {pending[1]}")
+
+
+def _carried(op: OpFactors, layouts: dict[str, Layout], fail: Fail) -> set[str]:
+    """Tensors of sums that a loop carries pending, all the way."""
+    found: set[str] = set()
+    for sum_ in accumulators(op.node) if op.bodies else ():
+        names = [t.name for t in sum_.tensors(op.node)]
+        over = {(frozenset(_pieces(x.partial)), x.reduce) for n in names if (x := layouts.get(n))}
+        if any(axes for axes, _ in over):
+            if len(over) > 1 or next(iter(over))[1] != "sum":
+                fail(f"{names[-1]} is carried with different sums pending")
+            found.update(names)
+    return found
+
+
+_Piece = tuple[str, int]
+
+
+def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
+    """Axes as prime steps, so that tp and tp:(1)2 tp:(2)2 compare equal."""
+    out = []
+    for axis in axes:
+        at, rest, prime = axis.pre, axis.size, 2
+        while rest > 1:
+            while rest % prime == 0:
+                out.append((axis.name, at * prime))
+                at, rest = at * prime, rest // prime
+            prime += 1
+    return out
+
+
+def _pending(
+    op: OpFactors, held: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail: Fail
+) -> tuple[tuple[Axis, ...], str]:
+    """What the rule says the results await, given the operands."""
+    own: tuple[Axis, ...] = ()
+    reduce = "sum"
+    for leaf, axes in held.items():
+        kind = op.reduction(leaf)
+        if axes and kind:
+            if not set(axes) <= set(own):
+                own += axes
+            reduce = kind
+            if not _every_segment(op, op.leaves[leaf].factor, held):
+                fail(f"only some segments of {op.leaves[leaf].factor} are split")
+    carried = {
+        i: layouts[t.name]
+        for i, t in enumerate(op.node.inputs)
+        if t.name in layouts and layouts[t.name].partial
+    }
+    if own:
+        for i in range(len(op.node.inputs)):
+            additive = i in op.rule.additive and op.node.inputs[i].name
+            if bool(additive) != (i in carried):
+                fail(f"operand {i} must {'count once' if additive else 'be reduced first'}")
+        return own, reduce
+    if not carried:
+        return (), "sum"
+    kinds = {(frozenset(_pieces(x.partial)), x.reduce) for x in carried.values()}
+    if len(kinds) > 1:
+        fail("operands await different reductions")
+    first = next(iter(carried.values()))
+    present = {i for i, t in enumerate(op.node.inputs) if t.name}
+    groups = [g & present for g in op.rule.linear] if first.reduce == "sum" else []
+    groups += [frozenset({i}) for i in op.rule.monotone] if first.reduce in ("max", "min") else []
+    if set(carried) not in [set(g) for g in groups]:
+        fail(f"a pending {first.reduce} does not pass through operands {sorted(carried)}")
+    return first.partial, first.reduce
+
+
+def _every_segment(op: OpFactors, factor: str, held: dict[int, tuple[Axis, ...]]) -> bool:
+    """Whether all segments of a reduced factor are split over the same axes."""
+    axes = iter([held.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == factor])
+
+    def cover(dim: Dim) -> frozenset[Axis] | None:
+        if isinstance(dim, Factor):
+            return frozenset(next(axes, ())) if dim.size > 1 else frozenset()
+        found = [cover(c) for c in dim.children]
+        if None in found:
+            return None
+        if isinstance(dim, Concat) and len({f for f in found if f is not None}) > 1:
+            return None
+        return frozenset(a for f in found if f is not None for a in f)
+
+    return cover(op.trees[factor]) is not None
+
+
+_CHANGES: dict[str, tuple[set[int], int]] = {
+    "AllReduce": (set(), -1),
+    "ReduceScatter": ({1}, -1),
+    "AllGather": ({-1}, 0),
+    "LocalSlice": ({1}, 0),
+    "AllToAll": ({1, -1}, 0),
+    "Select": (set(), 1),
+    "Broadcast": (set(), 0),
+}
+"""Per kind: whether its axes come to (1) and leave (-1) factors, and the pending ones."""
+
+
+def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
+    for (source, before, after), result in zip(reshards(node), node.outputs, strict=True):
+        assert ctx.layouts[source.name] == before, node.name
+        assert ctx.layouts[result.name] == after, node.name
+        _verify_step(node, before, after)
+
+
+def _verify_step(node: gs.Node, before: Layout, after: Layout) -> None:
+    over = set(_pieces(node.attrs["axes"]))
+    factors, pending = _CHANGES[node.op]
+    pairs = [
+        ({*_pieces(f.axes)}, {*_pieces(g.axes)})
+        for d, e in zip(before.dims, after.dims, strict=True)
+        for f, g in zip(leaves(d), leaves(e), strict=True)
+    ]
+    found = {_change(old, new, over) for old, new in pairs if old != new}
+    partial = ({*_pieces(before.partial)}, {*_pieces(after.partial)})
+    is_right = found == factors and (_change(*partial, over) if pending else 0) == pending
+    assert is_right and (pending or partial[0] == partial[1]), (
+        f"{node.op} '{node.name}': {before} -> {after} over {over}"
+    )
+
+
+def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None:
+    """1 where all of `over` came, -1 where all of it left, None for anything else."""
+    if old.isdisjoint(over) and new == old | over:
+        return 1
+    return -1 if over <= old and new == old - over else None
+
+
+def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
+    """Follows the token, which is None before the first collective; returns the last."""
+    for node in graph.nodes:
+        if node.domain == DOMAIN and node.op == "Gate":
+            continue
+        if node.domain == DOMAIN and node.inputs:
+            assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
+            token = node.outputs[-1]
+        elif any(n.domain == DOMAIN for body in bodies(node) for n in all_nodes(body)):
+            token = _verify_bodies(node, token)
+    return token
+
+
+def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:
+    """A body begins with the token that the node is handed, and ends with the one it hands on."""
+    if node.op == "If":
+        for branch in bodies(node):
+            last, result = _verify_order(branch, token), branch.outputs[-1]
+            maker = result.inputs[0]
+            is_copy = maker.op == "Identity" and (token is None or maker.inputs[0] is token)
+            assert result is last or is_copy, (
+                f"a branch of '{node.name}' does not hand the token on"
+            )
+        return node.outputs[-1]
+    (body,) = bodies(node)
+    first, back = (2, 1) if node.op == "Loop" else (0, 0)
+    at = len(body.inputs) - first - node.attrs.get("num_scan_inputs", 0) - 1
+    begins = token is None or node.inputs[first + at] is token
+    last = _verify_order(body, body.inputs[first + at])
+    ends = body.outputs[back + at] is last
+    assert begins and ends, f"'{node.name}' does not carry the token"
+    return node.outputs[at]

@@ -1,0 +1,180 @@
+"""Writes a plan's layouts into the original model, as ONNX's multi-device annotations.
+
+What the standard cannot say goes beside them in metadata: the names of mesh axes, axes of inner
+factors and segments, sizes by hand, and pending reductions.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import onnx.inliner
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.files.own_folder import OwnFolder
+from onnxpar.files.write_file import PREFIX, cause, new_file
+from onnxpar.ir.stored import external_location, stored_tensors
+from onnxpar.layout.mesh import Axes
+from onnxpar.load.load import read_proto
+from onnxpar.model.annotations import (
+    NodeAnnotation,
+    TensorSharding,
+    annotate_model,
+    annotate_node,
+    clear_annotations,
+)
+from onnxpar.model.write_model import put_model
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.annotated_strategy import (
+    AXES,
+    MESH,
+    PARTIAL,
+    PARTS,
+    TENSORS,
+    node_key,
+    read_axes,
+)
+from onnxpar.strategy.standard_shardings import axes_text, node_shardings
+
+CONFIGURATION = "onnxpar"
+Operands = Mapping[str, tuple[str, list[str]]]
+"""By node, the result that it is known by, and the names of all its operands and results."""
+
+
+def original(path: Path) -> onnx.ModelProto:
+    """The model as its file has it, but for functions, whose nodes have no place of their own."""
+    model = read_proto(path)
+    return onnx.inliner.inline_local_functions(model) if model.functions else model
+
+
+def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
+    """Writes a model that was read from `source`, with its external data, to `output`. Errors:
+    OnnxparError."""
+    locations = {
+        external_location(t)[0]
+        for t in stored_tensors(model.graph)
+        if t.data_location == onnx.TensorProto.EXTERNAL
+    }
+    there = output.parent
+    copied = [n for n in locations if (there / n).resolve() != (source.parent / n).resolve()]
+    if not copied:
+        with new_file(output) as written:
+            written.write_bytes(model.SerializeToString())
+        return
+    try:
+        with OwnFolder(PREFIX, there) as folder:
+            data = {name: folder / f"data{number}" for number, name in enumerate(copied)}
+            for name, file in data.items():
+                (there / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source.parent / name, file)
+            put_model(model, output, folder, data)
+    except OSError as error:
+        raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
+
+
+def operand_names(sharding: Sharding) -> Operands:
+    """The names that a node's tensors have in the model, before passes put others in between."""
+    return {
+        op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
+        for op in sharding.factors.ops
+    }
+
+
+def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operands) -> None:
+    """Replaces the model's annotations by those of a plan behind insert-collectives."""
+    sharding, mesh = ctx.sharding, ctx.sharding.mesh
+    clear_annotations(model)
+    pinned = {
+        name: [axes_text(a, mesh) for a in sharding.tensor_placement(name).leaves]
+        for name in sorted(sharding.pinned)
+    }
+    nodes = {next((o for o in node.output if o), ""): node for node in model.graph.node}
+    open_axes = _open_axes(ctx)
+    inner = {}
+    for op in sharding.factors.ops:
+        key, names = operands[op.node.name]
+        if key in nodes:
+            _annotate(nodes[key], op, names, ctx, open_axes)
+        elif op.leaves:
+            inner[key] = [axes_text(a, mesh) for a in sharding.op_axes(op)]
+    metadata = {MESH: str(mesh)}
+    metadata |= {key: json.dumps(said) for key, said in ((TENSORS, pinned), (AXES, inner)) if said}
+    annotate_model(model, CONFIGURATION, mesh.size, metadata)
+
+
+def _open_axes(ctx: PassContext) -> set[tuple[str, int]]:
+    """The dimensions whose sizes the model leaves open, by tensor and axis."""
+    sizes = ctx.model.sizes
+    other = {} if sizes is None else sizes.graph(1).tensors()
+    return {
+        (name, axis)
+        for name, factors in ctx.sharding.factors.tensors.items()
+        if name in other and other[name].shape is not None
+        for axis, (a, b) in enumerate(zip(factors.dims, other[name].shape, strict=True))
+        if a.size != b
+    }
+
+
+def _annotate(
+    node: onnx.NodeProto,
+    op: OpFactors,
+    names: list[str],
+    ctx: PassContext,
+    open_axes: set[tuple[str, int]],
+) -> None:
+    sharding, mesh = ctx.sharding, ctx.sharding.mesh
+    axes = dict(enumerate(sharding.op_axes(op)))
+    shardings = [
+        _without_sizes(s, open_axes)
+        for s in node_shardings(op, names, axes, sharding)
+        if s.tensor in (*node.input, *node.output)
+    ]
+    metadata = {}
+    partial = {
+        name: f"{layout.reduce}({axes_text(layout.partial, mesh)})"
+        for name, tensor in zip(names[len(op.inputs) :], op.node.outputs, strict=True)
+        if (layout := ctx.layouts.get(tensor.name)) is not None and layout.partial
+    }
+    if partial:
+        metadata[PARTIAL] = json.dumps(partial)
+    parts = {
+        i: list(sizes)
+        for i, leaf in enumerate(op.leaves)
+        if axes[i] and (sizes := sharding.parts.get((leaf.atom, axes[i])))
+    }
+    note = NodeAnnotation(op.node.name, {s.tensor: s for s in shardings}, None, metadata)
+    if parts or not _says(op, names, note, axes, sharding):
+        metadata[AXES] = json.dumps([axes_text(a, mesh) for a in axes.values()])
+    if parts:
+        metadata[PARTS] = json.dumps(parts)
+    annotate_node(node, CONFIGURATION, shardings, metadata)
+
+
+def _without_sizes(stated: TensorSharding, open_axes: set[tuple[str, int]]) -> TensorSharding:
+    """The same without sizes of dimensions that are open."""
+    dims = {
+        axis: tuple((None if (stated.tensor, axis) in open_axes else size, n) for size, n in found)
+        for axis, found in stated.dims.items()
+    }
+    return replace(stated, dims=dims)
+
+
+def _says(
+    op: OpFactors,
+    names: list[str],
+    note: NodeAnnotation,
+    axes: Mapping[int, Axes],
+    sharding: Sharding,
+) -> bool:
+    """Whether the standard alone gives every factor its axes."""
+    try:
+        return read_axes(op, names, note, sharding) == axes
+    except StrategyError:
+        return False

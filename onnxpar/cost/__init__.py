@@ -1,0 +1,1 @@
+"""The cost model: topologies, and the time of communication, memory traffic and compute."""

@@ -1,0 +1,248 @@
+"""What ranks run on: levels of links between them, and what one of them computes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnxpar.base.plain_yaml import parse
+from onnxpar.base.units import quantity, text_of
+from onnxpar.cost.rank_table import hosts_of, is_rank_table
+from onnxpar.errors import StrategyError
+from onnxpar.files.write_file import unread
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank sends over: `latency` in seconds until the first byte of a round is there, and
+    `bandwidth` in bytes per second, while all ranks of the level send."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """A host, a rack and the like: `size` of the level below it (ranks, for the innermost), which
+    talk over its links. `size` None: as many as there are. `collectives` are links by kind of
+    collective, where measurements tell them apart."""
+
+    name: str
+    size: int | None
+    latency: float
+    bandwidth: float
+    collectives: Mapping[str, Link] = field(default_factory=dict)
+
+    def link(self, kind: str) -> Link:
+        """What a collective of that kind goes over."""
+        return self.collectives.get(kind) or Link(self.latency, self.bandwidth)
+
+
+HOST = Link(50e-6, 2e9)
+"""Between ranks of a host, over Gloo on the loopback device."""
+NETWORK = Link(100e-6, 1e9)
+"""Between hosts of which nothing is known: an Ethernet of 10 Gbit/s that few ranks share."""
+
+
+ROW_BYTES = 100
+"""Of contiguous memory, which take about as long as what each row costs beside its bytes."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes with. By default about one core of 2020.
+
+    flops             multiplications and additions per second, each of a pair counted
+    memory_bandwidth  bytes per second that are read or written
+    launch            seconds that any op takes, however little it does
+    memory            bytes for a rank; None: unknown
+    convolution       flops of convolutions; None: as of matrix products
+    row               seconds for each run of contiguous elements that is copied, multiplied or
+                      normalized by itself; None: those of ROW_BYTES
+    """
+
+    flops: float = 2e10
+    memory_bandwidth: float = 1e10
+    launch: float = 5e-6
+    memory: float | None = None
+    convolution: float | None = None
+    row: float | None = None
+
+
+KINDS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send",
+         "NeighborExchange", "HaloExchange")  # fmt: skip
+"""Collectives that a level may have links for."""
+_DEVICE_UNITS = {
+    "flops": "FLOP/s",
+    "convolution": "FLOP/s",
+    "memory_bandwidth": "B/s",
+    "row": "s",
+    "launch": "s",
+    "memory": "B",
+}
+_LINK_UNITS = {"latency": "s", "bandwidth": "B/s"}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Levels from the inside out, and the device that every rank is. Ranks are numbered row-major:
+    rank r is in host r // (ranks per host).
+
+    >>> Topology.of({"levels": [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]})
+    ... # doctest: +ELLIPSIS
+    Topology(levels=(Level(name='host', size=None, ...
+    """
+
+    levels: tuple[Level, ...]
+    device: Device = Device()
+
+    @staticmethod
+    def default() -> Topology:
+        """One host of any number of ranks, on HOST links."""
+        return Topology((Level("host", None, HOST.latency, HOST.bandwidth),))
+
+    @staticmethod
+    def given(
+        topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
+    ) -> Topology | None:
+        """What a caller gives: a file, the same structure in Python, or a topology."""
+        if isinstance(topology, Mapping):
+            return Topology.of(topology)
+        if isinstance(topology, (str, os.PathLike)):
+            return Topology.read(topology)
+        return topology
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Topology:
+        """Reads a topology file (YAML), or a rank table of MindSpore or HCCL (JSON). Errors:
+        StrategyError, naming the file and what is wrong."""
+        try:
+            text = Path(path).read_text()
+            data = json.loads(text) if text.lstrip().startswith("{") else parse(text)
+        except OSError as error:
+            raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
+        except (ValueError, RecursionError) as error:
+            raise StrategyError(f"{path}: neither YAML nor JSON: {error}") from None
+        return Topology.of(data, os.fspath(path))
+
+    @staticmethod
+    def of(data: Any, source: str = "topology") -> Topology:
+        """A topology from the same structure in Python. Errors: StrategyError."""
+        if is_rank_table(data):
+            return _of_rank_table(data, source)
+        entries = _mapping(data, ("levels", "device"), source)
+        found = entries.get("levels")
+        if not isinstance(found, list) or not found:
+            raise StrategyError(f"{source}: levels must be a list, from the inside out; at least 1")
+        levels = [_level(entry, f"{source}: levels[{i}]") for i, entry in enumerate(found)]
+        for level in levels[:-1]:
+            if level.size is None:
+                raise StrategyError(
+                    f"{source}: level '{level.name}' has no size, which only the outermost may "
+                    "leave open; say how many there are in it"
+                )
+        names = [level.name for level in levels]
+        for name in names:
+            if names.count(name) > 1:
+                raise StrategyError(f"{source}: two levels are named '{name}'; name each apart")
+        return Topology(tuple(levels), _device(entries.get("device") or {}, f"{source}: device"))
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks there are; None where the outermost level is open."""
+        sizes = [level.size for level in self.levels if level.size is not None]
+        return math.prod(sizes) if len(sizes) == len(self.levels) else None
+
+    def units(self) -> list[int]:
+        """Ranks in one of each level but the outermost."""
+        sizes = [level.size or 1 for level in self.levels[:-1]]
+        return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
+
+    def check(self, ranks: int) -> None:
+        """Errors: StrategyError where there are fewer ranks than these."""
+        if self.ranks is not None and self.ranks < ranks:
+            outermost = self.levels[-1]
+            raise StrategyError(
+                f"the topology has {self.ranks} ranks, the mesh {ranks}; use fewer, or leave out "
+                f"the size of '{outermost.name}', which then has as many as are needed"
+            )
+
+    def text(self) -> str:
+        """The topology as a file that `read` reads; quantities to six digits."""
+        lines = ["levels:  # from the inside out"]
+        for level in self.levels:
+            lines.append(f"  - name: {json.dumps(level.name)}")
+            if level.size is not None:
+                lines.append(f"    size: {level.size}")
+            lines.append(f"    latency: {text_of(level.latency, 's')}")
+            lines.append(f"    bandwidth: {text_of(level.bandwidth, 'B/s')}")
+            lines += ["    collectives:"] if level.collectives else []
+            for kind, link in level.collectives.items():
+                latency, bandwidth = text_of(link.latency, "s"), text_of(link.bandwidth, "B/s")
+                lines.append(f"      {kind}: {{latency: {latency}, bandwidth: {bandwidth}}}")
+        lines.append("device:  # one rank")
+        for name, unit in _DEVICE_UNITS.items():
+            value = getattr(self.device, name)
+            lines += [f"  {name}: {text_of(value, unit)}"] if value is not None else []
+        return "\n".join(lines) + "\n"
+
+
+def _of_rank_table(data: Any, source: str) -> Topology:
+    """Devices of a host, and hosts; the table says nothing of their speed."""
+    hosts, devices = hosts_of(data, source)
+    host = Level("host", devices, HOST.latency, HOST.bandwidth)
+    if hosts == 1:
+        return Topology((host,))
+    return Topology((host, Level("cluster", hosts, NETWORK.latency, NETWORK.bandwidth)))
+
+
+def _mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise StrategyError(f"{where}: a mapping with {', '.join(keys)} is expected")
+    unknown = sorted(set(map(str, data)) - set(keys))
+    if unknown:
+        raise StrategyError(f"{where}: unknown key {unknown[0]!r}; use {', '.join(keys)}")
+    return data
+
+
+def _number(entries: Mapping[str, Any], key: str, unit: str, where: str) -> float:
+    """One entry; a latency may be 0, all else is more."""
+    if entries.get(key) is None:
+        raise StrategyError(f"{where}: {key} is missing; give it in {unit}")
+    value = quantity(entries[key], unit, f"{where}: {key}")
+    if value < 0 or (value == 0 and unit != "s"):
+        raise StrategyError(f"{where}: {key} is {entries[key]!r}; it must be above 0")
+    return value
+
+
+def _link(data: Any, where: str) -> Link:
+    entries = _mapping(data, tuple(_LINK_UNITS), where)
+    return Link(**{key: _number(entries, key, unit, where) for key, unit in _LINK_UNITS.items()})
+
+
+def _level(data: Any, where: str) -> Level:
+    entries = _mapping(data, ("name", "size", *_LINK_UNITS, "collectives"), where)
+    name, size = entries.get("name"), entries.get("size")
+    if not isinstance(name, str) or not name:
+        raise StrategyError(f"{where}: name is missing; host, rack or the like")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise StrategyError(f"{where}: size is {size!r}; it must be a whole number from 1 on")
+    own = _link({key: entries.get(key) for key in _LINK_UNITS}, where)
+    kinds = _mapping(entries.get("collectives") or {}, KINDS, f"{where}: collectives")
+    links = {kind: _link(link, f"{where}: {kind}") for kind, link in kinds.items()}
+    return Level(name, size, own.latency, own.bandwidth, links)
+
+
+def _device(data: Any, where: str) -> Device:
+    entries = _mapping(data, tuple(_DEVICE_UNITS), where)
+    given = {
+        key: _number(entries, key, unit, where)
+        for key, unit in _DEVICE_UNITS.items()
+        if entries.get(key) is not None
+    }
+    return Device(**given)

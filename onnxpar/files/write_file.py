@@ -1,0 +1,139 @@
+"""Files that appear at once, and why a file cannot be read or written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from onnxpar.errors import InputError, OnnxparError
+from onnxpar.files.own_folder import OwnFolder
+
+PREFIX = ".onnxpar-"
+"""Of folders in which files are written before they get their names."""
+
+_REMEDIES: Mapping[int, str] = {
+    errno.ENOSPC: "free some space there, or choose another place",
+    errno.EDQUOT: "free some space there, or choose another place",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose another place",
+    errno.EACCES: "give this user the permission, or choose another place",
+    errno.EPERM: "give this user the permission, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.ENOENT: "make the folder first",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "a file stands where a folder is needed; choose another place",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "the machine has no memory left",
+}
+
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+"""Of file systems that do not sync folders: names are on disk at once there, or the system knows no
+better."""
+
+
+def cause(error: OSError) -> str:
+    """What the operating system says, with the remedy where one is known."""
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{unread(error)}; {remedy}" if remedy else unread(error)
+
+
+def unread(error: OSError) -> str:
+    """What the operating system says of a file that cannot be read."""
+    text = error.strerror or str(error) or type(error).__name__
+    return text[:1].lower() + text[1:]
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors: OnnxparError, naming `path`, where writing to it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OnnxparError(f"cannot write {os.fspath(path)}: {cause(error)}") from error
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write to, whose content is on disk when the block ends. Errors: OSError."""
+    with path.open("wb") as sink:
+        yield sink
+        sink.flush()
+        os.fsync(sink.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are on disk. Errors: OSError."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Makes a folder that stays, and those that it stands in; returns those that are new, the
+    innermost first. Errors: OSError."""
+    new: list[Path] = []
+    for one in (folder, *folder.parents):
+        if one.is_dir():
+            break
+        new.append(one)
+    for one in reversed(new):
+        try:
+            one.mkdir(exist_ok=True)
+        except FileExistsError:  # a file, or a link that leads nowhere
+            code = errno.ENOTDIR
+            raise NotADirectoryError(code, os.strerror(code), os.fspath(one)) from None
+        sync_folder(one.parent)
+    return new
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A place to write a file to, which takes the name `path` when the block ends well and all of
+    it is on the disk; else nothing is left of it. A link stays one, and what it leads to is
+    replaced. Errors: InputError where it cannot be written."""
+    file = Path(path)
+    is_device = file.exists() and not file.is_file()  # /dev/stdout, a pipe; a folder is an error
+    try:
+        place = Path(os.path.realpath(file))
+        with OwnFolder(PREFIX, None if is_device else place.parent) as folder:
+            written = folder / "file"
+            yield written
+            if is_device:
+                file.write_bytes(written.read_bytes())
+            else:
+                put(written, place)
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {cause(error)}") from error
+
+
+def put(written: Path, place: Path) -> None:
+    """Gives a file its name, under which another one may stand, whose permissions it gets. Errors:
+    OSError."""
+    with suppress(FileNotFoundError):
+        written.chmod(stat.S_IMODE(place.stat().st_mode))
+    _sync(written)
+    os.replace(written, place)
+    sync_folder(place.parent)
+
+
+def _sync(path: Path) -> None:
+    """Waits until what stands there is on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
+    """A text file to write to, which takes its place when all of it is there. Errors: InputError
+    where it cannot be written; then nothing is left."""
+    with new_file(path) as written, written.open("w", encoding="utf-8") as sink:
+        yield sink

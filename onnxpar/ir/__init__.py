@@ -1,0 +1,1 @@
+"""Views of a graph: tensors, collectives, bodies, copies, repetitions, training steps."""

@@ -1,0 +1,43 @@
+"""How often the nodes of a graph run, bodies of loops included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.subgraphs import subgraphs
+
+MOST = 1 << 20
+"""A Loop whose limit is larger is left by its condition, of which nothing is known: one turn."""
+
+
+def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
+    """By name, how often each of these nodes and those of their bodies runs."""
+    found: dict[str, int] = {}
+
+    def add(node: gs.Node, times: int) -> None:
+        found[node.name] = times
+        for body in subgraphs(node):
+            for inner in body.nodes:
+                add(inner, times * turns(node))
+
+    for node in nodes:
+        if node.name not in found:
+            add(node, 1)
+    return found
+
+
+def turns(node: gs.Node) -> int:
+    """How often the bodies of a node run, as far as the graph tells; else 1."""
+    if node.op == "Scan":
+        first = len(node.inputs) - node.attrs["num_scan_inputs"]
+        axis = (node.attrs.get("scan_input_axes") or [0])[0]
+        shape = node.inputs[first].shape
+        size = shape[axis] if shape is not None else None
+        return max(size, 1) if isinstance(size, int) else 1
+    if node.op == "Loop" and isinstance(node.inputs[0], gs.Constant):
+        count = int(np.reshape(node.inputs[0].values, -1)[0])
+        return count if 1 <= count <= MOST else 1
+    return 1

@@ -1,0 +1,100 @@
+"""Makes the bodies of If, Loop and Scan read like parts of the graph around them.
+
+No two tensors share a name, weights and declared types all stand in the main graph, and every
+result of a body is made by one of its own nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnx import GraphProto, NodeProto, helper
+
+from onnxpar.ir.stored import lift_constants, subgraphs_of
+
+CONTROL = ("If", "Loop", "Scan")
+"""Ops whose bodies are inferred, and may be split, like the graph around them."""
+
+
+def is_control(node: NodeProto) -> bool:
+    """Whether a node's bodies are parts of the program."""
+    return node.op_type in CONTROL and node.domain in ("", "ai.onnx")
+
+
+def open_scopes(graph: GraphProto) -> None:
+    """Renames and moves what is in subgraphs at any depth, in place. What a body calls its
+    operands is its own affair: they are known by position."""
+    taken = {t.name for t in (*graph.input, *graph.initializer)}
+    taken |= {output for node in graph.node for output in node.output}
+    _Opening(graph, taken).enter(graph, {})
+
+
+class _Opening:
+    def __init__(self, main: GraphProto, taken: set[str]) -> None:
+        self.main = main
+        self.taken = taken
+
+    def enter(self, graph: GraphProto, names: Mapping[str, str]) -> None:
+        """Goes through the bodies of a graph whose tensors have their names already."""
+        for node in graph.node:
+            for body in subgraphs_of(node):
+                if is_control(node):
+                    self._open(body, dict(names))
+                else:
+                    _rename_captured(body, names)
+
+    def _open(self, body: GraphProto, names: dict[str, str]) -> None:
+        lift_constants(body)
+        given = {port.name for port in body.input}
+        for port in body.input:
+            port.name = self._declare(port.name, names)
+        for weight in body.initializer:
+            if weight.name not in given:
+                weight.name = self._declare(weight.name, names)
+                self.main.initializer.add().CopyFrom(weight)
+        del body.initializer[:]
+        for node in body.node:
+            node.output[:] = [self._declare(o, names) if o else "" for o in node.output]
+        for node in body.node:
+            node.input[:] = [names.get(i, i) for i in node.input]
+        for info in body.value_info:
+            info.name = names.get(info.name, info.name)
+        self.main.value_info.extend(body.value_info)
+        del body.value_info[:]
+        self._own_results(body, names)
+        self.enter(body, names)
+
+    def _own_results(self, body: GraphProto, names: Mapping[str, str]) -> None:
+        """Every result gets a node and a tensor of its own."""
+        made = {o for node in body.node for o in node.output}
+        for port in body.output:
+            port.name = names.get(port.name, port.name)
+            if port.name in made:
+                made.discard(port.name)
+                continue
+            result = self._fresh(port.name)
+            body.node.append(helper.make_node("Identity", [port.name], [result]))
+            port.name = result
+
+    def _declare(self, name: str, names: dict[str, str]) -> str:
+        """The name of a tensor that a body makes; its own, if no other tensor has it."""
+        names[name] = own = self._fresh(name)
+        return own
+
+    def _fresh(self, name: str) -> str:
+        unique, i = name, 1
+        while unique in self.taken:
+            unique, i = f"{name}::{i}", i + 1
+        self.taken.add(unique)
+        return unique
+
+
+def _rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
+    """Follows the renaming of what is around a graph that is otherwise left alone."""
+    own = {t.name for t in (*graph.input, *graph.initializer)}
+    own |= {o for node in graph.node for o in node.output}
+    seen = {old: new for old, new in names.items() if old not in own}
+    for node in graph.node:
+        node.input[:] = [seen.get(i, i) for i in node.input]
+        for inner in subgraphs_of(node):
+            _rename_captured(inner, seen)

@@ -1,0 +1,370 @@
+"""Tensors stored with a model: where their data is, how many bits it has, and sparse ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    SparseTensorProto,
+    TensorProto,
+    helper,
+    numpy_helper,
+)
+
+from onnxpar.base.packing import stored_bits
+from onnxpar.errors import ModelError
+
+FOLD_LIMIT = 1 << 16
+"""Elements of a result up to which it is folded; larger ones are computed in each run."""
+SMALL_WEIGHT = 256
+"""Elements of a floating-point initializer up to which it takes part in folding."""
+_MOST_BYTES = (1 << 31) - 1
+"""Of a tensor that stands in a model."""
+
+
+def element_bits(dtype: int) -> int:
+    """Bits of an element of TensorProto's number, as it is stored; strings have none."""
+    if dtype == TensorProto.STRING:
+        return 0
+    return stored_bits(np.dtype(helper.tensor_dtype_to_np_dtype(dtype)))
+
+
+def stored_bytes(tensor: TensorProto) -> int:
+    """Bytes of a tensor's data; less than one byte an element where they are packed."""
+    return -(-int(math.prod(tensor.dims)) * element_bits(tensor.data_type) // 8)
+
+
+def is_folded(weight: TensorProto) -> bool:
+    """Whether an initializer takes part in folding."""
+    if weight.data_location == TensorProto.EXTERNAL:
+        return False
+    size = int(math.prod(weight.dims))
+    whole_number = weight.data_type in (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+    return size <= (FOLD_LIMIT if whole_number else SMALL_WEIGHT)
+
+
+def copy_with_stubs(
+    model: ModelProto, stub: Callable[[TensorProto], TensorProto | None]
+) -> ModelProto:
+    """A copy of the model in which `stub` stands in for initializers of the main graph, where it
+    gives one; the data of those is never copied."""
+    copy = ModelProto()
+    for message, target in ((model, copy), (model.graph, copy.graph)):
+        for field, value in message.ListFields():
+            if field.name in ("graph", "initializer"):
+                continue
+            if field.is_repeated:
+                getattr(target, field.name).extend(value)
+            elif field.message_type is not None:
+                getattr(target, field.name).CopyFrom(value)
+            else:
+                setattr(target, field.name, value)
+    for tensor in model.graph.initializer:
+        copy.graph.initializer.append(stub(tensor) or tensor)
+    return copy
+
+
+class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
+    """Values that are read from a file in the model's folder when something looks at them."""
+
+    def __init__(self, tensor: TensorProto, folder: Path) -> None:
+        super().__init__(tensor)
+        self.folder = folder
+
+    def load(self) -> np.ndarray[Any, Any]:
+        """Reads them."""
+        return numpy_helper.to_array(self.tensor, str(self.folder))
+
+
+def stored_proto(tensor: gs.Constant) -> TensorProto | None:
+    """The reference behind a weight that has not been read, None for a value in memory."""
+    values: Any = tensor._values
+    return values.tensor if isinstance(values, gs.ir.tensor.LazyValues) else None
+
+
+def external_location(tensor: TensorProto) -> tuple[str, int, int | None]:
+    """(location, offset, length) of external data, as the model states them; the length is None
+    where it is all that the tensor needs. Errors: ValueError for what is no number."""
+    entries = {e.key: e.value for e in tensor.external_data}
+    length = int(entries.get("length", 0)) or None  # the runtime takes 0 for none
+    return entries.get("location", ""), int(entries.get("offset", 0)), length
+
+
+_KEYS = ("location", "offset", "length", "checksum")
+"""What the runtime knows of external data."""
+
+
+def check_stored(tensor: TensorProto, model: Path) -> None:
+    """Errors: ModelError where a tensor's data is not as much as its type and shape say, or is
+    missing, short or outside the model's folder."""
+    dtype = tensor.data_type
+    known = [n for n in TensorProto.DataType.values() if n != TensorProto.UNDEFINED]
+    if dtype not in known or min(tensor.dims, default=0) < 0:
+        raise ModelError(
+            f"{model}: weight {tensor.name!r} has data type {dtype} and shape {list(tensor.dims)}, "
+            "which no tensor has; write the model again"
+        )
+    if tensor.data_location == TensorProto.EXTERNAL:
+        _check_external(tensor, model)
+        return
+    count = math.prod(tensor.dims)
+    if tensor.HasField("raw_data"):
+        have, need, what = len(tensor.raw_data), stored_bytes(tensor), "bytes"
+    else:
+        have = len(getattr(tensor, helper.tensor_dtype_to_field(dtype)))
+        is_pair = dtype in (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
+        is_packed = 0 < element_bits(dtype) < 8
+        need = stored_bytes(tensor) if is_packed else count * (2 if is_pair else 1)
+        what = "elements"
+    if have != need:
+        raise ModelError(
+            f"{model}: weight {tensor.name!r} has {have} {what}, its shape and type {need}; the "
+            "file is damaged"
+        )
+
+
+_VALUES = {
+    "value", "sparse_value", "value_float", "value_floats", "value_int", "value_ints",
+    "value_string", "value_strings",
+}  # fmt: skip
+"""Attributes of a Constant, of which it has one."""
+
+
+def check_constants(graph: GraphProto, model: Path) -> None:
+    """Errors: ModelError for a Constant that has no value, or one that is no tensor; onnxruntime
+    loads some, of any domain, and what they make is not defined."""
+    for node in nodes_of(graph):
+        values = {attribute.name for attribute in node.attribute} & _VALUES
+        if node.op_type == "Constant" and len(values) != 1:
+            raise ModelError(
+                f"{model}: Constant {next(iter(node.output), '')!r} has {len(values)} values; one "
+                "is expected: export the model again"
+            )
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            is_tensor = attribute.HasField("t") or attribute.HasField("sparse_tensor")
+            if attribute.name in ("value", "sparse_value") and not is_tensor:
+                raise ModelError(
+                    f"{model}: Constant {next(iter(node.output), '')!r} has a value that is no "
+                    "tensor; export the model again"
+                )
+
+
+def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
+    """Errors: ModelError where the places of a sparse tensor's values are not within it, or it
+    would be larger than any tensor in a file."""
+    values, at, dims = sparse.values, sparse.indices, list(sparse.dims)
+    what = f"{model}: sparse tensor {values.name!r} of shape {dims}"
+    if min(dims, default=1) < 1:
+        raise ModelError(f"{what}: sizes start at 1; export the model again")
+    need = math.prod(dims) * element_bits(values.data_type) // 8
+    if need > _MOST_BYTES:
+        raise ModelError(f"{what} takes {need:,} bytes as onnxruntime holds it; 2 GiB are the most")
+    count = list(values.dims)
+    shapes = [count, [*count, len(dims)]]
+    if len(count) != 1 or at.data_type != TensorProto.INT64 or list(at.dims) not in shapes:
+        raise ModelError(
+            f"{what} has values of shape {count} and indices of shape {list(at.dims)} and data "
+            f"type {at.data_type}; a row of values and an int64 index of each is expected"
+        )
+    places = numpy_helper.to_array(at, str(model.parent))
+    most = dims if places.ndim == 2 else [math.prod(dims)]
+    if (places < 0).any() or (places >= most).any():
+        raise ModelError(f"{what} has a value outside of its shape; export the model again")
+
+
+def _check_external(tensor: TensorProto, model: Path) -> None:
+    try:
+        location, offset, length = external_location(tensor)
+    except ValueError as error:
+        raise ModelError(
+            f"{model}: offset or length of weight {tensor.name!r} is no number: {error}"
+        ) from None
+    for entry in tensor.external_data:
+        if entry.key not in _KEYS and not entry.key.startswith("prepacked"):
+            raise ModelError(
+                f"{model}: external data of weight {tensor.name!r} has an entry {entry.key!r}; "
+                f"there are {', '.join(_KEYS)}"
+            )
+    if "\0" in location:
+        raise ModelError(
+            f"{model}: external data of weight {tensor.name!r} is in a file {location!r}, which is "
+            "no name of a file; export the model again"
+        )
+    folder = model.parent.resolve()
+    data = (folder / location).resolve()
+    if Path(location).is_absolute() or not data.is_relative_to(folder):
+        raise ModelError(
+            f"{model}: weight {tensor.name!r} points to {location!r}, outside the model's folder"
+        )
+    if not data.is_file():
+        raise ModelError(f"{model}: external data {location!r} of {tensor.name!r} is missing")
+    need = stored_bytes(tensor)
+    have = data.stat().st_size - offset if length is None else length
+    if have < need or data.stat().st_size < offset + need or offset < 0:
+        raise ModelError(
+            f"{model}: external data {location!r} is too short for {tensor.name!r}: "
+            f"{need} bytes from {offset}"
+        )
+
+
+def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
+    """The graphs among a node's attributes."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
+    """The graph and the bodies of its nodes, each before those within it."""
+    yield graph
+    for node in graph.node:
+        for inner in subgraphs_of(node):
+            yield from graphs_of(inner)
+
+
+def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
+    """Every node of a graph, those of subgraphs behind the one that they belong to."""
+    for node in graph.node:
+        yield node
+        for inner in subgraphs_of(node):
+            yield from nodes_of(inner)
+
+
+def reads_of(node: NodeProto) -> set[str]:
+    """Every name that a node reads, also what its subgraphs capture."""
+    return set(node.input).union(*map(captured_by, subgraphs_of(node)))
+
+
+def captured_by(graph: GraphProto) -> set[str]:
+    """Every name that a subgraph reads of the graph around it; names of its own may be the same as
+    names around it."""
+    read = {port.name for port in graph.output}.union(*map(reads_of, graph.node))
+    own = {t.name for t in (*graph.input, *graph.initializer)}
+    return read - own - {name for node in graph.node for name in node.output}
+
+
+def _attributes(graph: GraphProto) -> Iterator[AttributeProto]:
+    return (attribute for node in nodes_of(graph) for attribute in node.attribute)
+
+
+def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Every stored tensor of a graph, of attributes and of subgraphs too."""
+    for each in graphs_of(graph):
+        yield from each.initializer
+    for attribute in _attributes(graph):
+        yield from [attribute.t] if attribute.HasField("t") else []
+        yield from attribute.tensors
+    for entry in sparse_tensors(graph):
+        yield from (entry.values, entry.indices)
+
+
+def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
+    """The same of sparse ones."""
+    for each in graphs_of(graph):
+        yield from each.sparse_initializer
+    for attribute in _attributes(graph):
+        yield from [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+        yield from attribute.sparse_tensors
+
+
+def check_text(model: ModelProto, path: Path) -> None:
+    """Errors: ModelError for a name that is not UTF-8, which protobuf hands over as bytes."""
+    for text in _texts(model):
+        if isinstance(text, bytes):
+            raise ModelError(f"{path}: {text!r} in it is not UTF-8; export or copy it again")
+
+
+def _texts(model: ModelProto) -> Iterator[Any]:
+    """Every name in a model."""
+    for opset in model.opset_import:
+        yield opset.domain
+    nodes = list(model.graph.node)
+    yield from _names_of(model.graph)
+    for function in model.functions:
+        yield from (function.name, function.domain, function.overload)
+        for names in (function.input, function.output, function.attribute):
+            yield from names
+        nodes += function.node
+    for configuration in model.configuration:
+        yield configuration.name
+    while nodes:
+        node = nodes.pop()
+        yield from (node.op_type, node.domain, node.name, node.overload)
+        yield from node.input
+        yield from node.output
+        for attribute in node.attribute:
+            yield from (attribute.name, attribute.ref_attr_name)
+            sparse = attribute.sparse_tensor
+            for tensor in (attribute.t, *attribute.tensors, sparse.values, sparse.indices):
+                yield from _texts_of(tensor)
+        for inner in subgraphs_of(node):
+            yield from _names_of(inner)
+            nodes += inner.node
+
+
+def _names_of(graph: GraphProto) -> Iterator[Any]:
+    yield graph.name
+    for port in (*graph.input, *graph.output, *graph.value_info):
+        yield port.name
+        for dim in port.type.tensor_type.shape.dim:
+            yield dim.dim_param
+    sparse = [part for each in graph.sparse_initializer for part in (each.values, each.indices)]
+    for tensor in (*graph.initializer, *sparse):
+        yield from _texts_of(tensor)
+
+
+def _texts_of(tensor: TensorProto) -> Iterator[Any]:
+    yield tensor.name
+    for entry in tensor.external_data:
+        yield from (entry.key, entry.value)
+
+
+def lift_constants(graph: GraphProto) -> None:
+    """Makes constants whose data is elsewhere initializers, so that nothing reads them."""
+    kept = []
+    for node in graph.node:
+        found = [a for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
+        value = found[0].t if found else None
+        if value is None or value.data_location != TensorProto.EXTERNAL:
+            kept.append(node)
+            continue
+        graph.initializer.add().CopyFrom(value)
+        graph.initializer[-1].name = node.output[0]
+    if len(kept) < len(graph.node):
+        copies = [NodeProto.FromString(node.SerializeToString()) for node in kept]
+        del graph.node[:]
+        graph.node.extend(copies)
+
+
+def densify(graph: GraphProto, folder: Path) -> None:
+    """Makes sparse initializers and constants dense, as the runtime does; data is in `folder`."""
+    graph.initializer.extend(_dense(sparse, folder) for sparse in graph.sparse_initializer)
+    del graph.sparse_initializer[:]
+    for node in graph.node:
+        for inner in subgraphs_of(node):
+            densify(inner, folder)
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "sparse_value":
+                value = _dense(attribute.sparse_tensor, folder)
+                attribute.CopyFrom(helper.make_attribute("value", value))
+
+
+def _dense(sparse: SparseTensorProto, folder: Path) -> TensorProto:
+    values = numpy_helper.to_array(sparse.values, str(folder))
+    at = numpy_helper.to_array(sparse.indices, str(folder))
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    if at.ndim == 2:
+        dense[tuple(at.T)] = values
+    else:
+        dense.reshape(-1)[at] = values
+    return numpy_helper.from_array(dense, sparse.values.name)

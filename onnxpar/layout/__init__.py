@@ -1,0 +1,1 @@
+"""Meshes and layouts: which elements of a tensor each rank holds."""

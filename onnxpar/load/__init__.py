@@ -1,0 +1,1 @@
+"""Loading: from a file to the graph that all passes see."""

@@ -1,0 +1,300 @@
+"""Loads a model: checked, functions inlined, every shape known, weights left where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_graphsurgeon as gs
+from google.protobuf.message import DecodeError
+from onnx import TensorProto
+
+from onnxpar.collapse.functions import inlined
+from onnxpar.collapse.fused_units import separate_dequantized
+from onnxpar.collapse.sequences import split_sequences
+from onnxpar.collapse.tolerated import restate
+from onnxpar.collapse.unfuse import unfuse
+from onnxpar.collapse.untie import shared_vectors, untie
+from onnxpar.collapse.upgrade import raise_opset, upgrade
+from onnxpar.errors import ModelError
+from onnxpar.files.write_file import unread
+from onnxpar.ir.exported import exported_kinds
+from onnxpar.ir.stored import (
+    check_constants,
+    check_sparse,
+    check_stored,
+    check_text,
+    densify,
+    is_folded,
+    lift_constants,
+    nodes_of,
+    sparse_tensors,
+    stored_tensors,
+)
+from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.ir.tensors import Whole
+from onnxpar.ir.training_spec import Step
+from onnxpar.load.inference import infer
+from onnxpar.model.annotations import Configuration, read_annotations
+from onnxpar.model.checker import MIN_IR, blaming, check_bound, check_references, check_standard
+from onnxpar.model.input_sizes import bind_dims, fix_shapes
+from onnxpar.model.interchange import header_of, import_graph, reopen
+from onnxpar.model.state_pairs import find_states, given_states
+from onnxpar.open_sizes.open_sizes import OpenSizes, infer_open
+from onnxpar.open_sizes.typical import Typical, check_closed
+
+TRAINING_OPSET = 18
+"""Since then, all reductions take their axes as an operand, and gradients are written with it."""
+_COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+"""What shapes are computed from."""
+
+InferTypes = Callable[[onnx.ModelProto, Collection[str]], None]
+"""Declares the types of a model in place, of which so many inputs have default values."""
+
+
+@dataclass
+class Model:
+    """A loaded model. `graph` is complete: static shapes, unique node names, lazy weights.
+
+    `header` has its metadata; `stored` are the initializers of the file, `fixed` those that could
+    be fed until their values decided shapes; `step` says which ports are what where it is a
+    training step; `whole` are factors that nodes must not split, as sizes are open. `exported` are
+    the kinds that torch.export gave to tensors, by name, `shared` how many nodes read a vector as
+    their scale or bias, where several do.
+    """
+
+    path: Path
+    graph: gs.Graph
+    states: list[tuple[str, str]]
+    header: onnx.ModelProto
+    fixed: list[str]
+    stored: set[str]
+    annotations: tuple[Configuration, ...] = ()
+    sizes: OpenSizes | None = None
+    step: Step | None = None
+    whole: Whole = field(default_factory=dict)
+    exported: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where external data is looked up."""
+        return self.path.parent
+
+
+def load(
+    path: str | Path,
+    dims: Mapping[str, int | str] | None = None,
+    states: Iterable[tuple[str, str]] = (),
+    least: int = 2,
+    own_types: Callable[[Step | None], InferTypes | None] = lambda step: None,
+    for_training: bool = False,
+    untied: bool = False,
+    typical: Typical | None = None,
+    find_others: bool = True,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Model:
+    """Reads a model and makes it ready for passes.
+
+    dims    sizes of symbolic dimensions, by symbol; the others stay open
+    states  (input, output) pairs that are fed back, beside those that `find_states` finds
+    least   a size that open dimensions should be imagined to have at least
+    own_types  of a training step or None: what declares types, where it is no global program
+    for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
+    untied  each node that reads a vector as its scale or bias gets a copy of its own
+    typical  sizes for costs where sizes are open
+    find_others  whether states are looked for beside those that are given
+    shapes  of inputs, which then leave no size open
+
+    Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
+    """
+    path = Path(path)
+    proto = read_proto(path)
+    check_text(proto, path)
+    annotations = read_annotations(proto)
+    restate(proto)
+    least = max([least, *(c.devices for c in annotations)])
+    header, exported = header_of(proto), exported_kinds(proto.graph)
+    if untied:
+        untie(proto.graph)
+    shared = shared_vectors(proto.graph) if for_training else {}
+    check_references(proto.graph, path)
+    proto = inlined(proto, path)
+    stored = {t.name for t in stored_tensors(proto.graph)} - {""}
+    for tensor in stored_tensors(proto.graph):
+        check_stored(tensor, path)
+    check_constants(proto.graph, path)
+    for sparse in sparse_tensors(proto.graph):
+        check_sparse(sparse, path)
+    refusal = check_standard(proto, path)
+    with blaming(refusal, path):
+        densify(proto.graph, path.parent)
+        lift_constants(proto.graph)
+        defaults, fixed = _settle_defaults(proto, feedable=not for_training)
+        proto = upgrade(proto, str(path))
+        if for_training:
+            proto = raise_opset(proto, TRAINING_OPSET, str(path))
+        fix_shapes(proto.graph, shapes or {})
+        open_dims = bind_dims(proto.graph, dims or {}, path)
+        if refusal is None:
+            check_bound(proto, dims or {}, path)
+        unfuse(proto)
+        declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
+
+        def prepare(inferred: onnx.ModelProto) -> gs.Graph:
+            _check_outputs(inferred.graph, path)
+            _name_nodes(inferred.graph)
+            graph = import_graph(inferred, defaults, path.parent)
+            if open_dims:
+                reopen(graph, declared)
+            else:
+                split_sequences(graph)
+            if not for_training:
+                _unshare_vectors(graph)
+                separate_dequantized(graph)
+            mark_opset(graph)
+            return graph
+
+        sizes = None
+        if not open_dims:
+            check_closed(typical or Typical(), path)
+        step = Step.of(header)
+        if step is not None and for_training:
+            raise ModelError(
+                f"{path}: is a training step already; give the model that it was made of"
+            )
+        infer_types = own_types(step)
+        if infer_types is not None:
+            infer_types(proto, defaults)
+            graph = prepare(proto)
+        elif open_dims:
+            sizes = infer_open(proto, open_dims, least, prepare, typical)
+            graph = sizes.graph(0)
+        else:
+            infer(proto, stored if for_training else None)
+            graph = prepare(proto)
+        handed = [(s.input, s.output) for s in step.slots] if step else []
+        given = [*handed, *states]
+        pairs = (
+            find_states(graph, given, step is not None)
+            if find_others
+            else given_states(graph, given)
+        )
+        whole = sizes.whole if sizes is not None else {}
+        model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
+        model.exported, model.shared = exported, shared
+        return model
+
+
+def read_proto(path: Path) -> onnx.ModelProto:
+    """Parses the file without its external data. Errors: ModelError, naming the file."""
+    try:
+        proto = onnx.load(str(path), load_external_data=False)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ModelError(f"{path}: is a folder; give an .onnx file") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {unread(error)}") from None
+    except (DecodeError, ValueError) as error:
+        raise ModelError(
+            f"{path}: not an ONNX model, or truncated ({error}); export or copy it again"
+        ) from None
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise ModelError(
+            f"{path}: not an ONNX model, or truncated (no graph or no opset); export or copy it "
+            "again"
+        )
+    return proto
+
+
+def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:
+    """Errors: ModelError for an output whose type is neither declared nor inferred."""
+    for port in graph.output:
+        kind = port.type.WhichOneof("value")
+        if kind is None or (kind == "tensor_type" and not port.type.tensor_type.elem_type):
+            raise ModelError(
+                f"{path}: output {port.name!r} has no type, and none can be inferred; declare one "
+                "with onnx.helper.make_tensor_value_info"
+            )
+
+
+def _settle_defaults(
+    proto: onnx.ModelProto, feedable: bool
+) -> tuple[dict[str, TensorProto], list[str]]:
+    """Takes apart what is an initializer and an input: default values, and what stays fixed.
+
+    Before IR 4, all initializers had to be inputs, and none can be fed. Later ones can, as in
+    onnxruntime, if they are to be `feedable`; but those that may decide shapes are constants here.
+    """
+    graph = proto.graph
+    inputs = {i.name: i for i in graph.input}
+    both = [t for t in graph.initializer if t.name in inputs]
+    fed = both if feedable and proto.ir_version >= MIN_IR else []
+    fixed = [t.name for t in fed if is_folded(t) and t.data_type in _COUNTS]
+    defaults = {t.name: t for t in fed if t.name not in fixed}
+    for name, tensor in defaults.items():
+        shape = list(tensor.dims)
+        inputs[name].type.CopyFrom(onnx.helper.make_tensor_type_proto(tensor.data_type, shape))
+    constants = {t.name for t in both} - defaults.keys()
+    _keep(graph.input, [i for i in graph.input if i.name not in constants])
+    _keep(graph.initializer, [t for t in graph.initializer if t.name not in defaults])
+    proto.ir_version = max(proto.ir_version, MIN_IR)
+    return defaults, fixed
+
+
+def _type_copy(type_: onnx.TypeProto) -> onnx.TypeProto:
+    copy = onnx.TypeProto()
+    copy.CopyFrom(type_)
+    return copy
+
+
+def _keep(field: Any, messages: list[Any]) -> None:
+    del field[:]
+    field.extend(messages)
+
+
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Gives every node, in subgraphs too, a name of its own, from its op and first result."""
+    taken: set[str] = set()
+    for node in nodes_of(graph):
+        name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
+        unique, i = name, 1
+        while unique in taken:
+            unique, i = f"{name}_{i}", i + 1
+        node.name = unique
+        taken.add(unique)
+
+
+def _unshare_vectors(graph: gs.Graph) -> None:
+    """Gives every node a vector of its own where several read one.
+
+    Exporters store equal vectors once (biases of zeros), which does not mean that what they are
+    added to is the same dimension.
+    """
+    for tensor in list(graph.tensors().values()):
+        is_vector = isinstance(tensor, gs.Constant) and len(tensor.shape) == 1
+        if not is_vector or str(tensor.dtype) in ("int64", "bool", "object"):
+            continue
+        for i, node in enumerate(_different(tensor.outputs)[1:], 1):
+            copy = gs.Constant(
+                f"{tensor.name}@{i}", tensor._values, export_dtype=tensor.export_dtype
+            )
+            for at, operand in enumerate(node.inputs):
+                if operand is tensor:
+                    node.inputs[at] = copy
+
+
+def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
+    """Each node once; they are compared by identity, as equality compares attributes."""
+    return list({id(node): node for node in nodes}.values())
+
+
+def mark_opset(graph: gs.Graph) -> None:
+    """Notes the opset on nodes whose meaning it changes."""
+    for node in all_nodes(graph):
+        if node.op in ("Softmax", "LogSoftmax", "Hardmax", "Split") and graph.opset < 13:
+            node.attrs["onnxpar.opset"] = graph.opset

@@ -1,0 +1,1 @@
+"""From global nodes to a rank's nodes: local attributes, halos, collectives, buckets, weights."""

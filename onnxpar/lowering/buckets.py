@@ -1,0 +1,201 @@
+"""Fuses collectives that do not wait for each other, so that one latency serves several tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.cost.cost import Costs
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import captured
+from onnxpar.layout.layout import local_size
+from onnxpar.layout.mesh import Mesh
+from onnxpar.lowering.lower_reshard import changed_dims
+from onnxpar.lowering.schedule import schedule
+from onnxpar.sharding.part_bytes import part_bytes
+
+Kind = tuple[object, ...]
+BUCKET_BYTES = 64 << 20
+"""Bytes per rank that are reduced together by default."""
+PART_BYTES = 8 << 20
+"""The same of reduce-scatters and all-gathers: until it is full, tensors are kept whole."""
+REDUCTIONS, PARTS = ("AllReduce",), ("ReduceScatter", "AllGather")
+"""Kinds that are fused: of whole tensors, and of parts."""
+Wanted = Mapping[str, object]
+"""What collectives are for, by name; only those for the same are fused."""
+
+
+@dataclass
+class _Bucket:
+    """Collectives over the same axes, and every tensor that depends on one of them."""
+
+    nodes: list[gs.Node] = field(default_factory=list)
+    size: int = 0
+    behind: set[str] = field(default_factory=set)
+
+    def takes(self, node: gs.Node, size: int, limit: int) -> bool:
+        """Whether a node may join."""
+        if not self.nodes:
+            return True
+        independent = all(t.name not in self.behind for t in node.inputs)
+        return independent and self.size + size <= limit
+
+
+def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
+    """What collectives of one bucket have in common; None for a node that is in none."""
+    if node.domain != DOMAIN or node.op not in ops:
+        return None
+    if node.op in PARTS and not _is_even(node, mesh):
+        return None
+    reduce, dtype = node.attrs["before"].reduce, str(node.inputs[0].dtype)
+    reader = _first_reader(node) if node.op == "AllGather" else None
+    return node.op, node.attrs["axes"], reduce, dtype, wanted.get(node.name), reader
+
+
+def _is_even(node: gs.Node, mesh: Mesh) -> bool:
+    """Whether all ranks have equal parts of the one dimension that a node joins or cuts."""
+    before, after = node.attrs["before"], node.attrs["after"]
+    dims = changed_dims(before, after)
+    if len(dims) != 1:
+        return False
+    dim = (before if node.op == "AllGather" else after).dims[dims[0]]
+    return len({local_size(dim, mesh, rank) for rank in range(mesh.size)}) == 1
+
+
+def _first_reader(node: gs.Node) -> str | None:
+    """The node that reads what a node gathers, None where it only leaves the graph. What different
+    nodes read is gathered for each of them: it lives no longer than it is needed."""
+    return next((str(reader.name) for t in node.outputs for reader in t.outputs), None)
+
+
+def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
+    """Bytes per rank of what a node reduces or gathers, all of it."""
+    tensor, layouts = node.inputs[0], (node.attrs["before"], node.attrs["after"])
+    return sizes.setdefault(node.name, max(part_bytes(tensor, each, mesh) for each in layouts))
+
+
+def first_of_buckets(
+    graph: gs.Graph,
+    costs: Costs,
+    seconds: Mapping[str, float],
+    tail: float,
+    sizes: dict[str, int],
+    wanted: Wanted,
+) -> set[str]:
+    """Where buckets begin, so that computing hides them: the names of their first nodes.
+
+    The last bucket of a kind takes at most `tail` seconds; each earlier one at most the time that
+    is computed between its last tensor and the last of the next. `seconds` is how long nodes take,
+    by name. The idea is MindSpore's fusion by cost model (parallel/allreduce_fusion).
+    """
+    clock = 0.0
+    ready: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
+    for node in graph.nodes:
+        clock += seconds.get(node.name, 0.0)
+        kind = _kind(node, wanted, costs.mesh, (*REDUCTIONS, *PARTS))
+        if kind is not None:
+            ready[kind].append((node, clock))
+    first: set[str] = set()
+    for members in ready.values():
+        end = len(members)
+        allowed = tail
+        while end:
+            start, total = end - 1, _size(members[end - 1][0], costs.mesh, sizes)
+            axes = members[start][0].attrs["axes"]
+            while start:
+                total += _size(members[start - 1][0], costs.mesh, sizes)
+                if costs.collective(members[start][0].op, axes, total) > allowed:
+                    break
+                start -= 1
+            first.add(members[start][0].name)
+            if start:
+                allowed = max(members[end - 1][1] - members[start - 1][1], 0.0)
+            end = start
+    return first
+
+
+def fuse_collectives(
+    graph: gs.Graph,
+    mesh: Mesh,
+    bucket_bytes: int,
+    sizes: dict[str, int],
+    wanted: Wanted,
+    first: Collection[str] = (),
+    ops: Collection[str] = REDUCTIONS,
+) -> bool:
+    """Joins collectives of one kind, up to `bucket_bytes` per rank, in graph order; `ops` are the
+    kinds. All-gathers are joined where one node reads what they make, or where none does.
+
+    Requires a topologically sorted graph of reshard nodes, and ensures the same. A fused node has
+    `members`, the (before, after) layouts of its operands. `sizes` are bytes by node, kept from an
+    earlier call for the same nodes; a bucket begins at each of `first`.
+    """
+    fused = [
+        nodes
+        for nodes in independent_groups(
+            graph,
+            lambda node: _kind(node, wanted, mesh, ops),
+            lambda node: _size(node, mesh, sizes),
+            bucket_bytes,
+            first,
+        )
+        if len(nodes) > 1
+    ]
+    for nodes in fused:
+        graph.nodes.append(_fuse(nodes))
+    if fused:
+        gone = {id(node) for nodes in fused for node in nodes}
+        graph.nodes = [node for node in graph.nodes if id(node) not in gone]
+        schedule(graph)
+    return bool(fused)
+
+
+def independent_groups(
+    graph: gs.Graph,
+    kind: Callable[[gs.Node], Kind | None],
+    size: Callable[[gs.Node], int],
+    limit: int,
+    first: Collection[str] = (),
+) -> list[list[gs.Node]]:
+    """Groups of nodes of one kind that do not wait for each other, each up to `limit` in size, in
+    graph order; nodes of no kind are in none. A group begins at each of `first`."""
+    open_buckets: dict[Kind, _Bucket] = {}
+    full: list[_Bucket] = []
+    for node in graph.nodes:
+        of = kind(node)
+        if of is not None:
+            more = size(node)
+            bucket = open_buckets.setdefault(of, _Bucket())
+            if node.name in first or not bucket.takes(node, more, limit):
+                full.append(bucket)
+                bucket = open_buckets[of] = _Bucket()
+            bucket.nodes.append(node)
+            bucket.size += more
+            bucket.behind |= {t.name for t in node.outputs}
+            for other in open_buckets.values():  # with the node, its whole bucket waits for others
+                if any(t.name in other.behind for t in node.inputs):
+                    other.behind |= bucket.behind
+        for bucket in open_buckets.values():
+            if any(t.name in bucket.behind for t in _read(node)):
+                bucket.behind |= {t.name for t in node.outputs}
+    return [bucket.nodes for bucket in (*full, *open_buckets.values()) if bucket.nodes]
+
+
+def _read(node: gs.Node) -> list[gs.Tensor]:
+    """The operands of a node, and what its subgraphs read of the graph."""
+    return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]
+
+
+def _fuse(nodes: list[gs.Node]) -> gs.Node:
+    first = nodes[0]
+    inputs = [node.inputs[0] for node in nodes]
+    outputs = [node.outputs[0] for node in nodes]
+    members = tuple((node.attrs["before"], node.attrs["after"]) for node in nodes)
+    for node in nodes:
+        node.inputs.clear()
+        node.outputs.clear()
+    attrs = {**first.attrs, "members": members}
+    return gs.Node(first.op, first.name, attrs, inputs, outputs, domain=DOMAIN)

@@ -1,0 +1,106 @@
+"""Compression of gradients: what travels in place of them, and which reductions are theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.ir.clone import needed
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import all_nodes, scopes
+from onnxpar.sharding.accumulators import accumulators, source
+
+NONE, TWO_BIT = "none", "2bit"
+HALVES = ("float16", "bfloat16")
+KINDS = (NONE, *HALVES, TWO_BIT)
+THRESHOLD = 0.1
+"""What 2bit sends of an element by default."""
+REDUCTIONS = ("AllReduce", "ReduceScatter")
+
+_MOVES = frozenset(
+    (
+        *("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Cast"),
+        *("Slice", "Split", "Pad", "Concat", "Add", "Sum"),
+    )
+)
+_SCALES = ("Mul", "Div")
+"""With a constant; together, the ops between the sums over ranks of a gradient and itself."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients travel: in a type of 16 bits, or as multiples -1, 0 or 1 of a threshold."""
+
+    kind: str
+    threshold: float = THRESHOLD
+
+    @staticmethod
+    def parse(text: str) -> Compression | None:
+        """`float16`, `bfloat16`, `2bit` or `2bit:0.01`; None for `none`. Errors: StrategyError."""
+        kind, colon, rest = text.partition(":")
+        if kind not in KINDS or (colon and kind != TWO_BIT):
+            raise StrategyError(
+                f"compression {text!r}: there are {', '.join(KINDS)} and {TWO_BIT}:THRESHOLD"
+            )
+        if not colon:
+            return None if kind == NONE else Compression(kind)
+        try:
+            threshold = float(rest)
+        except ValueError:
+            threshold = math.nan
+        if not 0 < threshold < math.inf:
+            raise StrategyError(f"compression {text!r}: the threshold must be a number above 0")
+        return Compression(kind, threshold)
+
+
+def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[str, str]:
+    """The parameter behind each sum over ranks that is for a gradient, by the name of the reshard
+    node; `gradients` are tensors by parameter. What the backward pass goes on with is none.
+
+    A sum may be taken before the last steps to a gradient (a Reshape, an Add of what several uses
+    of a parameter give, what the turns of a loop add up to), which only move, add and scale
+    elements; behind them begins the update.
+    """
+    named = {tensor: parameter for parameter, tensor in gradients.items()}
+    backward = {node.name for node in needed(graph, list(named))}
+    parts = _parts(graph, named)
+    found: dict[str, str] = {}
+    for node in all_nodes(graph):
+        if node.domain == DOMAIN and node.op in REDUCTIONS:
+            parameter = parts.get(node.outputs[0].name)
+            if node.name not in backward:
+                parameter = parameter or named.get(source(node.inputs[0]).name)
+            if parameter:
+                found[node.name] = parameter
+    return found
+
+
+def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
+    """The names of gradients, and of what becomes parts of them and nothing else."""
+    named = {tensor: parameter for parameter, tensor in gradients.items()}
+    return {*named, *_parts(graph, named)}
+
+
+def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
+    """Parameters by tensors that become parts of their gradients, and nothing else."""
+    carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}
+    parts: dict[str, str] = {}
+    for scope in scopes(graph):
+        for node in reversed(scope.nodes):
+            for tensor in node.outputs:
+                becomes = [t for reader in tensor.outputs for t in reader.outputs]
+                becomes += [carried[tensor.name]] if tensor.name in carried else []
+                of = [named.get(t.name) or parts.get(t.name) for t in becomes]
+                known = [parameter for parameter in of if parameter]
+                if known and len(known) == len(of) and all(map(_moves, tensor.outputs)):
+                    parts[tensor.name] = known[0]
+    return parts
+
+
+def _moves(node: gs.Node) -> bool:
+    scales = node.op in _SCALES and any(isinstance(t, gs.Constant) for t in node.inputs)
+    return node.domain == DOMAIN or node.op in _MOVES or scales

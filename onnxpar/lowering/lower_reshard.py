@@ -1,0 +1,264 @@
+"""How a reshard becomes nodes that a rank runs: everything follows from which positions it holds.
+
+Collectives of the runtime cut and join contiguous parts. Where a rank's positions in a dimension
+are not one run (a split of an inner factor, or of segments), the parts are ordered by a Gather
+before or behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.arrays import Array
+from onnxpar.ir.collectives import PerRank, collective_node
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.layout.layout import (
+    Dim,
+    Factor,
+    Layout,
+    Product,
+    indices,
+    local_size,
+    neutral,
+    normalize,
+    split_count,
+)
+from onnxpar.layout.mesh import Axes, Mesh
+
+
+@dataclass
+class ReshardBuilder:
+    """Replaces one reshard node by a rank's own nodes."""
+
+    node: gs.Node
+    mesh: Mesh
+    per_rank: PerRank
+    tag: int
+    opset: int
+
+    def __post_init__(self) -> None:
+        self.axes: Axes = self.node.attrs["axes"]
+        self.before: Layout = self.node.attrs["before"]
+        self.after: Layout = self.node.attrs["after"]
+        self.inputs, self.outputs = list(self.node.inputs), list(self.node.outputs)
+        self.node.inputs.clear()
+        self.node.outputs.clear()
+        self.built: list[gs.Node] = []
+
+    def build(self) -> list[gs.Node]:
+        """The nodes, in order; the last makes the reshard's result."""
+        lower = getattr(self, "_" + self.node.op)
+        before, after = self.before, self.after
+        self.before, self.after = _unmerged(before, after)
+        if self.before == before:
+            lower(self.inputs[0], self.outputs[0])
+            return self.built
+        apart, result = self._fresh(self.inputs[0], "apart"), self._fresh(self.outputs[0], "result")
+        self._reshape(self.inputs[0], self.before, apart)
+        lower(apart, result)
+        self._reshape(result, after, self.outputs[0])
+        return self.built
+
+    def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
+        """To the rank's part of that layout."""
+        split = [i for i, dim in enumerate(layout.dims) if split_count(dim) > 1]
+        self._resized(x, partial(local_shape, layout, self.mesh), split, y)
+
+    def _resized(
+        self, x: gs.Tensor, shape: Callable[[int], Array], void: Sequence[int], y: gs.Tensor
+    ) -> None:
+        """To that shape, of which these dimensions may have no elements."""
+        name = f"shape{len(self.built)}"
+        if self.opset >= 14:
+            self._add("Reshape", [x, self._varying(name, shape)], y, allowzero=1)
+            return
+
+        def sizes(rank: int) -> Array:
+            """One of them is left to the op to find, as it takes a 0 for a size to copy."""
+            found = shape(rank)
+            found[list(void[:1])] = -1
+            return found
+
+        self._add("Reshape", [x, self._varying(name, sizes)], y)
+
+    def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        self._collective("AllReduce", x, y, op=self.before.reduce)
+
+    def _Broadcast(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        self._collective("Broadcast", x, y, root=0)
+
+    def _AllGather(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        (axis,) = changed_dims(self.before, self.after)
+        before, after = self.before.dims[axis], self.after.dims[axis]
+        joined = y if is_run(before) else self._fresh(y, "joined")
+        self._collective("AllGather", x, joined, axis=axis, sizes=self._sizes(before))
+        if joined is not y:
+            self._order(joined, y, axis, lambda rank: self._joined(before, rank), after)
+
+    def _ReduceScatter(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        (axis,) = changed_dims(self.before, self.after)
+        before, after = self.before.dims[axis], self.after.dims[axis]
+        x = self._by_member(x, axis, before, after)
+        sizes = self._sizes(after)
+        self._collective("ReduceScatter", x, y, axis=axis, sizes=sizes, op=self.before.reduce)
+
+    def _AllToAll(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        changed = changed_dims(self.before, self.after)
+        gains = split_count(self.after.dims[changed[0]]) > split_count(self.before.dims[changed[0]])
+        split, concat = changed if gains else changed[::-1]
+        x = self._by_member(x, split, self.before.dims[split], self.after.dims[split])
+        before = self.before.dims[concat]
+        joined = y if is_run(before) else self._fresh(y, "joined")
+        self._collective(
+            "AllToAll",
+            x,
+            joined,
+            split_axis=split,
+            concat_axis=concat,
+            split_sizes=self._sizes(self.after.dims[split]),
+            concat_sizes=self._sizes(before),
+        )
+        if joined is not y:
+            after = self.after.dims[concat]
+            self._order(joined, y, concat, lambda rank: self._joined(before, rank), after)
+
+    def _LocalSlice(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        (axis,) = changed_dims(self.before, self.after)
+        before, after = self.before.dims[axis], self.after.dims[axis]
+        if not (is_run(before) and is_run(after)):
+            self._order(x, y, axis, lambda rank: indices(before, self.mesh, rank), after)
+            return
+
+        def start(rank: int) -> Array:
+            held, kept = (indices(dim, self.mesh, rank) for dim in (before, after))
+            return np.array([kept[0] - held[0] if len(kept) else 0], np.int64)
+
+        def end(rank: int) -> Array:
+            return start(rank) + local_size(after, self.mesh, rank)
+
+        axes = self._constant("axes", np.array([axis], np.int64))
+        bounds = [self._varying("start", start), self._varying("end", end), axes]
+        self._add("Slice", [x, *bounds], y)
+
+    def _Select(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        dtype = numpy_dtype(x)
+        zero = self._constant("neutral", np.asarray(neutral(self.after.reduce, dtype), dtype))
+        first = self._varying(
+            "first", lambda rank: np.array(not self.mesh.coordinate(self.axes, rank))
+        )
+        self._add("Where", [first, x, zero], y)
+
+    def _by_member(
+        self, x: gs.Tensor, axis: int, before: Dim, after: Dim, what: str = "ordered"
+    ) -> gs.Tensor:
+        """The operand with each member's part in one run."""
+        if is_run(before) and is_run(after):
+            return x
+        ordered = self._fresh(x, what)
+
+        def wanted(rank: int) -> Array:
+            members = self.mesh.group(self.axes, rank)
+            return np.concatenate([indices(after, self.mesh, m) for m in members])
+
+        self._pick(x, ordered, axis, lambda rank: indices(before, self.mesh, rank), wanted)
+        return ordered
+
+    def _order(
+        self, x: gs.Tensor, y: gs.Tensor, axis: int, held: Callable[[int], Array], after: Dim
+    ) -> None:
+        self._pick(x, y, axis, held, lambda rank: indices(after, self.mesh, rank))
+
+    def _pick(
+        self,
+        x: gs.Tensor,
+        y: gs.Tensor,
+        axis: int,
+        held: Callable[[int], Array],
+        wanted: Callable[[int], Array],
+    ) -> None:
+        """Gathers global positions `wanted` from an operand that has them in the order `held`."""
+
+        def index(rank: int) -> Array:
+            have = held(rank)
+            order = np.argsort(have, kind="stable")
+            return np.asarray(order[np.searchsorted(have, wanted(rank), sorter=order)], np.int64)
+
+        order = self._varying(f"order{len(self.built)}", index)
+        self._add("Gather", [x, order], y, axis=axis)
+
+    def _joined(self, before: Dim, rank: int) -> Array:
+        members = self.mesh.group(self.axes, rank)
+        return np.concatenate([indices(before, self.mesh, m) for m in members])
+
+    def _sizes(self, dim: Dim) -> Callable[[int], list[int]]:
+        """The extent of each member's part."""
+        return lambda rank: [
+            local_size(dim, self.mesh, m) for m in self.mesh.group(self.axes, rank)
+        ]
+
+    def _collective(self, kind: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
+        self.built.append(
+            collective_node(
+                kind,
+                self.node.name,
+                x,
+                y,
+                self.axes,
+                self.mesh,
+                self.per_rank,
+                tag=self.tag,
+                **attrs,
+            )
+        )
+
+    def _add(self, op: str, inputs: Sequence[gs.Tensor], y: gs.Tensor, **attrs: Any) -> None:
+        name = f"{self.node.name}::{op}{len(self.built)}"
+        self.built.append(gs.Node(op, name, attrs, list(inputs), [y]))
+
+    def _fresh(self, like: gs.Tensor, what: str) -> gs.Variable:
+        return gs.Variable(f"{self.node.name}::{what}", like.dtype)
+
+    def _constant(self, what: str, value: Array) -> gs.Constant:
+        return gs.Constant(f"{self.node.name}::{what}", value)
+
+    def _varying(self, what: str, value: Callable[[int], Array]) -> gs.Constant:
+        constant = self._constant(what, value(0))
+        self.per_rank.constants[constant.name] = value
+        return constant
+
+
+def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
+    """The same with a dimension for each factor of those merged ones of which an inner factor
+    changes: there, parts are contiguous."""
+    dims: list[tuple[Dim, Dim]] = []
+    for b, a in zip(before.dims, after.dims, strict=True):
+        changes = b != a and not (is_run(b) and is_run(a))
+        if changes and isinstance(b, Product) and isinstance(a, Product):
+            dims += zip(b.children, a.children, strict=True)
+        else:
+            dims.append((b, a))
+    return replace(before, dims=tuple(b for b, _ in dims)), replace(
+        after, dims=tuple(a for _, a in dims)
+    )
+
+
+def local_shape(layout: Layout, mesh: Mesh, rank: int) -> Array:
+    """The shape of a rank's part."""
+    return np.array(layout.local_shape(mesh, rank), np.int64)
+
+
+def is_run(dim: Dim) -> bool:
+    """Whether the positions that a rank holds in a dimension are one run."""
+    return isinstance(normalize(dim), Factor)
+
+
+def changed_dims(before: Layout, after: Layout) -> list[int]:
+    """The dimensions in which two layouts differ."""
+    pairs = zip(before.dims, after.dims, strict=True)
+    return [i for i, (a, b) in enumerate(pairs) if a != b]

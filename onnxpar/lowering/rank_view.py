@@ -1,0 +1,253 @@
+"""A node as one rank sees it: the parts of its operands, results and factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.arrays import Array
+from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.layout.layout import (
+    Concat,
+    Dim,
+    Factor,
+    Layout,
+    Product,
+    dim_axes,
+    first_index,
+    indices,
+    leaves,
+    local_size,
+    normalize,
+)
+from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.rules.notation import Cat, Expr, Prod, Spec, Var
+from onnxpar.rules.rule import Rule
+from onnxpar.sharding.factors import OpFactors
+
+
+@dataclass(frozen=True, eq=False)
+class NodeView:
+    """A node's layouts, and the tree of each factor of its rule, for all ranks; the sizes of `open`
+    factors differ between runs."""
+
+    node: gs.Node
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    factors: Mapping[str, Dim]
+    mesh: Mesh
+    open: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(
+        op: OpFactors,
+        layouts: Mapping[str, Layout],
+        mesh: Mesh,
+        open_atoms: Collection[int] = (),
+    ) -> NodeView:
+        """The view of a node whose operands and results have these layouts, by tensor name."""
+
+        def layout(tensor: gs.Tensor) -> Layout:
+            shape = tensor_shape(tensor) if tensor.name else ()
+            return layouts.get(tensor.name) or Layout.whole([s or 0 for s in shape or ()])
+
+        inputs = tuple(map(layout, op.node.inputs))
+        outputs = tuple(map(layout, op.node.outputs))
+        factors: dict[str, Dim] = {}
+        operands = [*zip(op.node.inputs, op.rule.inputs, inputs, strict=False)]
+        operands += zip(op.node.outputs, op.rule.outputs, outputs, strict=False)
+        for tensor, spec, have in operands:
+            if tensor.name and spec is not None:
+                _match(spec, have.dims, op.rule.sizes, factors)
+        whole = {f: Factor(size or 0) for f, size in op.rule.sizes.items() if f not in factors}
+        opened = frozenset(leaf.factor for leaf in op.leaves if leaf.atom in open_atoms)
+        return NodeView(op.node, inputs, outputs, {**factors, **whole}, mesh, opened)
+
+    def filled(self, rule: Rule, names: Collection[str]) -> NodeView:
+        """The view of a node that computes on stand-ins where its parts of these factors are
+        empty."""
+
+        def fill(layout: Layout, spec: Spec | None) -> Layout:
+            dims = zip(spec or (), layout.dims, strict=False)
+            filled = tuple(_filled(expr, dim, rule.sizes, names) for expr, dim in dims)
+            return replace(layout, dims=filled or layout.dims)
+
+        return replace(
+            self,
+            inputs=tuple(map(fill, self.inputs, rule.inputs)),
+            outputs=tuple(map(fill, self.outputs, rule.outputs)),
+            factors={f: _fill_all(d) if f in names else d for f, d in self.factors.items()},
+        )
+
+    @property
+    def stand_ins(self) -> frozenset[tuple[int, Axes]]:
+        """The size and the axes of what is filled."""
+        found = (leaf for dim in self.factors.values() for leaf in leaves(dim))
+        return frozenset((leaf.size, leaf.axes) for leaf in found if leaf.filled and leaf.axes)
+
+    def may_be_empty(self, factor: str) -> bool:
+        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
+        parts."""
+        split = [f for f in leaves(self.factors[factor]) if f.axes and not f.filled]
+        return bool(split) and (factor in self.open or any(0 in f.part_sizes() for f in split))
+
+    def is_split(self, factor: str) -> bool:
+        """Whether the ranks hold parts of the factor."""
+        return bool(dim_axes(self.factors[factor]))
+
+    def breach(self, rule: Rule) -> str | None:
+        """Why the node cannot run on such parts: every rank would count a whole segment beside a
+        split one, or would hold gaps; None where it can. A max or min does not mind."""
+        summed = [f for f, op in rule.reduce.items() if op in ("sum", "prod")]
+        for factor in [*summed, *rule.across]:
+            if not _segments_agree(self.factors[factor]):
+                return f"segments of {factor} are split differently"
+        for factor in rule.runs:
+            if not isinstance(normalize(self.factors[factor]), Factor):
+                return f"parts of {factor} are not consecutive"
+        return None
+
+    def on(self, rank: int) -> RankView:
+        """What a rank sees."""
+        return RankView(self, rank)
+
+    def value(self, function: Callable[[RankView], Any]) -> tuple[Any, Callable[[int], Any] | None]:
+        """The function's value on rank 0, and by rank where the ranks may differ."""
+        first = self.on(0)
+        value = function(first)
+        return value, (lambda rank: function(self.on(rank))) if first.varies else None
+
+
+class RankView:
+    """A node as one rank sees it; implements `rule.Local`.
+
+    `varies` records whether anything was asked for whose answer is not the same on every rank.
+    """
+
+    def __init__(self, view: NodeView, rank: int) -> None:
+        self.node = view.node
+        self.varies = False
+        self._view = view
+        self._rank = rank
+
+    def input_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of the rank's part of an operand."""
+        return tuple(map(self._size, self._view.inputs[index].dims))
+
+    def output_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The shape of the rank's part of a result."""
+        return tuple(map(self._size, self._view.outputs[index].dims))
+
+    def size(self, factor: str) -> int:
+        """How many values of a factor the rank computes."""
+        return self._size(self._view.factors[factor])
+
+    def positions(self, factor: str) -> Array:
+        """The global values of a factor that the rank computes, in its order."""
+        tree = self._view.factors[factor]
+        self.varies |= bool(dim_axes(tree))
+        return indices(tree, self._view.mesh, self._rank)
+
+    def is_run(self, factor: str) -> bool:
+        """Whether those are consecutive on every rank."""
+        return isinstance(normalize(self._view.factors[factor]), Factor)
+
+    def interval(self, factor: str) -> tuple[int, int]:
+        """The first global value of a factor that the rank computes, and the one behind the
+        last; they are consecutive."""
+        tree = self._view.factors[factor]
+        self.varies |= bool(dim_axes(tree))
+        assert self.is_run(factor), factor
+        start = first_index(tree, self._view.mesh, self._rank)
+        return start, start + self._size(tree)
+
+    def member(self, factor: str) -> int:
+        """The rank's place among those that hold the parts of a factor."""
+        self.varies = True
+        return self._view.mesh.coordinate(dim_axes(self._view.factors[factor]), self._rank)
+
+    def is_split(self, factor: str) -> bool:
+        """Whether the ranks hold parts of a factor."""
+        return self._view.is_split(factor)
+
+    def may_be_empty(self, factor: str) -> bool:
+        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
+        parts."""
+        return self._view.may_be_empty(factor)
+
+    def _size(self, dim: Dim) -> int:
+        self.varies |= any(len(set(leaf.part_sizes())) > 1 for leaf in leaves(dim))
+        return local_size(dim, self._view.mesh, self._rank)
+
+
+def _segments_agree(dim: Dim) -> bool:
+    if isinstance(dim, Factor):
+        return True
+    over = {frozenset(dim_axes(child)) for child in dim.children}
+    if isinstance(dim, Concat) and len(over) > 1:
+        return False
+    return all(map(_segments_agree, dim.children))
+
+
+def _match(
+    spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, Size], found: dict[str, Dim]
+) -> None:
+    """Finds the tree of each factor of an operand in the tree of its dimension."""
+    for expr, dim in zip(spec, dims, strict=True):
+        _match_dim(expr, dim, sizes, found)
+
+
+def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], found: dict[str, Dim]) -> None:
+    if isinstance(expr, Var):
+        if expr.name not in found or not dim_axes(found[expr.name]):
+            found[expr.name] = dim
+        return
+    for child, piece in _pieces(expr, dim, sizes) or ():
+        _match_dim(child, piece, sizes, found)
+
+
+def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple[Expr, Dim]] | None:
+    """Each child of an expression with its part of the tree; None where the two cut the dimension
+    differently, which is whole then."""
+    kind = Product if isinstance(expr, Prod) else Concat
+    rest = list(dim.children if isinstance(dim, kind) else (dim,))
+    found: list[tuple[Expr, Dim]] = []
+    for child in expr.children:
+        size = kind(_unsplit(child, sizes)).size
+        taken = 0
+        while kind(tuple(rest[:taken])).size != size:
+            if taken == len(rest):
+                return None
+            taken += 1
+        piece = tuple(rest[:taken])
+        found.append((child, piece[0] if taken == 1 else kind(piece)))
+        rest = rest[taken:]
+    return found
+
+
+def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
+    """The expression as a tree of unsplit factors, as the only child of its parent."""
+    if isinstance(expr, Var):
+        return (Factor(sizes[expr.name] or 0),)
+    children = tuple(d for c in expr.children for d in _unsplit(c, sizes))
+    return (Product(children) if isinstance(expr, Prod) else Concat(children),)
+
+
+def _fill_all(dim: Dim) -> Dim:
+    """The tree with stand-ins for empty parts of all that is split."""
+    if isinstance(dim, Factor):
+        return replace(dim, filled=bool(dim.axes))
+    return type(dim)(tuple(map(_fill_all, dim.children)))
+
+
+def _filled(expr: Expr, dim: Dim, sizes: Mapping[str, Size], names: Collection[str]) -> Dim:
+    """The tree of a dimension with stand-ins for empty parts of these factors."""
+    if isinstance(expr, Var):
+        return _fill_all(dim) if expr.name in names else dim
+    kind = Product if isinstance(expr, Prod) else Concat
+    pieces = _pieces(expr, dim, sizes) or []
+    filled = [_filled(child, piece, sizes, names) for child, piece in pieces]
+    return dim if filled == [piece for _, piece in pieces] else kind(tuple(filled))

@@ -1,0 +1,89 @@
+"""The order of nodes once reshards stand among them: what shrinks a tensor as early as it can, what
+makes it larger as late."""
+
+from __future__ import annotations
+
+import heapq
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import read_by, scopes
+
+_GROWS = ("AllGather", "Broadcast")
+
+
+def schedule(graph: gs.Graph) -> None:
+    """Sorts the nodes of a graph and of its bodies topologically, in place.
+
+    Nodes of the model keep their order. Reshards, wherever they were put, stand right behind what
+    they read, or right before their first reader where they gather: a gathered parameter lives no
+    longer than it is needed, and a sum over ranks is not waited for at the end.
+    """
+    for scope in list(scopes(graph)):
+        _Schedule(scope).run()
+
+
+class _Schedule:
+    def __init__(self, graph: gs.Graph) -> None:
+        self.graph = graph
+        self.nodes = list(graph.nodes)
+        self.makers = {id(t): node for node in self.nodes for t in node.outputs if t.name}
+        self.reads = {id(node): read_by(node) for node in self.nodes}
+        self.readers: dict[int, list[gs.Node]] = {}
+        for node in self.nodes:
+            for tensor in self.reads[id(node)]:
+                self.readers.setdefault(id(tensor), []).append(node)
+        self.index = {id(node): i for i, node in enumerate(self.nodes) if node.domain != DOMAIN}
+        self.keys: dict[int, tuple[float, int]] = {}
+
+    def run(self) -> None:
+        """Puts the nodes that wait for nothing in their places, the first in order first."""
+        missing = {
+            id(node): {id(m) for t in self.reads[id(node)] if (m := self.makers.get(id(t)))}
+            for node in self.nodes
+        }
+        ready = [
+            (*self._key(node), i, node)
+            for i, node in enumerate(self.nodes)
+            if not missing[id(node)]
+        ]
+        heapq.heapify(ready)
+        numbers = {id(node): i for i, node in enumerate(self.nodes)}
+        self.graph.nodes.clear()
+        while ready:
+            node = heapq.heappop(ready)[-1]
+            self.graph.nodes.append(node)
+            for reader in self._readers(node):
+                waits = missing[id(reader)]
+                if id(node) in waits:
+                    waits.discard(id(node))
+                    if not waits:
+                        entry = (*self._key(reader), numbers[id(reader)], reader)
+                        heapq.heappush(ready, entry)
+        assert len(self.graph.nodes) == len(self.nodes), "nodes wait for each other"
+
+    def _readers(self, node: gs.Node) -> list[gs.Node]:
+        return [n for t in node.outputs for n in self.readers.get(id(t), ())]
+
+    def _key(self, node: gs.Node) -> tuple[float, int]:
+        """Where a node belongs among those of the model: its own place; behind the last that a
+        reshard reads, or before the first that reads it."""
+        if id(node) in self.index:
+            return self.index[id(node)], 1
+        if id(node) not in self.keys:
+            readers = self._readers(node) if node.op in _GROWS else []
+            places = [self._key(n)[0] if n.op in _GROWS else self._behind(n) for n in readers]
+            key = (min(places), 0) if places else (self._behind(node), 2)
+            self.keys[id(node)] = key
+        return self.keys[id(node)]
+
+    def _behind(self, node: gs.Node) -> float:
+        """The place of a node of the model, or that of the last one that a reshard depends on."""
+        if id(node) in self.index:
+            return self.index[id(node)]
+        return max((self._behind(maker) for maker in self._makers(node)), default=-1.0)
+
+    def _makers(self, node: gs.Node) -> list[gs.Node]:
+        found = [self.makers.get(id(t)) for t in self.reads[id(node)]]
+        return [maker for maker in found if maker is not None]

@@ -1,0 +1,126 @@
+"""Nodes that compute a rank's sizes in each run, from the symbols that the session feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+
+from onnxpar.lowering.open_constants import OpenArray, Part
+from onnxpar.symbols.symbols import Polynomial, Quotient, Variable
+
+SIZES = "onnxpar.sizes"
+"""The hidden input: the value of every symbol, in the order of the plan, int64."""
+
+
+def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:
+    """Declares the hidden input."""
+    graph.input.append(helper.make_tensor_value_info(SIZES, TensorProto.INT64, [len(symbols)]))
+
+
+class SizeGraph:
+    """Makes int64 tensors of one element each, every one once; `nodes` are in order."""
+
+    def __init__(
+        self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Part]
+    ) -> None:
+        self.graph = graph
+        self.symbols = list(symbols)
+        self.parts = parts
+        self.nodes: list[NodeProto] = []
+        self._made: dict[tuple[Any, ...], str] = {}
+
+    def tensor(self, name: str, array: OpenArray) -> None:
+        """Makes a tensor of that name in place of the initializer."""
+        kept = [t for t in self.graph.initializer if t.name != name]
+        del self.graph.initializer[:]
+        self.graph.initializer.extend(kept)
+        elements = [self._polynomial(e) for e in array.elements]
+        flat = self._add("Concat", elements, axis=0) if len(elements) > 1 else elements[0]
+        shape = self._constant(array.shape)
+        element = helper.np_dtype_to_tensor_dtype(array.dtype)
+        last = self._add("Reshape", [flat, shape])
+        self.nodes.append(helper.make_node("Cast", [last], [name], f"{name}::size", to=element))
+
+    def finish(self) -> None:
+        """Puts the nodes in front of the graph's own."""
+        own = list(self.graph.node)
+        del self.graph.node[:]
+        self.graph.node.extend([*self.nodes, *own])
+
+    def _polynomial(self, polynomial: Polynomial) -> str:
+        below = polynomial.denominator
+        terms = []
+        for monomial, coefficient in polynomial.terms:
+            factors = [self._variable(name) for name in monomial]
+            number = int(coefficient * below)
+            if number != 1 or not factors:
+                factors.append(self._constant([number]))
+            terms.append(self._fold("Mul", factors))
+        total = self._fold("Add", terms) if terms else self._constant([0])
+        return total if below == 1 else self._divided(total, below)
+
+    def _divided(self, total: str, below: int) -> str:
+        """Rounded down; a Div of whole numbers alone would round towards zero."""
+        by = self._constant([below])
+        return self._add("Div", [self._add("Sub", [total, self._add("Mod", [total, by])]), by])
+
+    def _variable(self, name: Variable) -> str:
+        if isinstance(name, Quotient):
+            return self._divided(self._polynomial(name.over), name.below)
+        if name in self.parts:
+            return self._part(self.parts[name])
+        index = self._constant([self.symbols.index(name)])
+        return self._add("Gather", [SIZES, index], axis=0)
+
+    def _part(self, part: Part) -> str:
+        """As `Part.value`."""
+        size, start = self._polynomial(part.size), self._constant([0])
+        for n, i in zip(part.counts, part.at, strict=True):
+            count = self._constant([n])
+            quotient = self._add("Div", [size, count])
+            rest = self._add("Sub", [size, self._add("Mul", [quotient, count])])
+            here = self._constant([i])
+            shift = self._add("Add", [self._add("Mul", [quotient, here]), self._least(rest, i)])
+            start = self._add("Add", [start, shift])
+            more = self._add("Sub", [self._least(rest, i + 1), self._least(rest, i)])
+            size = self._add("Add", [quotient, more])
+        if part.is_filled:
+            size, start = self._filled(size, start, self._polynomial(part.size))
+        return start if part.is_start else size
+
+    def _filled(self, size: str, start: str, whole: str) -> tuple[str, str]:
+        """Of a part that is empty, one element of the whole, where that has any."""
+        zero, one = self._constant([0]), self._constant([1])
+        exists = self._add("Where", [self._add("Less", [zero, whole]), one, zero])
+        last = self._add("Sub", [whole, exists])
+        start = self._add("Where", [self._add("Less", [last, start]), last, start])
+        return self._add("Where", [self._add("Less", [size, exists]), one, size]), start
+
+    def _least(self, a: str, b: int) -> str:
+        """The smaller of a tensor, which is not negative, and a number."""
+        bound = self._constant([b])
+        return self._add("Where", [self._add("Less", [a, bound]), a, bound])
+
+    def _fold(self, op: str, operands: Sequence[str]) -> str:
+        result = operands[0]
+        for operand in operands[1:]:
+            result = self._add(op, [result, operand])
+        return result
+
+    def _add(self, op: str, inputs: Sequence[str], **attrs: Any) -> str:
+        key = (op, *inputs, *attrs.items())
+        if key not in self._made:
+            name = self._made[key] = f"{SIZES}.{op}{len(self._made)}"
+            self.nodes.append(helper.make_node(op, list(inputs), [name], name, **attrs))
+        return self._made[key]
+
+    def _constant(self, value: Sequence[int]) -> str:
+        key = ("", *value, "of", len(value))
+        if key not in self._made:
+            name = self._made[key] = f"{SIZES}.constant{len(self._made)}"
+            array = np.array(value, np.int64)
+            self.graph.initializer.append(numpy_helper.from_array(array, name))
+        return self._made[key]

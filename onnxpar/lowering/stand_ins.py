@@ -1,0 +1,178 @@
+"""Stand-ins for empty parts, around ops whose kernels in onnxruntime do not take them.
+
+Parts may be empty anywhere: most kernels compute nothing then, and a sum over nothing is zero. An
+op whose rule says otherwise (`nonempty`) gets one element of zeros in place of an empty part, and
+what comes of it is dropped again: cut off, or replaced by what changes nothing where the op reduces
+over the factor (but for an op with a bias: of zeros it makes the bias, which may be counted here).
+Nodes for that stand only where a part may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.tensors import dtype_of
+from onnxpar.layout.layout import Concat, Dim, Factor, indices, neutral
+from onnxpar.lowering.rank_view import NodeView
+from onnxpar.rules.notation import expr_vars
+from onnxpar.rules.rule import Local, Rule
+from onnxpar.sharding.factors import OpFactors
+
+if TYPE_CHECKING:
+    from onnxpar.lowering.localize import LoweringBuilder
+
+Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
+"""The op, operands and attributes that make the next tensor."""
+
+
+def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
+    """The factors of which the node must not see an empty part, where one may be.
+
+    Windows have at least one result, and the elements for it are fetched.
+    """
+    made = {f for spec in rule.outputs for expr in spec or () for f in expr_vars(expr)}
+    windows = {f for group in rule.ties for f in group if f in made}
+    return frozenset(f for f in rule.nonempty | windows if view.may_be_empty(f))
+
+
+class StandIns:
+    """Nodes that fill a node's operands, and nodes that drop what it makes of stand-ins.
+
+    `filled` builds by the view of the node with stand-ins, `true` by that without.
+    """
+
+    def __init__(
+        self, op: OpFactors, names: Collection[str], filled: LoweringBuilder, true: LoweringBuilder
+    ) -> None:
+        self._op, self._names = op, names
+        self._filled, self._true = filled, true
+
+    def surround(self) -> None:
+        """Puts them around the node, before it is lowered itself."""
+        for i, tensor in enumerate(self._op.node.inputs):
+            for axis in self._changed(tensor, self._true.view.inputs, self._filled.view.inputs, i):
+                self._fill(i, axis)
+        for i, tensor in enumerate(list(self._op.node.outputs)):
+            axes = self._changed(tensor, self._true.view.outputs, self._filled.view.outputs, i)
+            reductions = {self._op.rule.reduce.get(f) for f in self._names} - {None}
+            if self._op.rule.additive:
+                reductions = set()
+            if tensor.name and (axes or reductions):
+                self._drop(i, axes, reductions)
+
+    def _changed(
+        self, tensor: gs.Tensor, true: Sequence[Any], filled: Sequence[Any], i: int
+    ) -> list[int]:
+        if not tensor.name or i >= len(true):
+            return []
+        pairs = zip(true[i].dims, filled[i].dims, strict=True)
+        return [axis for axis, (a, b) in enumerate(pairs) if a != b]
+
+    def _fill(self, i: int, axis: int) -> None:
+        x = self._op.node.inputs[i]
+        if _has_segments(self._filled.view.inputs[i].dims[axis]):
+            self._fill_segments(i, axis)
+            return
+        size = self._filled.per_rank(lambda local: np.array([local.input_shape(i)[axis]], np.int64))
+        self._op.node.inputs[i] = fill(self._filled, x, axis, size)
+
+    def _fill_segments(self, i: int, axis: int) -> None:
+        """Fills segments of a dimension, of which others may have elements."""
+        build, x = self._filled, self._op.node.inputs[i]
+
+        def places(rank: int) -> Any:
+            """For each element its place among those that the rank has, of which a zero is last."""
+            true, filled = self._positions("inputs", i, axis, rank)
+            place = {p: k for k, p in enumerate(true)}
+            return np.array([place.get(p, len(true)) for p in filled], np.int64)
+
+        shape = [1 if a == axis else s for a, s in enumerate(x.shape)]
+        own = build.add("Shape", [x])
+        one = (np.arange(len(shape)) == axis).astype(np.int64)
+        others = build.add("Where", [one.astype(bool), one, own])
+        zero = zeros(build, x, others, shape)
+        joined = build.make("Concat", [x, zero], (x.dtype, list(x.shape)), axis=axis)
+        self._op.node.inputs[i] = build.make(
+            "Gather", [joined, build.by_rank(places)], (x.dtype, list(x.shape)), axis=axis
+        )
+
+    def _drop(self, i: int, axes: Sequence[int], reductions: Collection[str | None]) -> None:
+        result, build = self._op.node.outputs[i], self._true
+        made = gs.Variable(f"{result.name}::filled", result.dtype, result.shape)
+        self._op.node.outputs[i] = made
+        steps: list[Step] = []
+        if reductions:
+            (reduction,) = reductions
+            reduced = [f for f in sorted(self._names) if f in self._op.rule.reduce]
+
+            def size(local: Local) -> Any:
+                return np.array(np.prod([local.size(f) for f in reduced]), np.int64)
+
+            is_empty = build.add("Equal", [build.per_rank(size), np.array(0, np.int64)])
+            none: Any = neutral(reduction, dtype_of(result))  # type: ignore[arg-type]
+            steps.append(lambda x: ("Where", [is_empty, np.asarray(none), x], {}))
+        steps += [partial(self._cut, i, axis) for axis in axes]
+        x: gs.Tensor = made
+        for step in steps[:-1]:
+            op, operands, attrs = step(x)
+            x = build.add(op, operands, **attrs)
+        op, operands, attrs = steps[-1](x)
+        build.finish(op, operands, i, **attrs)
+
+    def _cut(self, i: int, axis: int, x: gs.Tensor) -> tuple[str, list[Any], dict[str, Any]]:
+        """The op that leaves out stand-ins along a dimension of result i."""
+        build = self._true
+        if _has_segments(build.view.outputs[i].dims[axis]):
+
+            def kept(rank: int) -> Any:
+                true, filled = self._positions("outputs", i, axis, rank)
+                return np.flatnonzero(np.isin(filled, true))
+
+            return "Gather", [x, build.by_rank(kept)], {"axis": axis}
+        end = build.per_rank(lambda local: np.array([local.output_shape(i)[axis]], np.int64))
+        return "Slice", [x, np.zeros(1, np.int64), end, np.array([axis], np.int64)], {}
+
+    def _positions(self, side: str, i: int, axis: int, rank: int) -> tuple[list[int], list[int]]:
+        """The global positions along a dimension that a rank has, and those with stand-ins."""
+        views = (self._true.view, self._filled.view)
+        dims = [getattr(view, side)[i].dims[axis] for view in views]
+        true, filled = (indices(dim, views[0].mesh, rank).tolist() for dim in dims)
+        return true, filled
+
+
+def _has_segments(dim: Dim) -> bool:
+    return not isinstance(dim, Factor) and (
+        isinstance(dim, Concat) or any(map(_has_segments, dim.children))
+    )
+
+
+def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0) -> gs.Variable:
+    """`x` with `size` elements of `value` along an axis where it has none there, else as it is."""
+    rank = len(x.shape)
+    here = np.arange(rank) == axis
+    shape = build.add("Shape", [x])
+    is_empty = build.add("Equal", [shape, np.where(here, 0, -1).astype(np.int64)])
+    others = build.add("Mul", [shape, (~here).astype(np.int64)])
+    missing = build.add("Where", [is_empty, size, others])
+    row = zeros(build, x, missing, x.shape, value)
+    return build.make("Concat", [x, row], (x.dtype, list(x.shape)), axis=axis)
+
+
+def zeros(
+    build: LoweringBuilder, x: gs.Tensor, sizes: gs.Tensor, shape: Sequence[int], value: Any = 0
+) -> gs.Variable:
+    """A tensor of `value`, of `sizes` and of the type of `x`; `shape` is its shape on rank 0."""
+    dtype = dtype_of(x)
+    kept = np.dtype(np.float32) if str(dtype) == "bfloat16" else np.dtype(dtype)
+    constant = gs.Constant("value", np.array([value], kept))
+    made = build.make("ConstantOfShape", [sizes], (kept, list(shape)), value=constant)
+    if kept == dtype:
+        return made
+    to = onnx.helper.np_dtype_to_tensor_dtype(dtype)
+    return build.make("Cast", [made], (dtype, list(shape)), to=to)

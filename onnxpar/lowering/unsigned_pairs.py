@@ -1,0 +1,64 @@
+"""Lets ranks exchange uint8 where a model has int8 between QuantizeLinear and DequantizeLinear.
+
+On x86, onnxruntime computes with uint8 there: it changes the type between a QuantizeLinear and the
+only DequantizeLinear that reads it, and then fuses only nodes whose types agree. A collective in
+between keeps it from that. So the type is changed here, in the same places, and no number is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.tensors import constant, dtype_of, given
+
+_DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
+_SHIFT = 128
+
+
+def exchange_unsigned(graph: gs.Graph) -> None:
+    """Restates int8 between a QuantizeLinear and one DequantizeLinear as uint8, all of it if ranks
+    exchange some; what is a result of the graph, or has other readers, stays."""
+    results = {id(tensor) for tensor in graph.outputs}
+    found = [list(_between(n)) for n in graph.nodes if n.op == _QUANTIZE and _is_signed(n, 0)]
+    found = [f for f in found if _is_restated(f, results)]
+    if any(node.domain == DOMAIN for f in found for _, node in f):
+        for each in found:
+            _restate(each)
+
+
+def _between(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node]]:
+    """What a QuantizeLinear makes with each of its readers, also through reshards."""
+    for tensor in node.outputs:
+        for reader in tensor.outputs:
+            yield tensor, reader
+            if reader.domain == DOMAIN:
+                yield from _between(reader)
+
+
+def _is_restated(found: list[tuple[gs.Tensor, gs.Node]], results: set[int]) -> bool:
+    ends = [node for _, node in found if node.domain != DOMAIN]
+    is_pair = len(ends) == 1 and ends[0].op == _DEQUANTIZE and _is_signed(ends[0], 1)
+    return is_pair and not any(id(tensor) in results for tensor, _ in found)
+
+
+def _is_signed(node: gs.Node, index: int) -> bool:
+    """Whether a node's result, or its operand, is of int8 with one stored zero point."""
+    tensor = (node.outputs, node.inputs)[index][0]
+    point = given(node, 2)
+    known = None if point is None else constant(point)
+    return known is not None and known.size == 1 and dtype_of(tensor) == np.int8
+
+
+def _restate(found: list[tuple[gs.Tensor, gs.Node]]) -> None:
+    maker = found[0][0].inputs[0]
+    for node in (maker, *(n for _, n in found if n.domain != DOMAIN)):
+        point = constant(node.inputs[2])
+        assert point is not None
+        shifted = np.asarray(point.astype(np.int16) + _SHIFT, np.uint8)
+        node.inputs[2] = gs.Constant(f"{node.name}::unsigned_zero_point", shifted)
+    for tensor, _ in found:
+        tensor.dtype = np.dtype(np.uint8)

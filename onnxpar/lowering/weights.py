@@ -1,0 +1,281 @@
+"""Cuts weights into the ranks' parts, stream-wise: no weight is ever in memory whole.
+
+Every distinct part is written once. Parts that all ranks share go to `shared.weights`, others to
+the file of the first rank that holds them; the ranks' graphs refer to them by file, offset and
+length.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.packing import pack, unpack
+from onnxpar.ir.stored import element_bits, external_location, stored_bytes
+from onnxpar.layout.layout import Factor, Layout, indices, neutral
+from onnxpar.layout.mesh import Mesh
+
+CHUNK = 8 << 20
+"""Bytes read at a time."""
+ALIGN = mmap.ALLOCATIONGRANULARITY
+"""Offsets that a runtime can map."""
+INLINE = 1024
+"""Bytes up to which a part stands in the graph itself."""
+SHARED = "shared.weights"
+
+
+@dataclass
+class Part:
+    """A part of a weight: in a file, or (`data`) in the graph itself."""
+
+    shape: tuple[int, ...]
+    location: str = ""
+    offset: int = 0
+    length: int = 0
+    data: bytearray | None = None
+
+    def proto(self, name: str, weight: TensorProto) -> TensorProto:
+        """The initializer that holds it or refers to it, described as the weight is."""
+        tensor = TensorProto(name=name, data_type=weight.data_type, dims=self.shape)
+        tensor.doc_string = weight.doc_string
+        tensor.metadata_props.extend(weight.metadata_props)
+        if self.data is not None:
+            tensor.raw_data = bytes(self.data)
+            return tensor
+        tensor.data_location = TensorProto.EXTERNAL
+        for key in ("location", "offset", "length"):
+            tensor.external_data.add(key=key, value=str(getattr(self, key)))
+        return tensor
+
+
+@dataclass
+class WeightStore:
+    """The weight files of a sharded model in `folder`; `source` is the folder of the whole
+    model."""
+
+    folder: Path
+    source: Path
+    mesh: Mesh
+    progress: Callable[[int], None] = lambda n: None
+    ends: dict[str, int] = field(default_factory=dict)
+
+    def cut(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
+        """Writes every part of a weight; returns each rank's initializer, in rank order."""
+        if weight.data_type == TensorProto.STRING:
+            return self._cut_strings(name, weight, layout)
+        holder = self._first_holders(layout)
+        parts = {r: self._place(r, weight, layout, holder) for r in sorted(set(holder))}
+        with ExitStack() as stack:
+            writers = [
+                _Writer(
+                    weight, part, stack.enter_context(self._open(part)), layout, self.mesh, rank
+                )
+                for rank, part in parts.items()
+            ]
+            if weight.data_location == TensorProto.EXTERNAL:
+                writers = [w for w in writers if not w.copy_run(weight, self.source)]
+            if not writers:
+                self.progress(stored_bytes(weight))
+                return [parts[r].proto(name, weight) for r in holder]
+            for lead, start, block in read_blocks(weight, self.source):
+                for writer in writers:
+                    writer.write(lead, start, block)
+                self.progress(block.size * element_bits(weight.data_type) // 8)
+            for writer in writers:
+                writer.finish()
+        return [parts[r].proto(name, weight) for r in holder]
+
+    def _cut_strings(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
+        """Strings cannot stand outside the graph."""
+        whole = numpy_helper.to_array(weight)
+        parts = (layout.take(whole, self.mesh, rank) for rank in range(self.mesh.size))
+        return [numpy_helper.from_array(part, name) for part in parts]
+
+    def _first_holders(self, layout: Layout) -> list[int]:
+        """For each rank the first rank that holds the same part."""
+        first: dict[tuple[int, ...], int] = {}
+        axes = tuple(dict.fromkeys(layout.axes))
+        keys = (
+            tuple(self.mesh.coordinate((a,), rank) for a in axes) for rank in range(self.mesh.size)
+        )
+        return [first.setdefault(key, rank) for rank, key in enumerate(keys)]
+
+    def _place(self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]) -> Part:
+        shape = layout.local_shape(self.mesh, rank)
+        bits = element_bits(weight.data_type)
+        length = -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
+        if length <= INLINE:
+            return Part(shape, length=length, data=bytearray(length))
+        shared = len(holder) > 1 and len(set(holder)) == 1
+        location = SHARED if shared else f"rank_{rank:04d}.weights"
+        offset = -(-self.ends.get(location, 0) // ALIGN) * ALIGN
+        self.ends[location] = offset + length
+        return Part(shape, location, offset, length)
+
+    def _open(self, part: Part) -> BinaryIO:
+        if part.data is not None:
+            return open(os.devnull, "wb")
+        path = self.folder / part.location
+        path.touch()
+        return path.open("r+b")
+
+
+class _Writer:
+    """Appends what a rank holds of each block to its part: local order is global order."""
+
+    def __init__(
+        self,
+        weight: TensorProto,
+        part: Part,
+        sink: BinaryIO,
+        layout: Layout,
+        mesh: Mesh,
+        rank: int,
+    ) -> None:
+        self.bits = element_bits(weight.data_type)
+        self.part = part
+        self.sink = sink
+        self.held = [indices(d, mesh, rank) for d in layout.dims]
+        self.whole = [len(h) == d.size for h, d in zip(self.held, layout.dims, strict=True)]
+        blank = layout.partial and mesh.coordinate(layout.partial, rank)
+        self.fill = layout.reduce if blank else None
+        self.done = 0
+        self.rest = np.empty(0, np.uint8)
+
+    def copy_run(self, weight: TensorProto, folder: Path) -> bool:
+        """Lets the kernel copy a part that is one run of the file; False where it is not."""
+        if self.fill or self.part.data is not None or not all(self.whole[1:]) or not self.held:
+            return False
+        rows = self.held[0]
+        if not len(rows) or rows[-1] - rows[0] + 1 != len(rows):
+            return False
+        location, offset, _ = external_location(weight)
+        row_bits = self.bits * int(np.prod(weight.dims[1:], dtype=np.int64))
+        if int(rows[0]) * row_bits % 8 or len(rows) * row_bits % 8:
+            return False
+        at = offset + int(rows[0]) * row_bits // 8
+        with (folder / location).open("rb") as source:
+            while self.done < self.part.length:
+                self.done += os.copy_file_range(
+                    source.fileno(),
+                    self.sink.fileno(),
+                    self.part.length - self.done,
+                    at + self.done,
+                    self.part.offset + self.done,
+                )
+        return True
+
+    def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
+        """Takes the held elements out of a block of `read_blocks`."""
+        for at, held in zip(lead, self.held, strict=False):
+            found = np.searchsorted(held, at)
+            if found == len(held) or held[found] != at:
+                return
+        rest = self.held[len(lead) :]
+        for i, held in enumerate(rest):
+            if i == 0:
+                low, high = np.searchsorted(held, [start, start + len(block)])
+                block = _take(block, held[low:high] - start, 0)
+            elif not self.whole[len(lead) + i]:
+                block = _take(block, held, i)
+        if self.fill:
+            block = np.full_like(block, neutral(self.fill, block.dtype))
+        data = np.ascontiguousarray(block).reshape(-1)
+        if self.bits < 8:
+            data = np.concatenate([self.rest, data])
+            full = len(data) - len(data) % (8 // self.bits)
+            data, self.rest = pack(data[:full], self.bits), data[full:]
+        self._append(data.view(np.uint8))
+
+    def finish(self) -> None:
+        """Writes the byte that is not full."""
+        if len(self.rest):
+            self._append(pack(self.rest, self.bits))
+
+    def _append(self, data: Array) -> None:
+        if self.part.data is not None:
+            self.part.data[self.done : self.done + data.nbytes] = data.tobytes()
+        else:
+            os.pwrite(self.sink.fileno(), data.data, self.part.offset + self.done)
+        self.done += data.nbytes
+
+
+def _take(block: Array, positions: Array, axis: int) -> Array:
+    """A view where the positions are one run."""
+    n = len(positions)
+    if n and positions[-1] - positions[0] + 1 == n:
+        return block[(slice(None),) * axis + (slice(int(positions[0]), int(positions[0]) + n),)]
+    return np.take(block, positions, axis)
+
+
+def whole_layout(weight: TensorProto) -> Layout:
+    """The layout of a weight that every rank has all of."""
+    return Layout(tuple(Factor(size) for size in weight.dims))
+
+
+def _dtype(weight: TensorProto) -> np.dtype[Any]:
+    """The dtype of an element in a block: bytes, where the file packs them."""
+    packed = element_bits(weight.data_type) < 8
+    return np.dtype(np.uint8 if packed else helper.tensor_dtype_to_np_dtype(weight.data_type))
+
+
+def read_blocks(weight: TensorProto, folder: Path) -> Iterator[tuple[tuple[int, ...], int, Array]]:
+    """A weight in blocks of at most CHUNK bytes: (leading indices, first row, rows behind them)."""
+    shape = tuple(weight.dims)
+    bits, dtype = element_bits(weight.data_type), _dtype(weight)
+    if weight.data_location != TensorProto.EXTERNAL:
+        whole = numpy_helper.to_array(weight)
+        yield (), 0, (whole.view(dtype) if bits < 8 else whole).reshape(shape or (1,))
+        return
+    location, offset, _ = external_location(weight)
+    with (folder / location).open("rb", buffering=0) as source:
+        yield from _Reader(source, bits, dtype).blocks(8 * offset, shape or (1,), ())
+
+
+class _Reader:
+    """Blocks of a file are views of a buffer: they hold until the next one is taken."""
+
+    def __init__(self, source: FileIO, bits: int, dtype: np.dtype[Any]) -> None:
+        self.source = source
+        self.bits = bits
+        self.dtype = dtype
+        self.buffer = np.empty(CHUNK + 1, np.uint8)
+
+    def blocks(
+        self, at: int, shape: tuple[int, ...], lead: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], int, Array]]:
+        """Those of a tensor of this shape that starts at bit `at`, as of `read_blocks`."""
+        row = int(np.prod(shape[1:], dtype=np.int64)) * self.bits
+        if row > 8 * CHUNK and len(shape) > 1:
+            for i in range(shape[0]):
+                yield from self.blocks(at + i * row, shape[1:], (*lead, i))
+            return
+        rows = max(8 * CHUNK // max(row, 1), 1)
+        for start in range(0, shape[0], rows):
+            count = min(rows, shape[0] - start)
+            elements = self._read(at + start * row, count * row)
+            yield lead, start, elements.reshape(count, *shape[1:])
+
+    def _read(self, at: int, length: int) -> Array:
+        """The elements in `length` bits from bit `at` on."""
+        first, skip = divmod(at, 8)
+        block = self.buffer[: -(-(skip + length) // 8)]
+        self.source.seek(first)
+        read = 0
+        while read < len(block):
+            n = self.source.readinto(block[read:].data)
+            assert n, "the file was checked to be long enough"
+            read += n
+        if self.bits >= 8:
+            return block.view(self.dtype)
+        return unpack(block, self.bits)[skip // self.bits : (skip + length) // self.bits]

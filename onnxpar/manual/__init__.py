@@ -1,0 +1,1 @@
+"""Programs that are written per rank, with collectives by hand."""

@@ -1,0 +1,242 @@
+"""Collectives that a person put into a model: their groups, tags, peers and order.
+
+In the model an attribute `axes` names the mesh axes over which a collective runs, as text; absent,
+it runs over all ranks. `peer` of Send and Recv is a list with the peer of each rank, or -1 where
+the rank takes no part. `split_sizes` of an AllToAll along one axis, which moves the bounds
+between parts, is a table: a row for each member, of what it gives to each. Tags may be
+left out, and tokens too, as all collectives run in the order in which they stand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NoReturn
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.manual.collective_shapes import OPS
+from onnxpar.manual.manual import Manual
+
+_CONSTANTS = ("Rank", "GroupSize")
+_MESSAGES = ("Send", "Recv")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one rank meets in one collective: `side` tells a Send from its Recv."""
+
+    what: str
+    key: tuple[object, ...]
+    members: tuple[int, ...]
+    side: str = ""
+
+
+class Handwritten:
+    """Settles collectives node by node, in graph order; `events` are what each rank runs."""
+
+    def __init__(self, graph: gs.Graph, manual: Manual, per_rank: PerRank) -> None:
+        self.mesh = manual.mesh
+        self.manual = manual
+        self.per_rank = per_rank
+        self.events: list[list[Event]] = [[] for _ in range(self.mesh.size)]
+        self._outputs = {id(t) for t in graph.outputs}
+        nodes = [n for n in graph.nodes if n.domain == DOMAIN]
+        self._refuse_inner(graph)
+        self._taken = {n.attrs["tag"] for n in nodes if "tag" in n.attrs}
+        self._unique: set[int] = set()
+        self._messages: dict[tuple[int, int, int], int] = {}
+        self._count: Counter[tuple[str, tuple[int, int]]] = Counter()
+
+    def settle(self, node: gs.Node) -> None:
+        """Makes a collective what the runtime runs. Errors: StrategyError, naming it."""
+        if node.op not in OPS:
+            self._fail(node, f"no such collective; there are {', '.join(OPS)}")
+        if node.op in _CONSTANTS:
+            self._group(node)
+            return
+        self._strip_token(node)
+        if node.op in _MESSAGES:
+            self._message(node)
+        else:
+            self._group(node)
+            self._tag(node)
+            if node.op == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]:
+                self._table(node)
+            for rank in range(self.mesh.size):
+                members = self._members(node, rank)
+                key = (node.name, members)
+                self.events[rank].append(Event(f"{node.op} '{node.name}'", key, members))
+
+    def _refuse_inner(self, graph: gs.Graph) -> None:
+        """Ranks could take different paths through a body."""
+        for outer in graph.nodes:
+            for inner in subgraphs(outer):
+                self._refuse_inner(inner)
+                for node in inner.nodes:
+                    if node.domain == DOMAIN and node.op not in _CONSTANTS:
+                        self._fail(
+                            node,
+                            f"stands in a body of {outer.op} '{outer.name}', through which ranks "
+                            "may take different paths; move it out",
+                        )
+
+    def _strip_token(self, node: gs.Node) -> None:
+        """Drops the tokens that the model gives: the chain in graph order holds more."""
+        results = 0 if node.op == "Send" else 1
+        if not 1 <= len(node.inputs) <= 2 or not results <= len(node.outputs) <= results + 1:
+            self._fail(node, "takes X and makes Y (Send makes nothing); tokens are optional")
+        for token in node.inputs[1:]:
+            maker = token.inputs[0] if token.inputs else None
+            if maker is not None and maker.domain != DOMAIN and maker.op != "Constant":
+                self._fail(
+                    node,
+                    f"its token '{token.name}' comes from {maker.op} '{maker.name}'; only "
+                    "collectives make tokens",
+                )
+        for token in node.outputs[results:]:
+            readers = [n for n in token.outputs if n.domain != DOMAIN or n.inputs[0] is token]
+            if readers or id(token) in self._outputs:
+                self._fail(node, f"its token '{token.name}' is read; only collectives take tokens")
+        while len(node.inputs) > 1:
+            node.inputs.pop()
+        while len(node.outputs) > results:
+            node.outputs.pop()
+
+    def _group(self, node: gs.Node) -> None:
+        """The ranks of the group: by mesh axes, or all in an order of their own."""
+        names = node.attrs.pop("axes", None)
+        if names is None:
+            group = node.attrs.get("group")
+            if group is not None and sorted(group) != list(range(self.mesh.size)):
+                self._fail(
+                    node,
+                    f"group={list(group)} leaves out some of the {self.mesh.size} ranks, which run "
+                    "it too; name mesh axes instead: axes=['tp']",
+                )
+            return
+        axes = self.manual.group_axes(f"{node.op} '{node.name}'", names)
+        node.attrs["group"] = list(self.mesh.group(axes, 0))
+        self.per_rank.attributes[node.name, "group"] = lambda rank: list(
+            self.mesh.group(axes, rank)
+        )
+
+    def _members(self, node: gs.Node, rank: int) -> tuple[int, ...]:
+        own = self.per_rank.attributes.get((node.name, "group"))
+        return tuple(own(rank) if own else node.attrs.get("group") or range(self.mesh.size))
+
+    def _tag(self, node: gs.Node) -> None:
+        tag = node.attrs.setdefault("tag", None)
+        if tag is None:
+            node.attrs["tag"] = tag = self._fresh()
+        elif tag in self._unique:
+            self._fail(node, f"tag={tag} is another collective's too; leave tags out")
+        self._unique.add(tag)
+
+    def _table(self, node: gs.Node) -> None:
+        """Each member's row of what it gives is its own, and so is its column of what it takes."""
+        sizes = node.attrs.get("split_sizes") or []
+        count = len(self._members(node, 0))
+        if len(sizes) != count * count or "concat_sizes" in node.attrs:
+            self._fail(
+                node,
+                f"along one axis, split_sizes is a table of {count} x {count} (who gives how much "
+                "to whom), from which concat_sizes follow; leave them out",
+            )
+
+        def row(rank: int) -> list[int]:
+            at = self._members(node, rank).index(rank)
+            return list(sizes[at * count : (at + 1) * count])
+
+        def column(rank: int) -> list[int]:
+            return list(sizes[self._members(node, rank).index(rank) :: count])
+
+        node.attrs["split_sizes"], node.attrs["concat_sizes"] = row(0), column(0)
+        self.per_rank.attributes[node.name, "split_sizes"] = row
+        self.per_rank.attributes[node.name, "concat_sizes"] = column
+
+    def _fresh(self) -> int:
+        tag = next(i for i in range(1, len(self._taken) + 2) if i not in self._taken)
+        self._taken.add(tag)
+        return tag
+
+    def _message(self, node: gs.Node) -> None:
+        """Pairs the k-th Send from one rank to another with the k-th Recv there."""
+        peers = node.attrs.get("peer")
+        size = self.mesh.size
+        is_list = isinstance(peers, list) and len(peers) == size
+        if not is_list or any(not -1 <= p < size or p == r for r, p in enumerate(peers)):
+            self._fail(
+                node,
+                f"peer={peers}: give a list with the peer of each of the {size} ranks, -1 where "
+                "a rank takes no part",
+            )
+        tags = [self._message_tag(node, rank, peer) for rank, peer in enumerate(peers)]
+        for rank, (peer, tag) in enumerate(zip(peers, tags, strict=True)):
+            if peer >= 0:
+                ends = (rank, peer) if node.op == "Send" else (peer, rank)
+                what = f"{node.op} '{node.name}'"
+                event = Event(what, ("message", *ends, tag), (rank, peer), node.op)
+                self.events[rank].append(event)
+        node.attrs["peer"], node.attrs["tag"] = peers[0], tags[0]
+        self.per_rank.attributes[node.name, "peer"] = lambda rank: peers[rank]
+        self.per_rank.attributes[node.name, "tag"] = lambda rank: tags[rank]
+
+    def _message_tag(self, node: gs.Node, rank: int, peer: int) -> int:
+        if "tag" in node.attrs:
+            return int(node.attrs["tag"])
+        if peer < 0:
+            return 0
+        ends = (rank, peer) if node.op == "Send" else (peer, rank)
+        nth = self._count[node.op, ends]
+        self._count[node.op, ends] += 1
+        key = (*ends, nth)
+        if key not in self._messages:
+            self._messages[key] = self._fresh()
+        return self._messages[key]
+
+    def _fail(self, node: gs.Node, reason: str) -> NoReturn:
+        raise StrategyError(f"{node.op} '{node.name}': {reason}")
+
+
+def check_order(events: list[list[Event]], size: int) -> None:
+    """Errors: StrategyError where the ranks would wait for each other for ever, naming two."""
+    at = [0] * size
+    heads = set(range(size))
+    while heads:
+        rank = heads.pop()
+        if at[rank] == len(events[rank]):
+            continue
+        event = events[rank][at[rank]]
+        others = [m for m in event.members if m != rank]
+        now = [events[m][at[m]] if at[m] < len(events[m]) else None for m in others]
+        if all(_meet(event, other) for other in now):
+            for member in event.members:
+                at[member] += 1
+                heads.add(member)
+    for rank in range(size):
+        if at[rank] < len(events[rank]):
+            event = events[rank][at[rank]]
+            now = [e[i] if i < len(e) else None for e, i in zip(events, at, strict=True)]
+            other = next(m for m in event.members if m != rank and not _meet(event, now[m]))
+            _report_wait(event, rank, now[other], other)
+
+
+def _meet(event: Event, other: Event | None) -> bool:
+    """Whether two ranks in these are in the same collective."""
+    return (
+        other is not None
+        and event.key == other.key
+        and (not event.side or event.side != other.side)
+    )
+
+
+def _report_wait(event: Event, rank: int, met: Event | None, other: int) -> NoReturn:
+    stands = f"waits in {met.what}" if met else "has ended"
+    raise StrategyError(
+        f"{event.what} of rank {rank} waits for rank {other}, which {stands}, for ever; a Send "
+        "ends when its Recv runs, so let each pair of ranks meet in the same order"
+    )

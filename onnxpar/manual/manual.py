@@ -1,0 +1,263 @@
+"""Manual parallelism: what a program that is written per rank needs to know of its mesh.
+
+The model is one rank's program, as the body of JAX's shard_map is: shapes of inputs and outputs
+are those of a rank. A strategy's tensor entries say how global arrays are dealt to inputs and
+weights and assembled from outputs; what has no entry is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import NodeProto
+
+from onnxpar.errors import StrategyError
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.stored import nodes_of
+from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.ir.training_spec import Deal
+from onnxpar.layout.layout import Factor, Layout
+from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
+from onnxpar.manual.collective_shapes import OPS, result_types
+from onnxpar.manual.rank_shapes import RankWalk
+from onnxpar.model.shapes import Walk, keep_nodes
+from onnxpar.sharding.state import overlaps
+from onnxpar.strategy.standard_shardings import parse_axes
+from onnxpar.strategy.strategy import Strategy, matching, read_ask
+
+MANUAL = "manual"
+"""The preset's name."""
+REPLICAS = "@replicas"
+"""Ends the names of outputs that hold the copies of others."""
+
+
+@dataclass(frozen=True)
+class Manual:
+    """A mesh, and how tensors are dealt over it; of a training step, `deal` says that already.
+    Errors: StrategyError for what a manual program has no use for."""
+
+    mesh: Mesh
+    strategy: Strategy
+    deal: Deal | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy.shard:
+            raise StrategyError(
+                f"{self.strategy.source}: 'shard' splits ops, which a manual program does itself; "
+                "'tensors' says how inputs, weights and outputs are dealt"
+            )
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Errors: StrategyError for an entry that matches no input, weight or output, or that
+        contradicts a training step."""
+        deal = self.deal or Deal([], {}, {})
+        names = [*deal.tensors, *deal.like] if self.deal else list(names)
+        for pattern in self.strategy.tensors:
+            matching(str(pattern), names, "input, weight or output", self.strategy.source)
+        for name, own in {n: self.deal_entry(n) for n in (*deal.tensors, *deal.like)}.items():
+            asked = self._asked(name, exactly=name in deal.like)
+            if asked is not None and self._read(name, asked, len(own)) != self.axes(name, len(own)):
+                raise StrategyError(
+                    f"{self.strategy.source} deals tensor '{name}' as {asked!r}, the training step "
+                    f"was made for {own!r}; leave it out, or make the step anew"
+                )
+
+    def deal_entry(self, name: str) -> list[Any]:
+        """What the training step says of a tensor that it speaks of."""
+        assert self.deal is not None
+        return self.deal.tensors[self.deal.like.get(name, name)]
+
+    def input_layout(self, name: str, local: Sequence[int]) -> Layout:
+        """The layout of a tensor of which each rank holds a part of this shape."""
+        axes = self.axes(name, len(local))
+        return Layout(tuple(Factor(n * parts_over(a), a) for n, a in zip(local, axes, strict=True)))
+
+    def weight_layout(self, name: str, shape: Sequence[int]) -> Layout:
+        """The layout of a weight of this global shape. Errors: StrategyError where it does not
+        divide."""
+        axes = self.axes(name, len(shape))
+        for i, (size, over) in enumerate(zip(shape, axes, strict=True)):
+            if size % parts_over(over):
+                raise StrategyError(
+                    f"weight '{name}' dimension {i}: {size} elements do not divide into "
+                    f"{parts_over(over)} parts, and all ranks run one program"
+                )
+        return Layout(tuple(Factor(n, a) for n, a in zip(shape, axes, strict=True)))
+
+    def is_dealt(self, name: str) -> bool:
+        """Whether some entry splits the tensor."""
+        entry = self.entry(name)
+        return not isinstance(entry, Sequence) or any(ask not in (None, 1) for ask in entry)
+
+    def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a rank's part of a weight of this global shape. Errors: StrategyError."""
+        return self.weight_layout(name, shape).local_shape(self.mesh, 0)
+
+    def split_over(self, name: str) -> Axes:
+        """The axes over which a tensor is split."""
+        entry = self.entry(name)
+        return tuple(a for over in self._read(name, entry, len(entry)) for a in over)
+
+    def copies_over(self, name: str) -> Axes:
+        """The axes along which ranks hold a tensor alike."""
+        used = self.split_over(name)
+        free: list[Axis] = []
+        for axis, size in self.mesh.shape:
+            at = 1
+            for part in sorted((a for a in used if a.name == axis), key=lambda a: a.pre):
+                if part.pre > at:
+                    free.append(Axis(axis, part.pre // at, at))
+                at = part.pre * part.size
+            if at < size:
+                free.append(Axis(axis, size // at, at))
+        return tuple(free)
+
+    def group_axes(self, node: str, names: Sequence[str]) -> Axes:
+        """The axes of a collective's group. Errors: StrategyError, naming the node."""
+        try:
+            return tuple(a for axes in parse_axes(names, self.mesh) for a in axes)
+        except StrategyError as error:
+            raise StrategyError(f"{node}: axes={list(names)}: {error}") from None
+
+    def infer(
+        self,
+        model: onnx.ModelProto,
+        defaults: Collection[str] = (),
+        for_training: bool = False,
+    ) -> None:
+        """Declares the types of tensors that each rank has, in place. Inputs that have default
+        values are declared as these are, whole. `for_training` folds what is known of all ranks,
+        but nothing that is made of weights; else nothing is folded."""
+        for port in model.graph.input:
+            if port.name in defaults and self.is_dealt(port.name):
+                dims = port.type.tensor_type.shape.dim
+                part = self.part_shape(port.name, [d.dim_value for d in dims])
+                for dim, size in zip(dims, part, strict=True):
+                    dim.dim_value = size
+        outputs = {o.name for o in model.graph.output}
+        local = onnx.ModelProto()
+        local.CopyFrom(model)
+        for weight in list(local.graph.initializer):
+            if self.is_dealt(weight.name):
+                shape = self.part_shape(weight.name, weight.dims)
+                local.graph.input.append(
+                    onnx.helper.make_tensor_value_info(weight.name, weight.data_type, shape)
+                )
+                local.graph.initializer.remove(weight)
+        members = partial(self._group, rank=0)
+        walk = RankWalk(
+            local, self._places, self._types, lambda node: len(members(node)), for_training
+        ).walk
+        _put_folded(model.graph, walk)
+        del model.graph.value_info[:]
+        for node in model.graph.node:
+            for name in node.output:
+                if name in walk.types and name not in outputs:
+                    model.graph.value_info.append(
+                        onnx.helper.make_value_info(name, walk.types[name])
+                    )
+        for output in model.graph.output:
+            if output.name in walk.types:
+                _refine(output.type, walk.types[output.name])
+
+    def _types(self, node: NodeProto, walk: Walk) -> dict[str, onnx.TypeProto]:
+        if node.op_type not in OPS:
+            raise StrategyError(f"{_what(node)}: no such collective; there are {', '.join(OPS)}")
+        try:
+            return result_types(node, walk.types, len(self._group(node, 0)))
+        except (ValueError, KeyError) as error:
+            raise StrategyError(f"{_what(node)}: {error}") from None
+
+    def _group(self, node: NodeProto, rank: int) -> Sequence[int]:
+        """The ranks that meet a rank in a collective."""
+        attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        names = [n.decode() if isinstance(n, bytes) else n for n in attrs.get("axes", [])]
+        if names:
+            return self.mesh.group(self.group_axes(_what(node), names), rank)
+        return attrs.get("group") or range(self.mesh.size)
+
+    def _places(self, node: NodeProto) -> list[int]:
+        """The number of each rank in its group."""
+        groups = [list(self._group(node, rank)) for rank in range(self.mesh.size)]
+        return [group.index(rank) if rank in group else -1 for rank, group in enumerate(groups)]
+
+    def axes(self, name: str, rank: int) -> list[Axes]:
+        """The axes over which each dimension of a tensor of so many is split. Errors:
+        StrategyError."""
+        return self._read(name, self.entry(name) or [None] * rank, rank)
+
+    def entry(self, name: str) -> Any:
+        """What is said of a tensor; nothing where it is whole."""
+        if self.deal is None:
+            return self._asked(name) or []
+        known = name in self.deal.tensors or name in self.deal.like
+        return self.deal_entry(name) if known else []
+
+    def _asked(self, name: str, exactly: bool = False) -> Any:
+        """What the strategy says of a tensor, at last; None for nothing."""
+        said = self.strategy.tensors.items()
+        entries = [e for p, e in said if p == name or (not exactly and _matches(str(p), name))]
+        return entries[-1] if entries else None
+
+    def _read(self, name: str, entry: Any, rank: int) -> list[Axes]:
+        what = f"tensor '{name}'"
+        if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != rank:
+            raise StrategyError(f"{what} has {rank} dimensions, the strategy says {entry!r}")
+        out: list[Axes] = []
+        pre = 1
+        for ask in entry:
+            over, sizes, pre = read_ask(ask, self.mesh, what, pre)
+            if sizes is not None:
+                raise StrategyError(f"{what}: all ranks run one program, so parts are equal")
+            if any(overlaps(over, used) for used in out):
+                raise StrategyError(f"{what}: an axis splits two of its dimensions")
+            out.append(over)
+        return out
+
+
+def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
+    """Puts constants in the place of the nodes that a walk has folded."""
+    keep_nodes(graph, [n for n in graph.node if walk.folded.isdisjoint(n.output)])
+    read = {name for node in nodes_of(graph) for name in node.input}
+    read |= {output.name for output in graph.output}
+    graph.initializer.extend(walk.protos[name] for name in sorted(walk.folded & read))
+
+
+def _refine(declared: onnx.TypeProto, found: onnx.TypeProto) -> None:
+    """What is found replaces what is declared, but for sizes that only the declaration knows."""
+    if declared.HasField("tensor_type") and not found.tensor_type.HasField("shape"):
+        return
+    merged = onnx.TypeProto()
+    merged.CopyFrom(found)
+    own = declared.tensor_type.shape.dim
+    if len(merged.tensor_type.shape.dim) == len(own):
+        for dim, size in zip(merged.tensor_type.shape.dim, own, strict=True):
+            if not dim.HasField("dim_value"):
+                dim.CopyFrom(size)
+    declared.CopyFrom(merged)
+
+
+def _what(node: NodeProto) -> str:
+    return f"{node.op_type} '{node.name or next(iter(node.output), '')}'"
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return pattern == name or fnmatchcase(name, pattern)
+
+
+def refuse_collectives(graph: gs.Graph) -> None:
+    """Errors: StrategyError where a program that is to be split has collectives already."""
+    for node in graph.nodes:
+        if node.domain == DOMAIN:
+            raise StrategyError(
+                f"{node.op} '{node.name}' is a collective, so the model is a program per rank; "
+                "keep it as it stands with --preset manual, or take its collectives out"
+            )
+        for inner in subgraphs(node):
+            refuse_collectives(inner)

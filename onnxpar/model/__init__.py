@@ -1,0 +1,1 @@
+"""ONNX protos to graphs and back: shapes, checks, state pairs, annotations, files."""

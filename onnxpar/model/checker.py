@@ -1,0 +1,247 @@
+"""Holds a model against the ONNX standard, without reading its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+from onnx import GraphProto, TensorProto, helper
+
+from onnxpar.errors import ModelError, StrategyError
+from onnxpar.ir.stored import (
+    copy_with_stubs,
+    element_bits,
+    graphs_of,
+    nodes_of,
+    stored_tensors,
+    subgraphs_of,
+)
+from onnxpar.model.runtime_shapes import REFUSED, is_known, is_own_domain
+
+_MAX_IR, MAX_OPSET = 13, 26
+"""What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
+MIN_IR = 4
+"""From here on, initializers need not be inputs."""
+_READ_AT_MOST = 1 << 16
+"""Bytes of an initializer that the checker may read."""
+_LENT = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why onnxruntime does not load a model. It is not `certain` where all that the model lacks may
+    be a kernel, or an option of one, which another execution provider may have."""
+
+    reason: str
+    certain: bool = True
+
+    def error(self, path: Path) -> ModelError:
+        """For users."""
+        return ModelError(f"{path}: onnxruntime does not load it: {self.reason}")
+
+
+def check_functions(model: onnx.ModelProto, path: Path) -> None:
+    """Errors: ModelError for a model with functions that onnxruntime does not load."""
+    if _has_unknown(model) or _refusal(_outline(model)) is None:
+        return
+    refusal = _refusal(str(path))
+    if refusal is not None and refusal.certain:
+        raise refusal.error(path)
+
+
+def check_references(graph: GraphProto, path: Path) -> None:
+    """Errors: ModelError for a node that takes an attribute from a function but stands in none."""
+    for node in nodes_of(graph):
+        name = next((a.name for a in node.attribute if a.ref_attr_name), None)
+        if name is not None:
+            raise ModelError(
+                f"{path}: attribute {name!r} of {node.op_type} {node.name!r} refers to an "
+                "attribute of a function, but the node stands in none; export the model again"
+            )
+
+
+def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
+    """Why onnxruntime does not load a model without functions that the standard allows; None where
+    it does. Stored tensors have been checked.
+
+    Errors: ModelError where the model breaks the standard and onnxruntime does not load it either.
+    """
+    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    if opset > MAX_OPSET or model.ir_version > _MAX_IR:
+        raise ModelError(
+            f"{path}: opset {opset}, IR {model.ir_version}; onnxruntime loads up to opset "
+            f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
+        )
+    if opset < 1 and any(n.domain in ("", "ai.onnx") for n in nodes_of(model.graph)):
+        raise ModelError(f"{path}: imports no opset for ONNX's own ops; export the model again")
+    _check_types(model.graph, path)
+    broken: str | None = None
+    try:
+        onnx.checker.check_model(_bare(model))
+    except UnicodeDecodeError:  # of what it says
+        broken = "a text in it is not UTF-8"
+    except onnx.checker.ValidationError as error:
+        broken = str(error).splitlines()[0]
+    # What is like the model loads much sooner than all its weights.
+    if broken is None and (_has_unknown(model) or _refusal(_outline(model)) is None):
+        return None
+    refusal = _refusal(str(path))
+    if refusal is not None and refusal.certain and broken is not None:
+        raise ModelError(f"{path}: breaks the ONNX standard: {broken}")
+    return refusal
+
+
+def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Path) -> None:
+    """Errors: StrategyError where onnxruntime, which loads a model with open sizes, does not load
+    it with those that `dims` has given it: a branch for other sizes does not fit them. That may
+    show only when it folds constants."""
+    if dims and not _has_unknown(model):
+        refusal = _refusal(_outline(model), ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+        if refusal is not None and refusal.certain:
+            given = " ".join(f"--dim {name}={size}" for name, size in dims.items())
+            raise StrategyError(
+                f"{path}: onnxruntime does not load it with {given}: {refusal.reason}; leave sizes "
+                "open, and say with --typical which ones runs have"
+            )
+
+
+_OF_KERNELS = ("NOT_IMPLEMENTED", "Exception during initialization")
+"""In what onnxruntime says where the model is valid but a kernel is missing, or refuses to be made:
+an LSTM whose batch comes first."""
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
+    """Within it, a model is read further that onnxruntime does not load: a ModelError that names
+    the node goes through, all else ends in one that tells the reason, also the end of the block
+    where the refusal is certain. None: the runtime loads the model, and this does nothing."""
+    if refusal is None:
+        yield
+        return
+    try:
+        yield
+    except _FAULTS:
+        raise refusal.error(path) from None
+    if refusal.certain:
+        raise refusal.error(path)
+
+
+def _check_types(graph: GraphProto, path: Path) -> None:
+    """Errors: ModelError for an input whose type nothing else could tell."""
+    for port in graph.input:
+        kind = port.type.WhichOneof("value")
+        if kind is None or (kind == "tensor_type" and not port.type.tensor_type.elem_type):
+            raise ModelError(f"{path}: input {port.name!r} has no type; export the model again")
+
+
+def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as the checker is to see it: without large data, which it would copy, and without
+    what the runtime does not mind."""
+    bare = copy_with_stubs(model, _stub_of_large)
+    for tensor in stored_tensors(bare.graph):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            tensor.CopyFrom(_inline_stub(tensor))
+    bare.ir_version = max(bare.ir_version, MIN_IR)
+    bare.graph.name = bare.graph.name or "graph"
+    del bare.metadata_props[:]
+    for graph in graphs_of(bare.graph):
+        for port in (*graph.input, *graph.output):
+            kind = port.type.WhichOneof("value")
+            if kind == "tensor_type":
+                port.type.tensor_type.shape.SetInParent()
+            elif kind is None and graph is bare.graph:
+                port.type.CopyFrom(helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+    _lend_domain(bare.graph, bare.opset_import)
+    return bare
+
+
+def _has_unknown(model: onnx.ModelProto) -> bool:
+    """Whether there are ops of others, of which onnxruntime alone cannot judge: those of plugins,
+    and collectives in a program per rank."""
+    called = {(f.domain, f.name) for f in model.functions}
+    nodes = [*nodes_of(model.graph)]
+    for function in model.functions:
+        for node in function.node:
+            nodes += [node, *(n for inner in subgraphs_of(node) for n in nodes_of(inner))]
+    return any(
+        not is_own_domain(node.domain) and (node.domain, node.op_type) not in called
+        for node in nodes
+    )
+
+
+def _outline(model: onnx.ModelProto) -> bytes:
+    """The model with inputs in place of large initializers of the main graph."""
+    large = [t for t in model.graph.initializer if _is_large(t)]
+    outline = copy_with_stubs(model, lambda t: TensorProto() if _is_large(t) else None)
+    graph = outline.graph
+    kept = [t for t in graph.initializer if t.data_type]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+    known = {port.name for port in graph.input}
+    graph.input.extend(
+        helper.make_tensor_value_info(t.name, t.data_type, list(t.dims))
+        for t in large
+        if t.name not in known
+    )
+    return bytes(outline.SerializeToString())
+
+
+def _is_large(tensor: TensorProto) -> bool:
+    return tensor.data_location == TensorProto.EXTERNAL or len(tensor.raw_data) > _READ_AT_MOST
+
+
+def _refusal(
+    model: str | bytes,
+    level: ort.GraphOptimizationLevel = ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+) -> Refusal | None:
+    """Why onnxruntime does not load a model, by file or in memory; None where it does."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = level
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(model, options, ["CPUExecutionProvider"])
+    except UnicodeDecodeError:  # of what it says
+        return Refusal("a name in it is not UTF-8")
+    except REFUSED as error:
+        text = str(error).splitlines()[0]
+        return Refusal(text, not any(lack in text for lack in _OF_KERNELS))
+    return None
+
+
+def _lend_domain(graph: GraphProto, opsets: Any) -> None:
+    """Ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) move to one
+    that the checker does not look into."""
+    opset = next((o.version for o in opsets if o.domain in ("", "ai.onnx")), 1)
+    for node in nodes_of(graph):
+        is_standard = node.domain in ("", "ai.onnx") and onnx.defs.has(node.op_type, opset)
+        if not is_standard and is_known(node.op_type, node.domain):
+            node.domain = _LENT
+            if all(o.domain != _LENT for o in opsets):
+                opsets.append(helper.make_opsetid(_LENT, 1))
+
+
+def _stub_of_large(tensor: TensorProto) -> TensorProto | None:
+    return _inline_stub(tensor) if len(tensor.raw_data) > _READ_AT_MOST else None
+
+
+def _inline_stub(tensor: TensorProto) -> TensorProto:
+    """A tensor of no elements, or a scalar: for the checker, which would copy the data, or look for
+    it in the working directory."""
+    dims, dtype = tensor.dims, tensor.data_type
+    data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
+    return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)

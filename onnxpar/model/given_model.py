@@ -1,0 +1,71 @@
+"""Models as Python has them: files, bytes and ModelProtos."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError, EncodeError
+
+from onnxpar.errors import ModelError, OnnxparError
+from onnxpar.files.own_folder import OwnFolder
+from onnxpar.ir.stored import stored_tensors
+
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto
+"""A model file, its bytes, or the model as onnx has it."""
+
+
+@contextmanager
+def model_file(model: Source) -> Iterator[Path]:
+    """A file of the model: its own, or one that is there meanwhile, named after the graph.
+
+    Errors: ModelError where bytes are no model, or lack data that stands beside a file.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        yield Path(model)
+        return
+    if not isinstance(model, (bytes, onnx.ModelProto)):
+        raise ModelError(
+            f"{type(model).__name__} is no model; give a path, bytes or an onnx.ModelProto"
+        )
+    data, proto = _parsed(model)
+    for tensor in stored_tensors(proto.graph):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            raise ModelError(
+                f"initializer {tensor.name!r} of the model given in memory has its data in a file "
+                "that only the model's own path tells; give that path instead, or a model that "
+                "onnx.load has read together with its external data"
+            )
+    with OwnFolder() as folder:
+        file = folder / f"{_name(proto.graph.name)}.onnx"
+        file.write_bytes(data)
+        try:
+            yield file
+        except OnnxparError as error:
+            # The folder is gone when the user reads it; the name says which model it was.
+            error.args = (str(error).replace(f"{folder}/", ""), *error.args[1:])
+            raise
+
+
+def _parsed(model: bytes | onnx.ModelProto) -> tuple[bytes, onnx.ModelProto]:
+    if isinstance(model, bytes):
+        try:
+            return model, onnx.load_model_from_string(model)
+        except DecodeError:
+            raise ModelError("the bytes given are not an ONNX model") from None
+    try:
+        return model.SerializeToString(), model
+    except (EncodeError, ValueError):  # protobuf's limit on a message
+        raise ModelError(
+            "a model in memory can have at most 2 GiB; write it with onnx.save(model, path, "
+            "save_as_external_data=True), and give that path"
+        ) from None
+
+
+def _name(graph: str) -> str:
+    """The graph's name as that of a file."""
+    return re.sub(r"[^\w.-]", "_", graph)[:60].strip(".") or "model"

@@ -1,0 +1,164 @@
+"""Which sizes of a model's inputs are open, and the symbols that they are written with."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import onnx
+
+from onnxpar.errors import StrategyError
+from onnxpar.symbols.symbols import Polynomial
+from onnxpar.symbols.ties import solve_tie
+
+_At = tuple[str, int]
+"""An input's name and an axis of it."""
+
+
+def bind_dims(
+    graph: onnx.GraphProto, dims: Mapping[str, int | str], path: Path
+) -> dict[_At, Polynomial]:
+    """Replaces symbols of the graph's inputs by sizes, in place; returns the sizes that stay open.
+
+    `dims` has sizes by symbol, or by the label that the file has: numbers, or texts made of other
+    symbols, which ties them. Errors: StrategyError for a symbol that the model does not have, or
+    that would be made of itself.
+    """
+    labels = {
+        (tensor.name, axis): _label(tensor.name, axis, dim.dim_param)
+        for tensor in graph.input
+        for axis, dim in enumerate(tensor.type.tensor_type.shape.dim)
+        if not dim.HasField("dim_value")
+    }
+    sizes = _sizes(labels.values())
+    symbols = {symbol: symbol for size in sizes.values() for symbol in size.variables}
+    symbols.update({label: size.symbol or label for label, size in sizes.items()})
+    unknown = sorted(dims.keys() - symbols.keys())
+    if unknown:
+        have = f"no such symbol; it has: {', '.join(sorted(symbols))}"
+        have = have if symbols else "no open sizes; leave --dim out"
+        raise StrategyError(f"--dim {unknown[0]}: {path} has {have}")
+    found = {at: sizes[label] for at, label in labels.items()}
+    given = [
+        (label, sizes.get(label, Polynomial.variable(label)), _given(label, value, sizes))
+        for label, value in dims.items()
+    ]
+    done: list[tuple[str, Polynomial]] = []
+    for label, own, value in given:
+        for symbol, by in done:
+            own, value = own.replace(symbol, by), value.replace(symbol, by)
+        if own == value:
+            continue
+        tie = _solved(own, value)
+        if tie is None:
+            raise StrategyError(
+                f"--dim {label}={dims[label]}: with what else is given, that makes {own} of "
+                f"{value}; write each symbol in terms of others, once"
+            )
+        done = [(symbol, by.replace(*tie)) for symbol, by in done] + [tie]
+        found = {at: size.replace(*tie) for at, size in found.items()}
+    for tensor in graph.input:
+        for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
+            bound = found.get((tensor.name, axis))
+            if bound is not None and not bound.variables:
+                dim.dim_value = bound.at({})
+                del found[tensor.name, axis]
+    return found
+
+
+def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:
+    """What --dim says a label is. Errors: StrategyError for what is no size of the model's."""
+    if isinstance(value, int):
+        return Polynomial.constant(value)
+    if value.strip() in sizes:
+        return sizes[value.strip()]
+    symbols = sorted({s for size in sizes.values() for s in size.variables})
+    try:
+        size = Polynomial.parse(value)
+    except ValueError:
+        raise StrategyError(
+            f"--dim {label}={value}: {value!r} is no size; write a number, or sums and products "
+            f"of {', '.join(symbols)}"
+        ) from None
+    unknown = sorted(set(size.variables) - set(symbols))
+    if unknown:
+        raise StrategyError(
+            f"--dim {label}={value}: there is no symbol {unknown[0]}; there are: "
+            f"{', '.join(symbols)}"
+        )
+    return size
+
+
+def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None:
+    """A symbol, and what it is where a size has that value; None where nothing tells."""
+    symbol = own.symbol
+    if symbol is not None:
+        return None if symbol in value.variables else (symbol, value)
+    return solve_tie(own, value, own.variables)
+
+
+def fix_shapes(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Gives inputs of the graph these shapes, in place."""
+    for tensor in graph.input:
+        sizes = shapes.get(tensor.name)
+        if sizes is not None and tensor.type.HasField("tensor_type"):
+            dims = tensor.type.tensor_type.shape
+            dims.ClearField("dim")
+            dims.dim.extend(onnx.TensorShapeProto.Dimension(dim_value=size) for size in sizes)
+
+
+def _label(name: str, axis: int, label: str) -> str:
+    """The label of an open dimension: what stands for an unknown size ('?', '-1', 'None') is not
+    one, so that two of them need not be equal."""
+    is_name = re.search(r"[^\W\d_]", label) and label not in ("None", "True", "False")
+    return label if is_name else f"{name}.{axis}"
+
+
+def _sizes(labels: Iterable[str]) -> dict[str, Polynomial]:
+    """What each label says: a symbol, or a size made of symbols that other labels tell (`past + 1`
+    beside `past`). A symbol is an identifier; labels that differ have symbols that differ."""
+    distinct = list(dict.fromkeys(labels))
+    names = {label for label in distinct if _is_identifier(label)}
+    sizes = {label: Polynomial.variable(label) for label in names}
+    told = set(names)
+    formulas = {label: size for label in distinct if (size := _formula(label)) is not None}
+    for label in sorted(formulas, key=lambda label: len(formulas[label].variables)):
+        size = formulas[label]
+        untold = set(size.variables) - told
+        if not untold or (len(untold) == 1 and _tells(size, *untold)):
+            sizes[label] = size
+            told |= untold
+    for label in distinct:
+        if label not in sizes:
+            name = re.sub(r"\W", "_", label, flags=re.ASCII)
+            name = name if _is_identifier(name) else f"_{name}"
+            while name in told:
+                name += "_"
+            told.add(name)
+            sizes[label] = Polynomial.variable(name)
+    return {label: sizes[label] for label in distinct}
+
+
+def _is_identifier(label: str) -> bool:
+    """Whether a label can be a symbol as it is: plans write sizes as expressions."""
+    return label.isidentifier() and label.isascii() and not keyword.iskeyword(label)
+
+
+def _formula(label: str) -> Polynomial | None:
+    """The size that an expression says, None for what is none or could be negative."""
+    try:
+        size = Polynomial.parse(label)
+    except ValueError:
+        return None
+    positive = all(c > 0 for monomial, c in size.terms if monomial)
+    return size if size.variables and positive and size.symbol is None else None
+
+
+def _tells(size: Polynomial, symbol: str) -> bool:
+    """Whether a size is an expression of a symbol that nothing else tells, rather than a name with
+    a hyphen in it (`dim-1` and `dim-2`)."""
+    is_divided = any(symbol in q.over.variables for q in size.quotients) or size.denominator > 1
+    is_sum = not is_divided and all(c > 0 for _, c in size.terms)
+    return is_sum and all(monomial.count(symbol) <= 1 for monomial, _ in size.terms)

@@ -1,0 +1,348 @@
+"""Shape inference and constant folding, node by node, for a graph with static inputs.
+
+ONNX's own inference stops at the first shape that is computed by nodes. Here each node is either
+evaluated (all its operands are known and small) or inferred with what is known so far, so that
+targets computed from Shape are constants by the time they are needed. Declared shapes are
+not trusted, but for results of ops that ONNX does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded
+from onnxpar.model.runtime_shapes import RuntimeShapes
+from onnxpar.model.table_reads import reads_beyond
+
+_TRAINED = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_NEVER = frozenset(
+    (
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+        "If",
+        "Loop",
+        "Scan",
+        "SequenceEmpty",
+        "Optional",
+        "Dropout",
+        "DequantizeLinear",  # the runtime computes with integers where it sees these beside an op
+        "LRN",  # onnx's reference counts its channels by the size of the batch
+    )
+)
+
+
+def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
+    """Drops all other nodes; `others` says that some of these are not yet among the graph's."""
+    if others or len(kept) < len(graph.node):
+        found = list(kept)
+        del graph.node[:]
+        graph.node.extend(found)
+
+
+class Walk:
+    """What is known of the tensors of a graph, node by node in graph order, for inputs of these
+    types. With `keep`, nothing that may be trained is folded into another constant: neither arrays
+    of floating-point numbers, nor numbers of these names."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        inputs: Mapping[str, TypeProto] | None = None,
+        keep: Collection[str] | None = None,
+    ) -> None:
+        self.model = model
+        self.keep = keep
+        self.opsets = {o.domain or "": o.version for o in model.opset_import}
+        self.runtime = RuntimeShapes(model.opset_import, model.ir_version)
+        self.types: dict[str, TypeProto] = {}
+        self.values: dict[str, np.ndarray[Any, Any]] = {}
+        self.protos: dict[str, TensorProto] = {}
+        self.folded: set[str] = set()
+        self.kept: set[str] = set()
+        self.conflicts: list[NodeProto] = []
+        ports = [*model.graph.value_info, *model.graph.output]
+        self.declared = {p.name: p.type for p in ports if _static_shape(p.type) is not None}
+        for tensor in model.graph.input:
+            self.types[tensor.name] = (inputs or {}).get(tensor.name, tensor.type)
+        self.add_weights(model.graph.initializer)
+
+    def add_weights(self, weights: Iterable[TensorProto]) -> None:
+        """Takes note of initializers."""
+        for weight in weights:
+            self.types[weight.name] = onnx.helper.make_tensor_type_proto(
+                weight.data_type, list(weight.dims)
+            )
+            if is_folded(weight):
+                if (
+                    self.keep is not None
+                    and weight.data_type in _TRAINED
+                    and (weight.dims or weight.name in self.keep)
+                ):
+                    self.kept.add(weight.name)
+                self.values[weight.name] = numpy_helper.to_array(weight)
+                self.protos[weight.name] = weight
+
+    def suppose(self, values: Mapping[str, Any]) -> None:
+        """Takes tensors to have these values."""
+        for name, value in values.items():
+            self._know(name, value)
+
+    def fold(self, node: NodeProto, values: Sequence[Any]) -> None:
+        """Takes the node's results for constants."""
+        for name, value in zip(node.output, values, strict=True):
+            self._know(name, value)
+            self.folded.add(name)
+
+    def know(self, node: NodeProto, values: Sequence[Any]) -> None:
+        """Takes the node's results for known, though it stays."""
+        for name, value in zip(node.output, values, strict=True):
+            self._know(name, value)
+
+    def _know(self, name: str, value: Any) -> None:
+        array = np.asarray(value)
+        self.values[name] = array
+        self.protos[name] = numpy_helper.from_array(array, name)
+        self.types[name] = onnx.helper.make_tensor_type_proto(
+            self.protos[name].data_type, list(array.shape)
+        )
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, None where it is not known."""
+        return _static_shape(self.types.get(name))
+
+    def sizes(self, name: str) -> tuple[int | None, ...] | None:
+        """The shape of a tensor as far as it is known, None where not even its rank is."""
+        return known_sizes(self.types.get(name))
+
+    def evaluate(self, node: NodeProto) -> list[Any] | None:
+        """The node's results where they are constant and small, else None."""
+        values = self._evaluate(node)
+        return values if values is not None and len(values) == len(node.output) else None
+
+    def _evaluate(self, node: NodeProto) -> list[Any] | None:
+        if node.domain not in ("", "ai.onnx") or node.op_type in _NEVER:
+            return None
+        if node.op_type == "Constant":
+            return _constant(node)
+        if node.op_type in ("Shape", "Size"):
+            return self._shape(node)
+        if not all(name in self.values for name in node.input if name):
+            return None
+        if not self.kept.isdisjoint(node.input):
+            return None
+        if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
+            return None
+        if not self._fits(node):
+            return None
+        feeds = {name: self.values[name] for name in node.input if name}
+        try:
+            results = ReferenceEvaluator(self._one_node(node)).run(None, feeds)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
+            return None  # left to the runtime, which has every op
+        if any(not isinstance(r, (np.ndarray, np.generic)) for r in results):
+            return None
+        return list(results)
+
+    def _fits(self, node: NodeProto) -> bool:
+        """Whether the results are small enough to be stored; many equal floats are not worth it."""
+        if node.op_type == "ConstantOfShape":
+            value = next((numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, "f4"))
+            size = np.prod(self.values[node.input[0]], dtype=np.int64)
+            if value.dtype.kind == "f" and size > SMALL_WEIGHT:
+                return False
+        types = self._inferred(node)
+        shapes = [_static_shape(types.get(o)) for o in node.output if o]
+        if any(shape is None for shape in shapes):
+            return node.op_type in ("Range", "NonZero", "ConstantOfShape", "Tile", "Expand")
+        return all(np.prod(shape or (), dtype=np.int64) <= FOLD_LIMIT for shape in shapes)
+
+    def _one_node(self, node: NodeProto) -> onnx.ModelProto:
+        inputs = [
+            onnx.helper.make_value_info(n, self.types[n]) for n in dict.fromkeys(node.input) if n
+        ]
+        outputs = [onnx.helper.make_empty_tensor_value_info(n) for n in node.output if n]
+        graph = onnx.helper.make_graph([node], "fold", inputs, outputs)
+        return onnx.helper.make_model(
+            graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version
+        )
+
+    def _shape(self, node: NodeProto) -> list[Any] | None:
+        shape = _static_shape(self.types.get(node.input[0]))
+        if shape is None:
+            return None
+        if node.op_type == "Size":
+            return [np.array(np.prod(shape, dtype=np.int64))]
+        bounds = {a.name: a.i for a in node.attribute}
+        return [np.array(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
+
+    def infer(self, node: NodeProto) -> None:
+        """Records the types of the results that inference can tell."""
+        self.types.update(self._inferred(node))
+        if reads_beyond(node, self.values, self.sizes) and self.conflicts[-1:] != [node]:
+            self.conflicts.append(node)
+
+    def probe(self, node: NodeProto, operand: str, axis: int, size: int) -> dict[str, TypeProto]:
+        """The types that the node's results would have if a dimension of an operand had another
+        size; nothing is recorded."""
+        own, conflicts = self.types[operand], len(self.conflicts)
+        other = TypeProto()
+        other.CopyFrom(own)
+        other.tensor_type.shape.dim[axis].dim_value = size
+        self.types[operand] = other
+        found = self._inferred(node)
+        self.types[operand] = own
+        del self.conflicts[conflicts:]
+        return found
+
+    def forget(self, name: str) -> None:
+        """Takes back the shape of a tensor, and its value."""
+        if name in self.types and self.types[name].HasField("tensor_type"):
+            self.types[name].tensor_type.ClearField("shape")
+        self.values.pop(name, None)
+        self.protos.pop(name, None)
+
+    def forget_size(self, name: str, axis: int) -> None:
+        """Takes back what a dimension of a tensor was found to be, and the tensor's value."""
+        self.types[name].tensor_type.shape.dim[axis].Clear()
+        self.values.pop(name, None)
+        self.protos.pop(name, None)
+
+    def _inferred(self, node: NodeProto) -> dict[str, TypeProto]:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
+        except onnx.defs.SchemaError:
+            schema = None
+        if schema is None or not schema.has_type_and_shape_inference_function:
+            found = self.runtime.infer(node, self.types, self.protos)
+            open_ = [o for o in node.output if _static_shape(found.get(o)) is None]
+            return found | {o: self.declared[o] for o in open_ if o in self.declared}
+        names = [n for n in node.input if n]
+        if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
+            names = list(self.types)
+        if any(n and n not in self.types for n in node.input):
+            return {}
+        try:
+            found = onnx.shape_inference.infer_node_outputs(
+                schema,
+                node,
+                {n: self.types[n] for n in names},
+                {n: self.protos[n] for n in node.input if n in self.protos},
+                opset_imports=list(self.model.opset_import),
+                ir_version=self.model.ir_version,
+            )
+        except (
+            onnx.shape_inference.InferenceError,
+            onnx.checker.ValidationError,
+            KeyError,
+            RuntimeError,
+        ):
+            self.conflicts.append(node)
+            return {}
+        return {name: type_ for name, type_ in found.items() if name}
+
+    def declare(self, graph: onnx.GraphProto) -> None:
+        """Writes value_info, and the folded constants that some node of the graph still reads."""
+        used = {name for node in graph.node for name in _reads(node)}
+        outputs = {o.name for o in graph.output}
+        for name in sorted(self.folded & (used | outputs)):
+            graph.initializer.append(self.protos[name])
+        kept = [w for w in graph.initializer if w.name in used | outputs]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+        del graph.value_info[:]
+        for node in graph.node:
+            for name in node.output:
+                if name in self.types and name not in outputs:
+                    graph.value_info.append(onnx.helper.make_value_info(name, self.types[name]))
+        for port in [*graph.input, *graph.output]:
+            if port.name in self.types:
+                port.type.CopyFrom(self.types[port.name])
+
+
+def infer_results(
+    node: gs.Node, shapes: Sequence[Sequence[int] | None], opset: int
+) -> list[tuple[Any, list[int]]]:
+    """The dtype and shape of each of a node's results, for operands of these shapes."""
+    types = {}
+    constants = {}
+    for tensor, shape in zip(node.inputs, shapes, strict=True):
+        if shape is not None:
+            dtype = gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype)
+            types[tensor.name] = onnx.helper.make_tensor_type_proto(dtype, shape)
+        if isinstance(tensor, gs.Constant) and _is_at_hand(tensor):
+            constants[tensor.name] = numpy_helper.from_array(tensor.values, tensor.name)
+    proto = gs.exporters.onnx_exporter.OnnxExporter.export_node(node)
+    known = [a for a in proto.attribute if not a.name.startswith("onnxpar.")]
+    del proto.attribute[:]
+    proto.attribute.extend(known)
+    schema = onnx.defs.get_schema(node.op, opset, "")
+    found = onnx.shape_inference.infer_node_outputs(
+        schema, proto, types, constants, opset_imports=[onnx.helper.make_opsetid("", opset)]
+    )
+    results = []
+    for tensor in node.outputs:
+        shape = _static_shape(found[tensor.name])
+        assert shape is not None, f"{node.op} '{node.name}': no shape from {shapes}"
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(found[tensor.name].tensor_type.elem_type)
+        results.append((dtype, list(shape)))
+    return results
+
+
+def _is_at_hand(tensor: gs.Constant) -> bool:
+    """Whether a value may decide a shape: made here, or small and stored in the model itself."""
+    values = tensor._values
+    return not isinstance(values, gs.ir.tensor.LazyValues) or is_folded(values.tensor)
+
+
+def _constant(node: NodeProto) -> list[Any] | None:
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        return [numpy_helper.to_array(attribute.t)]
+    dtypes = {"value_float": "f4", "value_floats": "f4", "value_int": "i8", "value_ints": "i8"}
+    if attribute.name not in dtypes:
+        return None
+    return [np.array(onnx.helper.get_attribute_value(attribute), dtypes[attribute.name])]
+
+
+def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
+    """The sizes of a tensor, None for those that are not known; None for an unknown rank."""
+    if type_ is None or not type_.HasField("tensor_type"):
+        return None
+    if not type_.tensor_type.HasField("shape"):
+        return None
+    dims = type_.tensor_type.shape.dim
+    return tuple(d.dim_value if d.HasField("dim_value") else None for d in dims)
+
+
+def _static_shape(type_: TypeProto | None) -> tuple[int, ...] | None:
+    if type_ is None or not type_.HasField("tensor_type"):
+        return None
+    if not type_.tensor_type.HasField("shape"):
+        return None
+    dims = type_.tensor_type.shape.dim
+    if any(not d.HasField("dim_value") for d in dims):
+        return None
+    return tuple(d.dim_value for d in dims)
+
+
+def _reads(node: NodeProto) -> list[str]:
+    """Every name that a node reads, those that its subgraphs capture included."""
+    names = list(node.input)
+    for attribute in node.attribute:
+        for graph in [attribute.g, *attribute.graphs]:
+            for inner in graph.node:
+                names += _reads(inner)
+            names += [o.name for o in graph.output]
+    return names

@@ -1,0 +1,49 @@
+"""Whether indices that are known lie within the table that a node looks them up in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from onnx import NodeProto
+
+from onnxpar.base.arrays import Array
+
+_MICROSOFT = "com.microsoft"
+_TABLES: Mapping[tuple[str, str], tuple[int, int, str]] = {
+    ("", "Gather"): (0, 1, "axis"),
+    ("", "GatherElements"): (0, 1, "axis"),
+    ("", "RotaryEmbedding"): (1, 3, ""),
+    (_MICROSOFT, "GatherBlockQuantized"): (0, 1, "gather_axis"),
+    (_MICROSOFT, "RotaryEmbedding"): (2, 1, ""),
+}
+"""Of nodes that look up: which operands are the table and the indices, and the attribute that says
+along which axis; the first axis where none does."""
+
+
+def reads_beyond(
+    node: NodeProto,
+    values: Mapping[str, Array],
+    sizes: Callable[[str], tuple[int | None, ...] | None],
+) -> bool:
+    """Whether a node looks up an index that its table does not have, by the values and sizes of
+    tensors that are known."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    place = _TABLES.get((domain, node.op_type))
+    if place is None or len(node.input) <= max(place[:2]):
+        return False
+    table, indices = sizes(node.input[place[0]]), values.get(node.input[place[1]])
+    axis = next((a.i for a in node.attribute if a.name == place[2]), 0)
+    if indices is None or not indices.size or not table or not -len(table) <= axis < len(table):
+        return False
+    rows, length = table[axis], _positions(node, indices, sizes)
+    return rows is not None and not (-rows <= indices.min() and indices.max() + length <= rows)
+
+
+def _positions(
+    node: NodeProto, indices: Array, sizes: Callable[[str], tuple[int | None, ...] | None]
+) -> int:
+    """How many rows an index stands for: one, or where it is the position of the first of a
+    sequence, as many as that has."""
+    shape = sizes(node.input[0]) or ()
+    is_first = node.op_type == "RotaryEmbedding" and indices.size == 1 and len(shape) in (3, 4)
+    return (shape[len(shape) - 2] if is_first else 1) or 1

@@ -1,0 +1,185 @@
+"""Writes a graph as a model of its own, with weights copied stream-wise from where they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import TensorProto, numpy_helper
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.interrupts import uninterrupted
+from onnxpar.errors import OnnxparError
+from onnxpar.files.own_folder import OwnFolder, own_name, remove_left
+from onnxpar.files.write_file import PREFIX, cause, put
+from onnxpar.ir.stored import external_location, stored_bytes, stored_tensors
+from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.model.interchange import default_of, export_graph
+
+ALIGN = 4096
+"""Offsets of weights in the data file, so that a runtime can map them."""
+INLINE = 1 << 16
+"""Bytes up to which a weight stands in the model where others do not."""
+MOST = 1 << 30
+"""Bytes of weights up to which all stand in the model, if they did before."""
+CHUNK = 8 << 20
+
+
+Values = Callable[[str], Array | None]
+"""New values of weights by name, None for those that stay."""
+
+
+def write_model(
+    model: onnx.ModelProto, source: Path, output: Path, values: Values = lambda name: None
+) -> None:
+    """Writes a model whose external data is in the folder `source`, to `output`; large weights to
+    `output` with .data after its name. Errors: OnnxparError; nothing is left half-written."""
+    if output.exists() and not output.is_file():
+        raise OnnxparError(f"{output}: is no file that a model can be written to; name another")
+    tensors = list(stored_tensors(model.graph))
+    is_external = any(t.data_location == TensorProto.EXTERNAL for t in tensors)
+    location = output.name + ".data"
+    try:
+        with OwnFolder(PREFIX, output.parent) as folder:
+            data: dict[str, Path] = {}
+            if is_external or sum(map(stored_bytes, tensors)) > MOST:
+                data[location] = folder / "data"
+                with data[location].open("wb") as sink:
+                    for tensor in tensors:
+                        value = values(tensor.name)
+                        if value is not None:
+                            tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+                        if goes_apart(tensor):
+                            move_data(tensor, source, sink, location)
+            else:
+                for tensor in tensors:
+                    value = values(tensor.name)
+                    if value is not None:
+                        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+            put_model(model, output, folder, data)
+    except OSError as error:
+        raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
+
+
+def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[str, Path]) -> None:
+    """Gives the name `output` to a model, and their locations to its files of data, which are in
+    `folder`, as it will be itself first. Wherever the process is killed, what stands at `output` is
+    an old model or the new one, with its own data. Errors: OSError."""
+    there = output.parent
+    taken = {name: own_name(f"{name}.") for name in data if (there / name).exists()}
+    (folder / "model").write_bytes(_bytes_with(model, {}))
+    if taken:
+        (folder / "first").write_bytes(_bytes_with(model, taken))
+    with uninterrupted():
+        for name in data.keys() - taken.keys():
+            put(data[name], there / name)
+        if not taken or _puts_data(output, folder, data, taken):
+            put(folder / "model", output)
+            for own in taken.values():
+                (there / own).unlink(missing_ok=True)
+    for name in data:
+        remove_left((there / name).parent, f"{Path(name).name}.")
+
+
+def _puts_data(
+    output: Path, folder: Path, data: Mapping[str, Path], taken: Mapping[str, str]
+) -> bool:
+    """Replaces data of an old model, when none refers to it any more: the new model stands at its
+    place, with data of other names. Whether the data has its own names, too, which a file system
+    without links cannot do."""
+    there = output.parent
+    try:
+        for name, own in taken.items():
+            put(data[name], there / own)
+        put(folder / "first", output)
+    except OSError:
+        for own in taken.values():
+            (there / own).unlink(missing_ok=True)
+        raise
+    try:
+        for name, own in taken.items():
+            os.link(there / own, folder / "link")
+            os.replace(folder / "link", there / name)
+    except OSError:
+        for name in taken:
+            (there / name).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _bytes_with(model: onnx.ModelProto, names: Mapping[str, str]) -> bytes:
+    """The model with other locations of its data than it has."""
+    entries = [
+        entry
+        for tensor in stored_tensors(model.graph)
+        for entry in tensor.external_data
+        if entry.key == "location" and entry.value in names
+    ]
+    before = [entry.value for entry in entries]
+    for entry in entries:
+        entry.value = names[entry.value]
+    data = model.SerializeToString()
+    for entry, name in zip(entries, before, strict=True):
+        entry.value = name
+    return bytes(data)
+
+
+def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
+    """The model of a graph, with the default values of its inputs."""
+    for node in all_nodes(graph):
+        node.attrs.pop("onnxpar.opset", None)
+    model = export_graph(graph, header)
+    model.producer_name = model.producer_name or "onnxpar"
+    for tensor in graph.inputs:
+        default = default_of(tensor)
+        if default is not None:
+            model.graph.initializer.append(default)
+            model.graph.initializer[-1].name = tensor.name
+    return model
+
+
+def goes_apart(tensor: TensorProto) -> bool:
+    """Whether the data of a tensor goes to the data file, where there is one."""
+    is_external = tensor.data_location == TensorProto.EXTERNAL
+    return is_external or (stored_bytes(tensor) > INLINE and bool(tensor.raw_data))
+
+
+def move_data(
+    tensor: TensorProto,
+    source: Path,
+    sink: BinaryIO,
+    location: str,
+    place: tuple[int, int] | None = None,
+) -> tuple[int, int]:
+    """Lets a tensor refer to the data file `location`, and appends its data to `sink`, which is
+    that file, unless it has a `place` there already. Returns its offset and length, in bytes."""
+    length = stored_bytes(tensor)
+    if place is None:
+        sink.write(bytes(-sink.tell() % ALIGN))
+        place = sink.tell(), length
+        if tensor.data_location == TensorProto.EXTERNAL:
+            _copy_external(tensor, source, sink, length)
+        else:
+            sink.write(tensor.raw_data)
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, entry in (("location", location), ("offset", place[0]), ("length", place[1])):
+        tensor.external_data.add(key=key, value=str(entry))
+    return place
+
+
+def _copy_external(tensor: TensorProto, source: Path, sink: BinaryIO, length: int) -> None:
+    file, start, _ = external_location(tensor)
+    with (source / file).open("rb") as reader:
+        reader.seek(start)
+        left = length
+        while left:
+            block = reader.read(min(left, CHUNK))
+            assert block, "the file was checked to be long enough"
+            sink.write(block)
+            left -= len(block)

@@ -1,0 +1,1 @@
+"""Models with open sizes: inferred at several bindings in lockstep."""

@@ -1,0 +1,45 @@
+"""Sizes of inputs that one branch of an If alone reads: no other input needs to agree with them.
+
+A run computes one of the branches. What the other one would read may be a dummy then, such as the
+empty cache of a decoder's first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from onnx import GraphProto, NodeProto
+
+from onnxpar.ir.stored import captured_by, reads_of
+from onnxpar.symbols.symbols import Polynomial
+
+At = tuple[str, int]
+"""A tensor's name and an axis of it."""
+SizeOf = Callable[[str], list[Polynomial | None]]
+"""The sizes of a tensor in closed form; None for those that have none or are not known."""
+
+
+def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf) -> frozenset[At]:
+    """The open sizes of inputs that only branches read which are not computed together, where no
+    size of what the If makes is told by them."""
+    others = {port.name for port in graph.output}
+    ifs = [node for node in graph.node if _is_if(node)]
+    for node in graph.node:
+        others.update(node.input if _is_if(node) else reads_of(node))
+    told: dict[str, set[str]] = {}
+    for node in ifs:
+        each = [captured_by(a.g) for a in node.attribute if a.HasField("g")]
+        others.update(set.intersection(*each))
+        sizes = [size for name in node.output if name for size in size_of(name)]
+        symbols = {str(v) for size in sizes if size is not None for v in size.variables}
+        for name in set.union(*each):
+            told.setdefault(name, set()).update(symbols)
+    return frozenset(
+        (name, axis)
+        for (name, axis), size in dims.items()
+        if name in told and name not in others and told[name].isdisjoint(size.variables)
+    )
+
+
+def _is_if(node: NodeProto) -> bool:
+    return node.op_type == "If" and node.domain in ("", "ai.onnx")

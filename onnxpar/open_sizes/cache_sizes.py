@@ -1,0 +1,121 @@
+"""Open sizes that the kernel of a cache needs to follow from others.
+
+Shapes alone tie most sizes to each other (`equal_sizes.py`); what a GroupQueryAttention is told of
+the length of its keys is a number in an operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import NodeProto
+
+from onnxpar.open_sizes.lockstep import Lockstep
+from onnxpar.symbols.symbols import Binding, Polynomial
+
+Step = list[tuple[Polynomial, int]]
+"""Ways to mend one contradiction: a size, and what it should be."""
+
+_MICROSOFT = "com.microsoft"
+_OP = "GroupQueryAttention"
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Sizes around a GroupQueryAttention, None where they have no closed form: the batch, the
+    tokens of a run (`own`), the length of the `past` cache, what the operand says of the length of
+    all `keys`, and the rows of the table of angles. A cache `is_buffer` where it has one length
+    before and after, and `is_ring` where it keeps the last tokens of a `window`."""
+
+    batch: Polynomial | None
+    own: Polynomial | None
+    past: Polynomial | None
+    keys: Polynomial | None
+    rows: Polynomial | None
+    window: int
+    is_buffer: bool
+    is_ring: bool
+
+    def steps(self, sizes: Binding) -> Iterator[Step]:
+        """What the kernel would refuse of these sizes: the length of a mask is that of past and
+        present, a ring is as long as its window, and its mask at least as long, as the rest of it
+        stays unwritten; only one sequence at a time may go on."""
+        if self.own is None or self.past is None:
+            return
+        own, past = self.own.at(sizes), self.past.at(sizes)
+        keys = None if self.keys is None else self.keys.at(sizes)
+        batch = None if self.batch is None else self.batch.at(sizes)
+        if self.is_ring and past < self.window:
+            yield [(self.past, self.window)]
+        if self.is_ring and self.keys is not None and keys is not None:
+            needed = max(past, self.window, own)
+            if keys < needed:
+                yield [(self.keys, needed)]
+        if self.batch is not None and past and own > 1 and batch is not None and batch > 1:
+            yield [(self.own, 1), (self.batch, 1) if self.is_ring else (self.past, 0)]
+        elif self.keys is not None and keys is not None and not self.is_ring:
+            before = keys if self.is_buffer else keys - own
+            if keys != self._total(own, past):
+                yield [(self.keys, self._total(own, past)), (self.past, before)]
+
+    def fits(self, sizes: Binding) -> bool:
+        """Whether the table of angles has a row for every key."""
+        if self.rows is None or self.own is None:
+            return True
+        if self.is_ring:
+            total = 0 if self.keys is None else self.keys.at(sizes)
+        else:
+            past = 0 if self.past is None else self.past.at(sizes)
+            total = self._total(self.own.at(sizes), past)
+        return total <= self.rows.at(sizes)
+
+    def _total(self, own: int, past: int) -> int:
+        """The keys that are attended to: those before and the own, or all that a buffer has."""
+        return past if past and self.is_buffer else past + own
+
+
+def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
+    """Those of every GroupQueryAttention that the walks have kept."""
+    said = {
+        port.name: [dim.dim_value or dim.dim_param for dim in port.type.tensor_type.shape.dim]
+        for port in (*graph.input, *graph.output)
+    }
+    nodes = (n for n in walks.kept if n.op_type == _OP and n.domain == _MICROSOFT)
+    return [_of(node, walks, said) for node in nodes]
+
+
+def _of(node: NodeProto, walks: Lockstep, said: Mapping[str, Sequence[int | str]]) -> CacheSizes:
+    names = [*node.input, *[""] * 9]
+    attributes = {a.name: a.i for a in node.attribute}
+    before = said.get(names[3], [])
+    after = said.get(node.output[1], []) if len(node.output) > 1 else []
+    return CacheSizes(
+        batch=walks.size(names[0], 0),
+        own=walks.size(names[0], 1),
+        past=walks.size(names[3], 2) if names[3] else None,
+        keys=walks.value(names[6]),
+        rows=walks.size(names[7], 0) if names[7] else None,
+        window=attributes.get("local_window_size", -1),
+        is_buffer=len(before) == len(after) == 4 and bool(before[2]) and before[2] == after[2],
+        is_ring=bool(attributes.get("sliding_window_cache", 0)),
+    )
+
+
+def settled(
+    caches: Sequence[CacheSizes], sizes: Mapping[str, int], kept: Collection[str]
+) -> dict[str, int]:
+    """Sizes of all symbols that contradict no cache, as far as those that are `kept` allow. Each
+    changes once; what rings need comes first, as growing caches can follow a longer mask."""
+    found, done = dict(sizes), set(kept)
+    ordered = sorted(caches, key=lambda cache: not cache.is_ring)
+    for _ in sizes:
+        for cache in ordered:
+            for step in list(cache.steps(found)):
+                for size, to in step:
+                    if size.symbol is not None and size.symbol not in done and to >= 0:
+                        found[size.symbol] = to
+                        done.add(size.symbol)
+                        break
+    return found

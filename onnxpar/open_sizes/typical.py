@@ -1,0 +1,190 @@
+"""Sizes that runs typically have, at which costs are computed where a model leaves sizes open."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onnxpar.errors import StrategyError
+from onnxpar.open_sizes.cache_sizes import CacheSizes, settled
+from onnxpar.symbols.symbols import Binding, Polynomial
+
+Profile = tuple[Mapping[str, int], float]
+"""Sizes by symbol, and how much they count."""
+OpenDims = Mapping[tuple[str, int], Polynomial]
+
+BATCH = 1
+LENGTHS = (128, 64, 32, 16, 8, 4, 2, 1)
+"""Of sequences and all else; the first that the model's other sizes allow."""
+IMAGES = (224, 256, 64, 32, 16, 8)
+"""Of the height and width of images, the same."""
+_LENGTH_NAME = re.compile(r"seq|len|time|token|frame|past|step", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Typical:
+    """What a user gives: nothing, or sizes of some symbols, several times with weights."""
+
+    profiles: tuple[Profile, ...] = ()
+
+    @staticmethod
+    def given(value: Typical | Mapping[str, int] | Sequence[Any] | None) -> Typical:
+        """A mapping of sizes by symbol, a sequence of (mapping, weight), or nothing. Errors:
+        StrategyError."""
+        if value is None or isinstance(value, Typical):
+            return value or Typical()
+        each = [(value, 1.0)] if isinstance(value, Mapping) else value
+        profiles = []
+        for entry in each:
+            sizes, weight = (entry, 1.0) if isinstance(entry, Mapping) else entry
+            for name, size in sizes.items():
+                if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                    raise StrategyError(f"typical {name}={size!r}: a whole number from 0 on")
+            if not weight > 0:
+                raise StrategyError(f"typical: the weight {weight!r} must be above 0")
+            profiles.append((dict(sizes), float(weight)))
+        return Typical(tuple(profiles))
+
+    @staticmethod
+    def parse(entries: Sequence[str]) -> Typical:
+        """Texts such as `batch=1,seq=128`, or `batch=8,seq=16:0.2` with a weight. Errors:
+        StrategyError."""
+        profiles = []
+        for entry in entries:
+            found = re.fullmatch(r"(.+?)(?::([0-9.]+))?", entry)
+            pairs = [pair.rpartition("=") for pair in (found[1].split(",") if found else [])]
+            bad = not pairs or any(not name or not size.isdigit() for name, _, size in pairs)
+            try:
+                weight = float(found[2] or 1) if found else 0.0
+            except ValueError:
+                bad, weight = True, 0.0
+            if bad or not weight > 0:
+                raise StrategyError(
+                    f"--typical {entry}: write NAME=N,NAME=N, and :WEIGHT after it where it is "
+                    "given several times"
+                )
+            profiles.append(({name: int(size) for name, _, size in pairs}, weight))
+        return Typical(tuple(profiles))
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Symbols that turned out to be one size with others, or a sum of them, in the order in which
+    that was found."""
+
+    found: tuple[tuple[str, Polynomial], ...] = ()
+
+    def solve(self, given: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
+        """The sizes of the symbols that are left, by those that are given of any; the others are
+        `free`. Errors: StrategyError where sizes contradict each other."""
+        sizes = {name: given.get(name, size) for name, size in free.items()}
+        for name, size in reversed(self.found):
+            if name not in given:
+                continue
+            known = {v: sizes.get(v, given.get(v, 1)) for v in size.variables}
+            for symbol in [v for v in size.variables if v not in given and v in sizes]:
+                solved = size.solve(symbol, known, given[name])
+                if size.at(known) != given[name] and solved is not None and solved >= 0:
+                    sizes[symbol] = known[symbol] = solved
+            if size.at(known) != given[name]:
+                found = f", which is {size.at(known)}" if size.variables else ""
+                raise StrategyError(
+                    f"--typical {name}={given[name]}: in this model it is {size}{found}"
+                )
+        return sizes
+
+
+def typical_sizes(
+    typical: Typical,
+    symbols: Sequence[str],
+    ties: Ties,
+    dims: OpenDims,
+    caches: Sequence[CacheSizes],
+    fits: Sequence[Callable[[Binding], bool]],
+) -> tuple[Profile, ...]:
+    """Sizes for all symbols, with weights of which the sum is 1: what is given; else a batch of 1,
+    and lengths that the model's other sizes allow, as far as `fits` tells; a later one counts where
+    nothing fits by those before. Empty where nothing is given and nothing fits. Errors:
+    StrategyError for a symbol that is not open, or sizes that do not fit."""
+    known = {*symbols, *(name for name, _ in ties.found)}
+    total = sum(weight for _, weight in typical.profiles)
+    found: list[Profile] = []
+    for sizes, weight in typical.profiles or (({}, 1.0),):
+        given = {re.sub(r"\W", "_", name): size for name, size in sizes.items()}
+        unknown = [name for name in sizes if re.sub(r"\W", "_", name) not in known]
+        if unknown:
+            raise StrategyError(
+                f"--typical {unknown[0]}: no size of that name is open; there are: "
+                f"{', '.join(sorted(known))}"
+            )
+        tried: list[dict[str, int]] = []
+        for free in _defaults(symbols, dims):
+            solved = settled(caches, ties.solve(given, free), given)
+            tried += [solved] if solved not in tried else []
+        tried = [b for b in tried if all(cache.fits(b) for cache in caches)]
+        best = next((b for fit in fits for b in tried if fit(b)), None)
+        if best is None and typical.profiles:
+            text = ",".join(f"{name}={size}" for name, size in sizes.items())
+            raise StrategyError(f"--typical {text}: the model does not allow these sizes")
+        if best is not None:
+            found.append((best, weight / (total or 1.0)))
+    return tuple(found)
+
+
+def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]]:
+    """Sizes for all symbols, the usual first. Of one that counts parts, as width_by_32 does, the
+    usual ones are those of what is made of them."""
+    batch, images = _batch(symbols, dims), _images(symbols, dims)
+    parts = {
+        symbol: size.at({symbol: 1}) - size.at({symbol: 0})
+        for size in dims.values()
+        for symbol in size.variables
+        if len(size.variables) == 1 and not size.symbol
+    }
+    for length in LENGTHS:
+        for image in IMAGES if images else IMAGES[:1]:
+            sizes = {s: BATCH if s in batch else image if s in images else length for s in symbols}
+            yield {s: max(size // max(parts.get(s, 1), 1), 1) for s, size in sizes.items()}
+
+
+def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
+    """The symbols that are a batch: those with its name; else all that only begin inputs, such as
+    the numbers of texts and of images; else the one that begins most inputs."""
+    named = {s for s in symbols if "batch" in s.lower() or s.lower() in ("b", "n", "bs")}
+    leading: Counter[str] = Counter(
+        size.symbol
+        for (_, axis), size in dims.items()
+        if axis == 0 and size.symbol and not _LENGTH_NAME.search(size.symbol)
+    )
+    elsewhere = {v for (_, axis), size in dims.items() if axis for v in size.variables}
+    return named or leading.keys() - elsewhere or {s for s, _ in leading.most_common(1)}
+
+
+def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:
+    """The symbols that are the height or width of an image: where both are open, behind two others,
+    and no name says that they are lengths."""
+    found: set[str] = set()
+    for (name, axis), size in dims.items():
+        beside = dims.get((name, axis + 1 if axis % 2 == 0 else axis - 1))
+        if axis in (2, 3) and beside is not None and len(size.variables) == 1:
+            found.update(size.variables)
+    return {s for s in found if not _LENGTH_NAME.search(s)}
+
+
+def sizes_text(profiles: Sequence[Profile]) -> str:
+    """The sizes as they are printed: `batch=1, seq=128`."""
+    each = []
+    for sizes, weight in profiles:
+        text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        each.append(text if len(profiles) == 1 else f"{text} (weight {weight:.3g})")
+    return "; ".join(each)
+
+
+def check_closed(typical: Typical, path: Any) -> None:
+    """Errors: StrategyError where sizes are given of a model that leaves none open."""
+    if typical.profiles:
+        name = next(iter(typical.profiles[0][0]), "")
+        raise StrategyError(f"--typical {name}: {path} leaves no size open")

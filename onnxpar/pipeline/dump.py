@@ -1,0 +1,234 @@
+"""The graph after a pass as files: as text for people, and as a model that `opt` reads back.
+
+    03-insert-collectives.onnxtxt    one line a node, with layouts
+    03-insert-collectives.onnx       the graph, with what has been decided in its metadata
+    weights.data                     the weights of all of them, once
+
+After localize-ops the graph is rank 0's, with tables for the other ranks beside it: that is shown
+as text only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Choices, Pass, PassContext
+from onnxpar.compiler.text import graph_text
+from onnxpar.cost.cost import Costs
+from onnxpar.errors import ModelError, OnnxparError
+from onnxpar.files.write_file import new_file, writing
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.stored import check_stored, stored_tensors
+from onnxpar.ir.subgraphs import all_nodes, constants
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import Model, mark_opset, read_proto
+from onnxpar.model.interchange import declare_types, header_of, import_graph
+from onnxpar.model.write_model import export_model, goes_apart, move_data, write_model
+from onnxpar.pipeline.typed_json import decode, encode
+from onnxpar.sharding.factors import analyse
+from onnxpar.sharding.state import Sharding
+
+KEY = "onnxpar.dump"
+"""The metadata that says what has been decided."""
+FORMAT = 1
+WEIGHTS = "weights.data"
+_TABLES = ("seeds", "layouts", "copies")
+
+
+class Dump:
+    """Writes the graph after each pass to a numbered file in a folder. Errors: OnnxparError where
+    that cannot be written."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._number = 0
+        self._at: dict[str, tuple[int, int]] = {}
+        with writing(folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob("[0-9][0-9]-*.onnx"):
+                if WEIGHTS.encode() in old.read_bytes():
+                    old.unlink()  # else it would have the weights of another dump
+            (self.folder / WEIGHTS).unlink(missing_ok=True)
+
+    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
+        """For the pipeline to call after each pass."""
+        self._number += 1
+        file = self.folder / f"{self._number:02d}-{step.name}"
+        with new_file(f"{file}.onnxtxt") as text:
+            text.write_text(graph_text(model.graph, ctx), encoding="utf-8")
+        if ctx.localized or model.sizes is not None:
+            return
+        proto = _described(model, ctx)
+        with writing(self.folder / WEIGHTS):
+            self._move_weights(proto, model.folder)
+        with new_file(f"{file}.onnx") as written:
+            written.write_bytes(proto.SerializeToString())
+
+    def _move_weights(self, proto: onnx.ModelProto, source: Path) -> None:
+        """Puts large weights into the file of all dumps, each once."""
+        with (self.folder / WEIGHTS).open("ab") as sink:
+            for tensor in stored_tensors(proto.graph):
+                if not goes_apart(tensor):
+                    continue
+                key = f"{tensor.name} {tensor.data_type} {list(tensor.dims)}"
+                place = self._at.get(key)
+                self._at[key] = move_data(tensor, source, sink, WEIGHTS, place)
+
+
+def write_graph(model: Model, ctx: PassContext, output: Path) -> None:
+    """Writes the graph as a model, with what has been decided about it. Errors: OnnxparError where
+    it is no graph of all ranks any more, or cannot be written."""
+    if ctx.localized:
+        raise OnnxparError(
+            f"{output}: after localize-ops each rank has a graph of its own; `onnxpar shard` "
+            "writes them"
+        )
+    write_model(_described(model, ctx), model.folder, output)
+
+
+def is_dump(path: Path) -> bool:
+    """Whether a file is a dump: text of one, or a model that says so."""
+    if path.suffix == ".onnxtxt":
+        return True
+    return path.is_file() and _state_of(read_proto(path)) is not None
+
+
+def read_dump(path: Path) -> tuple[Model, PassContext]:
+    """The model and the decisions of a dump; of the text of one, of the model beside it. Errors:
+    ModelError."""
+    file = path.with_suffix(".onnx")
+    if path.suffix == ".onnxtxt" and not file.is_file():
+        raise ModelError(
+            f"{path}: the text of a dump is for people, and there is no {file.name} beside it. "
+            "There is none of graphs after localize-ops: give an earlier dump, or the model. There "
+            "is none where sizes are open: dump again with --dim NAME=N for each"
+        )
+    proto = read_proto(file)
+    state = _state_of(proto)
+    if state is None or state.get("format") != FORMAT:
+        raise ModelError(f"{file}: no dump of this version of onnxpar; write it again")
+    try:
+        return _restored(file, proto, state)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ModelError(f"{file}: a damaged dump ({type(error).__name__}: {error})") from None
+
+
+def facts(ctx: PassContext) -> tuple[str, ...]:
+    """What holds of a dump, as passes require it."""
+    have = ((ANNOTATIONS, bool(ctx.seeds or ctx.layouts)), (LAYOUTS, bool(ctx.layouts)))
+    return tuple(fact for fact, holds in have if holds)
+
+
+def _state_of(proto: onnx.ModelProto) -> dict[str, Any] | None:
+    text = next((e.value for e in proto.metadata_props if e.key == KEY), None)
+    try:
+        found = json.loads(text) if text is not None else None
+    except ValueError:
+        found = {}
+    return found if found is None or isinstance(found, dict) else {}
+
+
+def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
+    """The graph as a model; where something is decided, with that in its metadata."""
+    with _exportable(model.graph) as graph:
+        proto = export_model(graph, model.header)
+        declare_types(graph, proto.graph)
+    sharding = ctx.sharding
+    if not (ctx.seeds or ctx.layouts or any(map(any, sharding.tensors.values()))):
+        return proto
+    state = {
+        "mesh": encode(sharding.mesh),
+        "topology": encode(sharding.costs.topology),
+        "tensors": encode(sharding.tensors),
+        "ops": encode(sharding.ops),
+        "pinned": encode(sharding.pinned),
+        "parts": encode(sharding.parts),
+        "choices": encode(vars(ctx.choices)),
+        **{name: encode(getattr(ctx, name)) for name in _TABLES},
+        "states": model.states,
+        "fixed": model.fixed,
+        "stored": sorted(model.stored),
+        "preset": ctx.preset,
+        "step": asdict(model.step) if model.step is not None else None,
+        "format": FORMAT,
+    }
+    proto.metadata_props.add(key=KEY, value=json.dumps(state))
+    return proto
+
+
+@contextmanager
+def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
+    """The graph with attributes that a model can have; it is as it was afterwards."""
+    nodes = [(node, node.attrs) for node in all_nodes(graph)]
+    values = [(tensor, tensor._values) for tensor in constants(graph)]
+    for node, attrs in nodes:
+        node.attrs = type(attrs)(attrs)
+        if node.domain == DOMAIN and not {"group", "tag"} & attrs.keys():
+            node.attrs = {"onnxpar": json.dumps(encode(dict(attrs)))}
+    try:
+        yield graph
+    finally:
+        for node, attrs in nodes:
+            node.attrs = attrs
+        for tensor, value in values:
+            tensor._values = value
+
+
+def _restored(
+    file: Path, proto: onnx.ModelProto, state: Mapping[str, Any]
+) -> tuple[Model, PassContext]:
+    for tensor in stored_tensors(proto.graph):
+        check_stored(tensor, file)
+    kept = [e for e in proto.metadata_props if e.key != KEY]
+    header = header_of(proto)
+    del header.metadata_props[:]
+    header.metadata_props.extend(kept)
+    inputs = {port.name for port in proto.graph.input}
+    defaults = {t.name: t for t in proto.graph.initializer if t.name in inputs}
+    weights = [t for t in proto.graph.initializer if t.name not in inputs]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(weights)
+    graph = import_graph(proto, defaults, file.parent)
+    mark_opset(graph)
+    states = [(source, result) for source, result in state["states"]]
+    written = [n for n in all_nodes(graph) if n.domain == DOMAIN and "onnxpar" in n.attrs]
+    texts = [node.attrs["onnxpar"] for node in written]
+    pairs = [(a.name, b.name) for n in written for a, b in zip(n.inputs, n.outputs, strict=True)]
+    factors = analyse(graph, [*states, *pairs])
+    factors.ops = [op for op in factors.ops if not any(op.node is node for node in written)]
+    for node, text in zip(written, texts, strict=True):
+        node.attrs = decode(json.loads(text), factors)
+    step = Step.from_json(state["step"]) if state["step"] is not None else None
+    model = Model(file, graph, states, header, state["fixed"], set(state["stored"]), step=step)
+    mesh: Mesh = decode(state["mesh"], factors)
+    ops = decode(state["ops"], factors)
+    _check_leaves({op.node.name: len(op.leaves) for op in factors.ops}, ops, file)
+    sharding = Sharding(
+        mesh,
+        factors,
+        Costs(decode(state["topology"], factors), mesh),
+        decode(state["tensors"], factors),
+        ops,
+        decode(state["pinned"], factors),
+        decode(state["parts"], factors),
+    )
+    tables = {name: decode(state[name], factors) for name in _TABLES}
+    choices = Choices(**decode(state["choices"], factors))
+    return model, PassContext(model, sharding, preset=state["preset"], choices=choices, **tables)
+
+
+def _check_leaves(have: Mapping[str, int], told: Mapping[str, list[Any]], file: Path) -> None:
+    """Errors: ModelError where nodes do not split as they did when the dump was written."""
+    for name, count in have.items():
+        if name not in told or len(told[name]) != count:
+            raise ModelError(f"{file}: node '{name}' does not split as the dump says")

@@ -1,0 +1,149 @@
+"""Plans that keep to a limit on what a rank holds, or how many ranks would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+from onnxpar.base.units import text_of
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.plan import Plan
+from onnxpar.errors import StrategyError
+from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
+from onnxpar.search.enough_devices import enough_devices
+from onnxpar.search.objective import Aim, OverLimit
+from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION
+
+SLACK, LEAST = 0.005, 0.5
+"""Shares of a limit by which the search aims lower at least, and to which at most."""
+MORE = 16
+"""Times as many ranks are tried at most."""
+GROWING = 12.0
+"""Seconds in which that is done."""
+
+Made = tuple[Plan, PassContext]
+Make = Callable[[Aim, int | None], Made]
+"""The plan for an aim, over so many ranks."""
+
+
+def within_limit(aim: Aim, devices: int | None, may_grow: bool, make: Make) -> tuple[Aim, Made]:
+    """The plan that keeps to the limit of `aim`, and the aim that it was made for. Errors:
+    StrategyError where there is none, with a number of ranks that would do where it `may_grow`."""
+    aim = replace(aim, patience=aim.patience.renewed())
+    try:
+        found, (plan, ctx) = _lower(aim, devices, make)
+    except OverLimit as error:
+        raise StrategyError(_advice(error, aim, devices if may_grow else None, make)) from None
+    if aim.patience.is_out:
+        plan.notes.append(
+            f"the search within the limit stopped after {aim.patience.seconds:.0f} s: there may be "
+            "faster strategies that keep to it"
+        )
+    return found, (plan, ctx)
+
+
+def within_host(aim: Aim, plan: Plan, make: Make) -> tuple[Aim, Made] | None:
+    """The plan of the same mesh or number of ranks of which all ranks together fit the memory of
+    this host, where those of `plan` do not. None where they do, where a strategy that was asked for
+    decides, or where no such plan was found: then a note of `plan` says so."""
+    memory = host_bytes()
+    held = held_together(plan)
+    if memory is None or plan.mesh.size == 1 or held <= SHARE * memory:
+        return None
+    have = f"{text_of(memory, 'B')} of this host"
+    said = f"the {plan.mesh.size} ranks hold {text_of(held, 'B')} together, more than the {have}"
+    if plan.preset not in (AUTO, EXHAUSTIVE):
+        plan.notes.append(f"{said}; --preset tensor-parallel or --memory-limit split the weights")
+        return None
+    limited = replace(aim, memory=SHARE * memory / plan.mesh.size, patience=aim.patience.renewed())
+    try:
+        found, made = _lower(limited, plan.mesh.size, make)
+    except OverLimit:
+        plan.notes.append(f"{said}, and no strategy was found that fits: they need more hosts")
+        return None
+    made[0].notes.append(
+        f"the search keeps to {text_of(limited.memory or 0, 'B')} for a rank, so that all ranks "
+        f"fit the {have}; the fastest strategy would hold {text_of(held, 'B')} together. "
+        "--memory-limit sets another limit"
+    )
+    return found, made
+
+
+def _advice(error: OverLimit, aim: Aim, devices: int | None, make: Make) -> str:
+    """What would help, where nothing over so many ranks keeps to the limit."""
+    text = f"{error}, more than --memory-limit {text_of(aim.memory or 0, 'B')}"
+    if error.least:
+        text += f" (no strategy there holds less than {text_of(error.least, 'B')})"
+    if devices is None:
+        return f"{text}: raise it, or give a mesh of more ranks"
+    enough, is_fewest, is_sure = _enough(aim, devices, make, error.least or 0.0)
+    if enough is not None:
+        fewest = "the fewest found that would do" if is_fewest else "which would do"
+        return f"{text}: raise it, or give --devices {enough}, {fewest}"
+    if is_sure:
+        return f"{text}: raise it; up to {MORE * devices} ranks do not help"
+    return f"{text}: raise it; no number of ranks that would do was found within the time"
+
+
+def _lower(aim: Aim, devices: int | None, make: Make) -> tuple[Aim, Made]:
+    """The search reckons with what ranks hold before reshards are in their places, so that it may
+    have to aim lower. Errors: OverLimit; StrategyError where something else decides."""
+    limit = most = aim.memory or math.inf
+    over: OverLimit | None = None
+    while most >= LEAST * limit and not (over and aim.patience.is_out):
+        lowered = replace(aim, memory=most)
+        try:
+            with aim.patience.spending() if over else nullcontext():
+                made, ctx = make(lowered, devices)
+        except OverLimit as error:
+            raise over or error from None
+        held = sum(made.memory.values())
+        if held <= limit:
+            return lowered, (made, ctx)
+        decided = ctx.preset or PROPAGATION
+        over = OverLimit(
+            f"{decided} over {made.mesh}: a rank would hold {text_of(held, 'B')}", None
+        )
+        if decided not in (AUTO, EXHAUSTIVE):
+            text = f"{over}, more than --memory-limit {text_of(limit, 'B')}"
+            raise StrategyError(f"{text}: raise it, or leave it to --search {AUTO}")
+        most -= max(held - limit, SLACK * limit)
+    assert over is not None
+    raise over
+
+
+class _OutOfTime(Exception):
+    """What would help was looked for long enough."""
+
+
+def _enough(aim: Aim, devices: int, make: Make, least: float) -> tuple[int | None, bool, bool]:
+    """A number of ranks of which a plan keeps to the limit, whether nothing was found for fewer,
+    and whether there was time for all. Multiples of `devices` are tried first, then fewer."""
+    patience = aim.patience.renewed(GROWING)
+    quick = replace(aim, any_fit=True, patience=patience)
+
+    def fits(count: int) -> bool:
+        if patience.is_out:
+            raise _OutOfTime
+        patience.tell(f"{count} ranks")
+        try:
+            _lower(quick, count, make)
+        except StrategyError:
+            if patience.is_out:
+                raise _OutOfTime from None
+            return False
+        return True
+
+    first = max(devices + 1, math.ceil(devices * least / (aim.memory or math.inf)))
+    high: int | None = None
+    with patience.spending():
+        try:
+            multiples = [devices * 2**i for i in range(1, MORE.bit_length())]
+            high = next((n for n in multiples if n >= first and fits(n)), None)
+            if high is None:
+                return None, False, True
+            return enough_devices(fits, first, high), True, True
+        except _OutOfTime:
+            return high, False, False

@@ -1,0 +1,58 @@
+"""Runs the passes that a user names on a model or a dump, and tells the graph between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from onnxpar.compiler.pass_ import Pass, PassContext, Stage
+from onnxpar.compiler.text import graph_text
+from onnxpar.errors import StrategyError
+from onnxpar.load.load import Model
+from onnxpar.passes.differentiate import Differentiate
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.dump import Dump, facts, is_dump, read_dump, write_graph
+from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pipeline import Options
+
+
+def run_named(
+    path: Path,
+    options: Options,
+    passes: str,
+    print_after: Sequence[str],
+    dump: str | os.PathLike[str] | None,
+    output: str | os.PathLike[str] | None,
+    show: Callable[[str], object],
+) -> None:
+    """Runs passes; `show` gets the graph after the last, or after each one of `print_after`, the
+    folder `dump` after every one, and the file `output` after the last. Errors: OnnxparError."""
+    dumped = read_dump(path) if is_dump(path) else None
+    steps = parse_passes(passes, facts(dumped[1]) if dumped is not None else ())
+    known = {p.name for p in steps}
+    for name in print_after:
+        if name != "all" and name not in known:
+            raise StrategyError(f"--print-after {name}: not among the passes {', '.join(known)}")
+    dumps = None if dump is None else Dump(dump)
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        if dumps is not None:
+            dumps.watch(step, model, ctx)
+        if "all" in print_after or step.name in print_after:
+            show(f"// behind {step.name}\n{graph_text(model.graph, ctx)}\n")
+
+    if dumped is not None:
+        model, ctx = dumped
+        if options.mesh not in (None, ctx.sharding.mesh):
+            raise StrategyError(f"{path} is for the mesh {ctx.sharding.mesh}; omit --mesh")
+    else:
+        for_training = any(isinstance(p, Differentiate) for p in steps)
+        model = pipeline.load_model(path, options, for_training)
+        ctx = pipeline.prepare(model, options, steps, watch)
+        steps = [p for p in steps if p.stage is not Stage.REWRITE]
+    pipeline.run_passes(model, ctx, steps, watch, check=True)
+    if output is not None:
+        write_graph(model, ctx, Path(output))
+    elif not print_after and dump is None:
+        show(graph_text(model.graph, ctx))

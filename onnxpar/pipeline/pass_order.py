@@ -1,0 +1,136 @@
+"""Where passes stand: their order is checked, and passes from outside are put in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import Pass, Stage
+from onnxpar.errors import PassError, StrategyError
+from onnxpar.ir.subgraphs import all_nodes
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A pass and its place: before or after the pass of that name."""
+
+    step: Pass
+    before: str | None = None
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        """Errors: StrategyError for two places at once."""
+        if self.before is not None and self.after is not None:
+            raise StrategyError(f"pass {self.step.name}: give before= or after=, not both")
+
+
+def insert(passes: Sequence[Pass], added: Sequence[Pass | Placed]) -> list[Pass]:
+    """The passes with others in their places. A pass of the stage REWRITE needs no place: it runs
+    after those that stand there, before the first decision. Errors: StrategyError."""
+    out = list(passes)
+    for entry in added:
+        placed = entry if isinstance(entry, Placed) else Placed(entry)
+        out.insert(_position(out, placed), placed.step)
+    check_order(out)
+    return out
+
+
+def _position(passes: Sequence[Pass], placed: Placed) -> int:
+    step, beside = placed.step, placed.before or placed.after
+    if beside is None:
+        if step.stage is not Stage.REWRITE:
+            raise StrategyError(
+                f"pass {step.name} is of the stage {step.stage.name}: say where it runs, before= "
+                "or after= one of " + ", ".join(p.name for p in passes)
+            )
+        return sum(p.stage is Stage.REWRITE for p in passes)
+    at = next((i for i, p in enumerate(passes) if p.name == beside), None)
+    if at is None:
+        have = ", ".join(p.name for p in passes)
+        raise StrategyError(f"pass {step.name}: no pass {beside!r} runs here; there are {have}")
+    return at + (placed.after is not None)
+
+
+def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
+    """Checks that each pass finds what it requires, where some `facts` hold from the start.
+    Errors: StrategyError, naming the pass and what lacks."""
+    for first, second in pairwise(passes):
+        if second.stage < first.stage:
+            raise StrategyError(
+                f"pass {second.name} is of the stage {second.stage.name} and cannot run after "
+                f"{first.name}, which is of the stage {first.stage.name}"
+            )
+    hold = set(facts)
+    for step in passes:
+        for fact in step.requires:
+            if fact not in hold:
+                raise StrategyError(
+                    f"pass {step.name} requires {fact}, which no pass before it ensures"
+                )
+        for fact in step.excludes:
+            if fact in hold:
+                raise StrategyError(
+                    f"pass {step.name} cannot run once there are {fact}; place it earlier"
+                )
+        hold.update(step.ensures)
+
+
+def made_in(graph: gs.Graph) -> set[str]:
+    """The names of all tensors that nodes make."""
+    return {t.name for node in all_nodes(graph) for t in node.outputs if t.name}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a graph has before a pass: names of tensors that nodes make, and of ops."""
+
+    tensors: Collection[str]
+    ops: Collection[str]
+
+
+def known_of(graph: gs.Graph) -> Known:
+    """The names of all tensors that nodes make, and of all ops."""
+    return Known(made_in(graph), {node.op for node in all_nodes(graph)})
+
+
+def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
+    """Checks that a pass of the stage REWRITE has left a graph that can be analysed. Errors:
+    PassError, naming the node or tensor."""
+    names: set[str] = set()
+    for node in all_nodes(graph):
+        if not node.name or node.name in names:
+            named = f"a second node {node.name!r}" if node.name else f"a {node.op} without a name"
+            raise PassError(f"pass {step.name} left {named}; give each node a name of its own")
+        names.add(node.name)
+        _check_operands(step, node, graph.opset, known)
+        for tensor in node.outputs:
+            is_new = tensor.name and tensor.name not in known.tensors
+            if is_new and (tensor.dtype is None or tensor.shape is None):
+                raise PassError(
+                    f"pass {step.name} left '{tensor.name}', which {node.op} '{node.name}' makes, "
+                    "without a dtype or a shape; give its Variable both"
+                )
+
+
+def _check_operands(step: Pass, node: gs.Node, opset: int, known: Known) -> None:
+    """Errors: PassError for an op that ONNX's opset does not have, or not with so many inputs.
+    Ops of other domains, and those that onnxruntime alone had accepted, are not known here."""
+    if node.domain not in (None, "", "ai.onnx"):
+        return
+    left = f"pass {step.name} left {node.op} '{node.name}'"
+    try:
+        schema = onnx.defs.get_schema(node.op, opset, "")
+    except onnx.defs.SchemaError:
+        if node.op in known.ops:
+            return
+        raise PassError(f"{left}, an op that opset {opset} does not have") from None
+    count = len(node.inputs)
+    if not schema.min_input <= count <= schema.max_input:
+        least, most = schema.min_input, schema.max_input
+        takes = f"{least}" if least == most else f"{least} to {most}"
+        takes = takes if most < 1 << 20 else f"{least} or more"
+        raise PassError(f"{left} with {count} input{'s' * (count != 1)}; it takes {takes}")

@@ -1,0 +1,208 @@
+"""The options of every call and command that plans: declared once, as users write them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from onnxpar.base.progress_line import progress_line
+from onnxpar.compiler.pass_ import Pass
+from onnxpar.cost.topology import Topology
+from onnxpar.errors import StrategyError
+from onnxpar.layout.mesh import Mesh
+from onnxpar.open_sizes.typical import Typical
+from onnxpar.pipeline.pass_list import parse_placed
+from onnxpar.pipeline.pass_order import Placed
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.plugins import load_plugin
+from onnxpar.search.objective import Aim
+from onnxpar.search.patience import Patience
+from onnxpar.strategy.strategy import Strategy
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class LayoutOptions(TypedDict, total=False):
+    """What decides the layouts of a model; a name is that of the flag of `onnxpar shard`, whose
+    --help says more.
+
+    devices         number of ranks, where no mesh is given
+    mesh            named axes, "dp=2,tp=4" or a Mesh
+    preset          data-parallel, tensor-parallel, hybrid, and so on; manual for a program per rank
+    search          auto, the default without a preset, a strategy and annotations: the fastest
+                    strategy by the cost model of the topology
+    strategy        a YAML file, or the same structure: {"shard": {...}, "tensors": {...}}
+    configuration   which multi-device annotations of the model to follow, or "none"
+    topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure
+    objective       what the search minimizes: latency, the default, or throughput
+    memory_limit    bytes that a rank may hold at any time, or text as "16GB"
+    untied          the search decides each of several repeated blocks by itself
+    dims            sizes of symbolic dimensions, by symbol: numbers, or texts of other symbols
+    typical         where sizes are open, those that runs usually have, by symbol, or several such
+                    with weights: [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]; costs are for these
+    states          (input, output) pairs that are fed back, beside those that are found
+    find_states     look for pairs by what ops say and by names (the default); False: only `states`
+    strict          an op that stays whole for want of a rule is an error
+    plugin          modules with passes and sharding rules of your own, or files x.py
+    verify          check the invariants after every pass (the commands always do)
+    """
+
+    devices: int | None
+    mesh: str | Mesh | None
+    preset: str | None
+    search: str | None
+    strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None
+    configuration: str | None
+    topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None
+    objective: str | None
+    memory_limit: float | str | None
+    untied: bool
+    dims: Mapping[str, int | str] | None
+    typical: Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
+    states: Sequence[tuple[str, str]]
+    find_states: bool
+    strict: bool
+    plugin: Sequence[str]
+    verify: bool
+
+
+class PlanOptions(LayoutOptions, total=False):
+    """What decides a plan: the options of `LayoutOptions`, and these.
+
+    fusion          of collectives: size, cost or none
+    bucket_mb       the most MiB of collectives that are fused by size
+    compression     how gradients of a training step travel: float16, bfloat16, 2bit:THRESHOLD, none
+    passes          passes to run beside those of onnxpar (--add-pass): one with the place where it
+                    runs, "NAME{option=value} before PASS" or `Placed(PASS, before="NAME")`, or one
+                    that rewrites the model, which needs none
+    """
+
+    fusion: str | None
+    bucket_mb: float | None
+    compression: str | None
+    passes: Sequence[str | Pass | Placed]
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "untied": False,
+    "states": (),
+    "find_states": True,
+    "strict": False,
+    "plugin": (),
+    "passes": (),
+    "verify": False,
+}
+"""Of the options that are not None where they are not given."""
+
+
+_ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
+"""NumPy's numbers are as good as Python's."""
+
+
+Kind = type[LayoutOptions] | type[PlanOptions]
+
+
+def _hints(kind: Kind) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def option_names(kind: Kind = PlanOptions) -> tuple[str, ...]:
+    """The names of all options, in their order."""
+    return tuple(_hints(kind))
+
+
+def options_of(
+    asked: Mapping[str, Any], caller: str = "options_of", kind: Kind = PlanOptions
+) -> Options:
+    """The options for the pipeline.
+
+    Errors: TypeError for a name that `caller` does not know, as Python's own; StrategyError for a
+    value of the wrong type, or one that cannot be read.
+    """
+    for name, value in asked.items():
+        _check(name, value, caller, _hints(kind))
+    for module in asked.get("plugin", ()):
+        load_plugin(module)
+    added = asked.get("passes", ())
+    mesh, bucket_mb = asked.get("mesh"), asked.get("bucket_mb")
+    return Options(
+        devices=asked.get("devices"),
+        mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
+        preset=asked.get("preset"),
+        search=asked.get("search"),
+        strategy=Strategy.given(asked.get("strategy")),
+        configuration=asked.get("configuration"),
+        topology=Topology.given(asked.get("topology")),
+        aim=Aim.given(
+            asked.get("objective"),
+            asked.get("memory_limit"),
+            asked.get("untied", False),
+            Patience(tell=progress_line("search")),
+        ),
+        dims=asked.get("dims"),
+        typical=Typical.given(asked.get("typical")),
+        states=asked.get("states") or (),
+        find_states=asked.get("find_states", True),
+        fusion=asked.get("fusion"),
+        bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
+        compression=asked.get("compression"),
+        strict=asked.get("strict", False),
+        passes=[parse_placed(each) if isinstance(each, str) else each for each in added],
+        verify=asked.get("verify", False),
+    )
+
+
+def lists(kind: Kind) -> Callable[[Call], Call]:
+    """Shows the options one by one in the signature of a function that takes them as **options, so
+    that help() and editors list them."""
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=DEFAULTS.get(name),
+            annotation=getattr(annotation, "__forward_arg__", annotation),
+        )
+        for name, annotation in kind.__annotations__.items()
+    ]
+
+    def shown(function: Call) -> Call:
+        own = inspect.signature(function)
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = own.replace(parameters=[*parameters, *options])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None:
+    if name not in hints:
+        raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, hints)}")
+    kinds = tuple(_kinds(hints[name]))
+    is_list = not isinstance(value, str) or str in kinds  # text is a sequence, but never meant so
+    if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
+        wanted = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise StrategyError(
+            f"{name}={value!r:.60} is of type {type(value).__name__}; give {wanted}"
+        )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known."""
+    known = list(known)
+    close = get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; it has: {', '.join(known)}"
+
+
+def _kinds(hint: Any) -> Iterable[type]:
+    """The classes that an annotation admits."""
+    if get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from _kinds(each)
+        return
+    yield get_origin(hint) or hint

@@ -1,0 +1,178 @@
+"""What a plan costs, at the sizes that runs typically have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.units import text_of
+from onnxpar.compiler.pass_ import Pass, PassContext
+from onnxpar.compiler.plan import Plan, Predicted
+from onnxpar.compiler.replay import replay_typical
+from onnxpar.compiler.summary import summarize
+from onnxpar.ir.clone import nodes_of_run
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.load.load import Model
+from onnxpar.open_sizes.typical import Profile
+from onnxpar.passes.fuse_all_reduces import FuseAllReduces
+from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.search.predict import predict_nodes, predict_on_one
+from onnxpar.sharding.planned_collectives import collective_of
+from onnxpar.sharding.state import Sharding
+from onnxpar.symbols.fits import fit
+
+Reckon = Callable[[float, gs.Graph, PassContext], None]
+"""Is called with the graph behind fuse-all-reduces at each of the sizes that costs are computed at,
+and with their weight."""
+
+
+def _nobody(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+    pass
+
+
+def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
+    """What a run takes, from the graph behind fuse-all-reduces; without a step's evaluation."""
+    step = ctx.model.step
+    nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
+    each = predict_nodes(nodes, ctx.sharding).values()
+    return Predicted(
+        sum(p.compute for p in each),
+        sum(p.communication for p in each),
+        predict_on_one(nodes, ctx.sharding),
+    )
+
+
+def note_weights(made: Plan, sharding: Sharding) -> None:
+    """Says so where the ranks split no weight, and what splits them, if anything does."""
+    total = sum(weight.bytes for weight in made.weights)
+    is_whole = all(weight.bytes_per_rank >= weight.bytes for weight in made.weights)
+    if not total or not is_whole or made.mesh.size == 1 or made.predicted is None:
+        return
+    known = sharding.factors.tensors
+    free = sum(weight.bytes for weight in made.weights if weight.name in known)
+    if 2 * free >= total:
+        rest = (
+            "--memory-limit SIZE makes the search split them, and so does --preset tensor-parallel"
+        )
+    elif free:
+        rest = f"{text_of(total - free, 'B')} of that is in bodies that nothing splits"
+    else:
+        rest = "they are in bodies that nothing splits"
+    made.notes.append(f"all weights stay on every rank, {text_of(total, 'B')} each; {rest}")
+
+
+def note_unsplit(made: Plan, sharding: Sharding) -> None:
+    """Says so where every rank computes all of it, as under data-parallel with a batch of one."""
+    split = (*sharding.tensors.values(), *sharding.ops.values())
+    if made.mesh.size > 1 and made.predicted is not None and not any(any(axes) for axes in split):
+        made.notes.append(
+            f"nothing is split: each of the {made.mesh.size} ranks computes all of it"
+        )
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """A plan at sizes that count so much."""
+
+    weight: float
+    plan: Plan
+    predicted: Predicted
+    bytes: Mapping[str, int]
+
+
+def reckon_typical(
+    made: Plan,
+    model: Model,
+    ctx: PassContext,
+    passes: Sequence[Pass],
+    reckon: Reckon,
+    sizes: Sequence[Profile] = (),
+) -> None:
+    """Gives a plan of a model with open sizes its costs: means over the typical sizes, and the most
+    that is held. `passes` are those from insert-collectives on. With other `sizes`, `reckon` alone
+    is told what these cost, and the plan what is sent at these (`sent_at_runs`)."""
+    assert model.sizes is not None
+    at = next(i for i, step in enumerate(passes) if isinstance(step, FuseAllReduces))
+    first = ((model.sizes.bindings[0], 1.0),)
+    if sizes:
+        made.sent_at_runs = _reckon_runs(made, model, ctx, passes[: at + 1], reckon, sizes)
+        reckon = _nobody
+    each: list[_Costs] = []
+    for weight, graph, other in replay_typical(
+        model, ctx, passes[:at], model.sizes.typical or first
+    ):
+        plan = summarize(graph, other, made.model, made.preset)
+        passes[at].run(graph, other)
+        reckon(weight, graph, other)
+        each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
+    made.typical = model.sizes.typical or first
+    made.is_told, made.caches = model.sizes.is_told, model.sizes.caches
+    made.memory = {key: max(c.plan.memory[key] for c in each) for key in made.memory}
+    made.flops = {key: _mean((c.weight, c.plan.flops[key]) for c in each) for key in made.flops}
+    made.whole = each[0].plan.whole
+    made.predicted = Predicted(
+        sum(c.weight * c.predicted.compute for c in each),
+        sum(c.weight * c.predicted.communication for c in each),
+        sum(c.weight * c.predicted.one_rank for c in each),
+    )
+    sent = _bytes(made, ctx, [(c.weight, c.bytes) for c in each], model.sizes.typical)
+    made.collectives = [
+        replace(entry, bytes=size) for entry, size in zip(made.collectives, sent, strict=True)
+    ]
+
+
+def _reckon_runs(
+    made: Plan,
+    model: Model,
+    ctx: PassContext,
+    passes: Sequence[Pass],
+    reckon: Reckon,
+    sizes: Sequence[Profile],
+) -> dict[str, int]:
+    """Tells `reckon` what the plan costs at these sizes; bytes that a rank sends in a run, by
+    collective. The last of the passes is fuse-all-reduces."""
+    *first, fuse = passes
+    each: list[tuple[float, Mapping[str, int]]] = []
+    for weight, graph, other in replay_typical(model, ctx, first, sizes):
+        each.append((weight, _sent(graph, other)))
+        fuse.run(graph, other)
+        reckon(weight, graph, other)
+    sent = _bytes(made, ctx, each, sizes)
+    return {entry.name: size for entry, size in zip(made.collectives, sent, strict=True)}
+
+
+def _mean(each: Iterable[tuple[float, int]]) -> int:
+    return round(sum(weight * value for weight, value in each))
+
+
+def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
+    """Bytes that a rank sends in each collective between layouts, by node."""
+    mesh = ctx.sharding.mesh
+    nodes = [n for n in graph.nodes if n.domain == DOMAIN and n.op not in LOCAL_STEPS]
+    return {node.name: collective_of(node, mesh).bytes for node in nodes}
+
+
+def _bytes(
+    made: Plan,
+    ctx: PassContext,
+    each: Sequence[tuple[float, Mapping[str, int]]],
+    profiles: Sequence[Profile],
+) -> Iterator[int]:
+    """Bytes that a rank sends in each collective of the plan: means of those at several sizes, with
+    weights; of one inside an op, as those at the bindings tell."""
+    sizes = ctx.model.sizes
+    assert sizes is not None
+    variables = sizes.variables()
+    for at, entry in enumerate(made.collectives):
+        if all(entry.name in sent for _, sent in each):
+            yield _mean((weight, sent[entry.name]) for weight, sent in each)
+            continue
+        found = [entry.bytes, *(other.collectives[at].bytes for _, other in ctx.replays)]
+        polynomial = fit(found, variables)
+        if polynomial is None or not profiles:
+            yield entry.bytes
+        else:
+            yield _mean((weight, max(polynomial.at(b), 0)) for b, weight in profiles)

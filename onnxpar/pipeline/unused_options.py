@@ -1,0 +1,58 @@
+"""Options that nothing would look at are errors, not ignored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onnxpar.errors import StrategyError
+from onnxpar.lowering.compression import NONE
+from onnxpar.search.objective import LATENCY
+from onnxpar.search.search import AUTO, EXHAUSTIVE
+
+if TYPE_CHECKING:
+    from onnxpar.pipeline.pipeline import Options
+
+
+def refuse_for_manual(options: Options) -> None:
+    """Errors: StrategyError for an option that a program per rank has no use for: its layouts and
+    collectives are its own."""
+    given = {
+        "compression": options.compression not in (None, NONE),
+        "fusion": options.fusion is not None,
+        "bucket-mb": options.bucket_bytes is not None,
+        "search": options.search is not None,
+        "objective": options.aim.objective != LATENCY,
+        "memory-limit": options.aim.memory is not None,
+        "untied": options.aim.untied,
+        "topology": options.topology is not None,
+        "configuration": options.configuration is not None,
+        "strict": options.strict,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            instead = _INSTEAD if name in ("fusion", "bucket-mb") else "leave it out"
+            raise StrategyError(
+                f"--{name}: a manual program's layouts and collectives stay as they are written; "
+                f"{instead}"
+            )
+
+
+_INSTEAD = (
+    "to fuse collectives, Concat what they read and Split what the one collective makes, or give "
+    "`onnxpar shard` the whole model with a preset such as zero1, which fuses them"
+)
+
+
+def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
+    """Errors: StrategyError for an option of the search where nothing is searched for."""
+    is_open = options.preset is None and options.strategy is None and not is_annotated
+    if options.search in (AUTO, EXHAUSTIVE) or (options.search is None and is_open):
+        return
+    names = {"objective": options.aim.objective != LATENCY, "untied": options.aim.untied}
+    for name, is_given in names.items():
+        if is_given:
+            raise StrategyError(
+                f"--{name} is of the search, which nothing asks for here: add --search {AUTO}"
+                if options.preset is None and options.search is None
+                else f"--{name} is of the search: leave it out, or give --search {AUTO} alone"
+            )

@@ -1,0 +1,1 @@
+"""Strategies by rule: data-, tensor-, expert-parallel, and those of training steps."""

@@ -1,0 +1,120 @@
+"""expert-parallel: tokens and experts on the same axes.
+
+Lepikhin et al., "GShard" (2020): tokens are split like a batch, and between dispatch and
+combination each rank works for its experts, so that an all-to-all leads there and another back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.ir.subgraphs import constants
+from onnxpar.layout.mesh import Axes, parts_over
+from onnxpar.model.interchange import is_weight
+from onnxpar.presets.tensor_parallel import convolves, is_contraction
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import Sharding
+
+EXPERT = "expert-parallel"
+
+
+def expert_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[SplitExperts]:
+    """Splits what works on experts' own weights by expert. Where no layer has as many experts as
+    there are parts, some ranks have none. Errors: StrategyError where the model has no experts."""
+    atoms = expert_atoms(graph, sharding)
+    seeds = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
+    fitting = [s for s in seeds if s.size >= parts_over(axes)] or [s for s in seeds if s.size > 1]
+    if not fitting:
+        has = "one expert only" if seeds else "no weights of experts, a matrix for each"
+        raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
+    return fitting
+
+
+def expert_atoms(graph: gs.Graph, sharding: Sharding) -> dict[int, list[OpFactors]]:
+    """What numbers experts, and the products with a matrix for each."""
+    weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
+    for op in sharding.factors.ops:  # bodies and the backward pass read copies
+        if op.node.op == "Identity" and op.node.inputs[0].name in weights:
+            weights.add(op.node.outputs[0].name)
+    atoms: dict[int, list[OpFactors]] = defaultdict(list)
+    for op in sharding.factors.ops:
+        for atom in _batched(op, weights):
+            atoms[atom].append(op)
+    return atoms
+
+
+def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
+    """Atoms of a product that number the matrices of a stored operand, which the other operand and
+    the result have too. The groups of a convolution are channels."""
+    if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
+        return
+    for this, other in ((0, 1), (1, 0)):
+        if op.node.inputs[this].name in weights:
+            shared = {*op.inputs[this]} & {*op.inputs[other]} & {*op.outputs[0]} - {None}
+            yield from (op.leaves[link].atom for link in shared if link is not None)
+
+
+@dataclass(frozen=True)
+class SplitExperts:
+    """Splits nodes along an atom of experts: those given, and what is joined to them by tensors and
+    has that atom in all it reads and makes."""
+
+    atom: int
+    ops: tuple[OpFactors, ...]
+    axes: Axes
+
+    @property
+    def size(self) -> int:
+        """How many experts there are."""
+        return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
+
+    def apply(self, sharding: Sharding) -> bool:
+        """Decides the nodes, and closes the tensors at the border, which tokens split."""
+        inside = self._inside(sharding)
+        touched: dict[str, set[bool]] = defaultdict(set)
+        for op in sharding.factors.ops:
+            for tensor, _ in op.operands():
+                touched[tensor.name].add(op.node.name in inside)
+        for op in inside.values():
+            for i, own in enumerate(op.leaves):
+                if own.atom == self.atom:
+                    sharding.assign_op(op, i, self.axes)
+        for name, sides in touched.items():
+            factors = sharding.factors.tensors.get(name)
+            for i, leaf in enumerate(factors.leaves if factors and True in sides else ()):
+                if leaf.atom == self.atom:
+                    if len(sides) == 1:
+                        sharding.assign_tensor(name, i, self.axes)
+                    elif sharding.tensors[name][i] is None:
+                        sharding.tensors[name][i] = ()
+        return bool(inside)
+
+    def _inside(self, sharding: Sharding) -> dict[str, OpFactors]:
+        """The nodes that work for experts alone, by name."""
+        by_tensor: dict[str, list[OpFactors]] = defaultdict(list)
+        for op in sharding.factors.ops:
+            for tensor, _ in op.operands():
+                by_tensor[tensor.name].append(op)
+        found = {op.node.name: op for op in self.ops}
+        todo = list(self.ops)
+        while todo:
+            for tensor, links in todo.pop().operands():
+                for op in by_tensor[tensor.name] if links else ():
+                    if op.node.name not in found and self._is_of_experts(op, sharding):
+                        found[op.node.name] = op
+                        todo.append(op)
+        return found
+
+    def _is_of_experts(self, op: OpFactors, sharding: Sharding) -> bool:
+        tensors = [
+            sharding.factors.tensors.get(tensor.name)
+            for tensor, links in op.operands()
+            if any(link is not None for link in links) or not isinstance(tensor, gs.Constant)
+        ]  # without axes, shapes and the like
+        large = [t for t in tensors if t is not None and t.leaves]
+        return bool(large) and all(self.atom in {leaf.atom for leaf in t.leaves} for t in large)

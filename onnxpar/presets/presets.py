@@ -1,0 +1,174 @@
+"""Presets: data-parallel, tensor-parallel and their hybrid, found from the graph's structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
+from onnxpar.model.interchange import is_weight
+from onnxpar.presets.expert_parallel import EXPERT, expert_seeds
+from onnxpar.presets.tensor_parallel import tensor_parallel_rounds
+from onnxpar.presets.training_presets import SEQUENCE, ZERO_STAGES, sequence_seeds, zero_rounds
+from onnxpar.sharding.factors import TensorFactors
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.strategy import Seed, TensorSeed, nest
+
+PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, SEQUENCE, EXPERT, "manual")
+
+
+def preset_mesh(preset: str | None, devices: int) -> Mesh:
+    """The mesh of a preset where none is given: one axis, for hybrid dp=2 and the rest tp.
+
+    Errors: StrategyError for fewer than 1 device, or a hybrid of an odd number of devices.
+    """
+    check_ranks(devices)
+    if preset == "hybrid":
+        if devices % 2:
+            raise StrategyError(f"hybrid over {devices} devices: give --mesh dp=..,tp=..")
+        return Mesh((("dp", 2), ("tp", devices // 2)))
+    names = {
+        "data-parallel": "dp",
+        "manual": "ranks",
+        EXPERT: "ep",
+        **dict.fromkeys(ZERO_STAGES, "dp"),
+    }
+    return Mesh(((names.get(preset or "", "tp"), devices),))
+
+
+def default_rounds(
+    graph: gs.Graph, sharding: Sharding, step: Step | None = None
+) -> list[list[Seed]]:
+    """What stays open under a strategy: data parallel over the axis `dp`, where there is one."""
+    mesh = sharding.mesh
+    size = _batch_size(graph)
+    if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
+        return []
+    return [list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))]
+
+
+def preset_rounds(
+    graph: gs.Graph, sharding: Sharding, preset: str | None, step: Step | None = None
+) -> list[list[Seed]]:
+    """The seeds of a preset, in rounds of falling priority; `step` where the graph is a training
+    step. Errors: StrategyError for its name."""
+    mesh = sharding.mesh
+    if preset is None:
+        return []
+    if preset not in PRESETS:
+        raise StrategyError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
+    if preset == "data-parallel":
+        return [list(batch_seeds(graph, sharding, _all_axes(mesh), step))]
+    if preset == EXPERT:
+        experts: list[Seed] = list(expert_seeds(graph, sharding, _all_axes(mesh)))
+        return [experts, list(batch_seeds(graph, sharding, _all_axes(mesh), step))]
+    axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
+    if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
+        raise StrategyError(f"hybrid needs an axis dp and another, the mesh is {mesh}")
+    batch: list[Seed] = []
+    if "dp" in mesh.sizes:
+        batch = list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))
+    wide = tensor_parallel_rounds(graph, sharding, axes)
+    if preset == SEQUENCE:
+        return [batch, *wide[:-1], sequence_seeds(graph, axes, sharding, step), *wide[-1:]]
+    if preset not in ZERO_STAGES:
+        return [batch, *wide]
+    if "dp" not in mesh.sizes:
+        raise StrategyError(f"{preset} needs an axis dp, the mesh is {mesh}")
+    first, last = zero_rounds(graph, sharding, step, preset, (mesh.axis("dp"),))
+    return [batch, *wide[:-1], first, last, *wide[-1:]]
+
+
+def batch_seeds(
+    graph: gs.Graph, sharding: Sharding, axes: Axes, step: Step | None = None
+) -> Iterator[Seed]:
+    """Splits the batch: the first dimension of the first input, and of all inputs of that extent.
+
+    Where there are fewer of its elements than parts, some ranks have none; one element is left
+    whole. Errors: StrategyError for a model without a batch.
+    """
+    size = _batch_size(graph)
+    parts = parts_over(axes)
+    if parts == 1:
+        return
+    if size is None:
+        raise StrategyError(f"data-parallel over {parts}: {_no_batch(graph)}")
+    for name, factors in _batched(graph, sharding, step):
+        yield TensorSeed(name, _batch_axes(factors, axes, step.turns if step else 1))
+
+
+def batch_atoms(graph: gs.Graph, sharding: Sharding, step: Step | None = None) -> set[int]:
+    """What numbers the samples of a batch."""
+    return {
+        leaf.atom
+        for _, factors in _batched(graph, sharding, step)
+        for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
+        if dim == 0
+    }
+
+
+def _batched(
+    graph: gs.Graph, sharding: Sharding, step: Step | None
+) -> Iterator[tuple[str, TensorFactors]]:
+    """Inputs whose first dimension is the batch: that of the first input, and all of its extent."""
+    size = _batch_size(graph)
+    states = {slot.input for slot in step.slots} if step else set()
+    for tensor in graph.inputs if size is not None else ():
+        is_data = not is_weight(tensor) and tensor.name not in states
+        factors = sharding.factors.tensors.get(tensor.name) if is_data else None
+        if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
+            yield tensor.name, factors
+
+
+def _batch_axes(factors: TensorFactors, axes: Axes, turns: int) -> list[Axes | None]:
+    """The axes for the leaves of the first dimension: the first takes them, and where it is too
+    short the next shares them: of two groups of samples, each over two ranks. What is done in
+    `turns` is not split."""
+    out: list[Axes | None] = [None] * len(factors.leaves)
+    left = axes
+    for i, leaf in enumerate(factors.leaves):
+        parts = parts_over(left)
+        if turns > 1:
+            turns //= leaf.size
+            continue
+        if factors.dim_of_leaf[i] or parts == 1:
+            break
+        is_last = i + 1 == len(out) or factors.dim_of_leaf[i + 1] > 0
+        own = parts if leaf.size >= parts or is_last else gcd(leaf.size, parts)
+        out[i], left = nest([own, parts // own], left) or (left, ())
+    return out
+
+
+def _batch_size(graph: gs.Graph) -> int | None:
+    for tensor in graph.inputs:
+        if not is_weight(tensor) and tensor.shape and isinstance(tensor.shape[0], int):
+            return int(tensor.shape[0])
+    return None
+
+
+def _no_batch(graph: gs.Graph) -> str:
+    """Why no input has a batch, and what to do."""
+    data = [tensor for tensor in graph.inputs if not is_weight(tensor)]
+    if not data:
+        return "the model has no input; use tensor-parallel"
+    values = [t.name for t in data if t.dtype is None or t.dtype == object]
+    if len(values) == len(data):
+        return (
+            f"input {values[0]!r} holds no numbers (strings, sequences and the like are whole on "
+            "every rank); use tensor-parallel to split weights, if there are any"
+        )
+    unknown = next((t.name for t in data if t.shape is None and t.name not in values), None)
+    if unknown is not None:
+        return (
+            f"input {unknown!r} declares no shape; export the model with one (names for sizes that "
+            "vary), or use tensor-parallel"
+        )
+    return "no input has a dimension that could be a batch; use tensor-parallel"
+
+
+def _all_axes(mesh: Mesh) -> Axes:
+    return tuple(mesh.axis(name) for name, _ in mesh.shape)

@@ -1,0 +1,236 @@
+"""Strategies beside each other: what each takes by the cost model, what ranks send and hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from onnxpar.base.shown import Shown
+from onnxpar.errors import StrategyError
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import read_proto
+from onnxpar.model.interchange import header_of
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.presets.expert_parallel import EXPERT
+from onnxpar.presets.presets import preset_mesh
+from onnxpar.presets.training_presets import SEQUENCE, ZERO_STAGES
+from onnxpar.report.explain import Explained, explain
+from onnxpar.search.meshes import BATCH, WIDTH
+from onnxpar.search.predict import Prediction
+from onnxpar.search.search import AUTO, PROPAGATION
+
+ONE_RANK = "one rank"
+"""How tables call the model on one rank, whole."""
+MOST_HYBRIDS = 6
+"""Meshes of two axes that are tried; of more factorizations, some from all over their range."""
+_SAME = 1e-9
+"""Seconds within which two predictions are the same."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that applies: seconds of a run, and what the objective makes of them; bytes that a
+    rank sends by kind of collective, and bytes that it holds; and its plan, step by step."""
+
+    strategy: str
+    mesh: Mesh
+    predicted: Prediction
+    seconds: float
+    sent: dict[str, int]
+    memory: dict[str, int]
+    explained: Explained | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """The strategy and its mesh."""
+        return self.strategy if self.strategy == ONE_RANK else f"{self.strategy} {self.mesh}"
+
+    @property
+    def held(self) -> int:
+        """Bytes of all that a rank holds at once."""
+        return sum(self.memory.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """As `plan --candidates --json` has it; times in seconds."""
+        return {
+            "strategy": self.strategy,
+            "mesh": [list(axis) for axis in self.mesh.shape],
+            "predicted": {"total": self.predicted.total, **asdict(self.predicted)},
+            "seconds": self.seconds,
+            "bytes": self.sent,
+            "memory": self.memory,
+        }
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that does not apply, and why."""
+
+    strategy: str
+    mesh: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidates(Shown):
+    """What was tried for a model, the fastest first; `objective` says what counts."""
+
+    model: str
+    ranks: int
+    objective: str
+    found: list[Candidate]
+    refused: list[Refused]
+    one_rank: Candidate
+
+    @property
+    def rows(self) -> list[Candidate]:
+        """All that tables show, one rank among them, where it would be."""
+        return sorted([*self.found, self.one_rank], key=_order)
+
+    @property
+    def winner(self) -> Candidate:
+        """The fastest; of several the one that holds least."""
+        return self.found[0]
+
+    @property
+    def why(self) -> str:
+        """What the winner saves against the first that is slower, in a sentence."""
+        best = self.winner
+        slower = [c for c in self.found if c.seconds > best.seconds + _SAME]
+        equal = [c.label for c in self.found[1 : len(self.found) - len(slower)]]
+        alike = f" (and as fast: {', '.join(equal)})" if equal else ""
+        if not slower:
+            return f"{best.label} wins{alike}: none is slower{self._alone}"
+        other = slower[0]
+        ahead = _ms(other.seconds - best.seconds)
+        parts = [
+            f"{_ms(abs(gain))} {'less' if gain > 0 else 'more'} {what}"
+            for gain, what in sorted(
+                [
+                    (other.predicted.compute - best.predicted.compute, "compute"),
+                    (
+                        other.predicted.communication - best.predicted.communication,
+                        "communication",
+                    ),
+                ],
+                reverse=True,
+            )
+            if abs(gain) > _SAME
+        ]
+        gains = ", ".join(parts)
+        return f"{best.label} wins{alike}, {ahead} ahead of {other.label}: {gains}{self._alone}"
+
+    @property
+    def _alone(self) -> str:
+        """What is to be said where ranks gain nothing."""
+        if self.one_rank.seconds > self.winner.seconds + _SAME:
+            return ""
+        return f"; one rank alone takes no longer, {_ms(self.one_rank.seconds)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As `plan --candidates --json` prints it, the winner first."""
+        return {
+            "model": self.model,
+            "ranks": self.ranks,
+            "objective": self.objective,
+            "candidates": [c.to_json() for c in self.found],
+            "one_rank": self.one_rank.to_json(),
+            "refused": [asdict(r) for r in self.refused],
+            "why": self.why,
+        }
+
+
+def choices(path: Path, options: Options) -> list[Options]:
+    """The options of each strategy to try: presets and the search, on the mesh that is given or on
+    meshes of their own. Errors: StrategyError where options name a strategy already."""
+    named = options.preset or options.search
+    if named is not None:
+        raise StrategyError(f"--candidates compares strategies: leave out {named!r}")
+    options = replace(options, compared=True)
+    is_step = Step.of(header_of(read_proto(path))) is not None
+    names = ["data-parallel", "tensor-parallel", "hybrid"]
+    names += [*(ZERO_STAGES if is_step else ()), SEQUENCE, EXPERT]
+    mesh = options.mesh or (options.strategy.mesh if options.strategy is not None else None)
+    if mesh is not None:
+        made = [replace(options, preset=name, mesh=mesh) for name in names if name != "hybrid"]
+        if BATCH in mesh.sizes and len(mesh.shape) > 1:
+            made[1] = replace(made[1], preset="hybrid")
+    elif options.devices is None:
+        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+    else:
+        made = [
+            replace(options, preset=name, mesh=mesh)
+            for name in names
+            for mesh in _meshes(name, options.devices)
+        ]
+    return [*made, replace(options, search=AUTO)]
+
+
+def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
+    if preset != "hybrid":
+        yield preset_mesh(preset, devices)
+        return
+    sizes = [n for n in range(2, devices) if devices % n == 0]
+    count = min(len(sizes), MOST_HYBRIDS)
+    for i in range(count):
+        major = sizes[i * (len(sizes) - 1) // max(count - 1, 1)]
+        yield Mesh(((BATCH, major), (WIDTH, devices // major)))
+
+
+def try_candidate(path: Path, options: Options) -> Candidate | Refused:
+    """Plans one strategy, as `plan` does."""
+    strategy = options.preset or options.search or ""
+    try:
+        explained = explain(path, options)
+    except StrategyError as error:
+        return Refused(strategy, str(options.mesh or ""), str(error))
+    return _candidate(strategy, explained, options)
+
+
+def on_one_rank(path: Path, options: Options) -> Candidate:
+    """What one rank takes and holds that does everything; whatever it may hold."""
+    alone = replace(
+        options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
+    )
+    alone = replace(alone, aim=replace(options.aim, memory=None), configuration="none")
+    return _candidate(ONE_RANK, explain(path, alone), alone)
+
+
+def _candidate(strategy: str, explained: Explained, options: Options) -> Candidate:
+    plan = explained.plan
+    sent: dict[str, int] = {}
+    for entry in plan.collectives:
+        sent[entry.kind] = sent.get(entry.kind, 0) + entry.bytes
+    seconds = explained.predicted
+    counted = options.aim.seconds(seconds.compute, seconds.communication)
+    return Candidate(strategy, plan.mesh, seconds, counted, sent, dict(plan.memory), explained)
+
+
+def fastest_first(
+    model: str, objective: str, tried: Iterable[Candidate | Refused], one_rank: Candidate
+) -> Candidates:
+    """Sorts candidates by what the objective makes of the predicted times; only the fastest keeps
+    its steps. Errors: StrategyError where none applies."""
+    found: list[Candidate] = []
+    refused: list[Refused] = []
+    for each in tried:
+        if isinstance(each, Refused):
+            refused.append(each)
+            continue
+        best = min([*found, each], key=_order)
+        found = [c if c is best else replace(c, explained=None) for c in [*found, each]]
+    if not found:
+        raise StrategyError(f"no strategy applies; {refused[0].strategy}: {refused[0].reason}")
+    found.sort(key=_order)
+    return Candidates(model, found[0].mesh.size, objective, found, refused, one_rank)
+
+
+def _order(candidate: Candidate) -> tuple[int, int]:
+    return round(candidate.seconds / _SAME), candidate.held
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

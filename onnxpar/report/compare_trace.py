@@ -1,0 +1,260 @@
+"""Sets what the cost model predicts beside what a trace has measured.
+
+onnxruntime fuses nodes, and lowering makes several of one. So what is compared are sets of nodes of
+the global graph: the smallest of which each event of the trace lies in one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.plan import Plan
+from onnxpar.errors import InputError, StrategyError
+from onnxpar.ir.clone import nodes_of_run
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.report.trace_comparison import Comparison, Computed, Talked, sum_known
+from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.runtime.trace import Event, Trace
+from onnxpar.search.predict import Prediction, predict_nodes
+from onnxpar.sharding.state import Sharding
+
+_REMEDY = (
+    "give plan the options that shard was given (--mesh, --preset, --strategy, --dim, --topology "
+    "and the like), or shard the model with these and record its runs anew"
+)
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A node of the global graph. `always` says that each run runs it: it is in no body. What a
+    pass has added without a rule has no prediction."""
+
+    op: str
+    predicted: Prediction | None
+    is_collective: bool
+    always: bool
+
+    def weighted(self, weight: float, other: PlannedNode | None) -> PlannedNode:
+        """The same with its times in proportion, and those of another one added."""
+        if self.predicted is None:
+            return self
+        before = Prediction(0.0, 0.0)
+        if other is not None and other.predicted is not None:
+            before = other.predicted
+        total = Prediction(
+            before.compute + weight * self.predicted.compute,
+            before.communication + weight * self.predicted.communication,
+        )
+        return replace(self, predicted=total)
+
+
+def planned_nodes(
+    graph: gs.Graph, sharding: Sharding, apart: Collection[str] = ()
+) -> dict[str, PlannedNode]:
+    """The nodes of a graph, by name. Requires reshard nodes (insert-collectives). Outputs `apart`
+    are no part of a run, nor is what they alone need."""
+    nodes = nodes_of_run(graph, apart)
+    within = list(nodes_within(nodes))
+    predicted = predict_nodes(within, sharding)
+    outer = {node.name for node in nodes}
+    return {
+        node.name: PlannedNode(
+            node.op,
+            predicted.get(node.name),
+            node.domain == DOMAIN and node.op not in LOCAL_STEPS,
+            node.name in outer,
+        )
+        for node in within
+    }
+
+
+def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) -> Comparison:
+    """Holds the runs of a trace (evaluations aside) against the plan that it is of. Errors:
+    StrategyError where it is of another, InputError where it has no runs."""
+    lengths = _lengths(trace)
+    if not lengths:
+        raise InputError("the trace has no run; record some with `onnxpar run --profile`")
+    _check_same(trace, [e for e in trace.events if e.run in lengths], plan, nodes)
+    by_length = sorted(lengths, key=lambda run: lengths[run])
+    cut = len(by_length) // 4
+    runs = by_length[cut : len(by_length) - cut]
+    chosen = set(runs)
+    events = [event for event in trace.events if event.run in chosen]
+    rank, computed = _computed(events, len(runs), trace.ranks, nodes)
+    return Comparison(
+        trace.model,
+        trace.mesh,
+        len(runs),
+        len(lengths),
+        rank,
+        mean(lengths[run] for run in runs),
+        computed,
+        _talked(events, len(runs), nodes, plan.sent_at_runs),
+    )
+
+
+def _lengths(trace: Trace) -> dict[int, float]:
+    """How long each run took, from the first rank's begin to the last one's end."""
+    found = {}
+    for run in trace.runs():
+        spans = [span for span in trace.spans if span.run == run]
+        found[run] = max(s.start + s.seconds for s in spans) - min(s.start for s in spans)
+    return found
+
+
+def _check_same(
+    trace: Trace, events: Sequence[Event], plan: Plan, nodes: Mapping[str, PlannedNode]
+) -> None:
+    """Errors: StrategyError where the trace is of another plan."""
+    if tuple(trace.mesh) != plan.mesh.shape:
+        was = ",".join(f"{name}={size}" for name, size in trace.mesh)
+        raise StrategyError(f"the trace is of the mesh {was}, the plan of {plan.mesh}; {_REMEDY}")
+    other = f"the trace is of another plan (of {trace.model}):"
+    known = {entry.name: entry for entry in plan.collectives}
+    told = {event.name: event for event in events if event.collective}
+    always = [name for name, node in nodes.items() if node.is_collective and node.always]
+    for name in (*told, *always):
+        if (name in told) != (name in known):
+            here, there = ("trace", "plan") if name in told else ("plan", "trace")
+            raise StrategyError(
+                f"{other} the {here} has the collective '{name}', the {there} does not; {_REMEDY}"
+            )
+    calls = Counter((e.name, e.rank, e.run) for e in events)
+    for name, event in told.items():
+        made, entry = event.collective, known[name]
+        sent = entry.bytes // calls[name, event.rank, event.run]
+        assert made is not None
+        if made.kind != entry.kind or made.bytes != sent:
+            raise StrategyError(
+                f"{other} '{name}' is {made.kind} of {made.bytes} bytes in the trace, "
+                f"{entry.kind} of {sent} in the plan; {_REMEDY}"
+            )
+    found = {name for event in trace.events for name in event.nodes}
+    if found and not found & nodes.keys():
+        raise StrategyError(
+            f"the trace is of {trace.model}, and has no node of {plan.model}; give the model that "
+            "was sharded"
+        )
+
+
+def _computed(
+    events: Iterable[Event], runs: int, ranks: int, nodes: Mapping[str, PlannedNode]
+) -> tuple[int, list[Computed]]:
+    """The rank that computes longest, and its times by sets of nodes, in the order of the graph."""
+    own = [event for event in events if event.collective is None]
+    sets = _Sets()
+    for event in own:
+        sets.join(_keys(event))
+    at: list[dict[str, list[Event]]] = [defaultdict(list) for _ in range(ranks)]
+    for event in own:
+        at[event.rank][sets.find(_keys(event)[0])].append(event)
+    seconds = [{k: sum(e.own for e in of) / runs for k, of in each.items()} for each in at]
+    rank = max(range(ranks), key=lambda r: sum(seconds[r].values()))
+    members: dict[str, list[str]] = {k: [] for each in at for k in each}
+    for name, node in nodes.items():
+        root = sets.find(name)
+        if root in members or (node.predicted and not node.is_collective):
+            members.setdefault(root, []).append(name)
+    rows = [
+        _row(names, at[rank].get(root, []), seconds[rank].get(root, 0.0), runs, nodes)
+        for root, names in members.items()
+    ]
+    return rank, rows
+
+
+def _row(
+    names: Sequence[str],
+    events: Sequence[Event],
+    seconds: float,
+    runs: int,
+    nodes: Mapping[str, PlannedNode],
+) -> Computed:
+    of = [nodes[name] for name in names]
+    ops = dict.fromkeys(f"around {n.op}" if n.is_collective else n.op for n in of)
+    predicted = sum_known(n.predicted.compute if n.predicted else None for n in of)
+    ran = dict.fromkeys(event.op for event in events)
+    calls = len(events) // runs
+    return Computed(tuple(names), tuple(ops), tuple(ran), calls, predicted, seconds)
+
+
+def _keys(event: Event) -> tuple[str, ...]:
+    """What an event joins; one that onnxruntime has added stands alone."""
+    return event.nodes or (f"{event.name}\0{event.op}",)
+
+
+class _Sets:
+    """Disjoint sets of names."""
+
+    def __init__(self) -> None:
+        self._above: dict[str, str] = {}
+
+    def find(self, name: str) -> str:
+        """The name that stands for the set."""
+        while (above := self._above.get(name, name)) != name:
+            name = above
+        return name
+
+    def join(self, names: Sequence[str]) -> None:
+        """Makes one set of the sets of these."""
+        first = self.find(names[0])
+        for name in names[1:]:
+            self._above[self.find(name)] = first
+
+
+def _talked(
+    events: Iterable[Event],
+    runs: int,
+    nodes: Mapping[str, PlannedNode],
+    sent: Mapping[str, int],
+) -> list[Talked]:
+    """Collectives in the order in which they run, then those that did not. `sent` has bytes at the
+    sizes of the runs, by collective, which replace those of the trace."""
+    by_node: dict[str, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: e.start):
+        if event.collective is not None:
+            is_reshard = event.name in nodes or not event.nodes
+            by_node[event.name if is_reshard else event.nodes[0]].append(event)
+    for name, node in nodes.items():
+        if node.predicted and node.predicted.communication:
+            by_node.setdefault(name, [])
+    return [_talk(name, of, runs, nodes.get(name), sent) for name, of in by_node.items()]
+
+
+def _talk(
+    name: str,
+    events: Sequence[Event],
+    runs: int,
+    node: PlannedNode | None,
+    sent_in: Mapping[str, int],
+) -> Talked:
+    told = [e.collective for e in events if e.collective]
+    is_inner = node is not None and not node.is_collective
+    kinds = dict.fromkeys(t.kind for t in told) or ([node.op] if node and not is_inner else [])
+    tensor = next((t.tensor for t in told if t.tensor), f"in {name}" if is_inner else name)
+    ranks = sorted({e.rank for e in events})
+    calls = len(events) // (runs * len(ranks)) if ranks else 0
+    sent = [t.bytes for e, t in zip(events, told, strict=True) if e.rank == ranks[0]]
+    known = [size for size in sent if size is not None]
+    size = sum(known) // runs if len(known) == len(sent) else None
+    if events and all(e.name in sent_in for e in events):
+        size = sum(sent_in[each] for each in {e.name for e in events})
+    wait, seconds = (
+        sum(of) / (runs * max(len(ranks), 1))
+        for of in ((e.wait for e in events), (e.seconds for e in events))
+    )
+    return Talked(
+        name,
+        " ".join(kinds),
+        tensor,
+        calls,
+        size,
+        node.predicted.communication if node and node.predicted else None,
+        seconds - wait,
+        wait,
+    )

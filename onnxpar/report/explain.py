@@ -1,0 +1,253 @@
+"""What a plan does, step by step: each node and reshard with layouts, time, bytes and memory."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.plan import Plan
+from onnxpar.compiler.summary import activations
+from onnxpar.errors import StrategyError
+from onnxpar.ir.clone import nodes_of_run
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.manual.manual import MANUAL
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
+from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.search.predict import Prediction, predict_nodes
+from onnxpar.search.repeats import runs
+from onnxpar.sharding.planned_collectives import reshards
+
+UPDATE = "update"
+"""The block of what an optimizer does, which names its nodes so."""
+NODE, COLLECTIVE, CUT = "node", "collective", "cut"
+_NUMBERED = re.compile(r"(.*?(?:^|[./])\d+)[./]")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a node reads or makes, its global shape and its layout."""
+
+    name: str
+    shape: str
+    layout: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node of the global graph as a rank runs it; `kind` tells reshards from others.
+
+    block      what its weights' names have in common up to a number: `encoder.layer.3`
+    depth      in how many subgraphs it stands
+    predicted  seconds by the cost model, 0 where nothing is known
+    sent       bytes that a rank sends
+    alive      bytes of activations that a rank holds meanwhile
+    """
+
+    name: str
+    op: str
+    kind: str
+    block: str
+    depth: int
+    operands: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    predicted: Prediction
+    alive: int
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps in order that stand `times` in the graph, one after the other, alike but for names."""
+
+    name: str
+    last: str
+    times: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan and its steps, in the order of the schedule."""
+
+    plan: Plan
+    steps: tuple[Step, ...]
+
+    @property
+    def predicted(self) -> Prediction:
+        """Seconds of a run."""
+        every = [step.predicted for step in self.steps]
+        return Prediction(sum(p.compute for p in every), sum(p.communication for p in every))
+
+    def blocks(self) -> Iterator[Block]:
+        """The steps by block; those that repeat the one before them, once."""
+        found: list[Block] = []
+        for name, group in groupby(self.steps, key=lambda step: step.block):
+            steps = tuple(group)
+            last = found[-1] if found else None
+            if last is not None and _alike(last.steps, steps):
+                found[-1] = replace(last, last=name, times=last.times + 1)
+            elif name in ("", UPDATE):
+                found += (Block(name, name, times, part) for part, times in _repeated(steps))
+            else:
+                found.append(Block(name, name, 1, steps))
+        yield from found
+
+
+class Explainer:
+    """Notes the steps of a plan: `reckon` is for the pipeline to call."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[float, list[Step]]] = []
+
+    def reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+        """Reads the graph once all reshards are in it, at each of the sizes that count."""
+        self._found.append((weight, list(_steps(graph, ctx))))
+
+    def explained(self, plan: Plan) -> Explained:
+        """The plan that came of these passes, with its steps."""
+        sent: dict[str, int] = defaultdict(int)
+        for entry in plan.collectives:
+            sent[entry.name.split("::")[0]] += entry.bytes
+            sent[entry.name] += entry.bytes if "::" in entry.name else 0
+        found = (_mean(steps) for steps in zip(*_weighted(self._found), strict=True))
+        return Explained(plan, tuple(replace(s, sent=sent.get(s.name, 0)) for s in found))
+
+
+def explain(path: str | Path, options: Options) -> Explained:
+    """Plans as `plan` does. Errors: OnnxparError."""
+    if options.preset == MANUAL:
+        raise StrategyError("of a manual program nothing is predicted; use `run --profile`")
+    explainer = Explainer()
+    plan, _ = pipeline.plan(path, options, reckon=explainer.reckon)
+    return explainer.explained(plan)
+
+
+def _weighted(each: Iterable[tuple[float, Iterable[Step]]]) -> Iterator[list[tuple[float, Step]]]:
+    for weight, steps in each:
+        yield [(weight, step) for step in steps]
+
+
+def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
+    """A step at several sizes as one: what it takes on average, and the most that is held."""
+    predicted = Prediction(
+        sum(weight * step.predicted.compute for weight, step in steps),
+        sum(weight * step.predicted.communication for weight, step in steps),
+    )
+    return replace(steps[0][1], predicted=predicted, alive=max(step.alive for _, step in steps))
+
+
+def _steps(graph: gs.Graph, ctx: PassContext) -> Iterator[Step]:
+    """The nodes of the graph behind insert-collectives, but for what is computed apart."""
+    apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
+    within = list(_within(graph, nodes_of_run(graph, apart), ctx))
+    predicted = predict_nodes((node for node, _, _ in within), ctx.sharding)
+    blocks = _Blocks()
+    for node, depth, alive in within:
+        yield Step(
+            node.name,
+            node.op,
+            _kind(node),
+            blocks.now if node.domain == DOMAIN else blocks.of(node),
+            depth,
+            tuple(_operands(node, ctx)),
+            tuple(_operand(t, ctx) for t in node.outputs if t.name),
+            predicted.get(node.name, Prediction(0.0, 0.0)),
+            alive,
+        )
+
+
+def _within(
+    graph: gs.Graph,
+    nodes: Sequence[gs.Node],
+    ctx: PassContext,
+    depth: int = 0,
+    around: int = 0,
+) -> Iterator[tuple[gs.Node, int, int]]:
+    """Nodes and those of their subgraphs, with their depth and the bytes that are alive."""
+    for node, alive in zip(nodes, activations(graph, nodes, ctx), strict=True):
+        yield node, depth, around + alive
+        for body in subgraphs(node):
+            yield from _within(body, body.nodes, ctx, depth + 1, around + alive)
+
+
+def _kind(node: gs.Node) -> str:
+    if node.domain != DOMAIN:
+        return NODE
+    return CUT if node.op in LOCAL_STEPS else COLLECTIVE
+
+
+class _Blocks:
+    """Tells the blocks of nodes that come one after the other: as their weights are named, else
+    themselves, unless that would lead back, else that of the node before."""
+
+    def __init__(self) -> None:
+        self.now = ""
+        self.left: set[str] = set()
+
+    def of(self, node: gs.Node) -> str:
+        """The block of the next node."""
+        given = [t.name for t in node.inputs if not t.inputs]
+        weights = [name for name in given if "." in name and "/" not in name]
+        own = [node.name] if node.name.startswith("/") else []
+        scoped = [name.strip("/").replace("/", ".") for name in weights + own]
+        found = [match[1] for name in scoped if (match := _NUMBERED.match(name))]
+        block = found[0] if found else "" if scoped else self.now
+        if node.name.startswith(UPDATE + "/"):
+            block, weights = UPDATE, []
+        if block != self.now and (weights or block not in self.left):
+            self.left.add(self.now)
+            self.now = block
+        return self.now
+
+
+def _operands(node: gs.Node, ctx: PassContext) -> Iterator[Operand]:
+    if node.domain == DOMAIN and "axes" in node.attrs:
+        for tensor, before, _ in reshards(node):
+            yield Operand(tensor.name, _shape(tensor), before.text(ctx.sharding.mesh))
+        return
+    yield from (_operand(t, ctx) for t in node.inputs if t.name)
+
+
+def _operand(tensor: gs.Tensor, ctx: PassContext) -> Operand:
+    layout = ctx.layouts.get(tensor.name)
+    text = "" if layout is None else layout.text(ctx.sharding.mesh)
+    return Operand(tensor.name, _shape(tensor), text)
+
+
+def _shape(tensor: gs.Tensor) -> str:
+    return "?" if tensor.shape is None else "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:
+    """Whether two blocks do the same."""
+    return [_sign(step) for step in some] == [_sign(step) for step in others]
+
+
+def _repeated(steps: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], int]]:
+    """Parts of steps whose names tell no block, and how often each is repeated."""
+    numbers: dict[Hashable, int] = {}
+    signs = [numbers.setdefault(_sign(step), len(numbers)) for step in steps]
+    done = 0
+    for start, end, period in sorted(runs(np.array(signs), 0)):
+        if start > done:
+            yield steps[done:start], 1
+        times = (end - start) // period
+        yield steps[start : start + period], times
+        done = start + times * period
+    if done < len(steps):
+        yield steps[done:], 1
+
+
+def _sign(step: Step) -> Hashable:
+    ports = tuple((o.shape, o.layout) for o in (*step.operands, *step.results))
+    return step.op, step.depth, len(step.operands), ports, step.predicted, step.sent

@@ -1,0 +1,180 @@
+"""What becomes of each op: its rule, which of its factors split, how that was proved, and why the
+others do not.
+
+Rules depend on the node; the texts, and the counts of runs of ONNX's own test-suite, are those that
+`tests/peer/run.py --write` has put into `rules/proof.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from typing import Any
+
+import onnx
+
+import onnxpar.grad
+import onnxpar.rules
+from onnxpar.grad.vjp import registered as gradients
+from onnxpar.grad.vjp import without as without_gradient
+from onnxpar.model.checker import MAX_OPSET
+from onnxpar.rules.rule import registered, whole_ops
+
+COUNTS = ("split", "gathered", "refused", "oracle")
+NOTE = """\
+split, gathered and refused count sharded runs of the cases of ONNX's own test-suite, each of which
+gave what the case expects: computed on parts, made whole before the op, or refused with an error
+that says why. oracle counts splits of single nodes that the rule oracle has compared with
+onnxruntime, for ops of which the suite has no case. gradient counts tests that proved the
+gradient of the op, by central differences or by what another program computes. The rule is that of
+one case; other attributes and shapes may give another."""
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """An op, `domain.Op` but for those of ONNX itself.
+
+    rule    the rule of one case as text, empty where no case is known
+    splits  the factors of that rule that may be split
+    counts  runs and splits that proved it, by COUNTS
+    whole   why factors (or all of it) must stay whole
+    gradient  how many tests proved its gradient, or why it has none
+    """
+
+    op: str
+    rule: str
+    splits: tuple[str, ...]
+    counts: Mapping[str, int]
+    whole: tuple[str, ...]
+    has_rule: bool
+    gradient: str
+
+    @property
+    def is_lack(self) -> bool:
+        """Whether there is neither a rule nor a reason for having none."""
+        return not self.has_rule and not self.whole
+
+
+def rows(pattern: str = "*") -> list[OpRow]:
+    """The ops whose name fits a glob, ONNX's own first: those of the newest opset that the runtime
+    loads, and those of other domains that have a rule or a reason."""
+    known = {*registered(), *whole_ops()}
+    ops = sorted({("", op) for op in standard_ops()} | {key for key in known if key[0]})
+    made = [_row(domain, op) for domain, op in ops]
+    return [r for r in made if fnmatchcase(r.op, pattern) or fnmatchcase(r.op, f"*.{pattern}")]
+
+
+def standard_ops() -> list[str]:
+    """The ops of ONNX that are not deprecated in the newest opset that the runtime loads."""
+    newest: dict[str, Any] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.domain == "" and schema.since_version <= MAX_OPSET:
+            have = newest.get(schema.name)
+            if have is None or have.since_version < schema.since_version:
+                newest[schema.name] = schema
+    return sorted(name for name, schema in newest.items() if not schema.deprecated)
+
+
+def _row(domain: str, op: str) -> OpRow:
+    name = f"{domain}.{op}" if domain else op
+    proof = proofs().get(name, {})
+    has_rule = (domain, op) in registered()
+    reason = whole_ops().get((domain, op))
+    return OpRow(
+        name,
+        (proof.get("rule") or _function(domain, op)) if has_rule else "",
+        tuple(proof.get("splits", ())) if has_rule else (),
+        {key: proof.get(key, 0) for key in COUNTS},
+        tuple(proof.get("whole", ())) if has_rule else (reason,) if reason else (),
+        has_rule,
+        _gradient(domain, op),
+    )
+
+
+def _function(domain: str, op: str) -> str:
+    """Which function has the rule of an op of which no case is known."""
+    function = registered()[domain, op]
+    return "" if function.__module__.startswith("onnxpar.") else f"by {function.__module__}"
+
+
+def _gradient(domain: str, op: str) -> str:
+    name = f"{domain}.{op}" if domain else op
+    if (domain, op) in gradients():
+        return str(gradient_proofs().get(name, 0))
+    reason = without_gradient().get((domain, op))
+    if reason:
+        return f"none: {reason}"
+    if not domain:
+        schema = onnx.defs.get_schema(op, MAX_OPSET, "")
+        for what, formals in (("result", schema.outputs), ("operand", schema.inputs)):
+            if not _has_floats(schema, formals):
+                return f"none: no {what} is floating-point"
+    return "not known"
+
+
+def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
+    """Whether some of these operands or results may be of floating-point numbers."""
+    types = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
+    kinds = [kind for f in formals for kind in types.get(f.type_str, {f.type_str})]
+    return any("float" in kind or "double" in kind for kind in kinds)
+
+
+@functools.cache
+def gradient_proofs() -> Mapping[str, int]:
+    """What `grad/proof.json` says: by op, how many tests asked its gradient rule and passed."""
+    text = (files(onnxpar.grad) / "proof.json").read_text(encoding="utf-8")
+    found: Mapping[str, int] = json.loads(text)
+    return found
+
+
+@functools.cache
+def proofs() -> Mapping[str, Mapping[str, Any]]:
+    """What `rules/proof.json` says, by op."""
+    text = (files(onnxpar.rules) / "proof.json").read_text(encoding="utf-8")
+    found: Mapping[str, Mapping[str, Any]] = json.loads(text)
+    return found
+
+
+def to_json(table: Sequence[OpRow]) -> str:
+    """The rows as a JSON list, one a line."""
+    return "[\n" + ",\n".join(json.dumps(asdict(row)) for row in table) + "\n]"
+
+
+def lines(table: Sequence[OpRow]) -> Iterator[str]:
+    """The rows for people."""
+    width = max([len(row.op) for row in table], default=2)
+    heads = "  ".join(f"{c:>8}" for c in (*COUNTS, "gradient"))
+    yield f"{'op':{width}}  {heads}  rule"
+    for row in table:
+        counts = "  ".join(f"{row.counts[c] or '-':>8}" for c in COUNTS)
+        counts += f"  {row.gradient if row.gradient.isdigit() else '-':>8}"
+        yield f"{row.op:{width}}  {counts}  {row.rule or '-'}"
+        if row.splits:
+            yield f"{'':{width}}  splits: {' '.join(row.splits)}"
+        for reason in row.whole:
+            yield f"{'':{width}}  whole: {reason}"
+        if not row.gradient.isdigit():
+            yield f"{'':{width}}  gradient: {row.gradient}"
+    yield f"\n{len(table)} op{'s' * (len(table) != 1)}. {' '.join(NOTE.split())}"
+
+
+def markdown() -> str:
+    """All rows as docs/ops.md."""
+    head = ("op", "rule", "splits", *COUNTS, "gradient", "whole, and why")
+    out = ["# Ops", "", NOTE, "", "Written by `python tests/peer/run.py --write`.", ""]
+    out += [_cells(head), _cells(["---"] * len(head))]
+    for row in rows():
+        counts = [row.counts[c] or "" for c in COUNTS]
+        rule = f"`{row.rule}`" if row.rule else ""
+        whole = "; ".join(row.whole)
+        cells = [f"`{row.op}`", rule, " ".join(row.splits), *counts, row.gradient, whole]
+        out.append(_cells(cells))
+    return "\n".join(out) + "\n"
+
+
+def _cells(cells: Sequence[Any]) -> str:
+    return "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"

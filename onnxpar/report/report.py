@@ -1,0 +1,259 @@
+"""Tables for people, in 100 columns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from textwrap import wrap
+from typing import Any
+
+from onnxpar.base.shown import text_of
+from onnxpar.compiler.plan import Plan, SavedPlan
+from onnxpar.errors import ModelError
+from onnxpar.model.state_pairs import unpaired_text
+from onnxpar.open_sizes.typical import sizes_text
+
+WIDTH = 100
+_KINDS = ("input", "state", "output")
+_PORT_HEADS = ("dtype", "shape", "layout")
+MANY, FEW = 20, 3
+"""Rows above which those that are alike are one: of ports and weights, and of whole nodes."""
+
+
+def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
+    """Aligned columns: numbers to the right; the first column gives way where a line is too
+    long."""
+    cells = [[_cell(c) for c in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)
+    widths[0] = min(widths[0], max(room, 12))
+    numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(head))]
+    for line in [list(head), *cells]:
+        out = [
+            _fit(c, w).rjust(w) if right else _fit(c, w).ljust(w)
+            for c, w, right in zip(line, widths, numeric, strict=True)
+        ]
+        yield ("  ".join(out)).rstrip()
+
+
+def grouped(rows: Sequence[tuple[Any, ...]], most: int = MANY) -> list[tuple[Any, ...]]:
+    """The rows; where there are more than so many, those that differ in their first column alone
+    are one, with the first name and a count."""
+    if len(rows) <= most:
+        return list(rows)
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, *rest in rows:
+        names.setdefault(tuple(rest), []).append(name)
+    return [(_names(found), *rest) for rest, found in names.items()]
+
+
+def _names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _each(rows: Sequence[Any], heads: Sequence[str]) -> Iterator[str]:
+    """Heads of columns of bytes: of rows that are grouped, those of each."""
+    return (f"{head} each" if len(rows) > MANY else head for head in heads)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 18.4 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
+    """The plan of `plan.json` as people read it."""
+    mesh = ",".join(f"{name}={size}" for name, size in plan["mesh"])
+    preset = f", {plan['preset']}" if plan["preset"] else ""
+    yield f"{plan['model']} over {plan['ranks']} ranks (mesh {mesh}{preset})"
+    yield ""
+    rows = [
+        (p["name"], kind, p["dtype"], _shape(p["shape"]), p["layout_text"] or "whole")
+        for kind, p in _ports(plan)
+    ]
+    each = [grouped([row for row in rows if row[1] == kind]) for kind in _KINDS]
+    yield from table([row for found in each for row in found], ("tensor", "", *_PORT_HEADS))
+    yield ""
+    yield from _state_lines(plan, full)
+    yield from _collective_lines(plan["collectives"], full)
+    yield from _weight_lines(plan["weights"], plan["ranks"], full)
+    yield from _whole_lines(plan["whole"])
+    memory, flops = plan["memory"], plan["flops"]
+    typical = [(each["sizes"], each["weight"]) for each in plan.get("typical", ())]
+    if typical:
+        change = (
+            "" if plan.get("typical_given") else f"; {_other_sizes(typical[0][0])} changes that"
+        )
+        yield f"sizes are open: costs are at {sizes_text(typical)}{change}"
+    states = memory.get("states_per_rank", 0)
+    yield (
+        f"per rank: weights {size_text(memory['weights_per_rank'])}, "
+        + (f"states {size_text(states)}, " if states else "")
+        + f"activations at most {size_text(memory['activations_per_rank'])}, "
+        f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
+    )
+    yield from _predicted_lines(plan.get("predicted"), plan["ranks"])
+    yield from _note_lines(plan.get("notes", ()))
+
+
+def _other_sizes(typical: Mapping[str, int]) -> str:
+    """An example of the flag that gives other sizes, by the names that the model has."""
+    pairs = [f"{name}={8 if size == 1 else size}" for name, size in typical.items()]
+    return f"--typical {','.join(pairs[:3])}"
+
+
+def _predicted_lines(predicted: Mapping[str, float] | None, ranks: int) -> Iterator[str]:
+    """The time of a run by the cost model, and what ranks gain."""
+    if not predicted:
+        return
+    total, one = predicted["total"], predicted["one_rank"]
+    parts = " and ".join(f"{_ms(predicted[kind])} {kind}" for kind in ("compute", "communication"))
+    yield f"predicted: {_ms(total)} ms a run ({parts})"
+    if ranks > 1 and total:
+        yield f"on one rank: {_ms(one)} ms; {ranks} ranks are {_gain(one / total)}"
+
+
+def _gain(times: float) -> str:
+    if times > 1.005:
+        return f"{times:.2f} times as fast"
+    return f"{1 / times:.2f} times as slow" if times < 0.995 else "no faster"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _note_lines(notes: Sequence[str]) -> Iterator[str]:
+    for note in notes:
+        yield from wrap(f"note: {note}", WIDTH, subsequent_indent="      ", break_on_hyphens=False)
+
+
+@text_of.register
+def _(plan: Plan) -> str:
+    return "\n".join(plan_lines(plan.to_json()))
+
+
+@text_of.register
+def _(plan: SavedPlan) -> str:
+    try:
+        return "\n".join(plan_lines(plan.to_json()))
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ZeroDivisionError,
+        IndexError,
+    ) as error:
+        # Only a file says what a plan is not: what is made here has all that is read.
+        raise ModelError(
+            f"the plan is damaged: {type(error).__name__}: {error}; write the folder again with "
+            "`onnxpar shard`"
+        ) from error
+
+
+def _balance(flops: Mapping[str, int]) -> str:
+    """How much more than on average the rank computes that has most to do."""
+    mean = flops.get("mean", flops["per_rank"])
+    if mean == flops["per_rank"]:
+        return ", the same on all"
+    return f", {flops['per_rank'] / mean:.2f} times the mean"
+
+
+def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Inputs and outputs with their kind; of a training step, a state is listed once."""
+    pairs = {pair["input"]: pair["output"] for pair in plan["states"]} if plan.get("step") else {}
+    yield from (("input", p) for p in plan["inputs"] if p["name"] not in pairs)
+    yield from (("state", p) for p in plan["inputs"] if p["name"] in pairs)
+    yield from (("output", p) for p in plan["outputs"] if p["name"] not in pairs.values())
+
+
+def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
+    """State pairs, but for those of a training step, which stand among the ports."""
+    pairs, missing = plan["states"], plan.get("unpaired", [])
+    if pairs and not plan.get("step"):
+        count = "1 state pair" if len(pairs) == 1 else f"{len(pairs)} state pairs"
+        yield f"{count}, which ranks keep between runs with keep_states=True"
+        if full:
+            rows = [(pair["input"], pair["output"]) for pair in pairs]
+            yield from table(rows, ("input", "is the last run's"))
+        yield ""
+    if missing:
+        yield f"warning: {unpaired_text(missing)}"
+        yield ""
+
+
+def _shape(shape: Sequence[int | str | None] | None) -> str:
+    if shape is None:
+        return "?"
+    if any(isinstance(s, str) for s in shape):
+        return "[" + ", ".join(map(str, shape)) + "]"
+    return "x".join("?" if s is None else str(s) for s in shape) or "scalar"
+
+
+def _collective_lines(collectives: Sequence[Mapping[str, Any]], full: bool) -> Iterator[str]:
+    if not collectives:
+        yield "no collectives"
+        yield ""
+        return
+    counts = Counter(c["kind"] for c in collectives)
+    sent = sum(c["bytes"] for c in collectives)
+    kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    yield f"collectives in order: {kinds}; each rank sends {size_text(sent)}"
+    if full:
+        rows = [
+            (c["tensor"], c["kind"], _group(c), c["bytes"], f"{c['before']} -> {c['after']}")
+            for c in collectives
+        ]
+        yield from table(rows, ("tensor", "kind", "group", "bytes", "layouts"))
+    yield ""
+
+
+def _group(collective: Mapping[str, Any]) -> str:
+    ranks = collective["group"]
+    steps = {b - a for a, b in pairwise(ranks)}
+    if len(ranks) <= 4 or len(steps) > 1:
+        shown = ",".join(map(str, ranks[:8])) + (",..." if len(ranks) > 8 else "")
+    else:
+        by = f" by {steps.pop()}" if steps != {1} else ""
+        shown = f"{ranks[0]}..{ranks[-1]}{by}"
+    return f"{shown} (x{collective['groups']})" if collective["groups"] > 1 else shown
+
+
+def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) -> Iterator[str]:
+    total = sum(w["bytes"] for w in weights)
+    held = sum(w["bytes_per_rank"] for w in weights)
+    share = f" ({held / total:.1%} of it)" if total else ""
+    yield f"weights: {size_text(total)} in all, at most {size_text(held)} per rank{share}"
+    if full:
+        large = [w for w in weights if w["bytes"] > 4096]
+        rows = [
+            (w["name"], _shape(w["shape"]), w["layout"], w["bytes"], w["bytes_per_rank"])
+            for w in large
+        ]
+        if rows:
+            heads = ("weight over 4 kB", "shape", "layout", "bytes", "per rank")
+            yield from table(grouped(rows), [*heads[:3], *_each(rows, heads[3:])])
+    yield ""
+
+
+def _whole_lines(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not whole:
+        return
+    yield f"{len(whole)} {'node stays' if len(whole) == 1 else 'nodes stay'} whole:"
+    rows = [(w["node"], w["op"], w["bytes"], w["reason"]) for w in whole]
+    yield from table(grouped(rows, FEW), ("node", "op", "gathered", "why"))
+    yield ""

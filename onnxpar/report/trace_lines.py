@@ -1,0 +1,93 @@
+"""A trace as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from onnxpar.report.report import table
+from onnxpar.runtime.trace import NodeTimes, Trace
+
+SLOWEST = 10
+_PARTS = ("compute", "communication", "waiting", "idle", "in all")
+
+
+def trace_lines(trace: Trace) -> Iterator[str]:
+    """Where the ranks' time went, and which nodes took most of it."""
+    for program in sorted({span.program for span in trace.spans}):
+        count = len(trace.runs(program))
+        what = f"{count} {program or 'run'}{'s' if count > 1 else ''}"
+        left = trace.left_out if not program else 0
+        after = f" after {left} warm-up run{'s' if left > 1 else ''}" if left else ""
+        yield f"{what}{after}, in milliseconds of each:"
+        rows = [
+            (rank, *_columns(_parts(trace, rank, program), _PARTS)) for rank in range(trace.ranks)
+        ]
+        yield from table(rows, ("rank", *_heads(_PARTS)))
+        yield ""
+    busy = sum(event.own for event in trace.events)
+    if busy:
+        yield f"nodes that took longest, of {busy * 1e3:.3f} ms on all ranks:"
+        head = ("ms a call", "waiting", "share")
+        slowest = trace.nodes()[:SLOWEST]
+        rows = [(_name(n), n.op, n.calls, *_columns(_times(n, busy), head)) for n in slowest]
+        yield from table(rows, ("node", "op", "calls", *_heads(head)))
+        yield ""
+    if trace.dropped:
+        yield (
+            f"onnxruntime keeps a million events of a rank, and has dropped {trace.dropped:,}: "
+            "the last runs are missing"
+        )
+
+
+def _parts(trace: Trace, rank: int, program: str) -> list[str]:
+    """Where a rank's time went from the begin of a run on the first rank to its end on the last."""
+    runs = set(trace.runs(program))
+    events = [event for event in trace.of(rank) if event.run in runs]
+    window = _windows(trace, program)
+    waiting = sum(e.wait for e in events)
+    compute, moving = (
+        sum(e.own for e in events if (e.collective is None) is is_compute)
+        for is_compute in (True, False)
+    )
+    idle = max(window - compute - moving, 0.0)
+    parts = (compute, moving - waiting, waiting, idle, window)
+    return [f"{part * 1e3 / len(runs):.3f}" for part in parts]
+
+
+def _windows(trace: Trace, program: str) -> float:
+    """How long all runs of a program took, from the first rank's begin to the last one's end."""
+    begin: dict[int, float] = {}
+    end: dict[int, float] = {}
+    for span in trace.spans:
+        if span.program == program:
+            begin[span.run] = min(begin.get(span.run, span.start), span.start)
+            end[span.run] = max(end.get(span.run, 0.0), span.start + span.seconds)
+    return sum(end.values()) - sum(begin.values())
+
+
+def _times(node: NodeTimes, busy: float) -> list[str]:
+    waiting = node.wait * 1e3 / node.calls
+    is_collective = node.collective is not None
+    return [
+        f"{node.mean * 1e3:.3f}",
+        f"{waiting:.3f}" if is_collective else "",
+        f"{node.seconds / busy:.1%}",
+    ]
+
+
+def _name(node: NodeTimes) -> str:
+    """The global node, and how many others onnxruntime computes with it; of a collective its own
+    name, as one op may have several."""
+    if node.collective or not node.nodes or node.nodes == (node.name,):
+        return node.name
+    others = f" and {len(node.nodes) - 1} more" if len(node.nodes) > 1 else ""
+    return node.nodes[0] + others
+
+
+def _columns(texts: Sequence[str], heads: Sequence[str]) -> list[str]:
+    """Numbers as texts, to the right."""
+    return [text.rjust(max(len(head), 9)) for text, head in zip(texts, heads, strict=True)]
+
+
+def _heads(heads: Sequence[str]) -> list[str]:
+    return [head.rjust(9) for head in heads]

@@ -1,0 +1,135 @@
+"""From one placement of a tensor to another: which collectives, in which order, at what cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from onnxpar.cost.cost import Costs
+from onnxpar.layout.layout import nested_parts
+from onnxpar.layout.mesh import Axes
+from onnxpar.reshard.graph import PartSizes, Placements, Step, Unordered
+from onnxpar.sharding.factors import TensorFactors
+from onnxpar.sharding.state import Placement
+
+Bytes = Callable[[Placement], float]
+"""Bytes that the fullest rank holds under a placement."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a reshard must know of a tensor; `itemsize` in bytes, of an element."""
+
+    factors: TensorFactors
+    costs: Costs
+    itemsize: float = 4.0
+    parts: PartSizes | None = None
+
+
+def plan_steps(before: Placement, after: Placement, tensor: Tensor) -> list[Step]:
+    """The cheapest steps from one placement of a tensor to another.
+
+    Where parts do not compose (sub-axes that do not divide each other, 14 over 4 and over 2, sizes
+    by hand) the way leads through the whole tensor.
+    """
+    if before == after:
+        return []
+    factors, parts = tensor.factors, tensor.parts
+    try:
+        ways = Placements((before, after), factors, tensor.costs, tensor.itemsize, parts)
+        steps = ways.steps(before, after)
+        if all(_composes(step, factors, parts) for step in steps):
+            return steps
+    except Unordered:
+        pass
+    return [*_to_whole(before, factors), *_from_whole(after, factors)]
+
+
+def _to_whole(placement: Placement, factors: TensorFactors) -> Iterator[Step]:
+    """Reduces what is pending, and gathers one slot after the other."""
+    if placement.partial:
+        yield Step("AllReduce", placement.partial, placement, placement.reduced())
+    have = placement.reduced()
+    for slot, axes in _slots(have, factors):
+        after = Placement(tuple(() if i in slot else a for i, a in enumerate(have.leaves)))
+        yield Step("AllGather", axes, have, after)
+        have = after
+
+
+def _from_whole(placement: Placement, factors: TensorFactors) -> Iterator[Step]:
+    """Cuts one slot after the other, and selects what is to be pending."""
+    have = Placement(tuple(() for _ in placement.leaves))
+    for slot, axes in _slots(placement, factors):
+        after = Placement(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
+        yield Step("LocalSlice", axes, have, after)
+        have = after
+    if placement.partial:
+        yield Step("Select", placement.partial, have, placement)
+
+
+def _slots(placement: Placement, factors: TensorFactors) -> Iterator[tuple[list[int], Axes]]:
+    """Leaves of a dimension that are split over the same axes."""
+    found: dict[tuple[int, Axes], list[int]] = defaultdict(list)
+    for leaf, axes in enumerate(placement.leaves):
+        if axes:
+            found[factors.dim_of_leaf[leaf], axes].append(leaf)
+    for (_, axes), slot in found.items():
+        yield slot, axes
+
+
+def _composes(step: Step, factors: TensorFactors, parts: PartSizes | None) -> bool:
+    """Whether the fewer parts of each changed leaf are unions of the more."""
+    for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
+        if a == b:
+            continue
+        few, many = sorted((_sizes(factors, parts, i, a), _sizes(factors, parts, i, b)), key=len)
+        n = len(many) // len(few)
+        if tuple(sum(many[j * n : (j + 1) * n]) for j in range(len(few))) != few:
+            return False
+    return True
+
+
+def _sizes(
+    factors: TensorFactors, parts: PartSizes | None, leaf: int, axes: Axes
+) -> tuple[int, ...]:
+    if parts is not None:
+        return parts(leaf, axes)
+    return nested_parts(factors.leaves[leaf].size, tuple(a.size for a in axes))
+
+
+def cost(steps: Sequence[Step], size: Bytes, costs: Costs) -> float:
+    """Seconds for the steps, by the cost model."""
+    return sum(
+        costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) + costs.rows(s.rows)
+        for s in steps
+    )
+
+
+def plan_tree(
+    start: Placement, wanted: Sequence[Placement], size: Bytes, tensor: Tensor
+) -> list[Step]:
+    """The cheapest steps that make every wanted placement, each from any that is there already.
+
+    All consumers of a tensor are served together, so that a sum that three nodes read is reduced
+    once.
+    """
+    goals = list(dict.fromkeys(w for w in wanted if w != start))
+    orders = permutations(goals) if len(goals) <= 3 else [goals]
+    trees = [_grow(start, order, size, tensor) for order in orders]
+    return min(trees, key=lambda steps: cost(steps, size, tensor.costs), default=[])
+
+
+def _grow(start: Placement, goals: Iterable[Placement], size: Bytes, tensor: Tensor) -> list[Step]:
+    made = [start]
+    tree: list[Step] = []
+    for goal in goals:
+        if goal in made:
+            continue
+        sources = [s for s in made if not s.partial or goal.partial or s == start]
+        paths = [plan_steps(source, goal, tensor) for source in sources]
+        best = min(paths, key=lambda steps: cost(steps, size, tensor.costs))
+        tree += best
+        made += [s.after for s in best]
+    return tree

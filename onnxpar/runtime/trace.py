@@ -1,0 +1,282 @@
+"""What the ranks of a sharded model did and when: a file that chrome://tracing and Perfetto show.
+
+Each rank is a process there, with threads for its runs, for computing and for communication. What
+this module needs to read a file back stands in the events' `args`, and under `onnxpar`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnxpar.errors import InputError
+from onnxpar.files.write_file import unread, whole_file
+
+FORMAT = 1
+NODE, RUN = "Node", "Run"
+"""Categories of events."""
+_RUNS, _COMPUTE, _COMMUNICATION = range(3)
+_LANES = ("runs", "compute", "communication")
+"""Threads of a rank; nodes that run beside others have two more for each thread of theirs."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective is: the ranks that meet, bytes that one of them sends in a call, and the
+    tensor. `wait` is how long the rank waited for the last to come, in seconds. None: not known."""
+
+    kind: str
+    group: tuple[int, ...]
+    bytes: int | None = None
+    tensor: str | None = None
+    wait: float | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call of a node on one rank. Times are seconds from the begin of the first run.
+
+    `name` and `op` are those of the node that ran, onnxruntime's where it made one of several;
+    `nodes` are the nodes of the global graph that it computes, of which it may compute only a part.
+    `own` is without the nodes of its body. `lane` tells apart what runs at once.
+    """
+
+    rank: int
+    run: int
+    name: str
+    op: str
+    nodes: tuple[str, ...]
+    start: float
+    seconds: float
+    own: float
+    lane: int = 0
+    collective: Collective | None = None
+
+    @property
+    def wait(self) -> float:
+        """Seconds of it that the rank waited for another one."""
+        return (self.collective and self.collective.wait) or 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run on one rank: of a training step (program ""), or of its evaluation."""
+
+    rank: int
+    run: int
+    program: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """All calls of a node, on all ranks that are asked for; seconds are `own` ones, summed."""
+
+    name: str
+    op: str
+    nodes: tuple[str, ...]
+    collective: Collective | None
+    calls: int
+    seconds: float
+    wait: float
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a call."""
+        return self.seconds / self.calls
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Runs of all ranks. `left_out` are those before, that are no part of it; `dropped` those
+    behind, for which onnxruntime had no room. `sizes` are those of the runs, where the model leaves
+    them open, each with its share of the runs."""
+
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    ranks: int
+    spans: Sequence[Span]
+    events: Sequence[Event]
+    left_out: int = 0
+    dropped: int = 0
+    sizes: Sequence[tuple[Mapping[str, int], float]] = ()
+
+    def runs(self, program: str = "") -> list[int]:
+        """The numbers of a program's runs."""
+        return sorted({span.run for span in self.spans if span.program == program})
+
+    def of(self, rank: int) -> list[Event]:
+        """What a rank did, in the order of its begin."""
+        return [event for event in self.events if event.rank == rank]
+
+    def nodes(self, rank: int | None = None) -> list[NodeTimes]:
+        """The times of each node on a rank, or on all: what took longest in all first."""
+        found: dict[tuple[str, str], list[Event]] = defaultdict(list)
+        for event in self.events:
+            if rank in (None, event.rank):
+                found[event.name, event.op].append(event)
+        times = [
+            NodeTimes(
+                name,
+                op,
+                events[0].nodes,
+                events[0].collective,
+                len(events),
+                sum(e.own for e in events),
+                sum(e.wait for e in events),
+            )
+            for (name, op), events in found.items()
+        ]
+        return sorted(times, key=lambda t: -t.seconds)
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Writes a trace; nothing is left half-written. Errors: InputError."""
+    file = Path(path)
+    check_place(file)
+    head = {
+        "displayTimeUnit": "ms",
+        "onnxpar": {
+            "format": FORMAT,
+            "model": trace.model,
+            "mesh": trace.mesh,
+            "ranks": trace.ranks,
+            "left_out": trace.left_out,
+            "dropped": trace.dropped,
+            "sizes": [[dict(sizes), share] for sizes, share in trace.sizes],
+        },
+    }
+    with whole_file(file) as sink:
+        sink.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+        for i, event in enumerate(_chrome(trace)):
+            sink.write((",\n" if i else "") + json.dumps(event))
+        sink.write("\n]}\n")
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Errors: InputError where no file can be written there."""
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise InputError(f"{file}: there is no folder {file.parent}; make it first")
+    if file.is_dir():
+        raise InputError(f"{file} is a folder; name a file: {file / 'trace.json'}")
+    if not os.access(file.parent, os.W_OK):
+        raise InputError(f"{file}: no file can be written to {file.parent}")
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Reads what `write_trace` wrote. Errors: InputError, naming the file."""
+    file = Path(path)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        head = data["onnxpar"]
+        if head["format"] != FORMAT:
+            raise InputError(
+                f"{file} has format {head['format']}, this onnxpar reads {FORMAT}: record it anew"
+            )
+        events = data["traceEvents"]
+        return Trace(
+            head["model"],
+            tuple((name, size) for name, size in head["mesh"]),
+            head["ranks"],
+            [_span(e) for e in events if e.get("cat") == RUN],
+            [_event(e) for e in events if e.get("cat") == NODE],
+            head["left_out"],
+            head["dropped"],
+            [(dict(sizes), share) for sizes, share in head.get("sizes", ())],
+        )
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {unread(error)}; give a file") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{file} is no trace of onnxpar's ({type(error).__name__}: {error}); write one with "
+            "`onnxpar run --profile`"
+        ) from None
+
+
+def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
+    """The events as Chrome's trace format has them; times are microseconds."""
+    lanes = {(e.rank, _thread(e)) for e in trace.events} | {(s.rank, _RUNS) for s in trace.spans}
+    for rank in range(trace.ranks):
+        yield _named("process_name", rank, 0, name=f"rank {rank}")
+        yield _named("process_sort_index", rank, 0, sort_index=rank)
+    for rank, thread in sorted(lanes):
+        lane = (thread - 1) // 2
+        name = _LANES[thread - 2 * max(lane, 0)] + (f" {lane}" if lane > 0 else "")
+        yield _named("thread_name", rank, thread, name=name)
+        yield _named("thread_sort_index", rank, thread, sort_index=thread)
+    for span in trace.spans:
+        name = f"{span.program or 'run'} {span.run}"
+        args = {"run": span.run, "program": span.program}
+        yield _complete(RUN, name, span.rank, _RUNS, span.start, span.seconds, args)
+    for event in trace.events:
+        yield _complete(
+            NODE, event.name, event.rank, _thread(event), event.start, event.seconds, _args(event)
+        )
+
+
+def _thread(event: Event) -> int:
+    return 2 * event.lane + (_COMPUTE if event.collective is None else _COMMUNICATION)
+
+
+def _args(event: Event) -> dict[str, Any]:
+    args = {"op": event.op, "nodes": event.nodes, "run": event.run, "own_us": _us(event.own)}
+    made = event.collective
+    if made is None:
+        return args
+    args |= {"kind": made.kind, "group": made.group, "bytes": made.bytes, "tensor": made.tensor}
+    if made.wait is not None:
+        args |= {"wait_us": _us(made.wait), "transfer_us": _us(event.seconds - made.wait)}
+    return args
+
+
+def _complete(
+    category: str, name: str, rank: int, thread: int, start: float, seconds: float, args: Any
+) -> dict[str, Any]:
+    what = {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread}
+    return {**what, "ts": _us(start), "dur": _us(seconds), "args": args}
+
+
+def _named(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _span(e: dict[str, Any]) -> Span:
+    args = e["args"]
+    return Span(e["pid"], args["run"], args["program"], e["ts"] / 1e6, e["dur"] / 1e6)
+
+
+def _event(e: dict[str, Any]) -> Event:
+    args = e["args"]
+    made = None
+    if "kind" in args:
+        wait = args.get("wait_us")
+        made = Collective(
+            args["kind"],
+            tuple(args["group"]),
+            args["bytes"],
+            args["tensor"],
+            None if wait is None else wait / 1e6,
+        )
+    return Event(
+        e["pid"],
+        args["run"],
+        e["name"],
+        args["op"],
+        tuple(args["nodes"]),
+        e["ts"] / 1e6,
+        e["dur"] / 1e6,
+        args["own_us"] / 1e6,
+        (e["tid"] - 1) // 2,
+        made,
+    )

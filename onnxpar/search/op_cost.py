@@ -1,0 +1,160 @@
+"""What the work of a node takes on the fullest rank, for each way to split it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.tensors import shape_bytes
+from onnxpar.layout.mesh import parts_over
+from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
+from onnxpar.presets.tensor_parallel import convolves, is_contraction
+from onnxpar.search.op_strategies import Choice
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.flops import flops_on_rank_0
+from onnxpar.sharding.state import Placement, Sharding
+
+_VIEWS = frozenset(
+    ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant")
+)
+"""Ops that move no bytes."""
+_LOOK_UP = frozenset(("Gather", "GatherND", "GatherElements"))
+"""Ops that read as much of their first operand as they return."""
+_ROW_AXIS = {
+    "Gather": 0,
+    "Split": 0,
+    "Concat": 0,
+    "Softmax": -1,
+    "LogSoftmax": -1,
+    "LayerNormalization": -1,
+    "RMSNormalization": -1,
+}
+"""The axis, where none is given, of ops that take what stands behind one as a row."""
+_STEPS = 4
+"""Ops that one is lowered to where it is split over what it works across or looks up, each of which
+reads and writes as much as it returns."""
+_ROUNDS = 2
+"""Small all-reduces in it."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the fullest rank holds of a tensor; of one of unknown shape, nothing is known."""
+
+    shape: tuple[int, ...] = ()
+    bytes: float = 0.0
+
+
+def work(op: OpFactors, choice: Choice, sharding: Sharding) -> tuple[float, float]:
+    """Seconds of a node on the rank with the largest part: of computing, the roofline of its
+    operations and the bytes that it reads and writes, and its rows; and of what ranks say to each
+    other in it. On average of the sizes that costs are computed at."""
+    if op.bodies:
+        return 0.0, 0.0
+    seconds = talk = 0.0
+    for number, (weight, at) in enumerate(op.costed):
+        own, between = _work(at, choice, sharding, number)
+        seconds, talk = seconds + weight * own, talk + weight * between
+    return seconds, talk
+
+
+def _work(op: OpFactors, choice: Choice, sharding: Sharding, at: int) -> tuple[float, float]:
+    """The same of a node at one of these sizes, by number."""
+    node, costs = op.node, sharding.costs
+    held = [_part(t, choice.operand(op, i), sharding, at) for i, t in enumerate(node.inputs)]
+    made = [_part(t, choice.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
+    read, written = sum(part.bytes for part in held), sum(part.bytes for part in made)
+    if node.op in _VIEWS:
+        read = written = 0.0
+    elif node.op in _LOOK_UP:
+        read = written + sum(part.bytes for part in held[1:])
+    count = 0
+    if is_recurrence(node):
+        weights = sum(math.prod(held[i].shape) for i in WEIGHTS)
+        count = 2 * weights * math.prod(held[0].shape[:2])
+    elif is_contraction(op):
+        count = flops_on_rank_0(op, choice.axes, sharding.mesh)
+    seconds = costs.compute(count, read + written, convolves(op)) + costs.rows(
+        _rows(op, held, made)
+    )
+    split = [i for i, over in enumerate(choice.axes) if over]
+    lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
+    tied = lowered.intersection(i for group in op.ties for i in group)
+    if tied:
+        return seconds + costs.local("Concat", 2 * read), _halo(op, choice, sharding, tied, read)
+    if lowered:
+        turns = _turns(op)
+        seconds += (_STEPS * turns - 1) * costs.compute(0, 2 * written / turns)
+    return seconds, _talk(op, choice, sharding, max((part.bytes for part in made), default=0.0))
+
+
+def _part(tensor: gs.Tensor, placement: Placement, sharding: Sharding, at: int) -> _Part:
+    if tensor.name not in sharding.factors.tensors:
+        return _Part()
+    _, shape = sharding.costed_shapes(tensor.name, placement)[at]
+    return _Part(shape, shape_bytes(tensor, shape))
+
+
+def _turns(op: OpFactors) -> int:
+    """How often a recurrence goes through its cell; 1 for all else."""
+    return op.rule.sizes["s"] or 1 if is_recurrence(op.node) else 1
+
+
+def _rows(op: OpFactors, held: Sequence[_Part], made: Sequence[_Part]) -> int:
+    """The runs of contiguous elements that a node works on one by one."""
+    node, shape = op.node, made[0].shape if made else ()
+    if not shape:
+        return 0
+    if is_contraction(op):
+        return 0 if convolves(op) else math.prod(shape[:-1])
+    if node.op == "Transpose":
+        perm = node.attrs.get("perm", range(len(shape))[::-1])
+        last = max((i for i, source in enumerate(perm) if i != source), default=-1)
+        return math.prod(shape[: last + 1]) if last < len(shape) - 1 else 0
+    if node.op not in _ROW_AXIS or not held[0].shape:
+        return 0
+    axis = node.attrs.get("axis", _ROW_AXIS[node.op]) % len(held[0].shape)
+    rows = math.prod(held[0].shape[:axis])
+    if node.op == "Gather":
+        return rows * math.prod(held[1].shape)
+    return rows * max(len(made), len(held) if node.op == "Concat" else 1)
+
+
+def _halo(
+    op: OpFactors, choice: Choice, sharding: Sharding, leaves: set[int], size: float
+) -> float:
+    """What it takes to fetch the neighbours' edges: about one position of each split dimension."""
+    axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in choice.axes[i]))
+    extent = max(max(op.extent(i) for i in leaves), 1)
+    edge = size * parts_over(axes) / extent
+    is_open = any(op.leaves[i].atom in sharding.factors.open_atoms for i in leaves)
+    return sharding.costs.collective("HaloExchange" if is_open else "NeighborExchange", axes, edge)
+
+
+def _talk(op: OpFactors, choice: Choice, sharding: Sharding, result: float) -> float:
+    """What it takes to work across a split factor: partial results travel, without that factor; of
+    a recurrence, the state in each turn."""
+    axes = tuple(
+        a
+        for a in dict.fromkeys(
+            a
+            for leaf, over in zip(op.leaves, choice.axes, strict=True)
+            if leaf.factor in op.rule.across
+            for a in over
+        )
+    )
+    if not axes:
+        return 0.0
+    if is_recurrence(op.node):
+        state = result / _turns(op)
+        return _turns(op) * sharding.costs.collective("AllGather", axes, state * parts_over(axes))
+    across = math.prod(
+        op.extent(i)
+        for i, (leaf, over) in enumerate(zip(op.leaves, choice.axes, strict=True))
+        if over and leaf.factor in op.rule.across
+    )
+    whole = result * parts_over(axes) / max(across, 1)
+    return _ROUNDS * sharding.costs.collective("AllReduce", axes, whole)

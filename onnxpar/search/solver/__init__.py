@@ -1,0 +1,1 @@
+"""Solvers of the search: elimination, message passing, pruning, column generation."""

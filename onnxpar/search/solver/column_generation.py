@@ -1,0 +1,251 @@
+"""The least of the largest of several sums of tables, within a limit on what is held.
+
+Column generation (Dantzig and Wolfe, 1960): a linear program over the assignments found so far sets
+prices on the sums and on bytes at some steps; elimination finds the best assignment at these
+prices, which joins them, and a bound on what any assignment reaches. Mixtures of assignments reach
+that bound; where no assignment does, integer programming decides, if the tables are small enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import linprog
+
+from onnxpar.base.arrays import Array
+from onnxpar.search.patience import Patience
+from onnxpar.search.solver.elimination import Table
+from onnxpar.search.solver.limits import Limit, TooMuch, Undecided
+from onnxpar.search.solver.mixed_integer import integer_program
+
+CLOSE = 1e-9
+"""Share by which a sum may be above its bound and be the least."""
+RAISES = 8
+"""How often the price of memory is raised, by a factor of 4, until something fits."""
+TURNS = 9
+"""Rounds to find something that fits. In each, a share of the prices is the same for all steps,
+less and less, which keeps them from jumping from one to the other."""
+ROUNDS = 30
+"""Rounds to find the best."""
+
+Minimum = Callable[[Sequence[Table]], tuple[float, list[int], bool]]
+"""A small sum of tables, the assignment, and whether that is the least."""
+
+
+def minimize_within(
+    sizes: Sequence[int],
+    sums: Sequence[Sequence[Table]],
+    limit: Limit,
+    minimum: Minimum,
+    patience: Patience | None = None,
+    any_fit: bool = False,
+) -> tuple[float, list[int]]:
+    """The least that the largest of the sums, each of several tables, can be within the limit, and
+    an assignment; or little more, where variables are too many to be sure, or patience runs out.
+    Infinite where tables allow nothing. With `any_fit`, the first assignment within the limit.
+    Errors: TooMuch, Undecided."""
+    patience = patience or Patience()
+    columns = _Columns(sums, limit, minimum, patience, any_fit)
+    if not columns.start():
+        return math.inf, [0] * len(sizes)
+    with patience.spending():
+        if columns.best is None:
+            columns.find_some()
+        has_mixture = columns.best is not None or columns.find_room()
+        if columns.best is not None and any_fit:
+            return columns.value, columns.best.values
+        bound = columns.find_least() if has_mixture else 0.0
+        if columns.value > bound + CLOSE * abs(bound) and not patience.is_out:
+            seconds = patience.left / 2  # another mesh may need the rest
+            try:
+                found = integer_program(sizes, sums, limit, columns.steps, seconds)
+            except TooMuch as error:
+                raise TooMuch(error.least, columns.least_held) from None
+            if found is not None and found[0] <= columns.value:
+                return found
+    if columns.best is None:
+        raise Undecided(columns.least, columns.least_held)
+    return columns.value, columns.best.values
+
+
+@dataclass(frozen=True)
+class _Column:
+    """An assignment, its sums, and the bytes at each step."""
+
+    values: list[int]
+    sums: Array
+    held: Array
+
+
+@dataclass
+class _Columns:
+    """Assignments found so far. `steps` are those at which some hold too much; `best` is the best
+    within the limit; any holds `least` bytes somewhere."""
+
+    sums: Sequence[Sequence[Table]]
+    limit: Limit
+    minimum: Minimum
+    patience: Patience
+    any_fit: bool
+    least: float = 0.0
+    found: list[_Column] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    best: _Column | None = None
+
+    @property
+    def value(self) -> float:
+        """The largest sum of the best."""
+        return math.inf if self.best is None else float(self.best.sums.max())
+
+    @property
+    def least_held(self) -> float:
+        """The least bytes that one holds where it holds the most."""
+        return min(float(column.held.max()) for column in self.found)
+
+    def start(self) -> bool:
+        """Adds what is best for all sums together, and for each; whether there is anything."""
+        count = len(self.sums)
+        if math.isinf(self._add(np.ones(count), np.zeros(0))):
+            return False
+        for prices in np.eye(count) if count > 1 else ():
+            self._add(prices, np.zeros(0))
+        return True
+
+    def find_some(self) -> None:
+        """Looks for something within the limit by raising the price of a byte at all steps."""
+        first = self.found[0]
+        price = float(first.sums.max()) / float(first.held.sum())
+        every = np.full(self.limit.steps, price)
+        for power in range(RAISES):
+            self._find(np.ones(len(self.sums)), every * 4.0**power)
+            is_stuck = self.found[-1].values == self.found[-2].values
+            if self.best is not None or is_stuck or self.patience.is_out:
+                return
+
+    def find_room(self) -> bool:
+        """Looks for something within the limit: what holds the least at the step where it holds the
+        most. Returns whether at least a mixture is. Errors: TooMuch, once it is also known nearly
+        how much too much."""
+        least = math.inf
+        for turn in range(TURNS):
+            mixture = self._mix(for_room=True)
+            least = mixture.value
+            even = 0.5 ** (1 + turn / 3)
+            prices = np.full(self.limit.steps, even / self.limit.steps)
+            prices[self.steps] += (1 - even) * mixture.first / mixture.first.sum()
+            bound = self._find(np.zeros(len(self.sums)), prices)
+            self.least = max(self.least, bound)
+            is_over = self.least > self.limit.bytes * (1 + CLOSE)
+            if self.best is not None or least <= bound * (1 + CLOSE) or self.patience.is_out:
+                break
+            if is_over and self.any_fit:
+                break
+        if is_over:
+            raise TooMuch(self.least, self.least_held)
+        return least <= self.limit.bytes or self.best is not None
+
+    def find_least(self) -> float:
+        """Looks for the least within the limit; returns what it is at least."""
+        bound = -math.inf
+        for _ in range(ROUNDS):
+            mixture = self._mix(for_room=False)
+            price = mixture.second.sum() * self.limit.bytes
+            bound = max(bound, self._add(mixture.first, mixture.second) - price)
+            if min(mixture.value, self.value) <= bound + CLOSE * abs(bound):
+                break
+            if self.patience.is_out:
+                break
+        return bound
+
+    def _mix(self, for_room: bool) -> _Mixture:
+        """The best mixture of what was found: of least room, or of least sums within the limit."""
+        sums = np.stack([column.sums for column in self.found], axis=1)
+        held = np.stack([column.held for column in self.found], axis=1)
+        while True:
+            at = held[self.steps]
+            mixture = (
+                _mixture(at, at[:0], math.inf) if for_room else _mixture(sums, at, self.limit.bytes)
+            )
+            mixed = held @ mixture.weights
+            worst = int(mixed.argmax())
+            most = mixture.value if for_room else self.limit.bytes
+            if worst in self.steps or mixed[worst] <= most * (1 + CLOSE):
+                return mixture
+            self.steps.append(worst)
+
+    def _add(self, of_sums: Array, of_steps: Array) -> float:
+        """Finds the best assignment at prices, those of a byte at `steps`; returns what any costs
+        at least at these."""
+        prices = np.zeros(self.limit.steps)
+        prices[self.steps[: len(of_steps)]] = of_steps
+        return self._find(of_sums, prices)
+
+    def _find(self, of_sums: Array, prices: Array) -> float:
+        """The same, at prices of a byte at each step."""
+        tables = [
+            scaled
+            for tables, price in zip(self.sums, of_sums, strict=True)
+            for scaled in _scaled(tables, price)
+        ]
+        value, values, is_least = self.minimum([*tables, *self.limit.priced(prices)])
+        if math.isinf(value):
+            return value
+        sums = np.array([sum(table.at(values) for table in tables) for tables in self.sums])
+        column = _Column(values, sums, self.limit.held(values))
+        self.found.append(column)
+        worst = int(column.held.argmax())
+        if column.held[worst] > self.limit.bytes:
+            if worst not in self.steps:
+                self.steps.append(worst)
+        elif sums.max() < self.value:
+            self.best = column
+        return value if is_least else -math.inf
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """Weights of assignments, the largest row of the first sums, and the prices of both."""
+
+    value: float
+    weights: Array
+    first: Array
+    second: Array
+
+
+def _mixture(first: Array, second: Array, most: float) -> _Mixture:
+    """The mixture of columns that makes the largest row of `first` the smallest, where no row of
+    `second` becomes more than `most`."""
+    count = first.shape[1]
+    scale = float(first.max()) or 1.0
+    above = np.concatenate((first / scale, second / most))
+    slack = np.concatenate((-np.ones(len(first)), np.zeros(len(second))))
+    solved = linprog(
+        np.concatenate((np.zeros(count), [1.0])),
+        np.column_stack((above, slack)),
+        np.concatenate((np.zeros(len(first)), np.ones(len(second)))),
+        np.concatenate((np.ones(count), [0.0]))[None],
+        [1.0],
+        [(0, None)] * count + [(None, None)],
+    )
+    assert solved.status == 0, solved.message
+    prices = np.maximum(-solved.ineqlin.marginals, 0.0)
+    return _Mixture(
+        float(solved.fun) * scale,
+        solved.x[:-1],
+        prices[: len(first)],
+        prices[len(first) :] * (scale / most),
+    )
+
+
+def _scaled(tables: Sequence[Table], price: float) -> list[Table]:
+    """The tables at a price; what is forbidden stays so."""
+    if price == 1.0:
+        return list(tables)
+    allowed = [np.where(np.isinf(t.values), 0.0, t.values) for t in tables]
+    return [
+        Table(t.scope, np.where(np.isinf(t.values), np.inf, price * values))
+        for t, values in zip(tables, allowed, strict=True)
+    ]

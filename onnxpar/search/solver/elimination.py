@@ -1,0 +1,183 @@
+"""Minimum of a sum of tables, each over a few discrete variables: exact, by eliminating one
+variable after the other (Dechter, "Bucket elimination", 1999), in the (min, +) semiring."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+
+LIMIT = 1 << 26
+"""Combinations that are all tried: 512 MB."""
+ENTRIES = 1 << 20
+"""Entries of the largest table that is built."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A term of the sum: `values[i, j]` where the first variable of `scope` has its value i, the
+    second j. An infinite entry forbids the combination."""
+
+    scope: tuple[int, ...]
+    values: Array
+
+    def at(self, values: Sequence[int] | Mapping[int, int]) -> float:
+        """The entry at a value of each variable, by its number."""
+        return float(self.values[tuple(values[v] for v in self.scope)])
+
+
+class TooLarge(Exception):
+    """The variables depend on each other too much for tables of this size."""
+
+
+def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
+    """The least sum and a value for each variable, of which there are as many as `sizes` says.
+
+    A variable may stand twice in a scope: then only the diagonal counts. Infinite where nothing is
+    allowed. Errors: TooLarge where an intermediate table would have more than ENTRIES entries.
+    """
+    elimination = Elimination(sizes, tables)
+    if not elimination.run(ENTRIES):
+        raise TooLarge(f"{len(elimination.left)} variables need tables of over {ENTRIES} entries")
+    return elimination.constant, elimination.decide({})
+
+
+def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
+    """The sum for every combination of values. Errors: TooLarge where there are too many."""
+    count = math.prod(sizes)
+    if count > LIMIT:
+        raise TooLarge(f"{count} combinations of {len(sizes)} variables")
+    scope = tuple(range(len(sizes)))
+    total: Array = np.zeros(sizes)
+    for table in tables:
+        total += _broadcast(diagonal(table), scope)
+    return total
+
+
+class Elimination:
+    """The sum as far as variables are eliminated: `constant` and `tables`, over those `left`.
+
+    No table is over variables that all stand in another: the two are added up.
+    """
+
+    def __init__(self, sizes: Sequence[int], tables: Iterable[Table]) -> None:
+        self.sizes = sizes
+        self.constant = 0.0
+        self.tables: dict[int, Table] = {}
+        self.left = {v for v, size in enumerate(sizes) if size > 1}
+        self._of: dict[int, set[int]] = defaultdict(set)
+        self._numbers = itertools.count()
+        self._rules: list[tuple[int, tuple[int, ...], Array]] = []
+        for table in tables:
+            self._add(_squeezed(diagonal(table)))
+
+    def run(self, limit: int, growth: float = math.inf) -> bool:
+        """Eliminates variables, always the one with the smallest table, while that has at most
+        `limit` entries; returns whether all are gone. None are whose tables become one of more
+        than `growth` entries, and more than they had."""
+        queue = [(self._entries(v), v) for v in self.left]
+        heapq.heapify(queue)
+        while queue:
+            known, variable = heapq.heappop(queue)
+            entries = self._entries(variable) if variable in self.left else 0
+            if entries > known:
+                heapq.heappush(queue, (entries, variable))
+            elif entries > limit:
+                break
+            elif entries and self._grows(variable, entries) <= growth:
+                around = self._eliminate(variable)
+                for v in around:
+                    heapq.heappush(queue, (self._entries(v), v))
+        return not self.left
+
+    def decide(self, values: Mapping[int, int]) -> list[int]:
+        """The best value of each variable, where those that are left have these."""
+        found = [values.get(v, 0) for v in range(len(self.sizes))]
+        for variable, scope, best in reversed(self._rules):
+            found[variable] = int(best[tuple(found[v] for v in scope)])
+        return found
+
+    def _add(self, table: Table) -> None:
+        """Joins a table with one that has all of its variables, or with those of which it has."""
+        scope = set(table.scope)
+        if not scope:
+            self.constant += float(table.values)
+            return
+        for key in self._of[table.scope[0]]:
+            have = self.tables[key]
+            if scope <= set(have.scope):
+                values = have.values + _broadcast(table, have.scope)
+                self.tables[key] = Table(have.scope, values)
+                return
+        values = table.values
+        for key in {key for v in scope for key in self._of[v]}:
+            if scope >= set(self.tables[key].scope):
+                values = values + _broadcast(self._take(key), table.scope)
+        key = next(self._numbers)
+        self.tables[key] = Table(table.scope, values)
+        for variable in scope:
+            self._of[variable].add(key)
+
+    def _take(self, key: int) -> Table:
+        table = self.tables.pop(key)
+        for v in table.scope:
+            self._of[v].discard(key)
+        return table
+
+    def _around(self, variable: int) -> set[int]:
+        return {v for key in self._of[variable] for v in self.tables[key].scope} - {variable}
+
+    def _entries(self, variable: int) -> int:
+        """Entries of the table in which a variable is eliminated."""
+        return self.sizes[variable] * math.prod(self.sizes[v] for v in self._around(variable))
+
+    def _grows(self, variable: int, entries: int) -> float:
+        """Entries of what a variable's tables become; zero where they have as many."""
+        result = entries / self.sizes[variable]
+        before = sum(self.tables[key].values.size for key in self._of[variable])
+        return result if result > before else 0
+
+    def _eliminate(self, variable: int) -> tuple[int, ...]:
+        """Replaces the tables of a variable by the least of their sum over it; returns the others
+        in these."""
+        around = tuple(sorted(self._around(variable)))
+        scope = (*around, variable)
+        total: Array = np.zeros([self.sizes[v] for v in scope])
+        for key in list(self._of[variable]):
+            total += _broadcast(self._take(key), scope)
+        best = total.argmin(axis=-1)
+        self._rules.append((variable, around, best.astype(np.int32)))
+        self.left.discard(variable)
+        self._add(Table(around, np.take_along_axis(total, best[..., None], -1)[..., 0]))
+        return around
+
+
+def diagonal(table: Table) -> Table:
+    """The same with each variable once."""
+    scope = tuple(dict.fromkeys(table.scope))
+    if len(scope) == len(table.scope):
+        return table
+    letters = [scope.index(v) for v in table.scope]
+    return Table(scope, np.einsum(table.values, letters, list(range(len(scope)))))
+
+
+def _squeezed(table: Table) -> Table:
+    """The same without variables of one value."""
+    sizes = table.values.shape
+    scope = tuple(v for v, size in zip(table.scope, sizes, strict=True) if size > 1)
+    return Table(scope, table.values.reshape([size for size in sizes if size > 1]))
+
+
+def _broadcast(table: Table, scope: Sequence[int]) -> Array:
+    """The values with the axes of a larger scope."""
+    order = [scope.index(v) for v in table.scope]
+    values = np.transpose(table.values, np.argsort(order))
+    shape = iter(values.shape)
+    return values.reshape([next(shape) if i in order else 1 for i in range(len(scope))])

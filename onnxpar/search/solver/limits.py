@@ -1,0 +1,85 @@
+"""What is held at each step of a run, as a sum of tables, and how much that may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.search.solver.elimination import Table, every_sum
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The bytes of a table that are held during `spans`: rows of a first and a last step, of which
+    a step may lie in several."""
+
+    table: Table
+    spans: Array
+
+    def weight(self, prices: Array) -> float:
+        """The sum of the prices of all steps of all spans."""
+        before = np.concatenate(([0.0], np.cumsum(prices)))
+        return float((before[self.spans[:, 1] + 1] - before[self.spans[:, 0]]).sum())
+
+
+@dataclass(frozen=True)
+class Limit:
+    """At most so many bytes at each of the steps of a run."""
+
+    bytes: float
+    steps: int
+    demands: Sequence[Demand]
+
+    def held(self, values: Sequence[int]) -> Array:
+        """Bytes at each step under an assignment."""
+        change = np.zeros(self.steps + 1)
+        for demand in self.demands:
+            size = demand.table.at(values)
+            np.add.at(change, demand.spans[:, 0], size)
+            np.add.at(change, demand.spans[:, 1] + 1, -size)
+        return np.cumsum(change[:-1])
+
+    def priced(self, prices: Array) -> list[Table]:
+        """What is held as tables, where a byte at each step has its price."""
+        priced = ((demand.table, demand.weight(prices)) for demand in self.demands)
+        return [Table(t.scope, t.values * weight) for t, weight in priced if weight]
+
+
+class TooMuch(Exception):
+    """Whatever is chosen, `least` bytes or more are held at some step, more than the limit; `found`
+    is what something was found to hold."""
+
+    def __init__(self, least: float, found: float) -> None:
+        super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
+        self.least, self.found = least, found
+
+
+class Undecided(Exception):
+    """Nothing was found within the limit, nor that there is nothing: `least` bytes are held at
+    least, and `found` is what something was found to hold."""
+
+    def __init__(self, least: float, found: float) -> None:
+        super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
+        self.least, self.found = least, found
+
+
+def exhaust_within(
+    sizes: Sequence[int], sums: Sequence[Sequence[Table]], limit: Limit
+) -> tuple[float, list[int]]:
+    """The least that the largest of the sums can be within the limit, and the assignment, by trying
+    all. Errors: TooLarge, TooMuch."""
+    largest = every_sum(sizes, sums[0])
+    for tables in sums[1:]:
+        np.maximum(largest, every_sum(sizes, tables), out=largest)
+    peak: Array = np.zeros_like(largest)
+    for step in range(limit.steps if limit.demands else 0):
+        np.maximum(peak, every_sum(sizes, limit.priced(np.eye(limit.steps)[step])), out=peak)
+    peak[np.isinf(largest)] = np.inf
+    if np.isfinite(largest).any() and peak.min() > limit.bytes:
+        raise TooMuch(float(peak.min()), float(peak.min()))
+    largest[peak > limit.bytes] = np.inf
+    best = np.unravel_index(int(largest.argmin()), largest.shape)
+    return float(largest.min()), [int(i) for i in best]

@@ -1,0 +1,178 @@
+"""The same by mixed-integer programming (HiGHS), over all assignments at once: for small tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from onnxpar.base.arrays import Array
+from onnxpar.search.solver.elimination import Table, diagonal
+from onnxpar.search.solver.limits import Limit, TooMuch
+
+MOST_ENTRIES = 60_000
+"""Entries of tables above which the program is not tried."""
+MOST_SECONDS = 60.0
+"""After so long at most the best that was found counts."""
+INFEASIBLE = 2
+"""The status by which SciPy says so."""
+UNIT = 1e4
+"""What sums and the limit are scaled to, as HiGHS has absolute tolerances."""
+
+
+def integer_program(
+    sizes: Sequence[int],
+    sums: Sequence[Sequence[Table]],
+    limit: Limit,
+    steps: Iterable[int],
+    seconds: float = MOST_SECONDS,
+) -> tuple[float, list[int]] | None:
+    """The least that the largest sum can be within the limit, and an assignment; None where it
+    found none within `seconds`. `steps` are those that are likely to hold too much. Errors:
+    TooMuch."""
+    sums = [[diagonal(table) for table in tables] for tables in sums]
+    demands = [diagonal(demand.table) for demand in limit.demands]
+    entries = {t.scope: t.values.size for t in (*itertools.chain(*sums), *demands)}
+    if sum(entries.values()) > MOST_ENTRIES:
+        return None
+    program = _Program(sizes, sums, demands, limit)
+    steps = list(steps)
+    end = time.monotonic() + min(seconds, MOST_SECONDS)
+    while True:
+        values = program.solve(steps, max(end - time.monotonic(), 0.1))
+        if values is None:
+            return None
+        held = limit.held(values)
+        worst = int(held.argmax())
+        if held[worst] <= limit.bytes:
+            return program.value(values), values
+        if worst in steps:
+            return None
+        steps.append(worst)
+
+
+class _Program:
+    """A column for each value of each variable, for each entry over each scope of several, and for
+    the largest sum."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        sums: Sequence[Sequence[Table]],
+        demands: Sequence[Table],
+        limit: Limit,
+    ) -> None:
+        self.sizes, self.sums, self.demands = sizes, sums, demands
+        self.limit = limit
+        self.first = np.concatenate(([0], np.cumsum(sizes))).astype(int)
+        self.count = int(self.first[-1])
+        self.columns: dict[tuple[int, ...], Array] = {}
+        tables = [*itertools.chain(*sums), *demands]
+        for scope in dict.fromkeys(table.scope for table in tables):
+            if len(scope) == 1:
+                self.columns[scope] = np.arange(*self.first[[scope[0], scope[0] + 1]])
+            else:
+                shape = [sizes[v] for v in scope]
+                self.columns[scope] = self.count + np.arange(math.prod(shape)).reshape(shape)
+                self.count += math.prod(shape)
+        self.most = np.ones(self.count + 1)
+        self.most[-1] = np.inf
+        for table in tables:
+            self.most[self.columns[table.scope][np.isinf(table.values)]] = 0
+
+    def solve(self, steps: Iterable[int], seconds: float) -> list[int] | None:
+        """The best assignment that holds no more than the limit at these steps."""
+        largest = np.zeros(self.count + 1)
+        largest[-1] = 1
+        whole = np.zeros(self.count + 1)
+        whole[: self.first[-1]] = 1
+        solved = milp(
+            largest,
+            integrality=whole,
+            bounds=Bounds(0, self.most),
+            constraints=self._stacked([*self._one_value_each(), *self._sums(), *self._held(steps)]),
+            # bringing solutions back from a presolved program, HiGHS 1.12 prints a line to stdout
+            options={"time_limit": seconds, "mip_rel_gap": 0.0, "presolve": False},
+        )
+        if solved.status == INFEASIBLE:
+            raise TooMuch(self.limit.bytes, math.inf)
+        if solved.x is None:
+            return None
+        ends = itertools.pairwise(self.first)
+        return [int(np.argmax(solved.x[start:end])) for start, end in ends]
+
+    def value(self, values: Sequence[int]) -> float:
+        """The largest sum of an assignment."""
+        return max(sum(table.at(values) for table in tables) for tables in self.sums)
+
+    def _one_value_each(self) -> Iterator[_Row]:
+        """Each variable has one value, and entries over several are those of their values."""
+        for start, end in itertools.pairwise(self.first):
+            yield _Row.of([(np.arange(start, end), np.ones(end - start))], 1, 1)
+        for scope, columns in self.columns.items():
+            if not scope:
+                yield _Row.of([(columns.reshape(1), np.ones(1))], 1, 1)
+            for axis, variable in enumerate(scope if len(scope) > 1 else ()):
+                for value in range(self.sizes[variable]):
+                    entries = np.take(columns, value, axis).reshape(-1)
+                    own = np.array([self.first[variable] + value])
+                    yield _Row.of([(entries, np.ones(len(entries))), (own, -np.ones(1))], 0, 0)
+
+    def _sums(self) -> Iterator[_Row]:
+        """The last column is as large as the largest sum, in units of what sums are about."""
+        scale = UNIT / max(self._typical(), 1e-300)
+        for tables in self.sums:
+            terms = [
+                (self.columns[t.scope], np.where(np.isinf(t.values), 0, t.values) * scale)
+                for t in tables
+            ]
+            result = np.array([self.count]), -np.ones(1)
+            yield _Row.of([*terms, result], -np.inf, 0)
+
+    def _typical(self) -> float:
+        """The largest finite entry."""
+        finite = [t.values[np.isfinite(t.values)] for tables in self.sums for t in tables]
+        return max((float(values.max()) for values in finite if values.size), default=1.0)
+
+    def _held(self, steps: Iterable[int]) -> Iterator[_Row]:
+        """At these steps, no more is held than may be."""
+        scale = UNIT / self.limit.bytes
+        for step in steps:
+            at = np.zeros(self.limit.steps)
+            at[step] = scale
+            weights = [demand.weight(at) for demand in self.limit.demands]
+            terms = [
+                (self.columns[table.scope], table.values * weight)
+                for table, weight in zip(self.demands, weights, strict=True)
+            ]
+            yield _Row.of(terms, -np.inf, UNIT)
+
+    def _stacked(self, rows: Sequence[_Row]) -> LinearConstraint:
+        shape = (len(rows), self.count + 1)
+        numbers = np.repeat(np.arange(len(rows)), [len(row.columns) for row in rows])
+        columns = np.concatenate([row.columns for row in rows])
+        weights = np.concatenate([row.weights for row in rows])
+        matrix = csr_array((weights, (numbers, columns)), shape=shape)
+        return LinearConstraint(matrix, [row.least for row in rows], [row.most for row in rows])
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A weighted sum of columns between bounds; a column that stands twice counts twice."""
+
+    columns: Array
+    weights: Array
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, terms: Iterable[tuple[Array, Array]], least: float, most: float) -> _Row:
+        """Of columns and weights of the same shapes."""
+        columns, weights = zip(*((c.reshape(-1), w.reshape(-1)) for c, w in terms), strict=True)
+        return cls(np.concatenate(columns), np.concatenate(weights), least, most)

@@ -1,0 +1,69 @@
+"""Leaves of different nodes that are split over the same axes or not at all, as onnxruntime makes
+one node of these nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onnxpar.sharding.factors import OpFactors
+
+Member = tuple[int, int]
+"""A leaf of a node: the place of the node, and that of the leaf in it."""
+Edge = tuple[Member, Member]
+"""Where a tensor is made, and where it is read: places of a node and of a result or an operand."""
+
+
+def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
+    """Where each of these tensors is made and read."""
+    if not fused:
+        return []
+    made = {t.name: (n, i) for n, op in enumerate(ops) for i, t in enumerate(op.node.outputs)}
+    return [
+        (made[t.name], (n, i))
+        for n, op in enumerate(ops)
+        for i, t in enumerate(op.node.inputs)
+        if t.name in fused and t.name in made
+    ]
+
+
+def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Member]]:
+    """The leaves that go together, through any number of tensors."""
+    found: dict[Member, set[Member]] = {}
+    for (m, o), (r, i) in edges:
+        for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
+            if a is not None and b is not None:
+                joined = found.get((m, a), {(m, a)}) | found.get((r, b), {(r, b)})
+                found.update(dict.fromkeys(joined, joined))
+    return [frozenset(g) for g in {id(g): g for g in found.values()}.values()]
+
+
+def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, set[int]]:
+    """Leaves that must be whole, by the place of the node: what the node on the other side of a
+    tensor cannot split, and what would leave that tensor pending."""
+    held: dict[int, set[int]] = defaultdict(set)
+    for (m, o), (r, i) in edges:
+        for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
+            if a is None and b is not None:
+                held[r].add(b)
+            if b is None and a is not None:
+                held[m].add(a)
+        held[m].update(_talking(ops[m]))
+        if i in ops[r].rule.additive:
+            held[r].update(_talking(ops[r]))
+    for group in groups(ops, edges):
+        for (n, a), (other, b) in combinations(group, 2):
+            if n == other and (a, b) not in ops[n].apart:
+                held[n] |= {a, b}
+    return {n: leaves for n, leaves in held.items() if leaves}
+
+
+def _talking(op: OpFactors) -> Iterator[int]:
+    """Leaves that ranks cannot split without communication within the node, or after it."""
+    exchanged = {*op.rule.across, *(f for group in op.rule.ties for f in group)}
+    for i, leaf in enumerate(op.leaves):
+        if op.reduction(i) or leaf.factor in exchanged:
+            yield i

@@ -1,0 +1,60 @@
+"""How much a contraction computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from onnxpar.ir.tensors import Size
+from onnxpar.layout.layout import estimated_size
+from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.rules.notation import expr_vars
+from onnxpar.rules.rule import Rule
+from onnxpar.sharding.factors import OpFactors, with_axes
+from onnxpar.sharding.state import Sharding
+
+
+def flops(op: OpFactors, sharding: Sharding | None = None) -> int:
+    """Multiplications and additions of a contraction: of all of it, or of rank 0's part."""
+    if sharding is None:
+        return 2 * _products(op.rule, op.rule.sizes)
+    return flops_on_rank_0(op, sharding.op_axes(op), sharding.mesh)
+
+
+def flops_of_ranks(op: OpFactors, sharding: Sharding, ranks: Sequence[int]) -> list[int]:
+    """Those of the parts of several ranks."""
+    axes = sharding.op_axes(op)
+    held: dict[str, list[int]] = {}
+    for name in op.rule.sizes.keys() - op.whole.keys():
+        at = [(i, leaf) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+        over = [(axes[i], sharding.parts.get((leaf.atom, axes[i]))) for i, leaf in at]
+        if any(split for split, _ in over):
+            tree = with_axes(op.trees[name], iter(over))
+            held[name] = [estimated_size(tree, sharding.mesh, rank) for rank in ranks]
+    known: dict[tuple[int, ...], int] = {}
+    found = []
+    for sizes in zip(*held.values(), strict=True) if held else [()] * len(ranks):
+        if sizes not in known:
+            known[sizes] = 2 * _products(
+                op.rule, {**op.rule.sizes, **dict(zip(held, sizes, strict=True))}
+            )
+        found.append(known[sizes])
+    return found
+
+
+def flops_on_rank_0(op: OpFactors, axes: Sequence[Axes], mesh: Mesh) -> int:
+    """Those of rank 0's part where the leaves of the node are split over these axes."""
+    sizes = dict(op.rule.sizes)
+    for name in sizes.keys() - op.whole.keys():
+        over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+        sizes[name] = estimated_size(with_axes(op.trees[name], iter(over)), mesh, 0)
+    return 2 * _products(op.rule, sizes)
+
+
+def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
+    """Multiplications of a contraction. Windows relate every position of the larger image to few
+    of the smaller, so that only the positions of the smaller count."""
+    operands = [{v for expr in spec or () for v in expr_vars(expr)} for spec in rule.inputs[:2]]
+    result = {v for expr in rule.outputs[0] or () for v in expr_vars(expr)}
+    ways = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())
+    return min(math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in way) for way in ways)

@@ -1,0 +1,71 @@
+"""Rules that split less than their op allows: where sizes are open, not every part can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.rules.notation import Expr, Spec, Var, expr_vars
+from onnxpar.rules.rule import Rule, whole_rule
+
+OPEN = "its parts cannot be told while sizes are open; --dim NAME=N fixes a size"
+
+
+def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule:
+    """The rule without these factors, in whose place every dimension stands for itself."""
+    if factors is None:
+        return whole_rule(node, OPEN)
+    sizes: dict[str, Size] = dict(rule.sizes)
+    alone: dict[str, str] = {}
+
+    def spec(tensor: gs.Tensor, dims: Spec | None, prefix: str) -> Spec | None:
+        if dims is None:
+            return None
+        made: list[Expr] = []
+        for i, (expr, size) in enumerate(zip(dims, tensor_shape(tensor) or (), strict=False)):
+            if set(expr_vars(expr)).isdisjoint(factors):
+                made.append(expr)
+                continue
+            name = f"{prefix}_{i}"
+            sizes[name], alone[name] = size, OPEN
+            made.append(Var(name))
+        return tuple(made)
+
+    inputs = [spec(t, s, f"open_i{i}") for i, (t, s) in _pairs(node.inputs, rule.inputs)]
+    outputs = [spec(t, s, f"open_o{i}") for i, (t, s) in _pairs(node.outputs, rule.outputs)]
+    gone = frozenset(factors)
+    return replace(
+        rule,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        sizes=sizes,
+        whole={**rule.whole, **dict.fromkeys(gone & rule.sizes.keys(), OPEN), **alone},
+        reduce={f: op for f, op in rule.reduce.items() if f not in gone},
+        lowered=rule.lowered - gone,
+        across=rule.across - gone,
+        runs=rule.runs - gone,
+        ties=tuple(group for group in rule.ties if gone.isdisjoint(group)),
+    )
+
+
+def _pairs(
+    tensors: list[gs.Tensor], specs: tuple[Spec | None, ...]
+) -> enumerate[tuple[gs.Tensor, Spec | None]]:
+    return enumerate(zip(tensors, specs, strict=False))
+
+
+def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
+    """Those of the factors whose parts take more than their own sizes: they are exchanged between
+    ranks, or stand in dimensions of several factors."""
+    exchanged = {*rule.lowered, *rule.across, *rule.runs, *(f for g in rule.ties for f in g)}
+    tied = {f for group in rule.ties if not set(group).isdisjoint(factors) for f in group}
+    return frozenset((set(factors) | tied) & exchanged.union(*joint(rule)))
+
+
+def joint(rule: Rule) -> list[tuple[str, ...]]:
+    """The factors of each dimension that consists of several."""
+    specs = [expr for spec in (*rule.inputs, *rule.outputs) for expr in spec or ()]
+    return [tuple(expr_vars(expr)) for expr in specs if not isinstance(expr, Var)]

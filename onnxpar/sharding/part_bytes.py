@@ -1,0 +1,22 @@
+"""Bytes that a rank holds of a tensor."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.tensors import shape_bytes
+from onnxpar.layout.layout import Layout
+from onnxpar.layout.mesh import Mesh
+from onnxpar.sharding.state import Placement, Sharding
+
+
+def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
+    """Bytes of a rank's part; rank 0 has the largest of default parts."""
+    return shape_bytes(tensor, layout.estimated_shape(mesh, rank))
+
+
+def mean_bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> float:
+    """Bytes that the fullest rank holds of a tensor, on average of the sizes that costs are
+    computed at."""
+    each = sharding.costed_shapes(tensor.name, placement)
+    return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)

@@ -1,0 +1,68 @@
+"""The collectives of a graph as plans list them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.cost.cost import bytes_sent
+from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.layout.layout import Layout
+from onnxpar.layout.mesh import Mesh
+from onnxpar.sharding.part_bytes import part_bytes
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the plan. `group` is that of rank 0, of `groups` in all; `bytes` is what
+    each rank sends, in all steps of a Scan."""
+
+    kind: str
+    name: str
+    group: tuple[int, ...]
+    groups: int
+    bytes: int
+    tensor: str
+    before: str
+    after: str
+
+    def repeated(self, turns: int) -> Collective:
+        """The same so many times."""
+        return replace(self, bytes=self.bytes * turns)
+
+
+def reshards(node: gs.Node) -> list[tuple[gs.Tensor, Layout, Layout]]:
+    """(operand, before, after) of a reshard node; several where all-reduces were fused."""
+    members = node.attrs.get("members") or [(node.attrs["before"], node.attrs["after"])]
+    return [(t, *layouts) for t, layouts in zip(node.inputs, members, strict=True)]
+
+
+def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
+    """The plan's entry for a reshard node."""
+    members = reshards(node)
+    group = mesh.group(node.attrs["axes"], 0)
+    size = sum(
+        max(part_bytes(source, before, mesh), part_bytes(source, after, mesh))
+        for source, before, after in members
+    )
+    sent = int(bytes_sent(node.op, len(group), size))
+    tensor = " ".join(source.name.split("@")[0] for source, _, _ in members)
+    layouts = ["; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2)]
+    return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)
+
+
+def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
+    """The plan's entry for a collective inside an op; takes what only the plan needs from the
+    node."""
+    axes, shape = node.attrs.pop("axes"), node.attrs.pop("shape")
+    group = mesh.group(axes, 0)
+    size = math.prod(shape) * numpy_dtype(node.inputs[0]).itemsize
+    over = ".".join(mesh.text(a) for a in axes)
+    before = f"{node.attrs.get('op', 'parts')}({over})"
+    sent = int(bytes_sent(node.op, len(group), size))
+    within = node.name.split("::")[0]
+    return Collective(
+        node.op, node.name, group, mesh.size // len(group), sent, f"in {within}", before, "-"
+    )

@@ -1,0 +1,83 @@
+"""The factors of a graph at other sizes than those at which it was analysed.
+
+The compiler works at sizes at which nothing coincides. Costs are those of the sizes that runs have,
+where a batch may be 1: a dimension that can be split has one element there, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from onnxpar.layout.layout import Dim, Factor, SizedFactor
+from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
+from onnxpar.symbols.fits import fit
+from onnxpar.symbols.symbols import Binding, Variable
+
+Sizes = Mapping[int, int]
+"""Elements of atoms."""
+Sample = tuple[Mapping[Variable, int], GraphFactors]
+"""The values of symbols and quotients, and the factors there."""
+
+
+def atom_sizes(found: Sequence[Sample], wanted: Binding) -> Sizes:
+    """Elements of the open atoms at a binding, from the factors at several others. An atom that no
+    polynomial tells keeps the size that it has at the first."""
+    each = [
+        {leaf.atom: leaf.size for op in factors.ops for leaf in op.leaves}
+        | {leaf.atom: leaf.size for t in factors.tensors.values() for leaf in t.leaves}
+        for _, factors in found
+    ]
+    variables = {name: [values[name] for values, _ in found] for name in found[0][0]}
+    sizes: dict[int, int] = {}
+    for atom, size in each[0].items():
+        values = [at.get(atom, size) for at in each]
+        if len(set(values)) > 1:
+            polynomial = fit(values, variables)
+            sizes[atom] = size if polynomial is None else max(polynomial.at(wanted), 0)
+    return sizes
+
+
+def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
+    """The factors with trees in which these atoms have these sizes. Leaves keep theirs: what can be
+    split is what could be before."""
+    tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
+    ops = [_op(op, sizes) for op in factors.ops]
+    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
+
+
+def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphFactors:
+    """The same factors, whose costs are those at several sizes, with weights."""
+    sized = [(weight, at_sizes(factors, sizes)) for sizes, weight in each]
+    tensors = {
+        name: replace(tensor, priced=tuple((w, at.tensors[name].dims) for w, at in sized))
+        for name, tensor in factors.tensors.items()
+    }
+    ops = [
+        replace(op, priced=tuple((w, at.ops[i]) for w, at in sized))
+        for i, op in enumerate(factors.ops)
+    ]
+    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
+
+
+def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:
+    given = iter([sizes.get(leaf.atom) for leaf in tensor.leaves])
+    return replace(tensor, dims=tuple(_resized(dim, given) for dim in tensor.dims))
+
+
+def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
+    """A node whose factors have other sizes."""
+    trees = {
+        name: _resized(tree, iter([sizes.get(atom) for atom in op.atoms[name]]))
+        for name, tree in op.trees.items()
+    }
+    rule_sizes = {n: None if size is None else trees[n].size for n, size in op.rule.sizes.items()}
+    return replace(op, trees=trees, rule=replace(op.rule, sizes=rule_sizes))
+
+
+def _resized(dim: Dim, sizes: Iterator[int | None]) -> Dim:
+    """A tree with other sizes at its leaves, in order; None leaves one as it is."""
+    if isinstance(dim, Factor):
+        size = next(sizes) if dim.is_leaf else None
+        return dim if size is None else SizedFactor(size)
+    return type(dim)(tuple(_resized(child, sizes) for child in dim.children))

@@ -1,0 +1,272 @@
+"""The sharding of a graph while it is being decided: mesh axes assigned to atoms.
+
+Tensors and nodes hold axes per leaf; None is open. A `Placement` is a decided assignment, and
+becomes a `Layout` once the leaves are put back into their dimensions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.cost.cost import Costs
+from onnxpar.cost.topology import Topology
+from onnxpar.layout.layout import (
+    Dim,
+    Factor,
+    Layout,
+    Product,
+    ReduceOp,
+    estimated_size,
+    nested_parts,
+    normalize,
+)
+from onnxpar.layout.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes
+from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors, with_axes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Axes per splittable leaf of a tensor, and the axes over which it is partial."""
+
+    leaves: tuple[Axes, ...]
+    partial: Axes = ()
+    reduce: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leaves", tuple(merge_axes(a) for a in self.leaves))
+        object.__setattr__(self, "partial", merge_axes(in_mesh_order(self.partial)))
+        if not self.partial:
+            object.__setattr__(self, "reduce", "sum")
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.partial and not any(self.leaves)
+
+    def reduced(self) -> Placement:
+        """The same with nothing pending."""
+        return Placement(self.leaves)
+
+
+@dataclass
+class Sharding:
+    """Axes of every tensor leaf (by tensor) and op leaf (by node).
+
+    costs    what talking and computing cost on the mesh
+    pinned   tensors whose layout somebody asked for: it holds whatever the ops around them need
+    parts    sizes by hand, for an atom split over these axes
+    """
+
+    mesh: Mesh
+    factors: GraphFactors
+    costs: Costs
+    tensors: dict[str, list[Axes | None]] = field(default_factory=dict)
+    ops: dict[str, list[Axes | None]] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
+    parts: dict[tuple[int, Axes], tuple[int, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> Sharding:
+        """Nothing decided yet; costs are those of a default topology where none is given. Errors:
+        StrategyError where it has fewer ranks than the mesh."""
+        return Sharding(
+            mesh,
+            factors,
+            Costs(topology or Topology.default(), mesh),
+            {name: [None] * len(t.leaves) for name, t in factors.tensors.items()},
+            {op.node.name: [None] * len(op.leaves) for op in factors.ops},
+        )
+
+    def assign_tensor(self, name: str, leaf: int, axes: Axes) -> bool:
+        """Splits an open leaf of a tensor; False where it is decided or the axes are taken."""
+        have = self.tensors[name]
+        if have[leaf] is not None or not _fits(self.factors.tensors[name], have, leaf, axes):
+            return False
+        have[leaf] = axes
+        return True
+
+    def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
+        """Splits an open leaf of a node; False where it is decided or the axes are taken."""
+        together = self._together(op, leaf)
+        for other, i in together:
+            have = self.ops[other.node.name]
+            if have[i] is not None or not _fits(other, have, i, axes):
+                return False
+        for other, i in together:
+            self.ops[other.node.name][i] = axes
+        return True
+
+    def fix(self, op: OpFactors, leaf: int, axes: Axes) -> None:
+        """Splits a leaf of a node whatever was decided for it, and those that are bonded to it,
+        unless other leaves of these use the axes."""
+        self.ops[op.node.name][leaf] = axes
+        for other, i in self.factors.bonded(op, leaf):
+            have = self.ops[other.node.name]
+            if _fits(other, have, i, axes):
+                have[i] = axes
+
+    def close(self, op: OpFactors, leaf: int) -> None:
+        """Leaves a leaf of a node whole if nothing was decided for it, and those that are bonded to
+        it."""
+        for other, i in self.factors.bonded(op, leaf):
+            have = self.ops[other.node.name]
+            have[i] = () if have[i] is None else have[i]
+
+    def _together(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
+        """The leaves that are split with this one, this one first."""
+        found = [(op, leaf)]
+        for other, i in found:
+            tied = [(other, j) for group in other.ties if i in group for j in group]
+            for each in [*self.factors.bonded(other, i), *tied]:
+                if each not in found:
+                    found.append(each)
+        return found
+
+    def settle(self) -> None:
+        """Legalizes every node; of leaves that are bonded, all are whole where one is."""
+        todo = list(self.factors.ops)
+        while todo:
+            op = todo.pop()
+            self.legalize(op)
+            for leaf, axes in enumerate(self.op_axes(op)):
+                bonded = self.factors.bonded(op, leaf)
+                if all((self.ops[o.node.name][i] or ()) == axes for o, i in bonded):
+                    continue
+                for other, i in bonded:
+                    self.ops[other.node.name][i] = ()
+                    todo.append(other)
+
+    def legalize(self, op: OpFactors) -> None:
+        """Leaves whole a reduced factor of which only some segments are split, as the others would
+        be counted once per rank, and what a rank must hold in one run but would not."""
+        axes = self.ops[op.node.name]
+        for name in {*op.rule.reduce, *op.rule.across, *op.rule.runs}:
+            at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+            tree = (
+                with_axes(op.trees[name], iter([(axes[i] or (), None) for i in at])) if at else None
+            )
+            if tree and (covered_axes(tree) is None or not self._is_run(op, name, tree)):
+                for i in at:
+                    axes[i] = ()
+        for group in op.ties:
+            if len({axes[i] or () for i in group}) > 1:
+                for i in group:
+                    axes[i] = ()
+
+    def _is_run(self, op: OpFactors, factor: str, tree: Dim) -> bool:
+        return factor not in op.rule.runs or isinstance(normalize(tree), Factor)
+
+    def op_axes(self, op: OpFactors) -> list[Axes]:
+        """The axes of every leaf of a node; open ones are whole."""
+        return [axes or () for axes in self.ops[op.node.name]]
+
+    def tensor_placement(self, name: str) -> Placement:
+        """What is decided for a tensor; open leaves are whole."""
+        return Placement(tuple(axes or () for axes in self.tensors.get(name, [])))
+
+    def operand_placement(self, op: OpFactors, links: Sequence[int | None]) -> Placement:
+        """How a node needs an operand, or makes a result, apart from what is pending."""
+        axes = self.op_axes(op)
+        return Placement(tuple(() if link is None else axes[link] for link in links))
+
+    def state_leaves(
+        self, leaves: Sequence[Axes], source: str, result: str, name: str
+    ) -> tuple[Axes, ...]:
+        """Axes for the leaves of `name`, one end of a state pair, where the input `source` has
+        these; dimensions that grow are whole."""
+        tensors = self.factors.tensors
+        by_dim: dict[int, list[Axes]] = defaultdict(list)
+        for axes, dim in zip(leaves, tensors[source].dim_of_leaf, strict=True):
+            by_dim[dim].append(axes)
+        found: list[Axes] = []
+        for dim in dict.fromkeys(tensors[name].dim_of_leaf):
+            grows = tensors[source].dims[dim] != tensors[result].dims[dim]
+            count = tensors[name].dim_of_leaf.count(dim)
+            found += [()] * count if grows else by_dim[dim]
+        return tuple(found)
+
+    def pending(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
+        """The axes over which the node's own results are partial, and the reduction."""
+        axes: Axes = ()
+        reduce: ReduceOp = "sum"
+        for i, over in enumerate(self.op_axes(op)):
+            if over and op.reduction(i):
+                axes += tuple(a for a in over if a not in axes)
+                reduce = op.reduction(i)  # type: ignore[assignment]
+        return axes, reduce
+
+    def part_sizes(self, name: str, leaf: int, axes: Axes) -> tuple[int, ...]:
+        """Sizes of the parts of a tensor's leaf that is split over axes."""
+        factor = self.factors.tensors[name].leaves[leaf]
+        by_hand = self.parts.get((factor.atom, axes)) if axes else None
+        return by_hand or nested_parts(factor.size, tuple(a.size for a in axes))
+
+    def layout(self, tensor: gs.Tensor | str, placement: Placement) -> Layout:
+        """The placement as a layout of the tensor's dimensions."""
+        name = tensor if isinstance(tensor, str) else tensor.name
+        return self._layout(name, placement, self.factors.tensors[name].dims)
+
+    def costed_shapes(self, name: str, placement: Placement) -> list[tuple[float, tuple[int, ...]]]:
+        """Shapes of the fullest rank's part, where costs are reckoned, with weights."""
+        factors = self.factors.tensors[name]
+        given: dict[int, Given] = defaultdict(tuple)
+        for axes, dim, leaf in zip(
+            placement.leaves, factors.dim_of_leaf, factors.leaves, strict=True
+        ):
+            given[dim] += ((axes, self.parts.get((leaf.atom, axes)) if axes else None),)
+        return [
+            (weight, tuple(_largest_part(d, given[i], self.mesh) for i, d in enumerate(dims)))
+            for weight, dims in factors.costed
+        ]
+
+    def _layout(self, name: str, placement: Placement, of: tuple[Dim, ...]) -> Layout:
+        factors = self.factors.tensors[name]
+        given = iter(
+            (axes, self.parts.get((leaf.atom, axes)) if axes else None)
+            for leaf, axes in zip(factors.leaves, placement.leaves, strict=True)
+        )
+        dims = tuple(with_axes(dim, given) for dim in of)
+        return Layout(dims, placement.partial, placement.reduce)
+
+
+Given = tuple[tuple[Axes, tuple[int, ...] | None], ...]
+"""Axes of each leaf of a dimension, and sizes of the parts by hand."""
+
+
+@lru_cache(maxsize=1 << 16)
+def _largest_part(dim: Dim, given: Given, mesh: Mesh) -> int:
+    """How many elements of a dimension with these axes the fullest rank holds."""
+    return estimated_size(with_axes(dim, iter(given)), mesh, 0)
+
+
+def _fits(
+    factors: TensorFactors | OpFactors, have: list[Axes | None], leaf: int, axes: Axes
+) -> bool:
+    """Whether a leaf can be split over axes that no leaf beside it uses; segments may share."""
+    used = (
+        a for i, other in enumerate(have) if other and (i, leaf) not in factors.apart for a in other
+    )
+    return not overlaps(axes, used)
+
+
+def covered_axes(dim: Dim) -> frozenset[Axis] | None:
+    """The axes over which every element is split; None where segments differ."""
+    if isinstance(dim, Factor):
+        return frozenset(dim.axes)
+    found = [covered_axes(c) for c in dim.children if c.size]
+    if None in found:
+        return None
+    sets = [f for f in found if f is not None]
+    if isinstance(dim, Product):
+        return frozenset[Axis]().union(*sets)
+    return sets[0] if len(set(sets)) == 1 else None
+
+
+def overlaps(axes: Iterable[Axis], used: Iterable[Axis]) -> bool:
+    """Whether some axis is already in use."""
+    taken = list(used)
+    return any(a.overlaps(b) for a in axes for b in taken)

@@ -1,0 +1,1 @@
+"""Strategies: files, annotations, and what they ask of nodes and tensors."""

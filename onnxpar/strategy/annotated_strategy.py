@@ -1,0 +1,304 @@
+"""ONNX's multi-device annotations as a strategy: their mesh, and what they ask of each node."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.layout.layout import Dim, Product
+from onnxpar.layout.mesh import Axes, Mesh, parts_over
+from onnxpar.model.annotations import PREFIX, Configuration, NodeAnnotation, TensorSharding
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import Sharding, overlaps
+from onnxpar.strategy.device_lists import Digit, axes_of, mesh_of_digits, shard_digits
+from onnxpar.strategy.standard_shardings import axes_text, node_shardings, parse_axes
+from onnxpar.strategy.strategy import NodeSeed, Seed, TensorSeed, spread_dim
+
+MESH, AXES, PARTS = PREFIX + "mesh", PREFIX + "axes", PREFIX + "parts"
+PARTIAL, TENSORS = PREFIX + "partial", PREFIX + "tensors"
+"""Keys of metadata: of the model, the mesh and the layouts of tensors that hold whatever ops need;
+of a node, axes and sizes by hand per factor, and pending reductions by tensor. The model has the
+axes of nodes that are not in its own graph, as they come from a function or a fused op."""
+
+
+def annotated_mesh(annotated: Configuration, wanted: Mesh | None) -> Mesh:
+    """The mesh that annotations mean: the one `wanted`, that of the metadata, or the coarsest on
+    which all device lists are in order of axes. Errors: StrategyError where there is none."""
+    written = annotated.metadata.get(MESH)
+    if wanted is not None:
+        if wanted.size != annotated.devices or (written and Mesh.parse(written) != wanted):
+            raise StrategyError(
+                f"the model is annotated for {written or f'{annotated.devices} devices'}, not for "
+                f"{wanted}; ask for that, or ignore it with --configuration none"
+            )
+        return wanted
+    if written:
+        return Mesh.parse(written)
+    used = []
+    for note in annotated.nodes.values():
+        for tensor, stated in note.shardings.items():
+            what = f"{note.what}, tensor {tensor!r}"
+            used += [(what, d) for digits in _listed(stated, what) or () for d in digits]
+    return mesh_of_digits(annotated.devices, used)
+
+
+def annotation_seeds(annotated: Configuration, sharding: Sharding) -> Iterator[Seed]:
+    """What the annotations ask for, node by node.
+
+    Errors: StrategyError, naming the node and the tensor, for what cannot be met.
+    """
+    stages = {note.stage for note in annotated.nodes.values()} - {None}
+    if len(stages) > 1:
+        warnings.warn(
+            f"the model is annotated with {len(stages)} pipeline stages; every rank runs them all",
+            stacklevel=2,
+        )
+    _warn_of_gone(annotated, sharding)
+    inner = json.loads(annotated.metadata.get(AXES, "{}"))
+    for op in sharding.factors.ops:
+        if node_key(op.node) in inner:
+            axes = parse_axes(inner[node_key(op.node)], sharding.mesh)
+            if len(axes) == len(op.leaves):
+                yield NodeSeed(op, dict(enumerate(axes)), {})
+        note = annotated.nodes.get(node_key(op.node))
+        if note is not None and AXES in note.metadata:
+            yield _exact_seed(op, note, sharding)
+        elif note is not None:
+            names = [t.name for t in (*op.node.inputs, *op.node.outputs)]
+            yield from _NodeReader(op, names, note, sharding).seeds()
+    for name, entry in json.loads(annotated.metadata.get(TENSORS, "{}")).items():
+        tensor = sharding.factors.tensors.get(name)
+        axes = parse_axes(entry, sharding.mesh)
+        if tensor is None or len(tensor.leaves) != len(axes):
+            raise StrategyError(
+                f"metadata {TENSORS} speaks of another tensor {name!r}; annotate anew"
+            )
+        yield TensorSeed(name, axes, pin=True)
+
+
+def _warn_of_gone(annotated: Configuration, sharding: Sharding) -> None:
+    """Warns of nodes that are annotated to be split and are not there any more."""
+    known = {node_key(op.node) for op in sharding.factors.ops}
+    for key, note in annotated.nodes.items():
+        if key not in known and any(stated.dims for stated in note.shardings.values()):
+            warnings.warn(
+                f"{note.what}: its annotation has no effect, as the node is folded into a constant "
+                "or made part of another",
+                stacklevel=2,
+            )
+
+
+def check_agreement(annotations: Sequence[Seed], strategy: Sequence[Seed], mesh: Mesh) -> None:
+    """Errors: StrategyError where a strategy splits a node otherwise than its annotation does."""
+    noted = {s.op.node.name: s for s in annotations if isinstance(s, NodeSeed)}
+    for seed in strategy:
+        if not isinstance(seed, NodeSeed) or seed.op.node.name not in noted:
+            continue
+        note = noted[seed.op.node.name]
+        for leaf in seed.axes.keys() & note.axes.keys():
+            if seed.axes[leaf] != note.axes[leaf]:
+                tensor = next(t for t, links in seed.op.operands() if leaf in links)
+                asked, have = axes_text(seed.axes[leaf], mesh), axes_text(note.axes[leaf], mesh)
+                raise StrategyError(
+                    f"{seed.op.node.op} '{seed.op.node.name}', tensor {tensor.name!r}: the "
+                    f"strategy splits it over {asked}, the model's annotation over {have}; drop "
+                    "one of them, or ignore the annotations with --configuration none"
+                )
+
+
+def node_key(node: gs.Node) -> str:
+    """The result that a node is known by in annotations."""
+    return next((str(t.name) for t in node.outputs if t.name), "")
+
+
+def read_axes(
+    op: OpFactors, names: Sequence[str], note: NodeAnnotation, sharding: Sharding
+) -> dict[int, Axes] | None:
+    """The axes that the standard part of an annotation gives to the factors of a node, of which
+    these are the operands and results; None where it asks for results in other layouts too."""
+    reader = _NodeReader(op, names, note, sharding)
+    return reader.axes if len(list(reader.seeds())) == 1 else None
+
+
+def _listed(stated: TensorSharding, what: str) -> list[list[Digit]] | None:
+    """The digits of each component; None where the devices are left open."""
+    counts = [n for components in stated.dims.values() for _, n in components]
+    return shard_digits(stated.devices, counts, what) if stated.devices else None
+
+
+def _exact_seed(op: OpFactors, note: NodeAnnotation, sharding: Sharding) -> NodeSeed:
+    """The axes of every factor, from the metadata, if the annotation beside it still agrees."""
+    axes = dict(enumerate(parse_axes(json.loads(note.metadata[AXES]), sharding.mesh)))
+    parts = {int(k): tuple(v) for k, v in json.loads(note.metadata.get(PARTS, "{}")).items()}
+    if len(axes) == len(op.leaves):
+        names = [t.name for t in (*op.node.inputs, *op.node.outputs)]
+        stated = {s.tensor: s for s in node_shardings(op, names, axes, sharding)}
+        if all(s.agrees(stated.get(tensor)) for tensor, s in note.shardings.items()):
+            return NodeSeed(op, axes, parts)
+    raise StrategyError(
+        f"{note.what}: its annotation and its metadata {AXES} disagree, as one of them or the "
+        "model was changed; remove the metadata, or annotate anew"
+    )
+
+
+class _NodeReader:
+    """What the standard part of one node's annotation asks of its factors."""
+
+    def __init__(
+        self, op: OpFactors, names: Sequence[str], note: NodeAnnotation, sharding: Sharding
+    ) -> None:
+        self.op = op
+        self.inputs = list(zip(names, op.inputs, strict=False))
+        self.outputs = list(zip(names[len(op.inputs) :], op.outputs, strict=True))
+        self.note = note
+        self.sharding = sharding
+        self.axes: dict[int, Axes] = {}
+        self.parts_in_use = 1
+
+    def seeds(self) -> Iterator[Seed]:
+        """The node's own seed, then one for each result that it does not make as annotated."""
+        for name, links in self.inputs:
+            blocked = frozenset(j for j, k in enumerate(links) if k is None)
+            for link, over in zip(links, self._stated(name, links, blocked) or (), strict=False):
+                if link is not None:
+                    self._decide(name, link, over)
+        results: list[Seed] = []
+        for name, links in self.outputs:
+            asked = self._stated(name, links, frozenset())
+            if asked is not None and not self._makes(name, links, asked):
+                results.append(TensorSeed(name, asked, pin=True))
+        yield NodeSeed(self.op, self.axes, {})
+        yield from results
+
+    def _decide(self, name: str, leaf: int, over: Axes) -> None:
+        have = self.axes.setdefault(leaf, over)
+        if have != over:
+            mesh = self.sharding.mesh
+            self._fail(
+                name,
+                f"{self.op.leaves[leaf].factor} is split over {axes_text(over, mesh)}, in the "
+                f"tensors before it over {axes_text(have, mesh)} (- is whole); split it alike",
+            )
+
+    def _makes(self, name: str, links: Sequence[int | None], asked: Sequence[Axes]) -> bool:
+        """Whether the node makes the result so, its open factors being split for that."""
+        taken = dict(self.axes)
+        for link, over in zip(links, asked, strict=True):
+            if (over and link is None) or (link is not None and taken.get(link, over) != over):
+                return False
+            if link is not None and link not in taken:
+                if overlaps(over, [a for axes in taken.values() for a in axes]):
+                    return False
+                taken[link] = over
+        reduced = any(axes and self.op.reduction(i) for i, axes in taken.items())
+        if reduced and name not in json.loads(self.note.metadata.get(PARTIAL, "{}")):
+            return False
+        self.axes = taken
+        return True
+
+    def _stated(
+        self, name: str, links: Sequence[int | None], blocked: frozenset[int]
+    ) -> list[Axes] | None:
+        """The axes of each leaf of a tensor; None where nothing is said of it."""
+        stated = self.note.shardings.get(name)
+        factors = self.sharding.factors.tensors.get(name)
+        if stated is None or factors is None:
+            return None
+        rank = len(factors.dims)
+        if any(not -rank <= axis < rank for axis in stated.dims):
+            self._fail(name, f"has {rank} dimensions, its annotation {sorted(stated.dims)}")
+        digits = _listed(stated, f"{self.note.what}, tensor {name!r}")
+        listed = iter(digits or ())
+        by_axis: dict[int, list[Axes]] = {}
+        for axis, components in stated.dims.items():
+            at = [j for j, d in enumerate(factors.dim_of_leaf) if d == axis % rank]
+            own = {j: links[j] for j in at}
+            given: list[tuple[int | None, Axes]] = []
+            for size, count in components:
+                is_open = digits is None
+                over = self._open(name, count, own) if is_open else self._over(name, next(listed))
+                given.append((size, over))
+            dim = factors.dims[axis % rank]
+            by_axis[axis % rank] = self._spread(name, axis, dim, given, own, blocked)
+        out: list[Axes] = []
+        for axis in range(rank):
+            out += by_axis.get(axis) or [()] * factors.dim_of_leaf.count(axis)
+        pairs = ((i, j) for i in range(len(out)) for j in range(i) if (i, j) not in factors.apart)
+        if any(overlaps(out[i], out[j]) for i, j in pairs):
+            self._fail(name, "is split over the same devices in two dimensions")
+        return out
+
+    def _over(self, name: str, digits: Sequence[Digit]) -> Axes:
+        return axes_of(digits, self.sharding.mesh, f"{self.note.what}, tensor {name!r}")
+
+    def _open(self, name: str, count: int, links: Mapping[int, int | None]) -> Axes:
+        """Axes for a number of parts without devices: like MindSpore's counts, the next ones of a
+        row-major view of the ranks, or those that the factor has already."""
+        for link in links.values():
+            known = () if link is None else self.axes.get(link, ())
+            if count > 1 and known and parts_over(known) == count:
+                return known
+        try:
+            over = self.sharding.mesh.flat(self.parts_in_use, count)
+        except StrategyError as error:
+            self._fail(name, str(error))
+        self.parts_in_use *= count
+        return over
+
+    def _spread(
+        self,
+        name: str,
+        axis: int,
+        dim: Dim,
+        given: Sequence[tuple[int | None, Axes]],
+        links: Mapping[int, int | None],
+        blocked: frozenset[int],
+    ) -> list[Axes]:
+        """Axes for the leaves (by their links) of a dimension from those of its components."""
+        decided = [() if k is None else self.axes.get(k, ()) for k in links.values()]
+        if len(given) == 1 and [a for axes in decided for a in axes] == [*given[0][1]]:
+            return decided
+        sizes = [size for size, _ in given if size is not None]
+        if len(sizes) == len(given) and math.prod(sizes) != dim.size:
+            self._fail(name, f"has {dim.size} elements along axis {axis}, not {sizes}")
+        if any(over for _, over in given) and links and blocked >= links.keys():
+            reasons = "; ".join(dict.fromkeys(self.op.whole.values())) or "it has no factor"
+            self._fail(name, f"must stay whole along axis {axis} ({reasons})")
+        pieces = [dim] if not any(over for _, over in given[1:]) else _pieces(dim, given)
+        if pieces is None:
+            self._fail(name, f"along axis {axis} is not made of components of sizes {sizes}")
+        out: list[Axes] = []
+        for piece, (_, over) in zip(pieces, given, strict=False):
+            at = min(links, default=0) + len(out)
+            spread = spread_dim(piece, over, frozenset(j - at for j in blocked if j >= at))
+            if spread is None:
+                self._fail(
+                    name, f"axis {axis} does not split into {parts_over(over)} of {piece.size}"
+                )
+            out += spread
+        return out
+
+    def _fail(self, tensor: str, reason: str) -> NoReturn:
+        raise StrategyError(f"{self.note.what}, tensor {tensor!r}: {reason}")
+
+
+def _pieces(dim: Dim, given: Sequence[tuple[int | None, Axes]]) -> list[Dim] | None:
+    """The dimension cut into components of these sizes, one of which may be left open."""
+    known = math.prod(size for size, _ in given if size is not None)
+    rest = list(dim.children) if isinstance(dim, Product) else [dim]
+    out: list[Dim] = []
+    for size, _ in given:
+        want = dim.size // known if size is None else size
+        taken: list[Dim] = []
+        while rest and math.prod(d.size for d in taken) < want:
+            taken.append(rest.pop(0))
+        if math.prod(d.size for d in taken) != want:
+            return None
+        out.append(taken[0] if len(taken) == 1 else Product(tuple(taken)))
+    return None if rest else out

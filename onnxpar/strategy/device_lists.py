@@ -1,0 +1,120 @@
+"""Device lists of ONNX's shardings as digits of the rank, and back.
+
+A mesh is a mixed radix: each axis is a digit of the rank's number. A list of devices, row-major
+over the shards, is expressible on a mesh if each shard index is made of such digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from onnxpar.errors import StrategyError
+from onnxpar.layout.mesh import Axes, Mesh
+
+
+@dataclass(frozen=True)
+class Digit:
+    """`size` values that count `stride` ranks each."""
+
+    size: int
+    stride: int
+
+
+def shard_digits(
+    devices: Sequence[Sequence[int]], counts: Sequence[int], what: str
+) -> list[list[Digit]]:
+    """For each component split into `counts` shards the digits that number its shards, the major
+    first. Errors: StrategyError, naming `what`, for a list that no order of mesh axes makes."""
+    found = _mixed_radix(tuple(tuple(sorted(group)) for group in devices), tuple(counts))
+    if found is None:
+        raise StrategyError(
+            f"{what}: devices {[list(g) for g in devices]} for shards {list(counts)} are in no "
+            "order of mesh axes; number the devices row-major over the mesh, such as 0, 1, 2, 3 "
+            "or, the axes exchanged, 0, 2, 1, 3"
+        )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _mixed_radix(
+    devices: tuple[tuple[int, ...], ...], counts: tuple[int, ...]
+) -> list[list[Digit]] | None:
+    at = np.array(devices).reshape(*counts, -1)
+    found = [_digits(_along(at, i)) for i in range(at.ndim)]
+    every = sorted((d for digits in found for d in digits), key=lambda d: d.stride)
+    rebuilt = sum(np.ix_(*(_values(digits) for digits in found)), np.zeros((), np.int64))
+    filled = all(b.stride == a.stride * a.size for a, b in pairwise(every))
+    if not np.array_equal(rebuilt, at) or not filled or (every and every[0].stride != 1):
+        return None
+    return found[:-1]
+
+
+def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
+    """The coarsest mesh of so many devices on which all these digits, each with what it is for,
+    are axes. Errors: StrategyError, naming two that no mesh has both of."""
+    bounds: dict[int, str] = {1: "", devices: ""}
+    for what, digit in used:
+        for bound in (digit.stride, digit.stride * digit.size):
+            bounds.setdefault(bound, what)
+    ordered = sorted(bounds)
+    for small, large in pairwise(ordered):
+        if large % small:
+            raise StrategyError(
+                f"{bounds[large] or bounds[small]} and {bounds[small] or bounds[large]}: no mesh "
+                f"of {devices} devices splits into {devices // large} and into {devices // small} "
+                "parts both; annotate them for the same mesh"
+            )
+    sizes = [large // small for small, large in pairwise(ordered)][::-1]
+    names = ["d"] if len(sizes) == 1 else [f"d{i}" for i in range(len(sizes))]
+    return Mesh.of(list(zip(names, sizes, strict=True)) or [("d", 1)])
+
+
+def axes_of(digits: Iterable[Digit], mesh: Mesh, what: str) -> Axes:
+    """Digits as (sub-)axes of a mesh. Errors: StrategyError where they do not fall on them."""
+    try:
+        return tuple(a for d in digits for a in mesh.flat(mesh.size // (d.stride * d.size), d.size))
+    except StrategyError as error:
+        raise StrategyError(f"{what}: {error}") from None
+
+
+@lru_cache(maxsize=1024)
+def devices_of(axes: Axes, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """The ranks that hold each shard, row-major over axes."""
+    groups: list[list[int]] = [[] for _ in range(math.prod(a.size for a in axes))]
+    for rank in range(mesh.size):
+        groups[mesh.coordinate(axes, rank)].append(rank)
+    return tuple(map(tuple, groups))
+
+
+def _along(at: np.ndarray[tuple[int, ...], np.dtype[np.int64]], dim: int) -> list[int]:
+    """The devices of the first shard's neighbours in one direction, counted from it."""
+    index = tuple(slice(None) if i == dim else 0 for i in range(at.ndim))
+    return [int(v - at[index][0]) for v in at[index]]
+
+
+def _digits(values: Sequence[int]) -> list[Digit]:
+    """The digits of a list that starts at 0: from the minor one, each is the longest even run."""
+    out: list[Digit] = []
+    while len(values) > 1:
+        step = values[1]
+        size = next((i for i, v in enumerate(values) if v != i * step), len(values))
+        while len(values) % size:
+            size -= 1
+        if size == 1 or step < 1:
+            return [Digit(len(values), 0)]  # no digit: it rebuilds nothing
+        out.insert(0, Digit(size, step))
+        values = values[::size]
+    return out
+
+
+def _values(digits: Sequence[Digit]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    out = np.zeros(1, np.int64)
+    for digit in digits:
+        out = (out[:, None] + np.arange(digit.size) * digit.stride).reshape(-1)
+    return out

@@ -1,0 +1,121 @@
+"""What nodes and tensors are split over, as entries of a strategy file that read back as the
+same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from onnxpar.layout.layout import Dim, Factor
+from onnxpar.layout.mesh import Axes, Mesh, merge_axes
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import Sharding
+from onnxpar.strategy.dimension_text import Piece, dim_text, piece_text
+from onnxpar.strategy.strategy import Strategy, spread_dim
+
+Pieces = Sequence[Piece]
+
+
+def node_entry(op: OpFactors, pieces: Pieces, sharding: Sharding) -> Any:
+    """The entry of a node whose leaves are split so: a list per input."""
+    entry: list[Any] = []
+    for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
+        if all(link is None for link in links):
+            entry.append(None)
+        else:
+            dims, given = _operand(tensor.name, links, pieces, sharding)
+            entry.append([_ask(d, *given[i], sharding.mesh) for i, d in enumerate(dims)])
+    while entry and entry[-1] is None:
+        entry.pop()
+    return entry
+
+
+def factor_entry(op: OpFactors, pieces: Pieces, mesh: Mesh) -> Any:
+    """The same by the factors of the node's rule, which says all that can be said."""
+    entry: dict[str, Any] = {}
+    for name, tree in op.trees.items():
+        own = [p for p, leaf in zip(pieces, op.leaves, strict=True) if leaf.factor == name]
+        if own:
+            missing = _count(tree) - len(own)
+            blocked = frozenset(range(len(own), len(own) + missing))
+            entry[name] = _ask(tree, [*own, *[((), None)] * missing], blocked, mesh)
+    return entry
+
+
+def tensor_entry(name: str, pieces: Pieces, sharding: Sharding) -> Any:
+    """The entry of a tensor whose leaves are split so."""
+    links = range(len(pieces))
+    dims, given = _operand(name, links, pieces, sharding)
+    return [_ask(dim, *given[i], sharding.mesh) for i, dim in enumerate(dims)]
+
+
+def _operand(
+    name: str, links: Sequence[int | None], pieces: Pieces, sharding: Sharding
+) -> tuple[Sequence[Dim], list[tuple[list[Piece], frozenset[int]]]]:
+    """The dimensions of a tensor; what the leaves of each are split over, and those that must be
+    whole."""
+    factors = sharding.factors.tensors[name]
+    given = []
+    for axis in range(len(factors.dims)):
+        own = [k for k, d in zip(links, factors.dim_of_leaf, strict=True) if d == axis]
+        blocked = frozenset(i for i, k in enumerate(own) if k is None)
+        given.append(([((), None) if k is None else pieces[k] for k in own], blocked))
+    return factors.dims, given
+
+
+def _ask(dim: Dim, pieces: Pieces, blocked: frozenset[int], mesh: Mesh) -> Any:
+    """The shortest entry of a dimension that is read as these pieces."""
+    wanted = [axes for axes, _ in pieces]
+    if not any(wanted):
+        return None
+    by_hand = any(parts for _, parts in pieces)
+    first = next(axes for axes in wanted if axes)
+    for over in (first, merge_axes(tuple(a for axes in wanted for a in axes))):
+        if not (by_hand and (not isinstance(dim, Factor) or len(pieces) > 1)):
+            spread = spread_dim(dim, over, blocked)
+            if spread is not None and [merge_axes(a) for a in spread] == wanted:
+                return _simple(over, pieces[0][1] if by_hand else None, mesh)
+    return dim_text(dim, pieces, mesh)
+
+
+def _simple(axes: Axes, parts: tuple[int, ...] | None, mesh: Mesh) -> Any:
+    names = [mesh.text(axis) for axis in axes]
+    is_named = all(name in mesh.sizes for name in names)
+    if parts is not None and is_named and len(names) == 1:
+        return {names[0]: list(parts)}
+    if parts is not None or not is_named:
+        return piece_text((axes, parts), mesh)
+    return names if len(names) > 1 else names[0]
+
+
+def _count(dim: Dim) -> int:
+    if isinstance(dim, Factor):
+        return int(dim.size > 1)
+    return sum(map(_count, dim.children))
+
+
+def strategy_text(strategy: Strategy, comment: str) -> str:
+    """The strategy as YAML, an entry a line."""
+    lines = [f"# {comment}"]
+    if strategy.mesh is not None:
+        sizes = ", ".join(f"{name}: {size}" for name, size in strategy.mesh.shape)
+        lines.append(f"mesh: {{{sizes}}}")
+    for key, entries in (("shard", strategy.shard), ("tensors", strategy.tensors)):
+        if entries:
+            lines += [f"{key}:", *(f"  {_key(k)}: {_value(v)}" for k, v in entries.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    is_plain = re.fullmatch(r"[A-Za-z_/][\w./*-]*", name) and yaml.safe_load(name) == name
+    return name if is_plain else json.dumps(name)
+
+
+def _value(entry: Any) -> str:
+    """In flow style, on one line."""
+    text: str = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=1 << 20)
+    return text.strip()

@@ -1,0 +1,216 @@
+"""Finds sizes in closed form from their values at samples.
+
+A model with open sizes is inferred at several bindings at once. Whatever differs between them
+depends on the symbols, and how it does is the simplest polynomial that holds at every binding. So
+all of the compiler works with numbers, at the first binding; the others tell what to make of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from onnxpar.symbols.symbols import Binding, Monomial, Polynomial, Quotient, Variable
+
+FEWEST, MOST = 8, 32
+"""Bindings that a polynomial must agree with: as many as there are ranks, within these bounds, so
+that sizes leave every remainder."""
+FAR = 2
+"""Further bindings, at much larger sizes: what only looks constant is not so there."""
+ENOUGH = 6
+"""Bindings that must be left when those are dropped at which sizes coincide."""
+MOST_MONOMIALS = 1 << 14
+"""Monomials above which no two are tried together; then a size has no closed form."""
+_DEGREE = 3
+_TRIES = 100
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Sizes that a symbol has in samples: multiples of `step` from `low` to `high`, consecutive
+    ones, plus `offset`; of a `closed` one, any of these, and no others."""
+
+    step: int
+    low: int
+    high: int
+    offset: int = 0
+    closed: bool = False
+
+    def size(self, n: int) -> int:
+        """The n-th size."""
+        return n * self.step + self.offset
+
+
+DOMAINS = (Domain(1, 11, 60), Domain(1, 4, 16))
+"""Where all symbols are sampled first, and where a model does not fit those sizes (a table of
+positions is shorter)."""
+
+
+def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> list[Binding]:
+    """Bindings to infer a model at: sizes of at least `least`, consecutive for each symbol so that
+    they leave every remainder, and different from each other in each binding. The first is of
+    sizes that are not `taken`, where that is possible; the last FAR ones are much larger."""
+    source = random.Random(0)
+    count = min(max(FEWEST, least), MOST)
+    rows: list[tuple[int, ...]] = []
+    for _ in range(_TRIES):
+        columns = []
+        for domain in domains.values():
+            if domain.closed:
+                drawn = [source.randint(domain.low, domain.high) for _ in range(count + FAR)]
+                columns.append(drawn)
+                continue
+            low = max(domain.low, -(-least // domain.step))
+            start = source.randint(low, max(low, domain.high - count))
+            drawn = source.sample(range(start, start + count), count)
+            drawn += [start + count * source.randint(8, 40) for _ in range(FAR)]
+            columns.append([domain.size(n) for n in drawn])
+        rows = list(zip(*columns, strict=True))
+        if all(len(set(row)) == len(domains) for row in rows):
+            break
+    rows = rows if domains else [()] * (count + FAR)
+    busy = set(taken)
+    near, far = rows[:count], rows[count:]
+    near.sort(key=lambda row: len(busy.intersection(row)))
+    return [dict(zip(domains, row, strict=True)) for row in [*near, *far]]
+
+
+def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> Polynomial | None:
+    """The simplest polynomial of the variables with these values, None where there is none.
+
+    `variables` gives each one's value at every sample. At most three terms, of which one is a
+    number, so that several samples stand against what is found by chance.
+    """
+    return next(iter(fits(values, variables)), None)
+
+
+def fits(
+    values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
+) -> tuple[Polynomial, ...]:
+    """All polynomials that are as simple as the simplest with these values."""
+    return _fits(tuple(values), tuple((n, tuple(v)) for n, v in variables.items()))
+
+
+@lru_cache(maxsize=65536)
+def _fits(
+    values: tuple[int, ...], variables: tuple[tuple[Variable, tuple[int, ...]], ...]
+) -> tuple[Polynomial, ...]:
+    if len(set(values)) == 1:
+        return (Polynomial.constant(values[0]),)
+    columns = _monomials(variables)
+    lines = [(m, line) for m, column in columns.items() if (line := _line(values, column))]
+    multiples = tuple(_sum([(m, a)]) for m, (a, b) in lines if b == 0)
+    if multiples:
+        return _simplest(multiples)
+    if lines:
+        return _simplest([_sum([(m, a), ((), b)]) for m, (a, b) in lines])
+    found = []
+    for m, n in _likely_pairs(values, columns):
+        plane = _plane(values, columns[m], columns[n])
+        if plane:
+            found.append(_sum([(m, plane[0]), (n, plane[1]), ((), plane[2])]))
+    return _simplest(found)
+
+
+def _sum(terms: Sequence[tuple[Monomial, Fraction]]) -> Polynomial:
+    total = Polynomial(())
+    for monomial, coefficient in terms:
+        if coefficient:
+            total = total + Polynomial(((monomial, coefficient),))
+    return total
+
+
+def _simplest(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
+    """Those of the least denominator and degree, without quotients where that is possible."""
+
+    def weight(polynomial: Polynomial) -> tuple[int, int, int]:
+        degree = max(len(monomial) for monomial, _ in polynomial.terms)
+        return polynomial.denominator, degree, len(polynomial.quotients)
+
+    least = min(map(weight, found), default=None)
+    return tuple(p for p in found if weight(p) == least)
+
+
+@lru_cache(maxsize=256)
+def _monomials(
+    variables: tuple[tuple[Variable, tuple[int, ...]], ...],
+) -> dict[Monomial, tuple[int, ...]]:
+    """Monomials and their values, the simplest first; those that never vary are left out."""
+    out: dict[Monomial, tuple[int, ...]] = {}
+    ordered = sorted(variables, key=lambda v: (isinstance(v[0], Quotient), str(v[0])))
+    for degree in range(1, _DEGREE + 1):
+        for chosen in itertools.combinations_with_replacement(ordered, degree):
+            names = tuple(name for name, _ in chosen)
+            column = tuple(math.prod(row) for row in zip(*(v for _, v in chosen), strict=True))
+            if len(set(column)) > 1 and _is_sensible(names):
+                out[tuple(sorted(names, key=str))] = column
+    return out
+
+
+def _is_sensible(names: Monomial) -> bool:
+    """Whether no quotient is multiplied with what is over the same symbols."""
+    for name in set(names):
+        if isinstance(name, Quotient):
+            own = set(name.over.variables)
+            others = [n for n in names if n != name]
+            if any(own & set(Polynomial.variable(n).variables) for n in others):
+                return False
+    return True
+
+
+def _line(values: tuple[int, ...], column: tuple[int, ...]) -> tuple[Fraction, Fraction] | None:
+    """(a, b) of values = a * column + b, with whole a and b."""
+    other = next(i for i, c in enumerate(column) if c != column[0])
+    slope, rest = divmod(values[other] - values[0], column[other] - column[0])
+    base = values[0] - slope * column[0]
+    right = not rest and all(slope * c + base == v for v, c in zip(values, column, strict=True))
+    return (Fraction(slope), Fraction(base)) if right and slope else None
+
+
+def _likely_pairs(
+    values: tuple[int, ...], columns: Mapping[Monomial, tuple[int, ...]]
+) -> list[tuple[Monomial, Monomial]]:
+    """The pairs of monomials that these values may be a sum of, as far as doubles can tell."""
+    names = list(columns)
+    if len(names) < 2 or len(values) < 3:
+        return list(itertools.combinations(names, 2))
+    if len(names) > MOST_MONOMIALS:
+        return []
+    grid = np.array([columns[n] for n in names], np.float64)
+    grid, target = grid[:, 1:] - grid[:, :1], np.array(values[1:], np.float64) - values[0]
+    likely: list[tuple[Monomial, Monomial]] = []
+    for i, own in enumerate(grid[:-1]):  # row by row: all pairs at once would take gigabytes
+        others = grid[i + 1 :]
+        with np.errstate(all="ignore"):
+            below = own[0] * others[:, 1] - own[1] * others[:, 0]
+            x = (target[0] * others[:, 1] - target[1] * others[:, 0]) / below
+            y = (own[0] * target[1] - own[1] * target[0]) / below
+            made = x * own[-1] + y * others[:, -1]
+            bound = np.abs(x) * np.abs(own).max() + np.abs(y) * np.abs(others).max(1)
+            near = np.abs(made - target[-1]) <= 1e-6 * bound + 1e-6
+        likely += [(names[i], names[i + 1 + j]) for j in np.flatnonzero((below == 0) | near)]
+    return likely
+
+
+def _plane(
+    values: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
+) -> tuple[Fraction, Fraction, Fraction] | None:
+    """(x, y, z) of values = x * a + y * b + z, with whole x and y."""
+    rows = [(p - a[0], q - b[0], v - values[0]) for p, q, v in zip(a, b, values, strict=True)]
+    for (p, q, v), (r, s, w) in itertools.combinations(rows[1:], 2):
+        below = p * s - q * r
+        if below == 0:
+            continue
+        x, y = Fraction(v * s - q * w, below), Fraction(p * w - v * r, below)
+        if x.denominator > 1 or y.denominator > 1 or not x or not y:
+            return None
+        right = all(x * p + y * q == v for p, q, v in rows)
+        return (x, y, values[0] - x * a[0] - y * b[0]) if right else None
+    return None

@@ -1,0 +1,82 @@
+"""What a symbol must be for two sizes to be equal."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from onnxpar.symbols.symbols import Polynomial
+
+_LARGEST = 4096
+"""The largest number of which a symbol may have to be a multiple."""
+
+
+def solve_tie(a: Polynomial, b: Polynomial, order: Sequence[str]) -> tuple[str, Polynomial] | None:
+    """A symbol, and what to write for it, so that both sizes are equal; None where no such is
+    found. Of several symbols, the last in `order` is written in terms of the others."""
+    difference = _without_common_factor(a - b)
+    if not difference.variables:
+        return None
+    found = [(s, by) for s in order if (by := _linear(difference, s)) is not None]
+    if found:
+        return min(found, key=lambda each: (_oddity(each[1]), -order.index(each[0])))
+    return _multiple(difference)
+
+
+def _oddity(size: Polynomial) -> int:
+    """How many terms would be taken away."""
+    return sum(c < 0 for _, c in size.terms)
+
+
+def _without_common_factor(size: Polynomial) -> Polynomial:
+    """Sizes are above zero, so that a factor of all terms may be left out."""
+    terms = list(size.terms)
+    for variable in set(terms[0][0]) if terms else ():
+        while all(variable in m for m, _ in terms):
+            shorter = []
+            for m, c in terms:
+                i = m.index(variable)
+                shorter.append(((*m[:i], *m[i + 1 :]), c))
+            terms = shorter
+    return Polynomial(tuple(terms))
+
+
+def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
+    """The symbol for which a size is 0, where it stands in one term alone."""
+    own = [c for m, c in size.terms if m == (symbol,)]
+    rest = Polynomial(tuple((m, c) for m, c in size.terms if m != (symbol,)))
+    if not own or symbol in rest.variables:
+        return None
+    terms = tuple((m, -c / own[0]) for m, c in rest.terms)
+    whole = all(c.denominator == 1 for _, c in terms)
+    return Polynomial(terms) if whole and terms else None
+
+
+def _multiple(size: Polynomial) -> tuple[str, Polynomial] | None:
+    """A symbol as a multiple of a new one, where a size is 0 for such alone."""
+    if len(size.variables) != 1:
+        return None
+    (symbol,) = size.variables
+    period = math.lcm(*(q.below for q in size.quotients)) if size.quotients else 0
+    if not 1 < period <= _LARGEST:
+        return None
+    first = 64 * period
+    zero = [n for n in range(period) if size.at({symbol: first + n}) == 0]
+    again = [n for n in range(period) if size.at({symbol: first + 7 * period + n}) == 0]
+    if not zero or zero != again:
+        return None
+    step = period // len(zero)
+    if zero != list(range(zero[0], period, step)):
+        if zero[0] != 0:
+            return None
+        step = period
+    rest = zero[0]
+    name = _name(symbol, step)
+    return symbol, Polynomial.constant(step) * Polynomial.variable(name) + Polynomial.constant(rest)
+
+
+def _name(symbol: str, step: int) -> str:
+    """`width_by_32`: how often 32 fits into the width."""
+    found = re.fullmatch(r"(.+)_by_(\d+)", symbol)
+    return f"{found[1]}_by_{int(found[2]) * step}" if found else f"{symbol}_by_{step}"

@@ -1,0 +1,1 @@
+"""For people who write rules and gradients: oracles, proofs, simulated ranks."""

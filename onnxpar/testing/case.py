@@ -1,0 +1,167 @@
+"""One node with concrete operands, and how to run it in onnxruntime: what the oracle works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
+
+from onnxpar.base.arrays import Array
+
+Operand = tuple[int, ...] | Array | None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One node with concrete operands.
+
+    An operand is a shape (random floats are fed), an array (a constant of the model, or fed where
+    its position is in `fed`), or None where it is left out.
+    """
+
+    op: str
+    operands: Sequence[Operand]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    fed: Sequence[int] = ()
+    outputs: int = 1
+    opset: int = 20
+    domain: str = ""
+
+    @cached_property
+    def values(self) -> dict[str, Array]:
+        """The operands' values by name."""
+        rng = np.random.default_rng(len(self.operands))
+        values = {}
+        for i, operand in enumerate(self.operands):
+            if isinstance(operand, tuple):
+                values[f"x{i}"] = rng.standard_normal(operand).astype(np.float32)
+            elif operand is not None:
+                values[f"x{i}"] = operand
+        return values
+
+    def graph(self, results: Sequence[Array] = ()) -> gs.Graph:
+        """The one-node graph; its results have the shapes of those given."""
+        feeds = [self._operand(i) for i in range(len(self.operands))]
+        made = [gs.Variable(f"y{i}") for i in range(self.outputs)]
+        for tensor, value in zip(made, results, strict=False):
+            tensor.dtype, tensor.shape = value.dtype, value.shape
+        attrs = dict(self.attrs)
+        if self.opset < 13:
+            attrs["onnxpar.opset"] = self.opset
+        node = gs.Node(self.op, "node", attrs, feeds, made, domain=self.domain or None)
+        inputs = [t for t in feeds if isinstance(t, gs.Variable) and t.name]
+        domains = [onnx.helper.make_opsetid("", self.opset)]
+        domains += [onnx.helper.make_opsetid(self.domain, 1)] if self.domain else []
+        return gs.Graph(
+            [node], inputs, made, opset=self.opset, import_domains=domains, ir_version=10
+        )
+
+    def _operand(self, index: int) -> gs.Tensor:
+        name = f"x{index}"
+        if name not in self.values:
+            return gs.Variable.empty()
+        value = self.values[name]
+        if isinstance(self.operands[index], tuple) or index in self.fed:
+            return gs.Variable(name, value.dtype, value.shape)
+        return gs.Constant(name, value)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dimension of a tensor that another op would cut into atoms: `(2 n)` or `k + n`."""
+
+    factor: str
+    tensor: str
+    dim: int
+    sizes: tuple[int, int]
+    kind: str
+
+    def apply(self, graph: gs.Graph) -> None:
+        """Adds the op that cuts it."""
+        tensor = graph.tensors()[self.tensor]
+        shape = list(tensor.shape)
+        if self.kind == "product":
+            shape[self.dim : self.dim + 1] = self.sizes
+            shapes = [shape]
+        else:
+            shapes = [[*shape[: self.dim], s, *shape[self.dim + 1 :]] for s in self.sizes]
+        results = [gs.Variable(f"cut{i}", tensor.dtype, s) for i, s in enumerate(shapes)]
+        op, attrs = ("Split", {"axis": self.dim}) if len(results) > 1 else ("Reshape", {})
+        graph.nodes.append(gs.Node(op, "cut", attrs, [tensor], results))
+
+
+_SESSIONS: dict[bytes, ort.InferenceSession] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A graph ready to run: constants are operands too, with values by default."""
+
+    session: ort.InferenceSession
+    operands: frozenset[str]
+    values: Mapping[str, Array]
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """The graph's results for operands by name."""
+        given = {**self.values, **feeds}
+        return list(self.session.run(None, {k: np.asarray(given[k]) for k in self.operands}))
+
+
+def compiled(graph: gs.Graph) -> Program:
+    """Makes a session for a graph of any sizes; the same nodes share a session, unless they draw
+    random numbers: a session goes on from where its seed has led."""
+    tensors = {t.name: t for node in graph.nodes for t in node.inputs if t.name}
+    values = {name: t.values for name, t in tensors.items() if isinstance(t, gs.Constant)}
+    bare = {name: gs.Variable(name) for name in tensors}
+    operands = []
+    for name, tensor in tensors.items():
+        if name in values or not tensor.inputs:
+            bare[name].dtype = tensor.dtype
+            bare[name].shape = _open_shape(tensor)
+            operands.append(bare[name])
+    nodes = []
+    for node in graph.nodes:
+        inputs = [bare[t.name] if t.name else gs.Variable.empty() for t in node.inputs]
+        for tensor in node.outputs:
+            bare.setdefault(tensor.name, gs.Variable(tensor.name))
+        outputs = [bare[t.name] for t in node.outputs]
+        attrs = {k: v for k, v in node.attrs.items() if k != "onnxpar.opset"}
+        nodes.append(gs.Node(node.op, node.name, attrs, inputs, outputs, node.domain))
+    copy = gs.Graph(
+        nodes,
+        operands,
+        [bare[t.name] for t in graph.outputs],
+        opset=graph.opset,
+        import_domains=graph.import_domains,
+        ir_version=10,
+    )
+    model = gs.export_onnx(copy, do_type_check=False).SerializeToString()
+    if model not in _SESSIONS or any("seed" in node.attrs for node in graph.nodes):
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        _SESSIONS[model] = ort.InferenceSession(model, options, ["CPUExecutionProvider"])
+    return Program(_SESSIONS[model], frozenset(t.name for t in operands), values)
+
+
+def _open_shape(tensor: gs.Tensor) -> list[int | str]:
+    """Every size open, but for what inference insists on: tables, and what Resize asks for."""
+    if isinstance(tensor, gs.Constant) and any(
+        n.op == "EmbedLayerNormalization" for n in tensor.outputs
+    ):
+        return list(tensor.shape)
+    if any(n.op == "Resize" and n.inputs[0] is not tensor for n in tensor.outputs):
+        return list(tensor.shape)
+    return [f"{tensor.name}_{i}" for i in range(len(tensor.shape))]
+
+
+def run(graph: gs.Graph, feeds: Mapping[str, Array]) -> list[Array]:
+    """The graph's results for operands by name."""
+    return compiled(graph).run(feeds)

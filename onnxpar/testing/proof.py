@@ -1,0 +1,184 @@
+"""Proves the rule of a case: its splits, what it claims beside them, and what it misses.
+
+A group of operands that is said to be jointly linear must let a sum pass, an operand that is said
+to be monotone a max and a min; and what is said to be whole must not split in halves after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.layout.layout import ReduceOp, neutral
+from onnxpar.model.runtime_shapes import REFUSED
+from onnxpar.testing.case import Case
+from onnxpar.testing.oracle import TOLERANCE, Oracle, close
+
+Terms = tuple[list[Array], list[Array]]
+Cut = tuple[int | None, ...]
+"""For each operand the dimension that is halved, None where it is whole."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What became of a rule: its text, how many splits were run, and what is wrong or missed."""
+
+    text: str
+    splits: int
+    wrong: list[str]
+    missed: list[str]
+
+
+def prove(case: Case) -> Proof:
+    """Runs every split that the rule of the case allows, and tries those that it does not."""
+    oracle = Oracle(case)
+    cuts = {(cut.factor, cut.kind): cut for cut in oracle.cuts()}.values()
+    oracles = [oracle, *(Oracle(case, cut) for cut in cuts)]
+    found = [each.wrong(split) for each in oracles for split in each.splits()]
+    wrong = [f for f in found if f] + false_claims(oracle)
+    return Proof(oracle.op.rule.text(), len(found), wrong, missed_splits(oracle))
+
+
+def false_claims(oracle: Oracle) -> list[str]:
+    """Groups that are not jointly linear, and operands that are not monotone, though it is said."""
+    rule = oracle.op.rule
+    found = []
+    numbers = all(v.dtype != np.bool_ for v in oracle.whole)
+    for group in rule.linear if numbers else ():
+        for noisy in (True, False):
+            if not _joins(oracle, np.add, _addends(oracle, group, noisy)):
+                found.append(f"{oracle.op.node.op} is not jointly linear in {sorted(group)}")
+    for i in sorted(rule.monotone) if numbers else ():
+        reductions: tuple[tuple[ReduceOp, Any], ...] = (("max", np.maximum), ("min", np.minimum))
+        for reduce, join in reductions:
+            if not all(_joins(oracle, join, t) for t in _extremes(oracle, f"x{i}", reduce)):
+                found.append(f"{oracle.op.node.op} lets no pending {reduce} pass operand {i}")
+    return found
+
+
+def _joins(oracle: Oracle, join: Any, terms: Terms) -> bool:
+    rounding = max(TOLERANCE.get(str(v.dtype), 0.0) for v in oracle.feeds.values())
+    return all(
+        close(join(a, b), whole, tolerance=max(rounding, TOLERANCE.get(str(whole.dtype), 0.0)))
+        for a, b, whole in zip(*terms, oracle.whole, strict=True)
+    )
+
+
+def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
+    """The results for operands that add up to the group's; if not noisy, one of them is zero."""
+    rng = np.random.default_rng(0)
+    one, other = dict(oracle.feeds), dict(oracle.feeds)
+    for name in {f"x{i}" for i in group} & oracle.feeds.keys():
+        value = oracle.feeds[name]
+        noise = rng.standard_normal(value.shape) if noisy else np.zeros(value.shape)
+        one[name] = value - np.asarray(noise).astype(value.dtype)
+        other[name] = value - one[name]
+    return oracle.program.run(one), oracle.program.run(other)
+
+
+def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
+    """The results for operands of which the max (or min) is the operand."""
+    rng = np.random.default_rng(0)
+    value = oracle.feeds[name]
+    step = np.abs(rng.standard_normal(value.shape) * 3 + 1).astype(value.dtype)
+    other = value - step if reduce == "max" else value + step
+    which = rng.random(value.shape) < 0.5
+    none = np.full_like(value, neutral(reduce, value.dtype))
+    for a, b in ((np.where(which, value, other), np.where(which, other, value)), (value, none)):
+        feeds = [{**oracle.feeds, name: np.asarray(x, value.dtype)} for x in (a, b)]
+        yield oracle.program.run(feeds[0]), oracle.program.run(feeds[1])
+
+
+def missed_splits(oracle: Oracle) -> list[str]:
+    """What `missed_cuts` finds, written as the dimensions that are halved and what becomes of the
+    results."""
+    return [
+        f"{' '.join(f'x{i}.{d}' for i, d in enumerate(cut) if d is not None)} -> "
+        f"{' '.join(results)}"
+        for cut, results in missed_cuts(oracle).items()
+    ]
+
+
+def missed_cuts(oracle: Oracle) -> dict[Cut, list[str]]:
+    """Ways to halve operands, some of them whole by the rule, that give parts of results; with what
+    becomes of each result. Of two ways of which one contains the other, only the smaller."""
+    found: dict[Cut, list[str]] = {}
+    for cut in sorted(_cuts(oracle), key=lambda c: len(c) - c.count(None)):
+        if not any(_contains(cut, smaller) for smaller in found):
+            results = halved(oracle, cut)
+            if results:
+                found[cut] = results
+    return found
+
+
+def _contains(cut: Cut, smaller: Cut) -> bool:
+    return all(b is None or a == b for a, b in zip(cut, smaller, strict=True))
+
+
+def _cuts(oracle: Oracle) -> Iterator[Cut]:
+    """Choices of few dimensions to halve of which one at least is whole by the rule."""
+    options: list[list[int | None]] = []
+    blocked = set()
+    for i, (tensor, links) in enumerate(zip(oracle.op.node.inputs, oracle.op.inputs, strict=True)):
+        dims: list[int | None] = [None]
+        if i < len(oracle.op.rule.inputs) and oracle.op.rule.inputs[i] is not None and tensor.name:
+            of_leaf = oracle.factors.tensors[tensor.name].dim_of_leaf
+            for dim, size in enumerate(tensor.shape):
+                if size >= 2:
+                    dims.append(dim)
+                    if all(k is None for k, d in zip(links, of_leaf, strict=True) if d == dim):
+                        blocked.add((i, dim))
+        options.append(dims)
+    most = 4 if len(options) <= 4 else 3
+    for cut in product(*options):
+        if len(cut) - cut.count(None) <= most and any((i, d) in blocked for i, d in enumerate(cut)):
+            yield cut
+
+
+def halved(oracle: Oracle, cut: Cut) -> list[str] | None:
+    """What joins the results of the halves to the whole results; None where nothing does."""
+    parts = []
+    for half in (0, 1):
+        feeds = dict(oracle.feeds)
+        for i, dim in enumerate(cut):
+            if dim is not None:
+                feeds[f"x{i}"] = np.array_split(feeds[f"x{i}"], 2, dim)[half]
+        try:
+            parts.append(oracle.program.run(feeds))
+        except REFUSED:
+            return None
+    joins = [_join(a, b, c) for a, b, c in zip(*parts, oracle.whole, strict=True)]
+    if None in joins or set(joins) == {"whole"}:
+        return None
+    return [j for j in joins if j]
+
+
+_JOINS: Sequence[tuple[str, Any]] = (
+    ("sum", np.add),
+    ("max", np.maximum),
+    ("min", np.minimum),
+    ("prod", np.multiply),
+    ("mean", lambda a, b: ((a + b) / 2).astype(a.dtype)),
+)
+
+
+def _join(a: Array, b: Array, whole: Array) -> str | None:
+    if close(a, whole) and close(b, whole):
+        return "whole"
+    for dim in range(min(a.ndim, whole.ndim)):
+        fits = a.ndim == b.ndim and a.shape[:dim] == b.shape[:dim]
+        if (
+            fits
+            and a.shape[dim + 1 :] == b.shape[dim + 1 :]
+            and close(np.concatenate([a, b], dim), whole)
+        ):
+            return f"concat {dim}"
+    if a.shape != b.shape:
+        return None
+    with np.errstate(all="ignore"):
+        return next((name for name, join in _JOINS if close(join(a, b), whole)), None)

@@ -1,0 +1,170 @@
+"""Runs a localized graph on all ranks in step, with the collectives done in NumPy.
+
+What a collective means is written here once more, apart from the plugin: the oracle proves rules
+whose ranks talk inside an op by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.arrays import Array
+from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.testing.case import Program, compiled
+
+Values = dict[str, Array]
+
+_REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def run_ranks(
+    graph: gs.Graph, feeds: Sequence[Mapping[str, Array]], per_rank: PerRank
+) -> list[list[Array]]:
+    """Every rank's results, for its own feeds by name."""
+    values: list[Values] = [
+        {**feed, **{name: value(rank) for name, value in per_rank.constants.items()}}
+        for rank, feed in enumerate(feeds)
+    ]
+    _run_nodes(graph, values, per_rank)
+    return [[held[t.name] for t in graph.outputs] for held in values]
+
+
+def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> None:
+    """Adds what every node makes to what each rank holds."""
+    for node in graph.nodes:
+        attrs = [_attributes(node, per_rank, rank) for rank in range(len(values))]
+        if node.domain == DOMAIN:
+            _talk(node, attrs, values)
+            continue
+        if node.op == "Scan":
+            _scan(node, attrs, values, per_rank)
+            continue
+        differs = "seed" in node.attrs or any(name == node.name for name, _ in per_rank.attributes)
+        program = None
+        for own, held in zip(attrs, values, strict=True):
+            if program is None or differs:
+                program = _program(node, own, graph, held)
+            feeds = {t.name: held[t.name] for t in node.inputs if t.name in held}
+            named = [t.name for t in node.outputs if t.name]
+            held.update(zip(named, program.run(feeds), strict=True))
+
+
+def _scan(
+    node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values], per_rank: PerRank
+) -> None:
+    """Runs the body, every step on all ranks before the next; sequences go along dimension 0."""
+    body = node.attrs["body"]
+    carried = len(node.inputs) - node.attrs["num_scan_inputs"]
+    states = [[held[t.name] for t in node.inputs[:carried]] for held in values]
+    sequences = [[held[t.name] for t in node.inputs[carried:]] for held in values]
+    made: list[list[list[Array]]] = [[[] for _ in body.outputs[carried:]] for _ in values]
+    steps = len(sequences[0][0])
+    for i in range(steps):
+        inner: list[Values] = []
+        for held, own, ends, given in zip(values, attrs, states, sequences, strict=True):
+            flags = own["scan_input_directions"]
+            elements = [s[steps - 1 - i if f else i] for s, f in zip(given, flags, strict=True)]
+            names = [t.name for t in body.inputs]
+            inner.append({**held, **dict(zip(names, [*ends, *elements], strict=True))})
+        _run_nodes(body, inner, per_rank)
+        for rank, held in enumerate(inner):
+            ends = [held[t.name] for t in body.outputs]
+            states[rank] = ends[:carried]
+            for result, element in zip(made[rank], ends[carried:], strict=True):
+                result.append(element)
+    for held, own, ends, results in zip(values, attrs, states, made, strict=True):
+        flags = own["scan_output_directions"]
+        stacks = [np.array(r[::-1] if f else r) for r, f in zip(results, flags, strict=True)]
+        held.update(zip([t.name for t in node.outputs], [*ends, *stacks], strict=True))
+
+
+def _attributes(node: gs.Node, per_rank: PerRank, rank: int) -> dict[str, Any]:
+    varying = {k: f(rank) for (n, k), f in per_rank.attributes.items() if n == node.name}
+    return {**node.attrs, **varying}
+
+
+def _program(node: gs.Node, attrs: dict[str, Any], graph: gs.Graph, held: Values) -> Program:
+    """A node alone, for what a rank holds, and for what others do where they have its attributes;
+    its random numbers go on from run to run."""
+    inputs = [
+        gs.Variable.empty() if not t.name else _operand(t, held.get(t.name)) for t in node.inputs
+    ]
+    made = [gs.Variable(t.name) for t in node.outputs]
+    alone = gs.Graph(
+        [gs.Node(node.op, node.name, attrs, inputs, made, node.domain)],
+        [t for t in inputs if isinstance(t, gs.Variable) and t.name],
+        [t for t in made if t.name],
+        opset=graph.opset,
+        import_domains=graph.import_domains,
+    )
+    return compiled(alone)
+
+
+def _operand(tensor: gs.Tensor, value: Array | None) -> gs.Tensor:
+    if value is None:
+        return gs.Constant(tensor.name, tensor.values)
+    return gs.Variable(tensor.name, value.dtype, value.shape)
+
+
+def _talk(node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values]) -> None:
+    source, result = node.inputs[0].name, node.outputs[0].name
+    held = [own[source] if source in own else np.asarray(node.inputs[0].values) for own in values]
+    if node.op == "HaloExchange":
+        wanted = node.inputs[1].name
+        attrs = [{**own, "bounds": mine[wanted]} for own, mine in zip(attrs, values, strict=True)]
+    for rank, own in enumerate(attrs):
+        group = own["group"]
+        values[rank][result] = _COLLECTIVES[node.op](
+            [held[m] for m in group], [attrs[m] for m in group], group.index(rank)
+        )
+
+
+def _all_reduce(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    return np.asarray(_REDUCTIONS[attrs[me]["op"]].reduce(parts)).astype(parts[me].dtype)
+
+
+def _all_gather(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    axis = attrs[me]["axis"]
+    assert [p.shape[axis] for p in parts] == list(attrs[me]["sizes"])
+    return np.concatenate(parts, axis)
+
+
+def _exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    axis, before, after = (attrs[me][key] for key in ("axis", "before", "after"))
+    pieces = [parts[me]]
+    if before[me]:
+        size = parts[me - 1].shape[axis]
+        pieces.insert(0, parts[me - 1].take(range(size - before[me], size), axis))
+    if after[me]:
+        pieces.append(parts[me + 1].take(range(after[me]), axis))
+    return np.concatenate(pieces, axis)
+
+
+def _halo_exchange(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    axis, (first, end) = attrs[me]["axis"], attrs[me]["bounds"]
+    whole = np.concatenate(parts, axis)
+    assert 0 <= first <= end <= whole.shape[axis]
+    return whole.take(range(first, end), axis)
+
+
+def _all_to_all(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    pieces = []
+    for part, own in zip(parts, attrs, strict=True):
+        ends = np.cumsum(own["split_sizes"])
+        pieces.append(np.split(part, ends[:-1], own["split_axis"])[me])
+    axis = attrs[me]["concat_axis"]
+    assert [p.shape[axis] for p in pieces] == list(attrs[me]["concat_sizes"])
+    return np.concatenate(pieces, axis)
+
+
+_COLLECTIVES = {
+    "AllReduce": _all_reduce,
+    "AllGather": _all_gather,
+    "NeighborExchange": _exchange,
+    "HaloExchange": _halo_exchange,
+    "AllToAll": _all_to_all,
+}

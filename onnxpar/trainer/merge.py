@@ -1,0 +1,109 @@
+"""A checkpoint and the model that it trains become a plain model again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from onnx import GraphProto, NodeProto
+
+from onnxpar.base.arrays import Array
+from onnxpar.collapse.untie import untie
+from onnxpar.errors import ModelError, OnnxparError
+from onnxpar.ir.stored import check_stored, stored_tensors
+from onnxpar.load.load import read_proto
+from onnxpar.model.given_model import Source, model_file
+from onnxpar.model.write_model import write_model
+from onnxpar.trainer.checkpoint import Checkpoint
+
+IN_MODEL = ("parameter", "statistic")
+"""Kinds of slots that are weights of the model, by the same name."""
+
+
+def merge(
+    checkpoint: str | os.PathLike[str],
+    model: Source,
+    output: str | os.PathLike[str],
+    *,
+    training: bool = False,
+) -> int:
+    """Writes a model with the weights that a checkpoint has, be it of any mesh; returns how many.
+
+    `checkpoint` may be a folder of them: the newest counts. `model` is a file, an onnx.ModelProto,
+    or its bytes. Vectors that were untied for training
+    become as many weights. Dropout and batch-norm are put to use,
+    unless they are to stay in `training`. Errors: ModelError where the model lacks a weight of the
+    checkpoint or has it in another shape.
+    """
+    with model_file(model) as path:
+        return _merge(Checkpoint.load(checkpoint), path, Path(output), training)
+
+
+def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
+    proto = read_proto(path)
+    if not target.parent.is_dir():
+        raise OnnxparError(f"{target.parent}: no such folder for the output")
+    if not training:
+        _put_to_use(proto.graph)
+    trained = [slot.input for slot in found.slots if slot.kind in IN_MODEL]
+    known = {t.name for t in proto.graph.initializer}
+    apart = {name.rpartition("@")[0] for name in trained if name not in known}
+    if apart:
+        untie(proto.graph, apart)
+    tensors = {t.name: t for t in stored_tensors(proto.graph)}
+    for name in trained:
+        if name not in tensors:
+            raise ModelError(f"{path}: has no weight {name!r}, which {found.path} has trained")
+    for tensor in tensors.values():
+        check_stored(tensor, path)
+
+    def value(name: str) -> Array | None:
+        if name not in trained:
+            return None
+        array = found.states.read(name)
+        if list(array.shape) != list(tensors[name].dims):
+            raise ModelError(
+                f"{path}: {name!r} is {list(tensors[name].dims)}, {found.path} has "
+                f"{list(array.shape)}"
+            )
+        return array
+
+    write_model(proto, path.parent, target, value)
+    return len(trained)
+
+
+def _put_to_use(graph: GraphProto) -> None:
+    """Lets Dropout hand on what it gets, and batch-norm use its running statistics."""
+    flags: set[str] = set()
+    for node in _nodes(graph):
+        if node.op_type == "Dropout":
+            flags.update(node.input[2:])
+            del node.input[2:]
+        elif node.op_type == "BatchNormalization":
+            del node.output[1:]
+            for attribute in node.attribute:
+                if attribute.name == "training_mode":
+                    attribute.i = 0
+    idle = flags - {name for node in _nodes(graph) for name in node.input}
+    for scope in _graphs(graph):
+        unread = idle - {port.name for port in scope.output}
+        for tensor in [t for t in scope.initializer if t.name in unread]:
+            scope.initializer.remove(tensor)
+        for node in [n for n in scope.node if n.op_type == "Constant" and n.output[0] in unread]:
+            scope.node.remove(node)
+
+
+def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """The nodes of a graph, and those of all bodies in it."""
+    for scope in _graphs(graph):
+        yield from scope.node
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """A graph, and all bodies in it."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)

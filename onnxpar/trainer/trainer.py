@@ -1,0 +1,227 @@
+"""Runs a sharded training step again and again; parameters and state stay on their ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError, ModelError
+from onnxpar.files.folder_lock import FolderLock
+from onnxpar.ir.training_spec import EVALUATION, RESIDUAL, Step
+from onnxpar.runtime.bundle import Bundle, NodeArg
+from onnxpar.runtime.checks import check_array
+from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.session import InferenceSession
+from onnxpar.trainer.checkpoint import (
+    Checkpoint,
+    Progress,
+    check_seen,
+    checkpoints,
+    damage,
+    load_together,
+    warn,
+)
+from onnxpar.trainer.together import Together
+from onnxpar.trainer.write_checkpoint import begin, discard, finish, remove
+
+
+class Trainer(Closing):
+    """A session of a sharded training step (`onnxpar shard step.onnx`).
+
+    It holds the lock of each folder that it saves to until it is closed; `held` is one that its
+    caller holds. `options` are those of `InferenceSession`. Errors: ModelError where the folder is
+    no sharded training step.
+    """
+
+    def __init__(
+        self, par: str | os.PathLike[str], *, held: FolderLock | None = None, **options: Any
+    ) -> None:
+        self.bundle = Bundle.load(par)
+        if self.bundle.step is None:
+            raise ModelError(
+                f"{par}: is no training step; write one with `onnxpar grad`, then shard that"
+            )
+        self.spec: Step = self.bundle.step
+        if self.spec.rate not in self.bundle.inputs:
+            raise ModelError(
+                f"{par}: updates nothing, it only tells gradients; give `onnxpar grad` an "
+                "--optimizer"
+            )
+        self.checkpoint: Path | None = None
+        """The last one that it has saved or loaded."""
+        self._is_whole: dict[Path, bool] = {}
+        self._held: set[Path] = set()
+        self._locks: list[FolderLock] = []
+        self._given = held
+        self.session = InferenceSession(par, **options)
+        rank = launched_rank()
+        place = (rank.rank, rank.size) if rank is not None else (0, 1)
+        self.together = Together(*place, self.session.exchange)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process tells of all."""
+        return self.together.leads
+
+    @property
+    def data(self) -> list[NodeArg]:
+        """The inputs that each batch feeds."""
+        by_name = {port.name: port for port in self.session.get_inputs()}
+        return [by_name[name] for name in self.spec.data]
+
+    def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> dict[str, float]:
+        """Takes one step on a global batch; returns the loss before it, and the metrics. What is
+        random follows from the seed. Errors: InputError, RankError."""
+        names = [self.spec.loss, *self.spec.metrics]
+        values = self.run(names, batch, rate, seed)
+        return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+    def run(
+        self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int = 0
+    ) -> list[Array]:
+        """Takes one step, and returns these of its outputs."""
+        port = self.bundle.inputs[self.spec.rate]
+        feeds = {**batch, self.spec.rate: np.asarray(rate, port.dtype)}
+        if self.spec.seed is not None:
+            feeds[self.spec.seed] = np.asarray(seed, np.int64)
+        return self.session.run(names, feeds, keep_states=True)
+
+    def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
+        """How good the model is on a batch, as it is used; nothing changes. Errors: InputError,
+        RankError."""
+        names = self.spec.evaluation
+        values = self.session.run(names, batch)
+        start = len(EVALUATION) + 1
+        return {name[start:]: float(v) for name, v in zip(names, values, strict=True)}
+
+    def hold(self, folder: str | os.PathLike[str]) -> None:
+        """Makes a folder of checkpoints where it is not there, and locks it until `close`: no other
+        training writes there. Errors: InputError where one does; OnnxparError."""
+        place = Path(folder)
+        if place not in self._held:
+            self.together.first(lambda: self._lock(place))
+            self._held.add(place)
+
+    def _lock(self, folder: Path) -> None:
+        locks = [*self._locks, *([self._given] if self._given else [])]
+        if not any(lock.is_of(folder) for lock in locks):
+            self._locks.append(FolderLock(folder))
+
+    def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
+        """Writes a checkpoint into a folder of them, to stay: each rank its own parts, all or
+        nothing. Errors: OnnxparError."""
+        folder = Path(folder)
+        self.hold(folder)
+        written = folder / self.together.first(lambda: begin(folder, progress))
+        try:
+            check_seen(lambda: "" if written.is_dir() else f"there is no {written}", self.together)
+            files = self.session.states.save(written)
+            spec = self.spec
+            self.together.first(lambda: finish(written, progress, self.bundle, spec, files))
+        except BaseException:
+            if self.leads:
+                discard(written)
+            raise
+        self.checkpoint = folder / progress.name
+        self._is_whole[self.checkpoint] = True
+
+    def keep(self, folder: str | os.PathLike[str], progress: Progress, count: int) -> None:
+        """Removes the checkpoints of a folder up to this progress but for the newest so many that
+        are whole; what is damaged between those stays. Errors: OnnxparError."""
+        folder = Path(folder)
+        names = self.together.first(lambda: _names(folder, progress.step))
+        at = 0
+        while count and at < len(names):
+            count -= self._check_whole(folder / names[at])
+            at += 1
+        self.together.first(lambda: remove(folder / name for name in names[at:]))
+
+    def _check_whole(self, path: Path) -> bool:
+        """Tells whether a checkpoint is whole: those that it has saved or loaded are, others are
+        compared with their digests once."""
+        if path not in self._is_whole:
+            reason = damage(path, self.together)
+            self._is_whole[path] = not reason
+            if reason and self.leads:
+                warn(f"{reason}; --keep does not count it")
+        return self._is_whole[path]
+
+    def find(self, path: str | os.PathLike[str]) -> Checkpoint:
+        """`Checkpoint.load`; under a launcher all processes open the same one."""
+        return load_together(Path(path), self.together)
+
+    def load(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+        """Goes on from a checkpoint, by itself or by its place, whatever mesh it was written on and
+        however gradients travelled there. Errors: ModelError where it is one of another step, or
+        processes give different ones."""
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = self.find(checkpoint)
+        each = self.together.each([checkpoint.digest, str(checkpoint.path)])
+        odd = next((rank for rank, (digest, _) in enumerate(each) if digest != each[0][0]), None)
+        if odd is not None:
+            raise ModelError(
+                f"{each[0][1]} was given to rank 0, but {each[odd][1]} to rank {odd}; give load() "
+                "the folder, and all ranks load the same one"
+            )
+        self._load(checkpoint)
+        self.checkpoint = checkpoint.path
+        self._is_whole[checkpoint.path] = True
+        return checkpoint
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        known = {slot.input for slot in checkpoint.slots}
+        unsent = {slot.input for slot in self.spec.slots if slot.kind == RESIDUAL}
+        for name in self.bundle.states:
+            if name not in known | unsent:
+                raise ModelError(
+                    f"{checkpoint.path}: has no {name!r}; it is a checkpoint of another training "
+                    "step"
+                )
+        inputs, states = self.bundle.inputs, checkpoint.states
+        try:
+            for name in filter(known.__contains__, self.bundle.states):
+                check_array(inputs[name], states.blank(name))
+        except InputError as error:
+            raise ModelError(f"{checkpoint.path}: {error}") from None
+        alike = [n for n in self.bundle.states if states.is_dealt(n, self.bundle.mesh, inputs[n])]
+        self.session.states.load(checkpoint.path, alike)
+        for name in [name for name in self.bundle.states if name not in alike]:
+            value = states.read(name) if name in known else self._zeros(name)
+            self.session.states.write(name, value)
+
+    def _zeros(self, name: str) -> Array:
+        port = self.bundle.inputs[name]
+        return np.zeros([s for s in port.shape or () if isinstance(s, int)], port.dtype)
+
+    def close(self) -> None:
+        """Ends the ranks, and frees the folders of checkpoints."""
+        try:
+            self.session.close()
+        finally:
+            while self._locks:
+                self._locks.pop().release()
+
+
+@contextmanager
+def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
+    """The lock of a folder of checkpoints, if any, in the process that leads: for a Trainer, taken
+    before anything is written. Errors: InputError where another process holds it; OnnxparError."""
+    rank = launched_rank()
+    if folder is None or (rank is not None and rank.rank):
+        yield None
+    else:
+        with FolderLock(folder) as lock:
+            yield lock
+
+
+def _names(folder: Path, most: int) -> list[str]:
+    """Of the checkpoints of at most so many steps, the newest first."""
+    each = checkpoints(folder)
+    return [path.name for step, path in reversed(each.items()) if step <= most]

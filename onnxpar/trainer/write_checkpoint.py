@@ -1,0 +1,89 @@
+"""Writes checkpoints into a folder of them, such that a kill at any moment leaves what was whole.
+
+A checkpoint is written to `.step_00000100.1f2e3d4c.unfinished`, and takes its name when all of it
+is on disk. One that is removed loses its name first. What has such a name is removed by the next
+process that writes there: only one does at a time (`onnxpar/folder_lock.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from onnxpar.files.digests import Digests, check_size, sealed
+from onnxpar.files.new_folder import aside, put_back, take_place
+from onnxpar.files.write_file import durable_file, sync_folder, writing
+from onnxpar.ir.training_spec import Step
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.trainer.checkpoint import FORMAT, RECORD, Progress, checkpoints
+
+_UNFINISHED = ".unfinished"
+
+
+def begin(folder: Path, progress: Progress) -> str:
+    """Makes a folder in the folder of checkpoints, for ranks to write one to, and removes what was
+    left of others; returns its name. Errors: OnnxparError."""
+    with writing(folder):
+        for left in folder.glob(f".step_*{_UNFINISHED}"):
+            discard(left)
+        for step in checkpoints(folder):
+            place = folder / Progress(step).name
+            put_back(place)
+            discard(aside(place))
+        name = _unfinished(progress.name)
+        (folder / name).mkdir()
+    return name
+
+
+def finish(
+    written: Path, progress: Progress, bundle: Bundle, step: Step, files: Mapping[str, Digests]
+) -> None:
+    """Gives a folder to which all ranks have written their states, with these digests, its final
+    name, to stay. A checkpoint of that name stays whole until then. Errors: OnnxparError."""
+    layouts = {name: bundle.inputs[name].layout for name in bundle.states}
+    data: Mapping[str, Any] = {
+        "format": FORMAT,
+        "mesh": [list(axis) for axis in bundle.mesh.shape],
+        "layouts": {name: layout.to_json() for name, layout in layouts.items() if layout},
+        "slots": [asdict(slot) for slot in step.slots],
+        "progress": asdict(progress),
+        "files": files,
+    }
+    for name, said in files.items():
+        check_size(written / name, said, "give --checkpoint a folder that all hosts share")
+    final = written.parent / progress.name
+    with writing(final):
+        with durable_file(written / RECORD) as sink:
+            sink.write(sealed(data).encode())
+        sync_folder(written)
+        take_place(written, final)
+    discard(written)  # it has what was replaced
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Removes checkpoints. Errors: OnnxparError."""
+    for path in paths:
+        with writing(path):
+            left = path.with_name(_unfinished(path.name.removeprefix(".")))
+            path.rename(left)  # from here on it is none, whatever is left
+        discard(left)
+
+
+def discard(left: Path) -> None:
+    """Removes what is no checkpoint, as far as it can; of a link, the link alone."""
+    if left.is_dir() and not left.is_symlink():
+        shutil.rmtree(left, ignore_errors=True)
+    elif os.path.lexists(left):
+        with suppress(OSError):
+            left.unlink()
+
+
+def _unfinished(name: str) -> str:
+    """A name that none has had: a rank of a run that was killed may still write to its own."""
+    return f".{name}.{secrets.token_hex(4)}{_UNFINISHED}"

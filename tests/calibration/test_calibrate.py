@@ -1,0 +1,184 @@
+"""onnxpar calibrate: what it runs, what it concludes, and the file that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from native.ranks import on_ranks, session
+
+from onnxpar.calibration import models
+from onnxpar.calibration.fit import FASTEST, fit, fit_link, lines, predicted
+from onnxpar.calibration.measure import (
+    KINDS,
+    LARGE,
+    SIZES,
+    Measurements,
+    Talk,
+    Work,
+    cases,
+    group_sizes,
+    measure,
+)
+from onnxpar.cli.command_line import main
+from onnxpar.cost.cost import messages
+from onnxpar.cost.topology import Device, Topology
+from onnxpar.errors import RankError
+from onnxpar.runtime.groups import World, thread_worlds
+
+
+def took(kind: str, ranks: int, size: int, latency: float, bandwidth: float) -> Talk:
+    rounds, sent = messages(kind, ranks, size)
+    return Talk(kind, ranks, size, rounds * latency + sent / bandwidth)
+
+
+def test_what_follows_the_formula_is_found_again() -> None:
+    links = {kind: (1e-5 * (i + 1), 1e9 * (i + 1)) for i, kind in enumerate(KINDS)}
+    talk = tuple(took(*case[:3], *links[case[0]]) for case in cases(4))
+    product = 2 * 256 * 768**2 / 5e10 + 2e-6
+    bottleneck = 2 * 28**2 * (256 * 64 + 9 * 64 * 64 + 64 * 256) / 3e10 + 3 * 2e-6
+    copy, picks = 2 * LARGE / 8e9 + 2e-6, 65536 * 5e-9 + 2e-6
+    found = fit(Measurements(4, 1, Work(product, bottleneck, copy, picks, 2e-6), talk))
+    (level,) = found.levels
+    for kind, (latency, bandwidth) in links.items():
+        assert level.link(kind).latency == pytest.approx(latency, rel=1e-3)
+        assert level.link(kind).bandwidth == pytest.approx(bandwidth, rel=1e-3)
+    assert 1e-5 < level.latency < 5e-5 and 1e9 < level.bandwidth < 5e9
+    assert found.device == Device(5e10, 8e9, 2e-6, convolution=3e10, row=5e-9)
+    for one in talk:
+        assert predicted(one, found) == pytest.approx(one.seconds, rel=1e-3)
+
+
+def test_small_and_large_count_alike() -> None:
+    """What is off by as much in proportion pulls as much: 4 KiB by 10 %, or 4 MiB."""
+    talk = [took("AllGather", 2, size, 1e-4, 1e9) for size in SIZES]
+    off = [Talk(t.kind, t.ranks, t.size, t.seconds * (1 + 0.1 * (-1) ** i))
+           for i, t in enumerate(talk)]  # fmt: skip
+    link = fit_link(off)
+    assert link.latency == pytest.approx(1e-4, rel=0.15)
+    assert link.bandwidth == pytest.approx(1e9, rel=0.15)
+
+
+def test_nothing_is_negative() -> None:
+    faster_when_large = [Talk("AllGather", 2, 4096, 2e-4), Talk("AllGather", 2, 8192, 1e-4)]
+    link = fit_link(faster_when_large)
+    assert link.latency > 0 and link.bandwidth == FASTEST
+    through_nothing = [Talk("AllGather", 2, 4096, 1e-6), Talk("AllGather", 2, 8192, 5e-6)]
+    assert fit_link(through_nothing).latency == 0
+
+
+def test_which_groups() -> None:
+    assert group_sizes(2) == [2]
+    assert group_sizes(6) == [2, 4, 6]
+    assert group_sizes(8) == [2, 4, 8]
+
+
+ELEMENTS = {"AllReduce": 1, "AllGather": 3, "ReduceScatter": 1, "AllToAll": 1, "Broadcast": 1}
+"""What of the largest tensor is fed, over three ranks: one part in so many."""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[World]]:
+    worlds = thread_worlds(3, timeout=30)
+    yield worlds
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_collectives_run_one_after_the_other(kind: str, three: list[World]) -> None:
+    size = 3 * 4 * models.COLUMNS * 16
+
+    def run(world: World) -> tuple[int, int]:
+        made = models.collective(kind, size, range(3), 5)
+        assert [n.op_type for n in made.graph.node] == ["MatMul", "Gate", kind] * 5
+        opened = session(world, made.SerializeToString())
+        (shape,) = [i.shape for i in opened.get_inputs() if i.name == "X"]
+        feeds = {"X": np.zeros(shape, np.float32), "token0": np.zeros(0, np.bool_)}
+        feeds["Z0"] = np.zeros(models.BETWEEN, np.float32)
+        (token,) = opened.run(None, feeds)
+        return int(np.prod(shape)) * 4, token.size
+
+    assert on_ranks(three, run) == [(size // ELEMENTS[kind], 0)] * 3
+
+
+@pytest.mark.parametrize(
+    "make,kind", [(models.products, "MatMul"), (models.tiny_ops, "Neg"), (models.rows, "Gather"),
+                  (models.work_between, "MatMul"),
+                  (lambda turns: models.convolutions(turns // 3), "Conv"),
+                  (lambda turns: models.copies(4096, turns), "Neg")],
+)  # fmt: skip
+def test_ops_are_a_chain(make: Callable[[int], object], kind: str) -> None:
+    made = make(6)
+    assert [n.op_type for n in made.graph.node] == [kind] * 6 + ["ReduceMax"]
+    opened = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    (x,) = opened.get_inputs()
+    (y,) = opened.run(None, {x.name: np.zeros(x.shape, np.float32)})
+    assert y.shape == ()
+
+
+def test_a_file_is_measured_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    assert main(["calibrate", "-o", str(file), "--ranks", "2", "--seconds", "0.01"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    read = Topology.read(file)
+    (level,) = read.levels
+    assert level.name == "host" and level.size is None and {*level.collectives} == {*KINDS}
+    assert "".join(f"{line}\n" for line in said).count(read.text()) == 1
+    text = file.read_text()
+    for kind, ranks, size in cases(2):
+        (row,) = [line for line in said if line.split()[:3] == [kind, str(ranks), str(size)]]
+        assert f"# {row}\n" in text
+    assert said[-1] == f"written to {file}"
+    assert [p.name for p in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--ranks", "1"], "--ranks 1: links are between 2 ranks"),
+        (["--seconds", "0"], "--seconds 0.0: must be above 0"),
+        (["-o", "nowhere/cluster.yaml"], "nowhere: no such folder"),
+    ],
+)
+def test_what_cannot_be(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "-o", str(tmp_path / "cluster.yaml"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_under_a_launcher_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ONNXPAR_RANK", "0")
+    monkeypatch.setenv("ONNXPAR_WORLD_SIZE", "1")
+    assert main(["calibrate", "-o", str(tmp_path / "cluster.yaml")]) == 2
+    assert "calibrate starts ranks of its own" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = models.tiny_ops(2)
+    broken.graph.node[0].op_type = "NoSuchOp"
+    monkeypatch.setattr("onnxpar.calibration.measure._WORK", ((lambda turns: broken, 2, {}),))
+    with pytest.raises(RankError, match=r"a case .*rank \d failed: .*NoSuchOp"):
+        measure(2, 0.01)
+
+
+def test_ranks_that_are_left_over_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks, two make a pair."""
+    monkeypatch.setattr("onnxpar.calibration.measure.SIZES", (4096,))
+    found = measure(3, 0.01)
+    assert [(t.kind, t.ranks) for t in found.talk] == [(k, n) for n in (2, 3) for k in KINDS]
+    assert all(t.seconds > 0 for t in found.talk)
+
+
+def test_the_table_has_every_case() -> None:
+    talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
+    found = Measurements(2, 1, Work(1e-3, 1e-3, 1e-3, 1e-3, 1e-6), talk)
+    table = list(lines(found, fit(found)))
+    assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))

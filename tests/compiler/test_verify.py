@@ -1,0 +1,130 @@
+"""The verifier notices a graph whose layouts break a rule, whoever chose them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_graphsurgeon as gs
+import pytest
+from agreement import options
+from small_models import MODELS, write_small
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.verify import verify
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.layout.layout import Factor, Layout
+from onnxpar.layout.mesh import Axis
+from onnxpar.load.load import load
+from onnxpar.passes.fuse_all_reduces import FuseAllReduces
+from onnxpar.passes.insert_collectives import InsertCollectives
+from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.pipeline.pipeline import DEFAULT_PASSES, make_context, run_passes
+
+TP = Axis("tp", 2)
+
+
+def placed(name: str, folder: Path, last: type = InsertCollectives) -> tuple[gs.Graph, PassContext]:
+    """A small model behind the pass `last`."""
+    model = load(write_small(name, folder))
+    ctx = make_context(model, options(MODELS[name].layout, strategy={"shard": MODELS[name].shard}))
+    passes = [p() for p in DEFAULT_PASSES if p is not FuseAllReduces]
+    upto = next(i for i, p in enumerate(passes) if isinstance(p, last))
+    run_passes(model, ctx, passes[: upto + 1], check=True)
+    return model.graph, ctx
+
+
+def reshard(graph: gs.Graph) -> gs.Node:
+    """The only collective of a graph."""
+    return next(node for node in graph.nodes if node.domain == DOMAIN)
+
+
+def whole_operand(graph: gs.Graph, ctx: PassContext) -> None:
+    ctx.layouts["w1"] = Layout.whole((6, 9))
+
+
+def other_dimension(graph: gs.Graph, ctx: PassContext) -> None:
+    ctx.layouts["w1"] = Layout((Factor(6, (TP,)), Factor(9)))
+
+
+def other_parts_of_the_axis(graph: gs.Graph, ctx: PassContext) -> None:
+    ctx.layouts["r"] = Layout((Factor(5, (TP,)), Factor(9)))
+
+
+def forgotten_sum(graph: gs.Graph, ctx: PassContext) -> None:
+    name = reshard(graph).inputs[0].name
+    ctx.layouts[name] = ctx.layouts[name].reduced()
+
+
+def maximum_for_the_sum(graph: gs.Graph, ctx: PassContext) -> None:
+    name = reshard(graph).inputs[0].name
+    ctx.layouts[name] = replace(ctx.layouts[name], reduce="max")
+
+
+def sum_into_a_nonlinear_op(graph: gs.Graph, ctx: PassContext) -> None:
+    for name in ("h", "r"):
+        ctx.layouts[name] = Layout((Factor(5), Factor(9)), (TP,))
+
+
+def bias_on_every_rank(graph: gs.Graph, ctx: PassContext) -> None:
+    name = next(n.inputs[2].name for n in graph.nodes if n.name == "Gemm_y")
+    ctx.layouts[name] = ctx.layouts[name].reduced()
+
+
+def reshard_to_somewhere_else(graph: gs.Graph, ctx: PassContext) -> None:
+    node = reshard(graph)
+    node.attrs["after"] = Layout((Factor(5, (TP,)), Factor(6)))
+    ctx.layouts[node.outputs[0].name] = node.attrs["after"]
+
+
+def reshard_from_somewhere_else(graph: gs.Graph, ctx: PassContext) -> None:
+    reshard(graph).attrs["before"] = Layout((Factor(5), Factor(6)), (TP,), "max")
+
+
+def reshard_over_fewer_axes(graph: gs.Graph, ctx: PassContext) -> None:
+    reshard(graph).attrs["axes"] = ()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        whole_operand,
+        other_dimension,
+        other_parts_of_the_axis,
+        forgotten_sum,
+        maximum_for_the_sum,
+        sum_into_a_nonlinear_op,
+        bias_on_every_rank,
+        reshard_to_somewhere_else,
+        reshard_from_somewhere_else,
+        reshard_over_fewer_axes,
+    ],
+)
+def test_damage_is_noticed(damage: Callable[[gs.Graph, PassContext], None], tmp_path: Path) -> None:
+    graph, ctx = placed("mlp", tmp_path)
+    verify(graph, ctx)
+    damage(graph, ctx)
+    with pytest.raises(AssertionError):
+        verify(graph, ctx)
+
+
+def test_segments_of_a_sum_must_all_be_split(tmp_path: Path) -> None:
+    graph, ctx = placed("gathered segments", tmp_path)
+    verify(graph, ctx)
+    joined = reshard(graph).inputs[0].name
+    dims = ctx.layouts[joined].dims
+    assert len(dims[1].children) == 2  # type: ignore[union-attr]
+    ctx.layouts[joined] = Layout.whole((3, 10))
+    with pytest.raises(AssertionError):
+        verify(graph, ctx)
+
+
+def test_collectives_out_of_order_are_noticed(tmp_path: Path) -> None:
+    graph, ctx = placed("deadlock", tmp_path, OrderCollectives)
+    verify(graph, ctx)
+    collectives = [i for i, node in enumerate(graph.nodes) if node.domain == DOMAIN]
+    first, second = collectives
+    graph.nodes[first], graph.nodes[second] = graph.nodes[second], graph.nodes[first]
+    with pytest.raises(AssertionError, match="out of order"):
+        verify(graph, ctx)

@@ -1,0 +1,258 @@
+"""Topology files and rank tables: what they say, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import yaml
+
+from onnxpar.api import make_plan
+from onnxpar.base.units import quantity, text_of
+from onnxpar.cli.command_line import main
+from onnxpar.cost.topology import HOST, NETWORK, Device, Level, Link, Topology
+from onnxpar.errors import StrategyError
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.pipeline import Options
+
+FILE = """
+levels:  # from the inside out
+  - name: host
+    size: 4
+    latency: 52.5 us
+    bandwidth: 1.75 GB/s
+    collectives:
+      AllReduce: {latency: 60 us, bandwidth: 9e8}
+  - {name: rack, latency: 1e-4, bandwidth: 1GB/s}
+device:
+  flops: 40 GFLOP/s
+  memory: 16 GiB
+"""
+READ = Topology(
+    (
+        Level("host", 4, 52.5e-6, 1.75e9, {"AllReduce": Link(60e-6, 9e8)}),
+        Level("rack", None, 1e-4, 1e9),
+    ),
+    Device(flops=4e10, memory=2.0**34),
+)
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(FILE)
+    assert Topology.read(file) == READ
+    assert READ.ranks is None and READ.units() == [4]
+
+
+@pytest.mark.parametrize("topology", [READ, Topology.default()], ids=["file", "default"])
+def test_what_is_written_reads_the_same(topology: Topology, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(topology.text())
+    read = Topology.read(file)
+    assert read.levels == topology.levels
+    assert replace(read.device, memory=None) == replace(topology.device, memory=None)
+    assert (read.device.memory or 0) == pytest.approx(topology.device.memory or 0, rel=1e-5)
+
+
+LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
+
+
+@pytest.mark.parametrize(
+    "data,message",
+    [
+        (None, "a mapping with levels, device is expected"),
+        ([1], "a mapping with levels, device"),
+        ({}, "levels must be a list"),
+        ({"levels": []}, "levels must be a list"),
+        ({"level": [LEVEL]}, "unknown key 'level'; use levels, device"),
+        ({"levels": ["host"]}, r"levels\[0\]: a mapping with name, size"),
+        ({"levels": [{**LEVEL, "speed": 1}]}, r"levels\[0\]: unknown key 'speed'"),
+        ({"levels": [{**LEVEL, "name": ""}]}, r"levels\[0\]: name is missing"),
+        ({"levels": [LEVEL, LEVEL]}, "two levels are named 'host'"),
+        ({"levels": [{**LEVEL, "size": 0}]}, "size is 0; it must be a whole number"),
+        ({"levels": [{**LEVEL, "size": "2"}]}, "size is '2'"),
+        ({"levels": [{**LEVEL, "size": True}]}, "size is True"),
+        (
+            {"levels": [{**LEVEL, "size": None}, {**LEVEL, "name": "rack"}]},
+            "level 'host' has no size, which only the outermost",
+        ),
+        (
+            {"levels": [{**LEVEL, "latency": None}]},
+            r"levels\[0\]: latency is missing; give it in s",
+        ),
+        ({"levels": [{**LEVEL, "latency": "fast"}]}, "'fast' is not a time; write 50us"),
+        ({"levels": [{**LEVEL, "latency": "1 GB"}]}, "'1 GB' is not a time"),
+        ({"levels": [{**LEVEL, "latency": -1}]}, "latency is -1; it must be above 0"),
+        ({"levels": [{**LEVEL, "bandwidth": 0}]}, "bandwidth is 0; it must be above 0"),
+        ({"levels": [{**LEVEL, "bandwidth": ".inf"}]}, "is not a data rate; write 2GB/s"),
+        (
+            {"levels": [{**LEVEL, "collectives": {"Gather": {}}}]},
+            "collectives: unknown key 'Gather'; use AllReduce",
+        ),
+        (
+            {"levels": [{**LEVEL, "collectives": {"AllReduce": {"latency": 0}}}]},
+            "AllReduce: bandwidth is missing",
+        ),
+        ({"levels": [LEVEL], "device": {"cores": 4}}, "device: unknown key 'cores'; use flops"),
+        ({"levels": [LEVEL], "device": {"flops": "9 GB"}}, "write 20GFLOP/s"),
+        ({"levels": [LEVEL], "device": {"memory": True}}, "True is not a size; write 16GB"),
+    ],
+)
+def test_what_is_wrong_is_named(data: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message) as error:
+        Topology.of(data, "cluster.yaml")
+    assert str(error.value).startswith("cluster.yaml: ")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"none\.yaml: no such file"):
+        Topology.read(tmp_path / "none.yaml")
+    for text in ("{", "a: [", "\x00"):
+        file = tmp_path / "bad.yaml"
+        file.write_text(text)
+        with pytest.raises(StrategyError, match=r"bad\.yaml: neither YAML nor JSON"):
+            Topology.read(file)
+
+
+@pytest.mark.parametrize(
+    "text,unit,value,written",
+    [
+        ("50 us", "s", 50e-6, "50 us"),
+        ("3", "s", 3.0, "3 s"),
+        (2e9, "B/s", 2e9, "2 GB/s"),
+        ("1.5GB", "B", 1.5e9, "1.5 GB"),
+        ("512 MiB", "B", 2.0**29, "536.871 MB"),
+        ("1e3", "FLOP/s", 1e3, "1 kFLOP/s"),
+        ("0 s", "s", 0.0, "0 ns"),
+    ],
+)
+def test_quantities(text: Any, unit: str, value: float, written: str) -> None:
+    assert quantity(text, unit, "x") == pytest.approx(value, rel=1e-12)
+    assert text_of(value, unit) == written
+
+
+def servers(*hosts: list[int]) -> dict[str, Any]:
+    return {
+        "version": "1.0",
+        "server_count": str(len(hosts)),
+        "server_list": [
+            {
+                "server_id": f"10.0.0.{i}",
+                "device": [
+                    {"device_id": str(d), "device_ip": f"192.1.{i}.{d}", "rank_id": str(rank)}
+                    for d, rank in enumerate(ranks)
+                ],
+                "host_nic_ip": "reserve",
+            }
+            for i, ranks in enumerate(hosts)
+        ],
+        "status": "completed",
+    }
+
+
+def groups(*instances: tuple[str, int | None, int]) -> dict[str, Any]:
+    """Instances of (server, rank, number of devices)."""
+    return {
+        "group_count": "1",
+        "group_list": [
+            {
+                "group_name": "",
+                "instance_list": [
+                    {
+                        "devices": [{"device_id": str(d)} for d in range(devices)],
+                        "server_id": server,
+                        **({} if rank is None else {"rank_id": str(rank)}),
+                    }
+                    for server, rank, devices in instances
+                ],
+            }
+        ],
+    }
+
+
+IN_HOST = Level("host", 2, HOST.latency, HOST.bandwidth)
+BETWEEN = Level("cluster", 2, NETWORK.latency, NETWORK.bandwidth)
+
+
+@pytest.mark.parametrize(
+    "table,levels",
+    [
+        (servers([0, 1], [2, 3]), (IN_HOST, BETWEEN)),
+        (servers([2, 3], [1, 0]), (IN_HOST, BETWEEN)),
+        (servers([0, 1]), (IN_HOST,)),
+        (groups(("a", 0, 1), ("a", 1, 1), ("b", 2, 1), ("b", 3, 1)), (IN_HOST, BETWEEN)),
+        (groups(("a", None, 2), ("b", None, 2)), (IN_HOST, BETWEEN)),
+    ],
+)
+def test_rank_tables(table: Any, levels: tuple[Level, ...], tmp_path: Path) -> None:
+    file = tmp_path / "rank_table.json"
+    file.write_text(json.dumps(table))
+    read = Topology.read(file)
+    assert read.levels == levels and read.device == Device()
+
+
+@pytest.mark.parametrize(
+    "table,message",
+    [
+        (servers([0, 1], [2]), r"different numbers of ranks \(10.0.0.0: 2, 10.0.0.1: 1\)"),
+        (servers([0, 2], [1, 3]), r"10.0.0.0 has the ranks \[0, 2\]; number the ranks"),
+        (servers([0, 1], [1, 2]), r"rank_id are \[0, 1, 1, 2\]; each of 0 to N-1"),
+        (servers(), r"rank_id are \[\]"),
+        ({"server_list": [{"server_id": "a"}]}, r"no complete rank table \(KeyError\('device'\)\)"),
+        ({"server_list": [1]}, "no complete rank table"),
+        ({"server_list": [{"server_id": "a", "device": [{"rank_id": "x"}]}]}, "no complete"),
+        (groups(("a", 0, 2)), r"rank_id are \[0, 0\]"),
+    ],
+)
+def test_rank_tables_that_are_wrong(table: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        Topology.of(table, "rank_table.json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    m (float[8, 16] x) => (float[8, 16] y) { y = Relu (x) }"""
+    path = tmp_path_factory.mktemp("topology") / "model.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+def test_a_plan_is_made_for_the_topology(model: Path) -> None:
+    _, ctx = pipeline.plan(model, Options(devices=8, topology=READ))
+    assert ctx.sharding.costs.topology is READ
+    assert ctx.sharding.costs.mesh is ctx.sharding.mesh
+    _, ctx = pipeline.plan(model, Options(devices=8))
+    assert ctx.sharding.costs.topology == Topology.default()
+    with pytest.raises(StrategyError, match="the topology has 2 ranks, the mesh 8"):
+        make_plan(model, devices=8, topology={"levels": [LEVEL]})
+
+
+def test_it_is_given_as_a_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(FILE)
+    command = ["plan", str(model), "--preset", "data-parallel", "--topology", str(file)]
+    assert main([*command, "--devices", "8"]) == 0
+    file.write_text("levels: [{name: host, size: 2, latency: 1 us, bandwidth: 1 GB/s}]")
+    assert main([*command, "--devices", "4"]) == 2
+    assert "the topology has 2 ranks, the mesh 4" in capsys.readouterr().err
+    command[command.index("data-parallel")] = "manual"
+    assert main([*command, "--devices", "2"]) == 2
+    assert "--topology" in capsys.readouterr().err
+
+
+def test_the_file_in_the_docs_is_read() -> None:
+    text = (Path(__file__).parents[2] / "docs/search.md").read_text()
+    block = text[text.index("\nlevels:\n") + 1 :]
+    lines = takewhile(lambda line: not line.startswith("```"), block.splitlines())
+    read = Topology.of(yaml.safe_load("\n".join(lines)), "docs/search.md")
+    assert [level.name for level in read.levels] == ["host", "rack", "cluster"]
+    assert read.units() == [8, 32] and read.ranks is None
+    assert read.device == Device(1e11, 1.2e10, 1e-6, 1.6e10, 6e10, 8e-9)

@@ -1,0 +1,160 @@
+"""Which all-reduces are fused: by size, by cost, and never those that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+import pytest
+from lowering.test_schedule import Tensors, node
+
+from onnxpar.cost.cost import Costs
+from onnxpar.cost.topology import HOST, Topology
+from onnxpar.layout.layout import Factor, Layout
+from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.lowering.buckets import first_of_buckets, fuse_collectives
+
+MESH = Mesh.parse("dp=2,tp=2")
+DP, TP = ((MESH.axis(name),) for name in ("dp", "tp"))
+BOTH = (*DP, *TP)
+COSTS = Costs(Topology.default(), MESH)
+
+
+def pending(size: int, axes: Axes, reduce: str = "sum") -> Layout:
+    return Layout((Factor(size),), axes, reduce)
+
+
+def build(lines: Sequence[str], **how: Any) -> gs.Graph:
+    """Nodes as in `node`; `size`, `axes` and `reduce` say what is reduced, by result."""
+    tensors = Tensors()
+    made = gs.Graph([node(line, tensors) for line in lines])
+    for one in made.nodes:
+        if one.op == "AllReduce":
+            axes = how.get("axes", {}).get(one.name, DP)
+            size = how.get("size", {}).get(one.name, 1)
+            one.inputs[0].shape = [size]
+            one.inputs[0].dtype = how.get("dtype", {}).get(one.name, np.float32)
+            reduce = how.get("reduce", {}).get(one.name, "sum")
+            before = pending(size, axes, reduce)
+            one.attrs = {"axes": axes, "before": before, "after": Layout((Factor(size),))}
+    return made
+
+
+def fused(
+    made: gs.Graph,
+    limit: int = 1 << 30,
+    first: Sequence[str] = (),
+    wanted: Mapping[str, object] | None = None,
+) -> list[str]:
+    """The all-reduces that are left, as the tensors that each reduces; none reads what comes
+    behind it."""
+    fuse_collectives(made, MESH, limit, {}, wanted or {}, first)
+    done: set[str] = set()
+    makers = {t.name for n in made.nodes for t in n.outputs}
+    for one in made.nodes:
+        assert all(t.name in done or t.name not in makers for t in one.inputs), one.name
+        done |= {t.name for t in one.outputs}
+    return [" ".join(t.name for t in n.inputs) for n in made.nodes if n.op == "AllReduce"]
+
+
+GRADIENTS = [
+    "a = matmul x u",
+    "a@ = reduce a",
+    "b = matmul x v",
+    "b@ = reduce b",
+    "c = matmul x w",
+    "c@ = reduce c",
+    "y = sum a@ b@ c@",
+]
+
+
+def test_those_that_do_not_wait_for_each_other_are_one() -> None:
+    made = build(GRADIENTS)
+    assert fused(made) == ["a b c"]
+    assert [n.name for n in made.nodes] == ["a", "b", "c", "a@", "y"]
+    (one,) = [n for n in made.nodes if n.op == "AllReduce"]
+    assert [t.name for t in one.outputs] == ["a@", "b@", "c@"]
+    assert len(one.attrs["members"]) == 3
+
+
+def test_a_bucket_takes_no_more_than_its_size() -> None:
+    sizes = {"size": {"a@": 25, "b@": 50, "c@": 100}}
+    assert fused(build(GRADIENTS, **sizes), 300) == ["a b", "c"]
+    assert fused(build(GRADIENTS, **sizes), 600) == ["a b", "c"]
+    assert fused(build(GRADIENTS, **sizes), 700) == ["a b c"]
+    assert fused(build(GRADIENTS, **sizes), 1) == ["a", "b", "c"]
+
+
+def test_buckets_begin_where_they_are_told_to() -> None:
+    assert fused(build(GRADIENTS), first=["b@"]) == ["a", "b c"]
+    assert fused(build(GRADIENTS), first=["a@", "c@"]) == ["a b", "c"]
+
+
+def test_only_those_of_one_kind_are_one() -> None:
+    """Of other axes, another reduction, another type, or for another purpose."""
+    assert fused(build(GRADIENTS, axes={"b@": TP})) == ["b", "a c"]
+    assert fused(build(GRADIENTS, reduce={"b@": "max"})) == ["b", "a c"]
+    assert fused(build(GRADIENTS, dtype={"b@": np.float64})) == ["b", "a c"]
+    assert fused(build(GRADIENTS), wanted={"b@": "gradient"}) == ["b", "a c"]
+
+
+def test_what_waits_for_another_is_apart() -> None:
+    lines = ["a = matmul x u", "a@ = reduce a", "b = relu a@", "c = matmul b v", "c@ = reduce c",
+             "d = matmul x w", "d@ = reduce d", "y = sum c@ d@"]  # fmt: skip
+    assert fused(build(lines)) == ["a", "c d"]
+
+
+CIRCLE = ["a1 = matmul x u", "a1@ = reduce a1", "b2 = matmul x v", "b2@ = reduce b2",
+          "b1 = relu a1@", "b1@ = reduce b1", "a2 = relu b2@", "a2@ = reduce a2",
+          "y = sum b1@ a2@"]  # fmt: skip
+OLDER = ["b2 = matmul x v", "b2@ = reduce b2", "late = relu b2@", "a1 = matmul x u",
+         "a1@ = reduce a1", "b1 = relu a1@", "b1@ = reduce b1", "a2 = relu late",
+         "a2@ = reduce a2", "y = sum b1@ a2@"]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", [CIRCLE, OLDER], ids=["circle", "older"])
+def test_buckets_do_not_wait_for_each_other_in_a_circle(lines: list[str]) -> None:
+    """a1 before b1 and b2 before a2: each pair alone could be one, but not both; nor where a2
+    depends on b2 by a tensor that is older than b1, and was computed before the bucket grew."""
+    found = fused(build(lines, axes={"b1@": TP, "b2@": TP}))
+    assert sorted(found) == ["a1", "a2", "b2 b1"]
+
+
+def test_circles_of_three() -> None:
+    """a before b, b before c, c before a."""
+    axes = {"b1@": TP, "b2@": TP, "c1@": BOTH, "c2@": BOTH}
+    lines = ["a1 = matmul x u", "a1@ = reduce a1", "b1 = matmul x v", "b1@ = reduce b1",
+             "c1 = matmul x w", "c1@ = reduce c1", "b2 = relu a1@", "b2@ = reduce b2",
+             "c2 = relu b1@", "c2@ = reduce c2", "a2 = relu c1@", "a2@ = reduce a2",
+             "y = sum a2@ b2@ c2@"]  # fmt: skip
+    found = fused(build(lines, axes=axes))
+    assert sorted(found) == ["a1", "a2", "b1 b2", "c1 c2"]
+
+
+def firsts(seconds: Mapping[str, float], sizes: Mapping[str, int], tail: float) -> set[str]:
+    made = build(GRADIENTS, size=sizes)
+    return first_of_buckets(made, COSTS, seconds, tail, {}, {})
+
+
+def test_by_cost_the_last_bucket_takes_what_the_tail_may() -> None:
+    """And each earlier one what is computed meanwhile; over 2 ranks all bytes are sent once."""
+    size = 1_000_000
+    each, latency = 4 * size / HOST.bandwidth, 2 * HOST.latency
+    sizes = dict.fromkeys(("a@", "b@", "c@"), size)
+    idle = dict.fromkeys("abc", 0.0)
+    assert firsts(idle, sizes, 10.0) == {"a@"}
+    assert firsts(idle, sizes, latency + 2.5 * each) == {"b@", "a@"}
+    assert firsts(idle, sizes, latency + 1.5 * each) == {"c@", "b@", "a@"}
+    assert firsts(idle, sizes, 0.0) == {"c@", "b@", "a@"}
+    # c is computed for as long as two of them take: a and b are hidden together
+    busy = {"a": 1.0, "b": 1.0, "c": latency + 2.5 * each}
+    assert firsts(busy, sizes, latency + 1.5 * each) == {"c@", "a@"}
+    busy["c"] = latency + 1.5 * each
+    assert firsts(busy, sizes, latency + 1.5 * each) == {"c@", "b@", "a@"}
+
+
+def test_by_cost_each_kind_has_buckets_of_its_own() -> None:
+    made = build(GRADIENTS, axes={"b@": TP})
+    assert first_of_buckets(made, COSTS, {}, 10.0, {}, {}) == {"a@", "b@"}

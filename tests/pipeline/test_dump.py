@@ -1,0 +1,175 @@
+"""A dump is read back: the passes that are left make of it what they make of the model itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+
+from onnxpar.cli.command_line import main
+from onnxpar.model.write_model import INLINE
+from onnxpar.pipeline import plugins
+
+MODELS = Path(__file__).parents[2] / "models"
+PASSES = (
+    "propagate-layouts",
+    "insert-collectives",
+    "compress-collectives",
+    "fuse-all-reduces",
+    "localize-ops",
+    "split-programs",
+    "order-collectives",
+)
+TEXT = """<ir_version: 8, opset_import: ["" : 11]>
+m (float[N,4] x) => (float[N,4] y)
+<float[4,4] w = {1,2,3,4, 5,6,7,8, 9,1,2,3, 4,5,6,7}>
+{ h = MatMul(x, w)  s = Softmax<axis = 1>(h)  y = Relu(s) }"""
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_registered", {})
+
+
+def opt(model: Path, *rest: str) -> int:
+    """Runs `onnxpar opt`."""
+    return main(["opt", str(model), *rest])
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training step."""
+    path = tmp_path_factory.mktemp("step") / "step.onnx"
+    model = str(MODELS / "dlrm.legacy.training.onnx")
+    options = ["--loss", "bce", "--optimizer", "adam", "-o", str(path)]
+    assert main(["grad", model, *options]) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    "name,how",
+    [
+        ("gpt2.legacy.static.onnx", ["--mesh", "dp=2,tp=2", "--preset", "hybrid"]),
+        ("mixtral.dynamo.static.onnx", ["--devices", "4", "--search", "auto"]),
+        ("llama_heads9.dynamo.static.onnx", ["--mesh", "tp=4", "--preset", "tensor-parallel"]),
+        ("resnet.legacy.static.onnx", ["--mesh", "dp=4"]),
+        ("step", ["--devices", "3", "--preset", "zero3"]),
+    ],
+)
+def test_later_passes_make_the_same_of_a_dump(
+    name: str, how: list[str], tmp_path: Path, step: Path
+) -> None:
+    model = step if name == "step" else MODELS / name
+    assert opt(model, *how, "--passes", ",".join(PASSES), "--dump", str(tmp_path / "all")) == 0
+    wanted = (tmp_path / "all" / "08-order-collectives.onnxtxt").read_text()
+    first = {1: "annotate-strategy", 2: PASSES[0], 3: PASSES[1], 5: PASSES[3]}
+    for number, made in first.items():
+        dump = tmp_path / "all" / f"{number:02d}-{made}.onnx"
+        rest = PASSES[number - 1 :]
+        again = tmp_path / f"from-{number}"
+        assert opt(dump, "--passes", ",".join(rest), "--dump", str(again)) == 0
+        found = (again / f"{len(rest):02d}-order-collectives.onnxtxt").read_text()
+        assert found == wanted, made
+
+
+def test_weights_are_written_once(tmp_path: Path) -> None:
+    model = MODELS / "gpt2_vocab50257.dynamo.static.onnx"
+    how = ["--devices", "2", "--preset", "data-parallel"]
+    assert opt(model, *how, "--passes", ",".join(PASSES[:2]), "--dump", str(tmp_path / "d")) == 0
+    sizes = [4 * int(np.prod(t.dims)) for t in onnx.load(model).graph.initializer]
+    large = sum(size for size in sizes if size > INLINE)
+    assert large <= (tmp_path / "d" / "weights.data").stat().st_size < large + 4096 * len(sizes)
+    onnx.load(tmp_path / "d" / "03-insert-collectives.onnx")  # finds its data
+
+
+def test_the_text_of_a_dump_stands_for_the_model_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MODELS / "dlrm.legacy.static.onnx"
+    how = ["--devices", "2", "--preset", "tensor-parallel"]
+    assert opt(model, *how, "--passes", ",".join(PASSES[:5]), "--dump", str(tmp_path)) == 0
+    text = tmp_path / "03-insert-collectives.onnxtxt"
+    assert opt(text, "--passes", "localize-ops", "--print-after", "all") == 0
+    assert "AllReduce" in capsys.readouterr().out
+    assert opt(tmp_path / "06-localize-ops.onnxtxt", "--passes", "order-collectives") == 2
+    assert "graphs after localize-ops" in capsys.readouterr().err
+    assert opt(text, "--passes", "insert-collectives") == 2
+    assert "cannot run once there are layouts" in capsys.readouterr().err
+    assert opt(text, "--mesh", "tp=3", "--passes", "localize-ops") == 2
+    assert "is for the mesh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["ops", "mesh", "layouts"])
+def test_a_damaged_dump_is_refused_by_name(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MODELS / "dlrm.legacy.static.onnx"
+    how = ["--devices", "2", "--preset", "tensor-parallel"]
+    assert opt(model, *how, "--passes", ",".join(PASSES[:2]), "--dump", str(tmp_path)) == 0
+    file = tmp_path / "03-insert-collectives.onnx"
+    damaged = onnx.load(file, load_external_data=False)
+    entry = next(e for e in damaged.metadata_props if e.key == "onnxpar.dump")
+    entry.value = entry.value.replace(f'"{key}"', '"gone"', 1)
+    file.write_bytes(damaged.SerializeToString())
+    assert opt(file, "--passes", "localize-ops") == 2
+    assert file.name in capsys.readouterr().err
+
+
+def test_a_graph_that_was_only_rewritten_is_a_plain_model(tmp_path: Path) -> None:
+    plugin = tmp_path / "negate.py"
+    plugin.write_text(NEGATE)
+    model = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(TEXT.replace("N,", "3,")), model)
+    made = tmp_path / "made.onnx"
+    how = ["--plugin", str(plugin), "--passes", "negate-outputs", "-o", str(made)]
+    assert opt(model, *how) == 0
+    x = np.ones((3, 4), np.float32)
+    (y,) = ort.InferenceSession(model).run(None, {"x": x})
+    (z,) = ort.InferenceSession(made).run(None, {"x": x})
+    np.testing.assert_array_equal(z, -y)
+
+
+def test_passes_from_outside_rewrite_graphs_of_open_sizes(tmp_path: Path) -> None:
+    from onnxpar.runtime.session import InferenceSession
+
+    plugin = tmp_path / "negate.py"
+    plugin.write_text(NEGATE)
+    model = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(TEXT.replace(": 11", ": 18")), model)
+    how = ["--plugin", str(plugin), "--add-pass", "negate-outputs", "--mesh", "dp=2"]
+    assert main(["shard", str(model), *how, "-o", str(tmp_path / "model.par")]) == 0
+    with InferenceSession(tmp_path / "model.par") as session:
+        for rows in (2, 5):
+            x = np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)
+            (y,) = ort.InferenceSession(model).run(None, {"x": x})
+            np.testing.assert_allclose(session.run(None, {"x": x})[0], -y, rtol=1e-6)
+
+
+NEGATE = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.passes.pass_ import Pass, PassContext, Stage
+
+
+@dataclass(frozen=True)
+class NegateOutputs(Pass):
+    """Negate what the graph returns."""
+
+    name: ClassVar[str] = "negate-outputs"
+    stage = Stage.REWRITE
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        for output in graph.outputs:
+            producer = output.inputs[0]
+            inner = gs.Variable(output.name + ".positive", output.dtype, output.shape)
+            producer.outputs = [inner]
+            graph.nodes.append(gs.Node("Neg", f"Neg_{output.name}", {}, [inner], [output]))
+        return True
+'''

@@ -1,0 +1,78 @@
+"""Without a limit and without a topology, what the ranks of this host hold together fits its
+memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnxpar.compiler.plan import Plan
+from onnxpar.cost.topology import Topology
+from onnxpar.pipeline import host_memory, memory_limit
+from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
+from onnxpar.pipeline.pipeline import Options, plan
+
+MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
+
+
+def planned(memory: int, monkeypatch: pytest.MonkeyPatch, **options: object) -> Plan:
+    """The plan over four ranks on a host of so many bytes."""
+    monkeypatch.setattr(memory_limit, "host_bytes", lambda: memory)
+    return plan(MODEL, Options(**({"devices": 4} | options)))[0]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def fastest() -> Plan:
+    """The plan where memory is no matter."""
+    return plan(MODEL, Options(devices=4))[0]
+
+
+def test_a_small_host_has_the_weights_split(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = int(0.8 * held_together(fastest) / SHARE)
+    made = planned(memory, monkeypatch)
+    assert held_together(made) <= SHARE * memory < held_together(fastest)
+    assert any("so that all ranks fit" in note for note in made.notes)
+
+
+def test_a_large_host_changes_nothing(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planned(int(held_together(fastest) / SHARE) + 1, monkeypatch)
+    assert made.memory == fastest.memory and made.notes == fastest.notes
+
+
+def test_where_nothing_fits_the_plan_says_so(
+    fastest: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = planned(1000, monkeypatch)
+    assert made.memory == fastest.memory
+    assert any("no strategy was found that fits" in note for note in made.notes)
+
+
+def test_a_preset_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planned(1000, monkeypatch, preset="data-parallel")
+    assert made.preset == "data-parallel"
+    assert any("--preset tensor-parallel or --memory-limit" in note for note in made.notes)
+
+
+def test_a_topology_is_not_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planned(1000, monkeypatch, topology=Topology.default())
+    assert not any("this host" in note for note in made.notes)
+
+
+def test_tables_that_are_looked_up_count_once(fastest: Plan) -> None:
+    tables = {lookup.table for lookup in fastest.lookups}
+    whole = [w.bytes for w in fastest.weights if w.name in tables and w.bytes_per_rank == w.bytes]
+    assert whole, "the model has a table of tokens"
+    assert held_together(fastest) == 4 * sum(fastest.memory.values()) - 3 * sum(whole)
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "limit").write_text("500000\n")
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
+    for names, wanted in ((["max"], 1024000), (["limit"], 500000), (["none"], 1024000)):
+        monkeypatch.setattr(host_memory, "_CGROUPS", [tmp_path / name for name in names])
+        assert host_bytes() == wanted
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "none")
+    assert host_bytes() is None

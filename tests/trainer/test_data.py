@@ -1,0 +1,109 @@
+"""Batches of training data, and learning rates over a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxpar.errors import InputError
+from onnxpar.runtime.bundle import NodeArg
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.rates import Rate
+
+PORTS = [NodeArg("x", "tensor(float)", [4, 2]), NodeArg("labels", "tensor(int64)", [4])]
+
+
+def arrays(count: int = 11) -> dict[str, np.ndarray]:
+    x = np.arange(2 * count, dtype=np.float32).reshape(count, 2)
+    return {"x": x, "labels": np.arange(count)}
+
+
+def order(data: Data, epoch: int, seed: int | None, first: int = 0) -> list[int]:
+    return [int(i) for batch in data.epoch(epoch, seed, first) for i in batch["labels"]]
+
+
+def test_batches_are_whole_and_what_is_left_over_is_dropped() -> None:
+    data = Data.of(arrays(), PORTS)
+    assert (data.batch, data.count, data.batches) == (4, 11, 2)
+    assert order(data, 0, None) == list(range(8))
+    for batch in data.epoch(3, 7):
+        np.testing.assert_array_equal(batch["x"][:, 0], 2 * batch["labels"])
+        assert batch["x"].dtype == np.float32 and batch["x"].shape == (4, 2)
+
+
+def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
+    data = Data.of(arrays(), PORTS)
+    orders = [order(data, epoch, seed) for epoch in range(3) for seed in (0, 1)]
+    assert len({tuple(o) for o in orders}) == 6
+    assert all(len({*o}) == 8 for o in orders)
+    assert order(data, 2, 1) == orders[5]
+    assert order(data, 2, 1, first=1) == orders[5][4:]
+    dropped = {i for epoch in range(20) for i in {*range(11)} - {*order(data, epoch, 0)}}
+    assert dropped == {*range(11)}  # none is left out for good
+
+
+def test_what_has_no_samples_is_fed_as_it_is() -> None:
+    mask = np.ones((3, 3), np.float32)
+    data = Data.of({**arrays(), "mask": mask}, [*PORTS, NodeArg("mask", "tensor(float)", [3, 3])])
+    batches = list(data.epoch(0, 0))
+    assert len(batches) == 2 and all(batch["mask"] is mask for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": arrays()["x"]}, "npz has no array 'labels'; it has x"),
+        (arrays(3), "npz has 3 samples, a batch has 4"),
+        ({**arrays(), "labels": np.arange(10)}, "numbers of samples: 11 of 'x', 10 of 'labels'"),
+        ({**arrays(), "x": np.zeros((11, 3))}, r"'x' is \[11, 3\], expects \[samples, 2\]"),
+        ({**arrays(), "x": np.zeros(11)}, r"'x' is \[11\], expects \[samples, 2\]"),
+    ],
+)
+def test_data_that_does_not_fit(given: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "train.npz", **given)
+    with pytest.raises(InputError, match=message):
+        Data.read(tmp_path / "train.npz", PORTS)
+
+
+def test_files_that_are_no_data(tmp_path: Path) -> None:
+    path = tmp_path / "train.npz"
+    with pytest.raises(InputError, match=r"train\.npz"):
+        Data.read(path, PORTS)
+    path.write_text("x, y")
+    with pytest.raises(InputError, match=r"train\.npz"):
+        Data.read(path, PORTS)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(InputError, match=r"one\.npy"):
+        Data.read(tmp_path / "one.npy", PORTS)
+
+
+def rates(steps: int, schedule: str, warmup: int = 0) -> list[float]:
+    rate = Rate(2.0, steps, schedule, warmup)
+    return [rate.at(step) for step in range(steps)]
+
+
+def test_rates() -> None:
+    assert rates(3, "constant") == [2, 2, 2]
+    assert rates(4, "linear") == [2, 1.5, 1, 0.5]
+    np.testing.assert_allclose(rates(4, "cosine"), 1 + np.cos(np.pi * np.arange(4) / 4))
+    assert rates(5, "constant", 4) == [0.5, 1, 1.5, 2, 2]
+    assert rates(6, "linear", 2) == [1, 2, 2, 1.5, 1, 0.5]
+    np.testing.assert_allclose(
+        rates(6, "cosine", 2), [1, 2, *(1 + np.cos(np.pi * np.arange(4) / 4))]
+    )
+    assert rates(3, "cosine", 3) == pytest.approx([2 / 3, 4 / 3, 2])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "message"),
+    [
+        ("steps", 0, "schedule 'steps': there are constant, linear, cosine"),
+        ("constant", 11, "a warmup of 11 steps in a run of 10"),
+        ("constant", -1, "a warmup of -1 steps"),
+    ],
+)
+def test_rates_that_do_not_fit(schedule: str, warmup: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Rate(0.1, 10, schedule, warmup)
