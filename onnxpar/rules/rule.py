@@ -68,7 +68,7 @@ Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], S
 
 
 class Lowering(Protocol):
-    """Builds a rank's own nodes in place of one node; see `rules/local.py`.
+    """Builds a rank's own nodes in place of one node; see `lowering/rank_view.py`.
 
     Operands may be tensors or arrays, which become constants; opset differences in how axes are
     given (Unsqueeze, Squeeze, ReduceSum ...), and the sizes of a Split, are taken care of by `add`

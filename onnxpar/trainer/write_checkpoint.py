@@ -2,7 +2,7 @@
 
 A checkpoint is written to `.step_00000100.1f2e3d4c.unfinished`, and takes its name when all of it
 is on disk. One that is removed loses its name first. What has such a name is removed by the next
-process that writes there: only one does at a time (`onnxpar/folder_lock.py`).
+process that writes there: only one does at a time (`onnxpar/files/folder_lock.py`).
 """
 
 from __future__ import annotations

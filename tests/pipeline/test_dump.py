@@ -155,7 +155,7 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.passes.pass_ import Pass, PassContext, Stage
+from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 
 
 @dataclass(frozen=True)

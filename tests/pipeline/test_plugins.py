@@ -189,7 +189,7 @@ def test_a_package_imports_its_passes_from_its_modules(
     package.mkdir()
     (package / "__init__.py").write_text("from .inner import Quiet\n")
     (package / "inner.py").write_text(
-        "from onnxpar.passes.pass_ import Pass\n"
+        "from onnxpar.compiler.pass_ import Pass\n"
         "class Quiet(Pass):\n  name = 'quiet'\n  def run(self, graph, ctx): return False\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -207,12 +207,12 @@ def test_a_package_imports_its_passes_from_its_modules(
             "MatMul has a rule already, onnxpar.rules.contraction.",
         ),
         (
-            "from onnxpar.passes.pass_ import Pass\n"
+            "from onnxpar.compiler.pass_ import Pass\n"
             "class P(Pass):\n  name = 'note'\n  def run(self, graph, ctx): ...",
             "two passes are called 'note'",
         ),
         (
-            "from onnxpar.passes.pass_ import Pass\n"
+            "from onnxpar.compiler.pass_ import Pass\n"
             "class P(Pass):\n  def run(self, graph, ctx): ...",
             "a pass needs a `name`",
         ),
@@ -240,7 +240,7 @@ def test_rules_are_replaced_only_where_that_is_said() -> None:
 INSTALLED = {
     "outside_rules.py": "from onnxpar.rules.rule import rule, einsum\n"
     "@rule('Outside', domain='outside')\ndef outside(node): return einsum(node, 'a -> a')\n",
-    "outside_passes.py": "from onnxpar.passes.pass_ import Pass\n"
+    "outside_passes.py": "from onnxpar.compiler.pass_ import Pass\n"
     "class Outside(Pass):\n    'Do nothing.'\n    name = 'outside'\n"
     "    def run(self, graph, ctx): return False\n",
     "outside-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n",

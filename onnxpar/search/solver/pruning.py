@@ -1,7 +1,7 @@
 """Minimum of a sum of tables that depend on each other too much to be eliminated at once: values
 that are in no smaller sum are left out, until the rest can be eliminated.
 
-A bound (`messages.py`) says how large the sum is at least with each value. Elimination finds a
+A bound (`message_passing.py`) says how large the sum is at least with each value. Elimination finds a
 small sum among values with which that is little; those with which it is more are left out.
 """
 
