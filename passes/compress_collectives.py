@@ -34,8 +34,8 @@ class CompressCollectives(Pass):
     and bfloat16: casts stand around the reductions, which the plugin adds up in float32 and rounds
     once, so that only what is too large for the type overflows. With 2bit, reductions become
     all-gathers of codes, and the model has a state more for each gradient: what its ranks have not
-    sent yet, a sum that stays partial (`lowering/threshold_codes.py`). Gradients that are of 16 bits
-    themselves stay as they are; 2bit refuses them.
+    sent yet, a sum that stays partial (`lowering/threshold_codes.py`). Gradients of 16 bits stay as
+    they are; 2bit refuses them.
 
     to            none, float16, bfloat16, 2bit or 2bit:THRESHOLD
     least_bytes   gradients of fewer bytes per rank stay as they are: their latency counts
