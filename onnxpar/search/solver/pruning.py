@@ -1,8 +1,8 @@
-"""Minimum of a sum of tables that depend on each other too much to be eliminated at once: values
-that are in no smaller sum are left out, until the rest can be eliminated.
+"""Minimum of a sum of tables that are too connected for elimination alone: values that no smaller
+sum has are pruned until elimination can do the rest.
 
-A bound (`message_passing.py`) says how large the sum is at least with each value. Elimination finds a
-small sum among values with which that is little; those with which it is more are left out.
+`message_passing.py` bounds the sum from below for each value. Elimination among the values with low
+bounds finds a small sum; values whose bound is above that sum are pruned.
 """
 
 from __future__ import annotations
