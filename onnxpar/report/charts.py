@@ -1,22 +1,28 @@
-"""Charts over the seconds of a run, as SVG that stands in a page."""
+"""Charts over the seconds of a run. Bars stretch with the page, and text keeps its size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import floor, log10
 
 from onnxpar.report.explain import COLLECTIVE, Step
 from onnxpar.report.report import size_text
 
-_LEFT, _WIDTH, _TICKS = 110, 1000, 5
-_LANES = {"compute": "compute", "talk": "communication"}
-_LANE, _CURVE = 28, 140
+WIDTH = 1000
+"""Units across a chart, whatever its width on the screen."""
+LANES = ("compute", "communication")
+TICKS = 6
+"""At most so many marks of time after zero: they have room on a phone."""
+_LANE, _CURVE, _MARGIN = 28, 140, 2
+_NEAR_END = 0.94
+"""From there on, a label stands before its mark, to stay on the page."""
 
 
 @dataclass
 class Bar:
-    """What a rank does from `start` on, in seconds."""
+    """Work of a rank from `start` on, in seconds."""
 
     lane: str
     start: float
@@ -25,30 +31,33 @@ class Bar:
 
 
 def timeline(steps: Sequence[Step]) -> str:
-    """What a rank does, one step after the other: compute above, communication below. Neighbours
+    """The steps of a rank, one after the other: compute above, communication below. Neighbours
     that are too short to be seen are one bar."""
     total = seconds_of(steps)
-    scale = _WIDTH / total if total else 0.0
-    parts = []
-    for row, (lane, label) in enumerate(_LANES.items()):
-        top = 4 + row * (_LANE + 6)
-        parts.append(f'<text x="{_LEFT - 8}" y="{top + 19}" class="end">{label}</text>')
-        for bar in merged((b for b in bars(steps) if b.lane == lane), 1 / scale if scale else 0.0):
-            more = f" and {len(bar.names) - 1} more" if len(bar.names) > 1 else ""
-            title = escape(f"{bar.names[0]}{more}: {bar.seconds * 1e3:.4f} ms")
-            left, wide = _LEFT + bar.start * scale, max(bar.seconds * scale, 0.5)
-            parts.append(
-                f'<rect class="{lane}" x="{left:.1f}" y="{top}" width="{wide:.1f}" '
-                f'height="{_LANE}"><title>{title}</title></rect>'
-            )
-    height = 4 + len(_LANES) * (_LANE + 6)
-    return _svg("timeline", [*parts, *_axis(total, height)], height + 24)
+    scale = WIDTH / total if total else 0.0
+    lanes = [(lane, [bar for bar in bars(steps) if bar.lane == lane]) for lane in LANES]
+    rows = []
+    for lane, found in lanes:
+        rects = "\n".join(_rect(bar, scale) for bar in merged(found, 1 / scale if scale else 0.0))
+        rows.append(_row(lane, _svg(rects, _LANE)))
+    takes = [f"{sum(b.seconds for b in found) * 1e3:.3f} ms of {lane}" for lane, found in lanes]
+    return _chart("timeline", " and ".join(takes), [*rows, _axis(total)])
+
+
+def _rect(bar: Bar, scale: float) -> str:
+    more = f" and {len(bar.names) - 1} more" if len(bar.names) > 1 else ""
+    title = escape(f"{bar.names[0]}{more}: {bar.seconds * 1e3:.4f} ms")
+    left, wide = bar.start * scale, max(bar.seconds * scale, 0.5)
+    return (
+        f'<rect class="{bar.lane}" x="{left:.1f}" y="0" width="{wide:.1f}" height="{_LANE}">'
+        f"<title>{title}</title></rect>"
+    )
 
 
 def memory_curve(steps: Sequence[Step]) -> str:
     """The bytes of activations that are alive, over the same seconds."""
     total = seconds_of(steps)
-    scale = _WIDTH / total if total else 0.0
+    scale = WIDTH / total if total else 0.0
     peak = max((step.alive for step in steps), default=0)
     path, start = ["M"], 0.0
     columns: dict[int, int] = {}
@@ -56,20 +65,18 @@ def memory_curve(steps: Sequence[Step]) -> str:
         column = round(start * scale)
         columns[column] = max(step.alive, columns.get(column, 0))
         start += step.predicted.total
+    floor_at = _MARGIN + _CURVE
     height = 0.0
     for column, alive in sorted(columns.items()):
-        y = 8 + _CURVE * (1 - alive / peak) if peak else 8 + _CURVE
+        y = floor_at - (_CURVE * alive / peak if peak else 0)
         height = height or y
-        path.append(f"{_LEFT + column},{height:.1f} {_LEFT + column},{y:.1f}")
+        path.append(f"{column},{height:.1f} {column},{y:.1f}")
         height = y
-    path.append(f"{_LEFT + _WIDTH},{height:.1f} {_LEFT + _WIDTH},{8 + _CURVE}")
-    path.append(f"{_LEFT},{8 + _CURVE}Z")
-    parts = [
-        f'<path class="memory" d="{" ".join(path)}"/>',
-        f'<text x="{_LEFT - 8}" y="16" class="end">{size_text(peak)}</text>',
-        f'<text x="{_LEFT - 8}" y="{_CURVE + 8}" class="end">0</text>',
-    ]
-    return _svg("memory", [*parts, *_axis(total, 8 + _CURVE)], _CURVE + 32)
+    path.append(f"{WIDTH},{height or floor_at:.1f} {WIDTH},{floor_at}")
+    path.append(f"0,{floor_at}Z")
+    curve = _svg(f'<path class="memory" d="{" ".join(path)}"/>', floor_at)
+    label = f"peak {size_text(peak)}"
+    return _chart("memory", f"activations: {label}", [_row(label, curve), _axis(total)])
 
 
 def seconds_of(steps: Iterable[Step]) -> float:
@@ -82,13 +89,12 @@ def bars(steps: Iterable[Step]) -> Iterator[Bar]:
     start = 0.0
     for step in steps:
         name = f"{step.op} {step.name}"
-        for lane, seconds in (
-            ("compute", step.predicted.compute),
-            ("talk", step.predicted.communication),
+        for lane, seconds in zip(
+            LANES, (step.predicted.compute, step.predicted.communication), strict=True
         ):
             if seconds:
-                within = " (within)" if lane == "talk" and step.kind != COLLECTIVE else ""
-                yield Bar(lane, start, seconds, [name + within])
+                is_inside = lane == LANES[1] and step.kind != COLLECTIVE
+                yield Bar(lane, start, seconds, [name + (" (inside the op)" if is_inside else "")])
             start += seconds
 
 
@@ -106,21 +112,42 @@ def merged(lane: Iterable[Bar], least: float) -> list[Bar]:
     return found
 
 
-def _axis(total: float, top: float) -> Iterator[str]:
-    yield f'<path class="axis" d="M{_LEFT},{top}h{_WIDTH}"/>'
-    for i in range(_TICKS + 1):
-        x = _LEFT + _WIDTH * i / _TICKS
-        yield f'<path class="axis" d="M{x:.0f},{top}v5"/>'
-        place = "end" if i == _TICKS else "middle"
-        unit = " ms" if i == _TICKS else ""
-        yield f'<text x="{x:.0f}" y="{top + 19}" class="{place}">{total * i / _TICKS * 1e3:.3f}'
-        yield f"{unit}</text>"
+def ticks(total: float) -> list[tuple[float, str]]:
+    """(position from 0 to 1, label) of round numbers of milliseconds up to the total: they are 1,
+    2 or 5 times a power of ten apart."""
+    if total <= 0:
+        return [(0.0, "0 ms")]
+    least = total / TICKS
+    power = 10.0 ** floor(log10(least))
+    step = next(times * power for times in (1, 2, 5, 10) if times * power >= least * (1 - 1e-9))
+    digits = max(0, -floor(log10(step * (1 + 1e-9))))
+    count = floor(total / step * (1 + 1e-9))
+    labels = ["0", *(f"{i * step:,.{digits}f}" for i in range(1, count + 1))]
+    labels[-1] += " ms"
+    return [(i * step / total, label) for i, label in enumerate(labels)]
 
 
-def _svg(name: str, parts: Iterable[str], height: float) -> str:
-    inside = "\n".join(parts)
-    width = _LEFT + _WIDTH + 10
+def _axis(total: float) -> str:
+    """Marks of time below a chart."""
+    marks = []
+    for at, label in ticks(total * 1e3):
+        side = ' class="last"' if at > _NEAR_END else ""
+        marks.append(f'<i style="left:{at:.2%}"{side}>{label}</i>')
+    return f'<div class="lane axis"><b></b><div class="ticks">{"".join(marks)}</div></div>'
+
+
+def _row(label: str, drawing: str) -> str:
+    return f'<div class="lane"><b>{escape(label)}</b>{drawing}</div>'
+
+
+def _svg(parts: str, height: int) -> str:
     return (
-        f'<svg id="{name}" role="img" aria-label="{name}" viewBox="0 0 {width} {height:.0f}">'
-        f"\n{inside}\n</svg>"
+        f'<svg viewBox="0 0 {WIDTH} {height}" height="{height}" preserveAspectRatio="none">\n'
+        f"{parts}\n</svg>"
     )
+
+
+def _chart(name: str, said: str, rows: Iterable[str]) -> str:
+    inside = "\n".join(rows)
+    told = f'role="img" aria-label="{escape(said)}"'
+    return f'<div id="{name}" class="chart" {told}>\n{inside}\n</div>'

@@ -81,7 +81,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield f"{plan['model']} over {plan['ranks']} ranks (mesh {mesh}{preset})"
     yield ""
     rows = [
-        (p["name"], kind, p["dtype"], _shape(p["shape"]), p["layout_text"] or "whole")
+        (p["name"], kind, p["dtype"], shape_text(p["shape"]), p["layout_text"] or "whole")
         for kind, p in _ports(plan)
     ]
     each = [grouped([row for row in rows if row[1] == kind]) for kind in _KINDS]
@@ -196,7 +196,8 @@ def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
         yield ""
 
 
-def _shape(shape: Sequence[int | str | None] | None) -> str:
+def shape_text(shape: Sequence[int | str | None] | None) -> str:
+    """A shape for people: `8x16`, or `[batch, 16]` where a size is a symbol."""
     if shape is None:
         return "?"
     if any(isinstance(s, str) for s in shape):
@@ -241,7 +242,7 @@ def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) 
     if full:
         large = [w for w in weights if w["bytes"] > 4096]
         rows = [
-            (w["name"], _shape(w["shape"]), w["layout"], w["bytes"], w["bytes_per_rank"])
+            (w["name"], shape_text(w["shape"]), w["layout"], w["bytes"], w["bytes_per_rank"])
             for w in large
         ]
         if rows:

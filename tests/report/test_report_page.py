@@ -1,31 +1,28 @@
-"""The page of a plan: what stands in it is the plan's, it stands alone, and a browser shows it."""
+"""The page of a plan: it has what the plan has, and it stands alone."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from pages import Page, of_steps, synthetic
 from small_models import HEAD, write_text
 
 import onnxpar
 from onnxpar.cli.command_line import main
-from onnxpar.compiler.plan import Plan
 from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.layout import Concat, Factor, Layout, Product, nested_parts
+from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.pipeline.pipeline import Options
-from onnxpar.report.charts import Bar, memory_curve, merged, timeline
-from onnxpar.report.explain import COLLECTIVE, NODE, UPDATE, Explained, Operand, Step, explain
+from onnxpar.report.charts import TICKS, Bar, memory_curve, merged, ticks, timeline
+from onnxpar.report.explain import COLLECTIVE, NODE, UPDATE, Explained, Operand, explain
+from onnxpar.report.layout_key import MESH, layout_key
 from onnxpar.report.report import size_text
 from onnxpar.report.report_page import page, write_page
-from onnxpar.search.predict import Prediction
 from onnxpar.strategy.strategy import Strategy
 
 TEXT = """m (float[8,4,16] x, float[16,32] w1, float[32,16] w2)
@@ -36,67 +33,11 @@ STRATEGY = {
     "mesh": {"tp": 2},
     "shard": {"Relu_b": [[None, None, "tp"]], "Softmax_m": [[None, None, "tp"]]},
 }
-VOID = {"meta", "br"}
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-class Page(HTMLParser):
-    """Tables by id (rows of (class, texts)), the text of everything, and how often tags stand."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tables: list[tuple[str, list[tuple[str, list[str]]]]] = []
-        self.tags: list[tuple[str, dict[str, str]]] = []
-        self.text = ""
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {key: value or "" for key, value in attrs}
-        self.tags.append((tag, given))
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append((given.get("id", ""), []))
-        elif tag == "tr":
-            self.tables[-1][1].append((given.get("class", ""), []))
-        elif tag in ("td", "th"):
-            self.tables[-1][1][-1][1].append("")
-        elif tag == "br" and "td" in self.open:
-            self.tables[-1][1][-1][1][-1] += "\n"
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {key: value or "" for key, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self.open:
-            return
-        self.text += data
-        if "td" in self.open or "th" in self.open:
-            self.tables[-1][1][-1][1][-1] += data
-
-    def table(self, name: str) -> list[tuple[str, list[str]]]:
-        """Rows of a table, but for its head."""
-        ((_, rows),) = [t for t in self.tables if t[0] == name]
-        return rows[1:]
-
-    def nodes(self) -> list[tuple[str, list[str]]]:
-        """Rows of all nodes."""
-        return [row for name, rows in self.tables if not name for row in rows[1:]]
-
-    def of(self, tag: str, kind: str) -> list[dict[str, str]]:
-        """The attributes of tags of a class."""
-        return [given for t, given in self.tags if t == tag and given.get("class") == kind]
 
 
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory: pytest.TempPathFactory) -> Explained:
-    """A plan with an all-reduce, an all-gather, and talk within a Softmax."""
+    """A plan with an all-reduce, an all-gather, and communication inside a Softmax."""
     model = write_text(HEAD + TEXT, tmp_path_factory.mktemp("page") / "m.onnx")
     return explain(model, Options(strategy=Strategy.of(STRATEGY)))
 
@@ -104,9 +45,9 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> Explained:
 def test_the_page_has_the_plan(explained: Explained) -> None:
     plan, found = explained.plan, Page(page(explained))
     assert f"2 ranks, mesh {plan.mesh}" in found.text
-    assert f"predicted: {explained.predicted.total * 1e3:.3f} ms a run" in found.text
+    assert found.terms["one run"] == f"{explained.predicted.total * 1e3:.3f} ms"
     for key in ("weights", "activations"):
-        assert f"{key} of a rank: {size_text(plan.memory[f'{key}_per_rank'])}" in found.text
+        assert found.terms[f"{key} per rank"] == size_text(plan.memory[f"{key}_per_rank"])
     rows = found.nodes()
     assert [texts[1] for _, texts in rows] == [step.name for step in explained.steps]
     for (kind, texts), step in zip(rows, explained.steps, strict=True):
@@ -117,6 +58,41 @@ def test_the_page_has_the_plan(explained: Explained) -> None:
         assert texts[4] == f"{step.predicted.total * 1e3:.4f}"
     relu = next(texts for _, texts in rows if texts[0] == "Relu")
     assert relu[2:4] == ["a 8x4x32 [-, -, tp]", "b 8x4x32 [-, -, tp]"]
+
+
+def test_tensors_with_their_layouts(explained: Explained) -> None:
+    plan, found = explained.plan, Page(page(explained))
+    for kind, ports in (("inputs", plan.inputs), ("outputs", plan.outputs)):
+        layouts = [port.layout.text(plan.mesh) for port in ports if port.layout]
+        assert [texts[3] for _, texts in found.table(kind)] == layouts
+    assert found.table("inputs") == [("", ["x", "float32", "8x4x16", "[-, -, -]"])]
+    weights = [texts for _, texts in found.table("weights")]
+    assert [texts[0] for texts in weights] == [weight.name for weight in plan.weights]
+    assert weights[0] == ["w1", "float32", "16x32", "[-, tp]", "2.0 kB", "1.0 kB"]
+    assert "1 input" in found.text and "2 outputs" in found.text and "2 weights" in found.text
+
+
+def test_the_key_reads_layouts_as_they_are_printed() -> None:
+    found = Page("".join(layout_key()))
+    mesh = Mesh.parse(MESH)
+    dp, tp, whole = Factor(2, (mesh.axis("dp"),)), Factor(4, (mesh.axis("tp"),)), Factor(3)
+    layouts = [
+        Layout((dp, whole, tp)),
+        Layout((whole, whole)),
+        Layout((Factor(8, (mesh.axis("dp"), mesh.axis("tp"))),)),
+        Layout((Product((Factor(8), tp)),)),
+        Layout((Concat((tp, tp, tp)),)),
+        Layout((replace(tp, size=10, parts=(4, 4, 1, 1)),)),
+        Layout((Factor(2, (Axis("tp", 2, 1),)),)),
+        Layout((dp, whole), (mesh.axis("tp"),)),
+    ]
+    assert list(found.terms) == [layout.text(mesh) for layout in layouts]
+    assert all(found.terms.values())
+    named = Layout((Concat((Factor(64), tp)),)).text(mesh).strip("[]")
+    assert named in found.terms["[tp+tp+tp]"]
+    inner = Layout((Factor(2, (Axis("tp", 2, 2),)),)).text(mesh).strip("[]")
+    assert inner in found.terms["[tp:(1)2]"]
+    assert nested_parts(10, (4,)) == (3, 3, 2, 2) and "3, 3, 2, 2" in found.terms["[tp{4,4,1,1}]"]
 
 
 def test_reshards_stand_between_nodes(explained: Explained) -> None:
@@ -141,11 +117,26 @@ def test_reshards_stand_between_nodes(explained: Explained) -> None:
 def test_the_timeline_is_to_scale(explained: Explained) -> None:
     found = Page(timeline(explained.steps))
     seconds = explained.predicted
-    for kind, share in (("compute", seconds.compute), ("talk", seconds.communication)):
+    for kind in ("compute", "communication"):
+        share = getattr(seconds, kind)
         widths = [float(rect["width"]) for rect in found.of("rect", kind)]
         assert sum(widths) == pytest.approx(share / seconds.total * 1000, abs=0.1 * len(widths))
     ends = [float(r["x"]) + float(r["width"]) for r in found.of("rect", "compute")]
-    assert ends == sorted(ends) and max(ends) <= 1110.1
+    assert ends == sorted(ends) and max(ends) <= 1000.1
+
+
+def test_marks_of_time_are_round() -> None:
+    assert [label for _, label in ticks(0.0)] == ["0 ms"]
+    labels = ["0", "0.05", "0.10", "0.15", "0.20", "0.25 ms"]
+    assert [label for _, label in ticks(0.25)] == labels
+    for exponent in range(-24, 30):
+        total = 1.37 * 1.9**exponent
+        found = ticks(total)
+        assert 3 <= len(found) <= TICKS + 1
+        assert all(0 <= at <= 1 for at, _ in found)
+        for at, label in found:  # a label has all digits of its mark
+            value = float(label.removesuffix(" ms").replace(",", ""))
+            assert value == pytest.approx(at * total, rel=1e-6)
 
 
 def test_memory_over_the_schedule(explained: Explained) -> None:
@@ -170,16 +161,16 @@ def test_a_short_peak_is_seen() -> None:
     steps.insert(2, synthetic("d", size=50, ms=0.0))
     (path,) = Page(memory_curve(steps)).of("path", "memory")
     points = [tuple(map(float, point.split(","))) for point in path["d"].strip("MZ").split()]
-    assert points[0] == (110.0, 78.0) and min(y for _, y in points) == 8.0
-    assert next(x for x, y in points if y == 8.0) == 610.0
+    assert points[0] == (0.0, 72.0) and min(y for _, y in points) == 2.0
+    assert next(x for x, y in points if y == 2.0) == 500.0
 
 
 def test_the_page_stands_alone(explained: Explained) -> None:
     text = page(explained)
     found = Page(text)
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in found.tags}
+    assert not {"link", "img", "iframe"} & {tag for tag, _ in found.tags}
     assert not {"src", "href"} & {key for _, given in found.tags for key in given}
-    assert not re.search(r"url\(|@import|https?:", text)
+    assert not re.search(r"url\(|@import|https?:|fetch|XMLHttp|import\(", text)
 
 
 def test_a_notebook_shows_the_core_alone(tmp_path: Path) -> None:
@@ -190,23 +181,11 @@ def test_a_notebook_shows_the_core_alone(tmp_path: Path) -> None:
     for tag in ("<html", "<head", "<body", "<script", "<!DOCTYPE"):
         assert tag not in text
     style = text[text.index("<style>") + 7 : text.index("</style>")]
-    rules = [rule for rule in style.split("}") if rule.strip()]
+    style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
+    rules = re.findall(r"([^{}]+)\{[^{}]*\}", re.sub(r"@media[^{]*\{", "", style))
     assert len(rules) > 10
     for rule in rules:  # none changes what is around
-        assert all(s.strip().startswith(".onnxpar") for s in rule.split("{")[0].split(","))
-
-
-def synthetic(
-    name: str, block: str = "", size: int = 4, op: str = "Add", kind: str = NODE, ms: float = 1.0
-) -> Step:
-    """A node of one operand and one result, of this size."""
-    seconds = Prediction(0.0, ms / 1e3) if kind == COLLECTIVE else Prediction(ms / 1e3, 0.0)
-    port = (Operand(f"{name}.x", str(size), "[tp]"),)
-    return Step(name, op, kind, block, 0, port, port, seconds, size)
-
-
-def of_steps(steps: Sequence[Step]) -> Explained:
-    return Explained(Plan("m", Mesh.parse("tp=2"), None, [], [], [], [], [], []), tuple(steps))
+        assert all(s.strip(" }\n").startswith(".onnxpar") for s in rule.split(","))
 
 
 def test_thousands_of_nodes() -> None:
@@ -221,7 +200,7 @@ def test_thousands_of_nodes() -> None:
     assert len(text) < 2_000_000
     found = Page(text)
     rows = found.nodes()
-    left = sum(int(n) for n in re.findall(r"and (\d+) more nodes", found.text))
+    left = sum(int(n.replace(",", "")) for n in re.findall(r"([\d,]+) more rows", found.text))
     assert len(rows) > 1000 and len(rows) + left == 20_000
     bars = found.of("rect", "compute")
     assert 0 < len(bars) <= 1000
@@ -255,7 +234,7 @@ def test_blocks_that_repeat_stand_once() -> None:
         (UPDATE, UPDATE, 1, ["u12"]),
     ]
     text = Page(page(of_steps([*named, *plain]))).text
-    assert "h.0 to h.2, 3 times alike: 2 nodes, 2.000 ms each" in text
+    assert "h.0 to h.2: 3 times 2 nodes, 2.000 ms each time" in text
     other_layout = replace(named[2], operands=(Operand("x", "1", "[-]"),))
     assert len(list(of_steps([*named[:2], other_layout, named[3]]).blocks())) == 2
 
@@ -288,10 +267,11 @@ def test_blocks_of_a_training_step(tmp_path: Path) -> None:
     blocks = [block.name for block in found.blocks()]
     assert blocks[0] == "" and blocks[-1] == UPDATE
     assert found.plan.step is not None
-    assert (
-        f"states of a rank: {size_text(found.plan.memory['states_per_rank'])}"
-        in Page(page(found)).text
-    )
+    told = Page(page(found))
+    assert told.terms["states per rank"] == size_text(found.plan.memory["states_per_rank"])
+    states = [texts[0] for _, texts in told.table("states")]
+    assert sorted(states) == sorted(source for source, _ in found.plan.states)
+    assert "loss" in {texts[0] for _, texts in told.table("outputs")}
 
 
 def test_the_file_is_whole_or_not_there(explained: Explained, tmp_path: Path) -> None:
@@ -312,7 +292,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     how = ["plan", str(model), "--devices", "2", "--html", str(out)]
     assert main([*how, "--preset", "tensor-parallel"]) == 0
     assert f"written to {out}" in capsys.readouterr().out
-    assert "mesh tp=2, tensor-parallel" in Page(out.read_text()).text
+    assert "mesh tp=2, strategy tensor-parallel" in Page(out.read_text()).text
     assert main([*how, "--candidates", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     found = Page(out.read_text())
@@ -321,10 +301,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     names = [texts[0] for _, texts in rows if texts[0] != "one rank"]
     assert names == [c["strategy"] for c in told["candidates"]] and len(rows) == len(names) + 1
     assert [texts[0] for kind, texts in rows if kind == "winner"] == names[:1]
-    assert told["why"] in found.text and f", {winner['strategy']}" in found.text
-    assert f"predicted: {winner['predicted']['total'] * 1e3:.3f} ms a run" in found.text
+    assert told["why"] in found.text and f"strategy {winner['strategy']}" in found.text
+    assert found.terms["one run"] == f"{winner['predicted']['total'] * 1e3:.3f} ms"
     assert main([*how, "--candidates", "--preset", "tensor-parallel"]) == 0
-    assert "mesh tp=2, tensor-parallel" in Page(out.read_text()).text
+    assert "mesh tp=2, strategy tensor-parallel" in Page(out.read_text()).text
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,29 +315,3 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StrategyError, match="of a manual program nothing is predicted"):
         explain(model, Options(devices=2, preset="manual"))
     assert os.listdir(tmp_path) == ["m.onnx"]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
-def test_a_browser_shows_it(explained: Explained, tmp_path: Path) -> None:
-    write_page(tmp_path / "r.html", explained, None)
-    assert BROWSER is not None
-    dom = browse(BROWSER, tmp_path, "--dump-dom")
-    assert Page(dom).nodes() == Page(page(explained)).nodes()
-    images = pytest.importorskip("PIL.Image")
-    browse(BROWSER, tmp_path, f"--screenshot={tmp_path / 'r.png'}", "--window-size=1200,1000")
-    with images.open(tmp_path / "r.png") as image:
-        colours = {colour: n for n, colour in image.convert("RGB").getcolors(1 << 24)}
-    for bars in ((0x3F, 0x7F, 0xBF), (0xD9, 0x60, 0x2B)):
-        assert colours.get(bars, 0) > 100
-
-
-def browse(browser: str, folder: Path, *flags: str) -> str:
-    """Opens the page in a browser without a window; returns what it prints."""
-    calm = ("background-networking", "component-update", "sync", "gpu")
-    how = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{it}" for it in calm)]
-    how.append(f"--user-data-dir={folder / 'profile'}")
-    url = (folder / "r.html").as_uri()
-    done = subprocess.run(
-        [browser, *how, *flags, url], capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout

@@ -1,0 +1,41 @@
+
+// Shows the rows that have all words of the box; a layout in brackets is one word. Blocks unfold
+// until so many rows are in sight, as thousands take a browser long to lay out.
+(() => {
+  const enough = 300;
+  const form = document.querySelector(".onnxpar .search");
+  const input = form.querySelector("input"), count = form.querySelector("output");
+  const blocks = [...document.querySelectorAll(".onnxpar .block")].map(box => ({
+    box, wasOpen: box.open, rows: [...box.querySelectorAll("tbody tr")], texts: null }));
+  const total = blocks.reduce((sum, block) => sum + block.rows.length, 0);
+  const textOf = row => [...row.cells].map(cell => cell.textContent).join("\n").toLowerCase();
+  const number = count => count.toLocaleString("en");
+  let words = [];
+
+  function filter() {
+    const now = input.value.toLowerCase().match(/\[[^\]]*\]?|[^\s[]+/g) || [];
+    if (now.join("\n") === words.join("\n")) return;
+    let shown = 0;
+    for (const block of blocks) {
+      if (!words.length) block.wasOpen = block.box.open;
+      block.texts ||= block.rows.map(textOf);
+      const fits = block.texts.map(text => now.every(word => text.includes(word)));
+      block.rows.forEach((row, i) => { if (row.hidden === fits[i]) row.hidden = !fits[i]; });
+      const found = fits.filter(Boolean).length;
+      block.box.hidden = !found;
+      block.box.open = now.length ? found > 0 && shown < enough : block.wasOpen;
+      if (now.length) block.box.dataset.found = number(found);
+      else delete block.box.dataset.found;
+      shown += found;
+    }
+    words = now;
+    count.textContent = now.length ? `${number(shown)} of ${number(total)} rows` : "";
+  }
+  let waiting;
+  input.addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(filter, 100);
+  });
+  form.addEventListener("submit", event => { event.preventDefault(); filter(); });
+  form.hidden = false;
+})();
