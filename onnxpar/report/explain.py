@@ -13,12 +13,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.compiler.plan import Plan
+from onnxpar.compiler.plan import Plan, open_shape
 from onnxpar.compiler.summary import activations
 from onnxpar.errors import StrategyError
 from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.layout.layout import Layout
 from onnxpar.manual.manual import MANUAL
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options
@@ -213,7 +214,7 @@ class _Blocks:
 def _operands(node: gs.Node, ctx: PassContext) -> Iterator[Operand]:
     if node.domain == DOMAIN and "axes" in node.attrs:
         for tensor, before, _ in reshards(node):
-            yield Operand(tensor.name, _shape(tensor), before.text(ctx.sharding.mesh))
+            yield Operand(tensor.name, _shape(tensor, before), before.text(ctx.sharding.mesh))
         return
     yield from (_operand(t, ctx) for t in node.inputs if t.name)
 
@@ -221,11 +222,15 @@ def _operands(node: gs.Node, ctx: PassContext) -> Iterator[Operand]:
 def _operand(tensor: gs.Tensor, ctx: PassContext) -> Operand:
     layout = ctx.layouts.get(tensor.name)
     text = "" if layout is None else layout.text(ctx.sharding.mesh)
-    return Operand(tensor.name, _shape(tensor), text)
+    return Operand(tensor.name, _shape(tensor, layout), text)
 
 
-def _shape(tensor: gs.Tensor) -> str:
-    return "?" if tensor.shape is None else "x".join(map(str, tensor.shape)) or "scalar"
+def _shape(tensor: gs.Tensor, layout: Layout | None) -> str:
+    """The global shape: the layout has that of the sizes that costs are for."""
+    shape = tensor.shape if layout is None else open_shape(layout.shape)
+    if shape is None:
+        return "?"
+    return "x".join("?" if size is None else str(size) for size in shape) or "scalar"
 
 
 def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:

@@ -23,7 +23,7 @@ KEY = {
     "[tp:(1)2]": "A part of an axis. With tp=4 seen as a grid of 2 by 2, tp:(1)2 is its outer axis "
     "of size 2, and tp:(2)2 its inner one.",
     "[dp, -] sum(tp)": "Partial: each rank along tp holds one term, and the tensor is the sum of "
-    "these terms. An AllReduce or a ReduceScatter adds them. max, min and prod are alike.",
+    "these terms. An AllReduce or a ReduceScatter adds them. max, min and prod work alike.",
 }
 """What each form of a layout says."""
 

@@ -282,9 +282,12 @@ def test_search_unfolds_what_it_finds(tab: Browser, blocks: Path) -> None:
     said, rows = searched(tab, "layers.30.n2")
     assert said.startswith("8 of ") and len(rows) == 8
     assert tab.run(open_blocks) == 1
+    titles = tab.run("document.querySelector('.block:not([hidden]) summary').textContent")
+    assert titles.startswith("layers.30: ") and titles.endswith(" (8 found)")
     tab.run("document.querySelectorAll('details')[3].open = true")
     searched(tab, "")
     assert tab.run(open_blocks) == before
+    assert "found" not in tab.run("document.body.innerText")
 
 
 def test_search_in_thousands_of_rows(tab: Browser, tmp_path: Path) -> None:
@@ -294,8 +297,8 @@ def test_search_in_thousands_of_rows(tab: Browser, tmp_path: Path) -> None:
     tab.open(tmp_path / "r.html")
     said, rows = searched(tab, "n")
     assert said == "4,000 of 4,000 rows" and 300 <= len(rows) < 400
-    told = "document.querySelectorAll('.block')[99].dataset.found"
-    assert tab.run(told) == "40"
+    told = "document.querySelectorAll('.block')[99].firstElementChild.textContent"
+    assert tab.run(told).endswith("(40 found)")
     said, rows = searched(tab, "n3999")
     assert said == "1 of 4,000 rows" and len(rows) == 1
 

@@ -17,6 +17,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.layout.layout import Concat, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axis, Mesh
+from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.pipeline import Options
 from onnxpar.report.charts import TICKS, Bar, memory_curve, merged, ticks, timeline
 from onnxpar.report.explain import COLLECTIVE, NODE, UPDATE, Explained, Operand, explain
@@ -70,6 +71,18 @@ def test_tensors_with_their_layouts(explained: Explained) -> None:
     assert [texts[0] for texts in weights] == [weight.name for weight in plan.weights]
     assert weights[0] == ["w1", "float32", "16x32", "[-, tp]", "2.0 kB", "1.0 kB"]
     assert "1 input" in found.text and "2 outputs" in found.text and "2 weights" in found.text
+
+
+def test_shapes_are_for_the_sizes_that_costs_are_for(tmp_path: Path) -> None:
+    text = "m (float[batch,16] x) => (float[batch,16] y) { a = Relu(x) y = Neg(a) }"
+    model = write_text(HEAD + text, tmp_path / "m.onnx")
+    typical = Typical.given({"batch": 6})
+    explained = explain(model, Options(devices=2, preset="data-parallel", typical=typical))
+    found = Page(page(explained))
+    assert "Shapes, times and bytes are for batch=6." in found.text
+    relu = next(texts for _, texts in found.nodes() if texts[0] == "Relu")
+    assert relu[2:4] == ["x 6x16 [dp, -]", "a 6x16 [dp, -]"]
+    assert found.table("inputs") == [("", ["x", "float32", "[batch, 16]", "[dp, -]"])]
 
 
 def test_the_key_reads_layouts_as_they_are_printed() -> None:

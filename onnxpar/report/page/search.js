@@ -6,7 +6,8 @@
   const form = document.querySelector(".onnxpar .search");
   const input = form.querySelector("input"), count = form.querySelector("output");
   const blocks = [...document.querySelectorAll(".onnxpar .block")].map(box => ({
-    box, wasOpen: box.open, rows: [...box.querySelectorAll("tbody tr")], texts: null }));
+    box, wasOpen: box.open, rows: [...box.querySelectorAll("tbody tr")], texts: null,
+    said: box.firstElementChild.appendChild(document.createElement("span")) }));
   const total = blocks.reduce((sum, block) => sum + block.rows.length, 0);
   const textOf = row => [...row.cells].map(cell => cell.textContent).join("\n").toLowerCase();
   const number = count => count.toLocaleString("en");
@@ -24,8 +25,7 @@
       const found = fits.filter(Boolean).length;
       block.box.hidden = !found;
       block.box.open = now.length ? found > 0 && shown < enough : block.wasOpen;
-      if (now.length) block.box.dataset.found = number(found);
-      else delete block.box.dataset.found;
+      block.said.textContent = now.length ? ` (${number(found)} found)` : "";
       shown += found;
     }
     words = now;
