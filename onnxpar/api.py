@@ -18,6 +18,7 @@ from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.manual.manual import MANUAL
 from onnxpar.model.given_model import Source, model_file
+from onnxpar.model.model_name import model_name
 from onnxpar.open_sizes.typical import sizes_text
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.dump import Dump
@@ -242,7 +243,7 @@ def compare_strategies(
     given = options if html is None else replace(options, preset=None, search=None)
     alone = on_one_rank(path, given)
     tried = (try_candidate(path, each) for each in follow(choices(path, given)))
-    found = fastest_first(path.name, options.aim.objective, tried, alone)
+    found = fastest_first(model_name(path), options.aim.objective, tried, alone)
     if html is not None:
         is_open = options.preset is None and options.search is None
         won = found.winner.explained if is_open else None

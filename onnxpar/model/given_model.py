@@ -67,5 +67,6 @@ def _parsed(model: bytes | onnx.ModelProto) -> tuple[bytes, onnx.ModelProto]:
 
 
 def _name(graph: str) -> str:
-    """The graph's name as that of a file."""
-    return re.sub(r"[^\w.-]", "_", graph)[:60].strip(".") or "model"
+    """The graph's name as that of a file; a name that says nothing would be that of our folder."""
+    name = re.sub(r"[^\w.-]", "_", graph)[:60].strip(".")
+    return name if name not in ("", "model") else "unnamed"

@@ -35,6 +35,7 @@ from onnxpar.lowering.compression import NONE
 from onnxpar.manual.manual import MANUAL, Manual, refuse_collectives
 from onnxpar.model.annotations import Configuration, choose_configuration
 from onnxpar.model.interchange import metadata_of
+from onnxpar.model.model_name import model_name
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.open_sizes.typical import Profile, Typical
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
@@ -346,7 +347,7 @@ def run_passes(
         ran.append(step.name)
         compressed = changed and isinstance(step, CompressCollectives)
         if compressed or isinstance(step, (InsertCollectives, KeepCollectives)):
-            plan = summarize(model.graph, ctx, model.path.name, ctx.preset)
+            plan = summarize(model.graph, ctx, model_name(model.path), ctx.preset)
         if isinstance(step, FuseAllReduces) and plan is not None and model.sizes is None:
             plan.predicted = predicted(model.graph, ctx)
             reckon(1.0, model.graph, ctx)

@@ -16,6 +16,7 @@ from onnxpar.files.write_file import whole_file
 from onnxpar.ir.subgraphs import captured, constants
 from onnxpar.layout.mesh import Axes, merge_axes
 from onnxpar.load.load import Model
+from onnxpar.model.model_name import model_name
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.presets.presets import default_rounds
 from onnxpar.runtime.trace import check_place
@@ -73,7 +74,7 @@ def _comment(model: Model, ctx: PassContext) -> str:
     mesh = ctx.sharding.mesh
     behind = "; then the batch is split over dp" if "dp" in mesh.sizes else ""
     return (
-        f"{model.path.name} over {mesh.size} ranks, by {how}.\n"
+        f"{model_name(model.path)} over {mesh.size} ranks, by {how}.\n"
         f"# What is not mentioned follows by propagation{behind}."
     )
 

@@ -1,0 +1,22 @@
+"""The name of a model: that of its file, or of its folder where the file is called model.onnx."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_SAYS_NOTHING = re.compile(r"model\.onnx|onnx|snapshots|[0-9a-f]{40}")
+"""Exporters write `gpt2/model.onnx`, hubs `gpt2/onnx/model.onnx`, and their caches
+`models--gpt2/snapshots/607a30d783dfa663caf39e06633721c8d4cfcd7e/onnx/model.onnx`."""
+
+
+def model_name(path: Path) -> str:
+    """The last part of a model's path that tells one model from another.
+
+    >>> model_name(Path("exports/gpt2/onnx/model.onnx")), model_name(Path("gpt2.onnx"))
+    ('gpt2', 'gpt2.onnx')
+    """
+    parts = Path(os.path.abspath(path)).parts[1:]
+    telling = (part for part in reversed(parts) if not _SAYS_NOTHING.fullmatch(part))
+    return next(telling, path.name)
