@@ -3,21 +3,34 @@
 ```python    runs; where the first line is `# file: NAME`, it is written to that file instead
 ```console   lines from `$ ` on are commands, the others what they print; `...` stands for anything
 ```yaml      is written to the file that its first line names, as above
-Other blocks (text, toml, sh) only show something.
+Other blocks (text, toml, sh) only show something: commands in them are parsed, but not run.
+
+A comment before a block, which no page shows, says what it needs beside onnxpar, and which files of
+the repository take the place of those that it would write where that is not installed:
+
+<!-- needs torch, transformers; else llama.onnx = models/llama.dynamo.static.onnx -->
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"(?:^ *<!-- needs (?P<needs>[^;>]*?)(?:; else (?P<files>[^>]*?))? -->\n)?"
+    r"^(?P<indent> *)```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
 _FILE = re.compile(r"# file: (\S+)\n")
 _ERROR_TEXT = r"\d\.\de[-+]\d\d"
 _ERROR = re.compile(r"\d\\\.\de\\-\d\d")
@@ -29,17 +42,33 @@ TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its kind, its text and the line of the page that it begins on."""
+    """A fenced block: its kind, its text and the line of the page that it begins on; the modules or
+    programs that it needs, and files that stand in for those that it would write without them."""
 
     kind: str
     text: str
     line: int
+    needs: tuple[str, ...] = ()
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[str]:
+        """Which of what it needs is not installed."""
+        return [need for need in self.needs if not shutil.which(need) and find_spec(need) is None]
 
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page."""
     text = page.read_text()
-    return [Block(m[1], m[2], text[: m.start()].count("\n") + 1) for m in _FENCE.finditer(text)]
+    return [_block(match, text) for match in _FENCE.finditer(text)]
+
+
+def _block(match: re.Match[str], page: str) -> Block:
+    needs = tuple(need.strip() for need in (match["needs"] or "").split(",") if need.strip())
+    pairs = [pair.split(" = ") for pair in (match["files"] or "").split(",") if pair]
+    line = page[: match.start("kind")].count("\n") + 1
+    stand_ins = {name.strip(): source.strip() for name, source in pairs}
+    return Block(match["kind"], textwrap.dedent(match["text"]), line, needs, stand_ins)
 
 
 def run(block: Block, folder: Path) -> None:
@@ -47,6 +76,10 @@ def run(block: Block, folder: Path) -> None:
     named = _FILE.match(block.text)
     if named is not None and block.kind != "console":
         (folder / named[1]).write_text(block.text)
+    elif block.missing:
+        for name, source in block.stand_ins.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / source, folder / name)
     elif block.kind == "python":
         _run([sys.executable, "-c", block.text], folder)
     elif block.kind == "console":
@@ -61,8 +94,24 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
     """(command, what it prints) of a console block."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         lines = part.split("\n")
-        end = next(i for i, line in enumerate(lines) if not line.endswith("\\"))
+        end = next(i for i in range(len(lines)) if not _goes_on(lines[: i + 1]))
         yield "\n".join(lines[: end + 1]), "\n".join(lines[end + 1 :])
+
+
+def _goes_on(lines: list[str]) -> bool:
+    """Whether a command has more lines: after a backslash, or within quotes."""
+    try:
+        shlex.split("\n".join(lines), comments=True)
+    except ValueError:
+        return True
+    return lines[-1].endswith("\\")
+
+
+def shown_commands(block: Block) -> Iterator[list[str]]:
+    """The arguments of each call of onnxpar in a block that is shown but not run."""
+    text = block.text.replace("\\\n", " ")
+    for match in re.finditer(r"^(?:\$ )?(?:[^#\n$]*\s)?onnxpar (?P<rest>[a-z].*)$", text, re.M):
+        yield shlex.split(match["rest"].rstrip("'"), comments=True)
 
 
 def matches(printed: str, found: str) -> bool:
@@ -87,7 +136,9 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def _environment(folder: Path) -> Mapping[str, str]:
-    """One where `onnxpar` and `python` are those that run the tests, and modules of the folder can
-    be imported."""
+    """One where `onnxpar` and `python` are those that run the tests, modules of the folder can be
+    imported, nothing is downloaded, and mpirun may run as root."""
     here = str(Path(sys.executable).parent)
-    return {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = {"PATH": f"{here}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    return {**os.environ, **root, **path, "HF_HUB_OFFLINE": "1"}
