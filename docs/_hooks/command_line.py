@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
-from onnxpar.cli import parser
+from onnxpar.cli.command_line import parser
 
 PLACE = "<!-- commands -->"
 """Where a page wants the commands."""

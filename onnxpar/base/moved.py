@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "onnxpar.pass_order": "onnxpar.pipeline.pass_order",
     "onnxpar.passes.pass_": "onnxpar.compiler.pass_",
     "onnxpar.rules.case": "onnxpar.testing.case",
     "onnxpar.rules.proof": "onnxpar.testing.proof",

@@ -326,7 +326,7 @@ def _add_plugin(to: argparse.ArgumentParser) -> None:
         default=[],
         metavar="MODULE",
         help="import passes and sharding rules of your own: a module, or a file x.py; installed "
-        "packages add theirs by entry points (see docs/extending.md)",
+        "packages add theirs by entry points (see docs/how-to/pass.md)",
     )
 
 

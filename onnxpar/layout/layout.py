@@ -259,6 +259,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
         return not self.axes
 
     def reduced(self) -> Layout:

@@ -163,7 +163,7 @@ def lines(table: Sequence[OpRow]) -> Iterator[str]:
 
 
 def markdown() -> str:
-    """All rows as docs/ops.md."""
+    """All rows as docs/reference/ops.md."""
     head = ("op", "rule", "splits", *COUNTS, "gradient", "whole, and why")
     out = ["# Ops", "", NOTE, "", "Written by `python tests/peer/run.py --write`.", ""]
     out += [_cells(head), _cells(["---"] * len(head))]

@@ -249,10 +249,10 @@ def test_it_is_given_as_a_file(
 
 
 def test_the_file_in_the_docs_is_read() -> None:
-    text = (Path(__file__).parents[2] / "docs/search.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/how-to/topology.md").read_text()
     block = text[text.index("\nlevels:\n") + 1 :]
     lines = takewhile(lambda line: not line.startswith("```"), block.splitlines())
-    read = Topology.of(yaml.safe_load("\n".join(lines)), "docs/search.md")
+    read = Topology.of(yaml.safe_load("\n".join(lines)), "docs/how-to/topology.md")
     assert [level.name for level in read.levels] == ["host", "rack", "cluster"]
     assert read.units() == [8, 32] and read.ranks is None
     assert read.device == Device(1e11, 1.2e10, 1e-6, 1.6e10, 6e10, 8e-9)

@@ -26,13 +26,13 @@ from onnxpar.testing.proof import prove
 
 ROOT = Path(__file__).parents[2]
 PROOF = ROOT / "onnxpar" / "rules" / "proof.json"
-DOCS = ROOT / "docs" / "ops.md"
+DOCS = ROOT / "docs" / "reference" / "ops.md"
 KINDS = (SPLIT, GATHERED, REFUSED)
 
 
 def write_proofs(outcomes: Iterable[Outcome] | None) -> None:
-    """Writes proof.json and docs/ops.md behind a whole run; with None, the rules of today beside
-    the counts of the last run."""
+    """Writes proof.json and docs/reference/ops.md after a whole run; with None, the rules of today
+    beside the counts of the last run."""
     if outcomes is None:
         old: dict[str, Any] = json.loads(PROOF.read_text())
         counts = {op: {k: proof.get(k, 0) for k in KINDS} for op, proof in old.items()}

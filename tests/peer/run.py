@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put every outcome")
     parser.add_argument(
-        "--write", action="store_true", help="write rules/proof.json and docs/ops.md of a whole run"
+        "--write",
+        action="store_true",
+        help="write rules/proof.json and docs/reference/ops.md of a whole run",
     )
     parser.add_argument(
         "--write-rules", action="store_true", help="write these with the counts of the last run"

@@ -72,7 +72,7 @@ losses and parameters where onnxruntime has kernels in float64 for the whole ste
 1e-3, 1e-5, twice the unsplit step's, and 1e-9; of `resnet` on 2 rows, whose batch-norms multiply
 what float32 rounds, for 50 steps twice the unsplit step's error against PyTorch, and 5e-5.
 
-Written by `python tests/training/matrix.py --write docs/agreement.md`."""
+Written by `python tests/training/matrix.py --write docs/reference/agreement.md`."""
 EARLY = 10
 ROUNDING = 1e-6
 """An error against PyTorch that float32 has anyway."""

@@ -1,0 +1,140 @@
+"""The documentation site: it builds without a warning, and its reference is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs.blocks import ROOT
+
+import onnxpar
+from onnxpar.cli.command_line import parser
+
+REFERENCE = ROOT / "docs" / "reference"
+SHOWN_OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. Any warning, such as a link that leads nowhere, fails."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_it_needs_nothing_from_elsewhere(site: Path) -> None:
+    """No page loads a font, a script, a style or a picture from another host."""
+    loaded = re.compile(
+        r"<(?:script|img|link rel=\"stylesheet\")[^>]*?(?:src|href)=\"?https?:[^>]*>"
+    )
+    for page in site.rglob("*.html"):
+        assert not loaded.findall(page.read_text()), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(\"?https?:", style.read_text()), style
+
+
+def test_the_command_line_has_every_command_and_option(site: Path) -> None:
+    text = (site / "reference" / "command-line.html").read_text()
+    flags = set(re.findall(r"<code>([^<]*)</code>", text))
+    for command in commands(parser()):
+        assert f">{command.prog}<" in text
+        for action in command._actions:
+            for flag in action.option_strings:
+                assert flag == "-h" or any(
+                    flag in shown.replace(",", " ").split() for shown in flags
+                )
+
+
+def commands(of: Any) -> Iterator[Any]:
+    """The commands of a parser, and the commands of commands instead of those."""
+    for action in of._actions:
+        if action.__class__.__name__ == "_SubParsersAction":
+            for each in action.choices.values():
+                yield from list(commands(each)) or [each]
+
+
+def shown_objects() -> list[str]:
+    """What the reference shows, by name."""
+    return [
+        n for page in sorted(REFERENCE.glob("*.md")) for n in SHOWN_OBJECT.findall(page.read_text())
+    ]
+
+
+def test_the_reference_shows_the_whole_public_interface() -> None:
+    shown = set(shown_objects())
+    assert not {f"onnxpar.{name}" for name in onnxpar.__all__} - shown
+    from onnxpar import training
+
+    assert not {f"onnxpar.training.{name}" for name in training.__all__} - shown
+
+
+def test_all_that_the_reference_shows_has_a_docstring() -> None:
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("onnxpar", search_paths=[str(ROOT)], resolve_aliases=True)
+    lacking = []
+    for name in shown_objects():
+        lacking += list(without_docstring(package[name.removeprefix("onnxpar.")]))
+    assert not lacking
+
+
+def without_docstring(shown: Any) -> Iterator[str]:
+    """The object and its public members that say nothing of themselves. Fields of a dataclass are
+    described by the docstring of the class."""
+    if not shown.has_docstring:
+        yield shown.canonical_path
+    for name, member in shown.members.items():
+        is_code = member.is_function or member.is_class or "property" in member.labels
+        if (
+            not name.startswith("_")
+            and is_code
+            and (shown.is_class or name in (shown.exports or ()))
+        ):
+            yield from without_docstring(member)
+
+
+def test_plan_json_is_described(tmp_path: Path) -> None:
+    onnxpar.shard(
+        ROOT / "models/dlrm.dynamo.static.onnx",
+        tmp_path / "m.par",
+        mesh="tp=2",
+        preset="tensor-parallel",
+    )
+    plan = json.loads((tmp_path / "m.par" / "plan.json").read_text())
+    text = (REFERENCE / "plan-json.md").read_text()
+
+    def keys(head: str) -> list[str]:
+        section = text[text.index(f"\n## {head}\n") + 1 :]
+        cells = re.findall(r"^\| (`[^|]*`) \|", section.split("\n## ")[0], re.MULTILINE)
+        return [key for cell in cells for key in re.findall(r"`(\w+)`", cell)]
+
+    assert set(keys("Keys")) == set(plan)
+    assert set(keys("Ports")) == {*plan["inputs"][0], "default"}
+    assert set(keys("Training steps")) == set(onnxpar.training.Step.__dataclass_fields__)
+    assert plan["collectives"] and set(keys("Collectives")) == set(plan["collectives"][0])
+
+
+def test_every_op_of_the_plugin_is_described() -> None:
+    source = (ROOT / "onnxpar/native/op_registry.cc").read_text()
+    table = source[source.index("kSchemas[] = {") :].split("\n};")[0]
+    ops = set(re.findall(r'\{"(\w+)"', table))
+    text = (REFERENCE / "plugin-ops.md").read_text()
+    assert ops and ops == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+
+
+def test_type_checkers_see_the_types() -> None:
+    assert files("onnxpar").joinpath("py.typed").is_file()
