@@ -1,27 +1,41 @@
-"""The loss of a run as a picture."""
+"""A picture of the loss of a training run."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+FEW = 30
+"""Steps up to which each is marked: a line through one point is not seen."""
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draws the loss over the steps, and where there are any the losses of evaluations, from a file
+    """Draws the loss over the steps, and the loss of evaluations where there are any, from a file
     of metrics, one JSON object a line."""
-    from matplotlib.figure import Figure  # takes a second to import
-
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    figure_of(rows).savefig(picture, dpi=120)
+
+
+def figure_of(rows: Sequence[Mapping[str, float]]) -> Any:
+    """The same as a figure of matplotlib."""
+    from matplotlib.figure import Figure  # takes a second to import
+    from matplotlib.ticker import MaxNLocator
+
     steps = [row for row in rows if "loss" in row]
+    evaluated = [row for row in rows if "eval_loss" in row]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], label="loss", linewidth=1)
-    evaluated = [row for row in rows if "eval_loss" in row]
+    style = "o-" if len(steps) <= FEW else "-"
+    losses = [row["loss"] for row in steps]
+    axes.plot([row["step"] for row in steps], losses, style, label="training loss", linewidth=1)
     if evaluated:
         at = [row["step"] for row in evaluated]
-        axes.plot(at, [r["eval_loss"] for r in evaluated], "o-", label="evaluation")
+        axes.plot(at, [row["eval_loss"] for row in evaluated], "s-", label="evaluation loss")
         axes.legend()
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
-    figure.savefig(picture, dpi=120)
+    return figure
