@@ -36,13 +36,21 @@ class Browser:
         self._session = attached["sessionId"]
         self._call("Page.enable")
 
-    def open(self, file: Path, width: int = DESKTOP, height: int = 800, dark: bool = False) -> None:
-        """Shows a file in a window of this size, as a phone does where it is narrow."""
+    def open(
+        self,
+        file: Path,
+        width: int = DESKTOP,
+        height: int = 800,
+        dark: bool = False,
+        scale: int = 1,
+    ) -> None:
+        """Shows a file in a window of this size in CSS pixels, each of `scale` on the screen, as a
+        phone does where it is narrow."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
-            deviceScaleFactor=1,
+            deviceScaleFactor=scale,
             mobile=width < 600,
         )
         mode = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

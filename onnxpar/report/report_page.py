@@ -57,6 +57,7 @@ def core(explained: Explained, candidates: Candidates | None = None) -> str:
     parts = [
         *_header(explained),
         *(_candidates(candidates) if candidates is not None else ()),
+        *(_which(explained.plan) if candidates is not None else ()),
         "<h2>Timeline of a rank</h2>",
         "<p>Predicted by the cost model: the rank runs its nodes and collectives one after the "
         "other.</p>",
@@ -125,6 +126,12 @@ def _header(explained: Explained) -> Iterator[str]:
         yield f"<p>Sizes of the model are dynamic. Shapes, times and bytes are for {sizes}.</p>"
     for note in plan.notes:
         yield f"<p>Note: {escape(note)}</p>"
+
+
+def _which(plan: Plan) -> Iterator[str]:
+    """Which of the candidates the page shows: not always the winner."""
+    strategy = escape(f"{plan.preset or 'the strategy'} {plan.mesh}")
+    yield f"<p>The rest of this page shows the plan of <b>{strategy}</b>.</p>"
 
 
 def _candidates(candidates: Candidates) -> Iterator[str]:

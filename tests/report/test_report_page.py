@@ -316,7 +316,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [texts[0] for kind, texts in rows if kind == "winner"] == names[:1]
     assert told["why"] in found.text and f"strategy {winner['strategy']}" in found.text
     assert found.terms["one run"] == f"{winner['predicted']['total'] * 1e3:.3f} ms"
+    assert f"shows the plan of {winner['strategy']} dp=2." in found.text
     assert main([*how, "--candidates", "--preset", "tensor-parallel"]) == 0
+    assert "shows the plan of tensor-parallel tp=2." in Page(out.read_text()).text
     assert "mesh tp=2, strategy tensor-parallel" in Page(out.read_text()).text
 
 
