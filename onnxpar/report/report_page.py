@@ -67,11 +67,18 @@ def core(explained: Explained, candidates: Candidates | None = None) -> str:
         memory_curve(explained.steps),
         *layout_key(),
         _SEARCH,
-        *tensors(explained.plan),
-        *nodes(explained),
-        *collectives(explained),
+        *_section(tensors(explained.plan)),
+        *_section(nodes(explained)),
+        *_section(collectives(explained)),
     ]
     return _block(parts)
+
+
+def _section(parts: Iterable[str]) -> Iterator[str]:
+    """Tables under one heading: the search box hides it where it finds nothing in it."""
+    yield "<section>"
+    yield from parts
+    yield "</section>"
 
 
 def explained_of(plan: Plan) -> Explained:

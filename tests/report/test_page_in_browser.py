@@ -271,6 +271,10 @@ def test_search(tab: Browser, explained: Explained, file: Path) -> None:
     assert len(rows) >= 2 and all(LONG in row for row in rows)
     said, rows = searched(tab, "nowhere")
     assert (said, rows) == (f"0 of {total} rows", [])
+    assert tab.run("document.body.innerText").endswith(said)
+    headings = "[...document.querySelectorAll('section h2')].map(it => it.innerText.split(',')[0])"
+    searched(tab, "AllReduce_c")
+    assert tab.run(headings.replace("map(", "filter(it => it.checkVisibility()).map(")) == ["Nodes"]
     said, after = searched(tab, " ")
     assert (said, after) == ("", before)
 

@@ -11,6 +11,7 @@
   const total = blocks.reduce((sum, block) => sum + block.rows.length, 0);
   const textOf = row => [...row.cells].map(cell => cell.textContent).join("\n").toLowerCase();
   const number = count => count.toLocaleString("en");
+  const sections = [...document.querySelectorAll(".onnxpar section")];
   let words = [];
 
   function filter() {
@@ -28,6 +29,8 @@
       block.said.textContent = now.length ? ` (${number(found)} found)` : "";
       shown += found;
     }
+    for (const section of sections)
+      section.hidden = now.length > 0 && !section.querySelector(".block:not([hidden])");
     words = now;
     count.textContent = now.length ? `${number(shown)} of ${number(total)} rows` : "";
   }
