@@ -243,7 +243,7 @@ def compare_strategies(
     given = options if html is None else replace(options, preset=None, search=None)
     alone = on_one_rank(path, given)
     tried = (try_candidate(path, each) for each in follow(choices(path, given)))
-    found = fastest_first(model_name(path), options.aim.objective, tried, alone)
+    found = fastest_first(model_name(path), options.objective.goal, tried, alone)
     if html is not None:
         is_open = options.preset is None and options.search is None
         won = found.winner.explained if is_open else None

@@ -11,9 +11,9 @@ from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
 from onnxpar.errors import SizeError
 from onnxpar.presets.presets import default_rounds, preset_rounds
 from onnxpar.search.search import AUTO, EXHAUSTIVE, solve
-from onnxpar.strategy.annotated_strategy import annotation_seeds, check_agreement
+from onnxpar.strategy.annotated_strategy import check_agreement, onnx_annotations
 from onnxpar.strategy.derived_annotations import with_derived
-from onnxpar.strategy.strategy import Seed, seeds_of
+from onnxpar.strategy.strategy import Annotation, annotations_of
 
 
 @dataclass(frozen=True)
@@ -42,32 +42,32 @@ class AnnotateStrategy(Pass):
                 f"{error}; sizes are open (here imagined as {imagined}): give {sizes.flags} to fix "
                 "them"
             ) from None
-        return bool(ctx.seeds)
+        return bool(ctx.annotations)
 
     def _collect(self, graph: gs.Graph, ctx: PassContext) -> None:
-        ctx.seeds, ctx.asked = [], []
+        ctx.annotations, ctx.asked = [], []
         if ctx.annotated is not None:
-            noted: list[Seed] = list(annotation_seeds(ctx.annotated, ctx.sharding))
+            noted: list[Annotation] = list(onnx_annotations(ctx.annotated, ctx.sharding))
             ctx.asked += noted
-            ctx.seeds.append(with_derived(noted, ctx.sharding))
+            ctx.annotations.append(with_derived(noted, ctx.sharding))
         if ctx.strategy is not None:
-            asked: list[Seed] = list(seeds_of(ctx.strategy, ctx.sharding))
-            check_agreement(ctx.seeds[0] if ctx.seeds else [], asked, ctx.sharding.mesh)
+            asked: list[Annotation] = list(annotations_of(ctx.strategy, ctx.sharding))
+            check_agreement(ctx.annotations[0] if ctx.annotations else [], asked, ctx.sharding.mesh)
             ctx.asked += asked
-            ctx.seeds.append(with_derived(asked, ctx.sharding))
+            ctx.annotations.append(with_derived(asked, ctx.sharding))
         if ctx.preset in (AUTO, EXHAUSTIVE):
             if ctx.found is None:
                 ctx.found = solve(
                     graph,
                     ctx.sharding,
                     ctx.model.states,
-                    given=ctx.seeds,
+                    given=ctx.annotations,
                     how=ctx.preset,
-                    aim=ctx.aim,
+                    objective=ctx.objective,
                     step=ctx.model.step,
-                ).seeds
-            ctx.seeds.append(ctx.found)
+                ).annotations
+            ctx.annotations.append(ctx.found)
         elif ctx.preset is None:
-            ctx.seeds += default_rounds(graph, ctx.sharding, ctx.model.step)
+            ctx.annotations += default_rounds(graph, ctx.sharding, ctx.model.step)
         else:
-            ctx.seeds += preset_rounds(graph, ctx.sharding, ctx.preset, ctx.model.step)
+            ctx.annotations += preset_rounds(graph, ctx.sharding, ctx.preset, ctx.model.step)

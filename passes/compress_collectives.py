@@ -21,7 +21,7 @@ from onnxpar.lowering.buckets import BUCKET_BYTES, Kind, independent_groups
 from onnxpar.lowering.compression import TWO_BIT, Compression, gradient_reductions
 from onnxpar.lowering.schedule import schedule
 from onnxpar.lowering.threshold_codes import Sum, ThresholdBuilder, other_axes
-from onnxpar.sharding.part_bytes import part_bytes
+from onnxpar.sharding.shard_bytes import shard_bytes
 
 _WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProto.BFLOAT16}
 
@@ -218,7 +218,7 @@ def _reduced(node: gs.Node) -> Layout:
 
 
 def _size(node: gs.Node, ctx: PassContext) -> int:
-    return part_bytes(node.inputs[0], node.attrs["before"], ctx.sharding.mesh)
+    return shard_bytes(node.inputs[0], node.attrs["before"], ctx.sharding.mesh)
 
 
 def _like(

@@ -42,7 +42,7 @@ class FuseAllReduces(Pass):
     excludes = (LOCAL,)
     by: str = "size"
     bucket_bytes: int = BUCKET_BYTES
-    part_bytes: int = PART_BYTES
+    shard_bytes: int = PART_BYTES
     tail_us: int = 1000
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
@@ -59,7 +59,7 @@ class FuseAllReduces(Pass):
             limit = sys.maxsize
         changed = fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first)
         if ctx.model.sizes is None:  # parts that are equal at one size may not be at another
-            limit = self.part_bytes
+            limit = self.shard_bytes
             changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
         return changed
 

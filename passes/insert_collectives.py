@@ -15,14 +15,14 @@ from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.subgraphs import captured, constants, is_random
 from onnxpar.ir.tensors import element_bytes
 from onnxpar.lowering.schedule import schedule
-from onnxpar.reshard.graph import Step
-from onnxpar.reshard.planner import Bytes, Tensor, cost, plan_tree
+from onnxpar.reshard.graph import ReshardStep
+from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, plan_tree
 from onnxpar.sharding.factors import BodyFactors, OpFactors
-from onnxpar.sharding.part_bytes import mean_bytes
-from onnxpar.sharding.partial_sums import Pending, choose_pending
-from onnxpar.sharding.state import Placement
-from onnxpar.strategy.requested import check_asked
-from onnxpar.strategy.strategy import TensorSeed
+from onnxpar.sharding.partial_sums import PartialSums, choose_pending
+from onnxpar.sharding.shard_bytes import mean_bytes
+from onnxpar.sharding.state import FactorSharding
+from onnxpar.strategy.requested import check_requested
+from onnxpar.strategy.strategy import TensorAnnotation
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Read:
 
     node: gs.Node | gs.Graph
     index: int
-    need: Placement
+    need: FactorSharding
 
     def take(self, tensor: gs.Tensor) -> None:
         """Reads this tensor from now on."""
@@ -62,7 +62,7 @@ class _Insertion:
         self.graph = graph
         self.ctx = ctx
         self.sharding = ctx.sharding
-        self.made: dict[str, Placement] = {}
+        self.made: dict[str, FactorSharding] = {}
         self.reads: dict[str, list[_Read]] = defaultdict(list)
         self.scopes: dict[str, gs.Graph] = {}
         self.changed = False
@@ -70,7 +70,7 @@ class _Insertion:
     def run(self) -> bool:
         self.sharding.settle()
         self._pin_states()
-        check_asked(self.ctx.asked, self.sharding, self.ctx.model.states)
+        check_requested(self.ctx.asked, self.sharding, self.ctx.model.states)
         pending = self._pending()
         for op in self.sharding.factors.ops:
             if not op.bodies:
@@ -99,12 +99,12 @@ class _Insertion:
         schedule(self.graph)
         return self.changed
 
-    def _pending(self) -> Pending:
+    def _pending(self) -> PartialSums:
         choices = self.ctx.choices
         if choices.results is None:
             chosen = choose_pending(self.graph, self.sharding)
             choices.results, choices.operands = chosen.results, chosen.operands
-        return Pending(self.sharding, choices.results, choices.operands)
+        return PartialSums(self.sharding, choices.results, choices.operands)
 
     def _check_random(self, node: gs.Node) -> None:
         """Errors: StrategyError where ranks would draw values that no collective can hand on."""
@@ -115,7 +115,7 @@ class _Insertion:
                 "rank: each rank would draw its own; declare the shapes of the model's inputs"
             )
 
-    def _note_body(self, op: OpFactors, body: BodyFactors, pending: Pending) -> None:
+    def _note_body(self, op: OpFactors, body: BodyFactors, pending: PartialSums) -> None:
         """A body is handed tensors, and hands them back, as the node has them outside."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
@@ -131,7 +131,7 @@ class _Insertion:
         for tensor, reader, index in captured(node):
             leaves = self.sharding.tensors.get(tensor.name)
             if leaves is not None:
-                whole = Placement(tuple(() for _ in leaves))
+                whole = FactorSharding(tuple(() for _ in leaves))
                 self.reads[tensor.name].append(_Read(reader, index, whole))
 
     def _pin_states(self) -> None:
@@ -140,7 +140,7 @@ class _Insertion:
         for source, result in self.ctx.model.states:
             if source not in tensors or result not in tensors:
                 continue
-            axes = self.sharding.tensor_placement(source).leaves
+            axes = self.sharding.tensor_sharding(source).leaves
             for name in (source, result):
                 leaves = self.sharding.state_leaves(axes, source, result, name)
                 self.sharding.tensors[name] = list(leaves)
@@ -153,21 +153,21 @@ class _Insertion:
         if name not in self.sharding.factors.tensors:
             return
         if name in self.sharding.pinned:
-            placement = self.sharding.tensor_placement(name)
+            factor_sharding = self.sharding.tensor_sharding(name)
         else:
-            placement = self._fed(tensor)
-        self._serve(tensor, placement, self.reads[name])
+            factor_sharding = self._fed(tensor)
+        self._serve(tensor, factor_sharding, self.reads[name])
 
-    def _fed(self, tensor: gs.Variable) -> Placement:
+    def _fed(self, tensor: gs.Variable) -> FactorSharding:
         """How an input is fed that nobody asked for, as decided before if it was."""
-        known: dict[str, Placement] = self.ctx.choices.fed
+        known: dict[str, FactorSharding] = self.ctx.choices.fed
         if tensor.name not in known:
             needs = [read.need for read in self.reads[tensor.name]]
-            whole = Placement(tuple(() for _ in self.sharding.tensors[tensor.name]))
+            whole = FactorSharding(tuple(() for _ in self.sharding.tensors[tensor.name]))
             starts = dict.fromkeys([whole, *(need for need in needs if not need.partial)])
             size = self._bytes(tensor)
 
-            def seconds(start: Placement) -> float:
+            def seconds(start: FactorSharding) -> float:
                 return cost(self._steps(tensor, start, needs), size, self.sharding.costs)
 
             known[tensor.name] = min(starts, key=seconds)
@@ -183,12 +183,14 @@ class _Insertion:
         served = [read for read in stored if not self._packs(read)]
         is_pinned = name in self.sharding.pinned and (bool(served) or not stored)
         if is_pinned:
-            self._serve(weight, self.sharding.tensor_placement(name), served)
+            self._serve(weight, self.sharding.tensor_sharding(name), served)
             stored = [read for read in stored if self._packs(read)]
-        by_need: dict[Placement, list[_Read]] = defaultdict(list)
+        by_need: dict[FactorSharding, list[_Read]] = defaultdict(list)
         for read in stored:
             by_need[read.need].append(read)
-            if not is_pinned and any(isinstance(s, TensorSeed) and s.tensor == name for s in asked):
+            if not is_pinned and any(
+                isinstance(s, TensorAnnotation) and s.tensor == name for s in asked
+            ):
                 self._check_stored(weight, read)
         for i, (need, reads) in enumerate(by_need.items(), int(is_pinned)):
             copy = weight
@@ -204,10 +206,10 @@ class _Insertion:
     def _check_stored(self, weight: gs.Constant, read: _Read) -> None:
         """Errors: StrategyError where a node must have a weight stored in its own layout, as it
         computes otherwise with one that is gathered, and another layout is asked for."""
-        mesh, placement = self.sharding.mesh, self.sharding.tensor_placement(weight.name)
-        if read.need != placement:
+        mesh, factor_sharding = self.sharding.mesh, self.sharding.tensor_sharding(weight.name)
+        if read.need != factor_sharding:
             asked, need = (
-                self.sharding.layout(weight, p).text(mesh) for p in (placement, read.need)
+                self.sharding.layout(weight, p).text(mesh) for p in (factor_sharding, read.need)
             )
             raise StrategyError(
                 f"tensor '{weight.name}': {asked} is asked for, but {read.node.op} "
@@ -231,7 +233,7 @@ class _Insertion:
         reads = self.reads[tensor.name]
         is_output = any(t is tensor for t in self.graph.outputs)
         if tensor.name in self.sharding.pinned:
-            asked = self.sharding.tensor_placement(tensor.name)
+            asked = self.sharding.tensor_sharding(tensor.name)
         elif is_output:
             asked = made.reduced()
         else:
@@ -246,7 +248,7 @@ class _Insertion:
         name = tensor.name
         made = asked = self.made[name]
         if name in self.sharding.pinned:
-            asked = self.sharding.tensor_placement(name)
+            asked = self.sharding.tensor_sharding(name)
         self._serve(tensor, made, self.reads[name], via=asked)
 
     def _broadcast(self, tensor: gs.Variable) -> gs.Variable:
@@ -268,7 +270,7 @@ class _Insertion:
         return tensor
 
     def _serve_output(
-        self, tensor: gs.Variable, made: Placement, asked: Placement, reads: list[_Read]
+        self, tensor: gs.Variable, made: FactorSharding, asked: FactorSharding, reads: list[_Read]
     ) -> None:
         """The result moves to an inner name; the output keeps its own and is resharded from it."""
         inner = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
@@ -282,14 +284,14 @@ class _Insertion:
     def _serve(
         self,
         tensor: gs.Tensor,
-        made: Placement,
+        made: FactorSharding,
         reads: list[_Read],
-        via: Placement | None = None,
+        via: FactorSharding | None = None,
         output: gs.Variable | None = None,
     ) -> None:
         """Adds the reshards that give every reader what it needs, planned together."""
         self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, made)
-        have: dict[Placement, gs.Tensor] = {made: tensor}
+        have: dict[FactorSharding, gs.Tensor] = {made: tensor}
         goals = [r.need for r in reads]
 
         if via is not None and via != made:
@@ -301,7 +303,9 @@ class _Insertion:
                 raise AssertionError(f"{tensor.name}: {read.need} not among {list(have)}")
             read.take(have[read.need])
 
-    def _steps(self, tensor: gs.Tensor, made: Placement, goals: list[Placement]) -> list[Step]:
+    def _steps(
+        self, tensor: gs.Tensor, made: FactorSharding, goals: list[FactorSharding]
+    ) -> list[ReshardStep]:
         """The cheapest reshards to all goals, as decided before if they were."""
         key = (tensor.name, made, *goals)
         known = self.ctx.choices.steps
@@ -309,7 +313,7 @@ class _Insertion:
             factors = self.sharding.factors.tensors[tensor.name]
             parts = partial(self.sharding.part_sizes, tensor.name)
             costs, size = self.sharding.costs, element_bytes(tensor)
-            about = Tensor(factors, costs, size, parts)
+            about = ReshardedTensor(factors, costs, size, parts)
             known[key] = plan_tree(made, goals, self._bytes(tensor), about)
         return known[key]
 
@@ -320,11 +324,11 @@ class _Insertion:
 
     def _follow(
         self,
-        tree: list[Step],
+        tree: list[ReshardStep],
         tensor: gs.Tensor,
-        have: dict[Placement, gs.Tensor],
+        have: dict[FactorSharding, gs.Tensor],
         output: gs.Variable | None = None,
-        at: Placement | None = None,
+        at: FactorSharding | None = None,
     ) -> None:
         for step in tree:
             if step.after in have:

@@ -16,8 +16,8 @@ from onnxpar.ir.collectives import DOMAIN
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.manual.handwritten import Handwritten, check_order
 from onnxpar.manual.manual import REPLICAS, Manual
-from onnxpar.sharding.part_bytes import part_bytes
 from onnxpar.sharding.planned_collectives import Collective
+from onnxpar.sharding.shard_bytes import shard_bytes
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _entry(node: gs.Node, manual: Manual) -> Collective:
     if "peer" in node.attrs:
         group = (0, node.attrs["peer"]) if node.attrs["peer"] >= 0 else (0,)
     known = x.dtype is not None and x.shape and all(isinstance(s, int) for s in x.shape)
-    size = part_bytes(x, Layout.whole(x.shape), manual.mesh) if known else 0
+    size = shard_bytes(x, Layout.whole(x.shape), manual.mesh) if known else 0
     sent = size if node.op == "Send" else int(bytes_sent(node.op, len(group), size))
     groups = manual.mesh.size // len(group)
     return Collective(node.op, node.name, group, groups, sent, x.name, "by hand", "by hand")

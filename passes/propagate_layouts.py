@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
 from onnxpar.layout.mesh import Axes
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class PropagateLayouts(Pass):
         readers = _ops_by_tensor(sharding)
         seen: dict[str, Decided] = {}
         changed = False
-        for seeds in ctx.seeds or [[]]:
-            for seed in seeds:
-                changed |= seed.apply(sharding)
+        for batch in ctx.annotations or [[]]:
+            for annotation in batch:
+                changed |= annotation.apply(sharding)
             changed |= propagate(sharding, _near(sharding, seen), readers)
             seen = _decided(sharding)
         return changed
@@ -46,7 +46,7 @@ Decided = tuple[Axes | None, ...]
 Readers = dict[str, list[OpFactors]]
 
 
-def propagate(sharding: Sharding, start: Iterable[OpFactors], readers: Readers) -> bool:
+def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Readers) -> bool:
     """Runs to the fixpoint from the nodes in `start`; returns whether anything was decided."""
     todo = deque(start)
     queued = {op.node.name for op in todo}
@@ -63,13 +63,13 @@ def propagate(sharding: Sharding, start: Iterable[OpFactors], readers: Readers) 
     return changed
 
 
-def _decided(sharding: Sharding) -> dict[str, Decided]:
+def _decided(sharding: ShardingState) -> dict[str, Decided]:
     """What is decided for tensors, and for nodes under names of their own."""
     tensors = {name: tuple(axes) for name, axes in sharding.tensors.items()}
     return tensors | {f"{name}()": tuple(axes) for name, axes in sharding.ops.items()}
 
 
-def _near(sharding: Sharding, seen: dict[str, Decided]) -> Iterable[OpFactors]:
+def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFactors]:
     """Nodes next to what was decided since: breadth-first from there, the nearest annotation
     wins."""
     now = _decided(sharding)
@@ -80,7 +80,7 @@ def _near(sharding: Sharding, seen: dict[str, Decided]) -> Iterable[OpFactors]:
             yield op
 
 
-def _spread(sharding: Sharding, op: OpFactors) -> set[str]:
+def _spread(sharding: ShardingState, op: OpFactors) -> set[str]:
     """Takes axes from the operands into the node, and gives them on; returns the changed
     tensors."""
     for tensor, links in op.operands():
@@ -96,7 +96,7 @@ def _spread(sharding: Sharding, op: OpFactors) -> set[str]:
     return changed
 
 
-def _ops_by_tensor(sharding: Sharding) -> Readers:
+def _ops_by_tensor(sharding: ShardingState) -> Readers:
     readers: Readers = {name: [] for name in sharding.tensors}
     for op in sharding.factors.ops:
         for tensor, _ in op.operands():

@@ -24,8 +24,8 @@ from onnxpar.passes.insert_collectives import _Insertion
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.rules import indexing, reductions
 from onnxpar.rules.rule import Rule, registered
-from onnxpar.sharding.partial_sums import Pending
-from onnxpar.sharding.state import Placement, Sharding
+from onnxpar.sharding.partial_sums import PartialSums
+from onnxpar.sharding.state import FactorSharding, ShardingState
 
 Patch = pytest.MonkeyPatch
 
@@ -73,10 +73,10 @@ def change_rule(patch: Patch, op: str, change: Callable[[gs.Node, Rule], Rule]) 
 
 @fault("mlp")
 def bias_added_twice(patch: Patch) -> None:
-    def need(self: Pending, op: Any, index: int) -> Placement:
-        return self.sharding.operand_placement(op, op.inputs[index])
+    def need(self: PartialSums, op: Any, index: int) -> FactorSharding:
+        return self.sharding.operand_sharding(op, op.inputs[index])
 
-    patch.setattr(Pending, "need", need)
+    patch.setattr(PartialSums, "need", need)
 
 
 @fault("mlp")
@@ -170,14 +170,14 @@ def stale_slice_of_another_weight(patch: Patch) -> None:
 @fault("heads")
 def heads_cut_in_the_middle(patch: Patch) -> None:
     """A split of merged factors is taken for a split of the dimension that they make up."""
-    placed = Sharding.layout
+    placed = ShardingState.layout
 
-    def flat(self: Sharding, tensor: Any, placement: Placement) -> Layout:
-        how = placed(self, tensor, placement)
+    def flat(self: ShardingState, tensor: Any, factor_sharding: FactorSharding) -> Layout:
+        how = placed(self, tensor, factor_sharding)
         dims = tuple(Factor(d.size, dim_axes(d)) for d in how.dims)
         return Layout(dims, how.partial, how.reduce)
 
-    patch.setattr(Sharding, "layout", flat)
+    patch.setattr(ShardingState, "layout", flat)
 
 
 @fault("slice")
@@ -298,7 +298,7 @@ def reader_gets_the_layout_of_another(patch: Patch) -> None:
     serve = _Insertion._serve
 
     def mixed(
-        self: _Insertion, tensor: gs.Tensor, made: Placement, reads: Any, **rest: Any
+        self: _Insertion, tensor: gs.Tensor, made: FactorSharding, reads: Any, **rest: Any
     ) -> None:
         serve(self, tensor, made, reads, **rest)
         if len(reads) > 1:

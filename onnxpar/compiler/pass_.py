@@ -14,10 +14,10 @@ from onnxpar.layout.layout import Layout
 from onnxpar.load.load import Model
 from onnxpar.manual.manual import Manual
 from onnxpar.model.annotations import Configuration
-from onnxpar.search.objective import Aim
+from onnxpar.search.objective import Objective
 from onnxpar.sharding.factors import GraphFactors
-from onnxpar.sharding.state import Sharding
-from onnxpar.strategy.strategy import Seed, Strategy
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation, Strategy
 from onnxpar.symbols.symbols import Binding
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class PassContext:
 
     strategy     what the user wrote; `preset` by name; `annotated`, what the model asks for
     manual       how tensors are dealt, where the model is each rank's program already
-    aim          what a search judges strategies by
+    objective    what a search judges strategies by
     found        what a search has chosen with the mesh, beside what is asked for
-    seeds        annotations in rounds of falling priority
+    annotations  annotations in rounds of falling priority
     asked        those of the user and of the model's own annotations
     sharding     axes per leaf, while they are being decided
     layouts      the layout of every tensor, from insert-collectives on
@@ -74,15 +74,15 @@ class PassContext:
     """
 
     model: Model
-    sharding: Sharding
+    sharding: ShardingState
     strategy: Strategy | None = None
     preset: str | None = None
     annotated: Configuration | None = None
     manual: Manual | None = None
-    aim: Aim = field(default_factory=Aim)
-    found: list[Seed] | None = None
-    seeds: list[list[Seed]] = field(default_factory=list)
-    asked: list[Seed] = field(default_factory=list)
+    objective: Objective = field(default_factory=Objective)
+    found: list[Annotation] | None = None
+    annotations: list[list[Annotation]] = field(default_factory=list)
+    asked: list[Annotation] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
     per_rank: PerRank = field(default_factory=PerRank)
     collectives: list[Collective] = field(default_factory=list)

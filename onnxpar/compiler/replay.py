@@ -16,7 +16,7 @@ from onnxpar.open_sizes.typical import Profile
 from onnxpar.sharding.factors import GraphFactors, OpFactors, analyse
 from onnxpar.sharding.narrow import delicate, joint
 from onnxpar.sharding.sized_factors import Sample, at_sizes, atom_sizes, priced
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.symbols.fits import ENOUGH
 from onnxpar.symbols.symbols import Variable
 
@@ -186,9 +186,9 @@ def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole
     return found
 
 
-def _sharding(factors: GraphFactors, decided: Sharding) -> Sharding:
+def _sharding(factors: GraphFactors, decided: ShardingState) -> ShardingState:
     """What was decided, for the sizes of another graph."""
-    return Sharding(
+    return ShardingState(
         decided.mesh,
         replace(factors, open_atoms=decided.factors.open_atoms),
         decided.costs,

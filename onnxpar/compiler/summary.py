@@ -21,8 +21,8 @@ from onnxpar.presets.tensor_parallel import is_contraction
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import Links, OpFactors
 from onnxpar.sharding.flops import flops, flops_of_ranks
-from onnxpar.sharding.part_bytes import part_bytes
 from onnxpar.sharding.planned_collectives import reshards
+from onnxpar.sharding.shard_bytes import shard_bytes
 
 _MAKE_WHOLE = ("AllGather", "AllReduce")
 
@@ -81,7 +81,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         layout = ctx.layouts.get(tensor.name) or Layout.whole(tensor.shape)
         dtype = numpy_dtype(tensor)
         size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
-        held = max(part_bytes(tensor, layout, mesh, r) for r in _sample(mesh.size))
+        held = max(shard_bytes(tensor, layout, mesh, r) for r in _sample(mesh.size))
         name = ctx.copies.get(tensor.name, tensor.name)
         shape = tuple(int(s) for s in tensor.shape)
         out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
@@ -105,7 +105,7 @@ def _states(graph: gs.Graph, ctx: PassContext) -> int:
     tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
     mesh = ctx.sharding.mesh
     return max(
-        sum(part_bytes(t, ctx.layouts[t.name], mesh, rank) for t in tensors)
+        sum(shard_bytes(t, ctx.layouts[t.name], mesh, rank) for t in tensors)
         for rank in _sample(mesh.size)
     )
 
@@ -167,7 +167,7 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
 def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
     """Bytes of the variables among tensors that a rank holds."""
     return sum(
-        part_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
+        shard_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
         for tensor in tensors
         if isinstance(tensor, gs.Variable)
     )
@@ -230,7 +230,7 @@ def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> 
 def _held(tensor: gs.Tensor, ctx: PassContext) -> int:
     """Bytes of an activation on rank 0; 0 where its rank is unknown."""
     layout = ctx.layouts.get(tensor.name)
-    return 0 if layout is None else part_bytes(tensor, layout, ctx.sharding.mesh)
+    return 0 if layout is None else shard_bytes(tensor, layout, ctx.sharding.mesh)
 
 
 def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:

@@ -58,7 +58,7 @@ def layout_of(name: str, ctx: PassContext) -> Layout | None:
     if name in ctx.layouts or ctx.layouts:
         return ctx.layouts.get(name)
     if name in ctx.sharding.tensors:
-        return ctx.sharding.layout(name, ctx.sharding.tensor_placement(name))
+        return ctx.sharding.layout(name, ctx.sharding.tensor_sharding(name))
     return None
 
 

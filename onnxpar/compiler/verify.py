@@ -62,10 +62,10 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
                 fail(f"{tensor.name} is split where the node needs it whole")
             if link is not None and held.setdefault(link, over) != over:
                 fail(f"{tensor.name} splits {op.leaves[link].factor} otherwise than its neighbours")
-    for group in op.ties:
+    for group in op.co_sharded:
         if len({held.get(i, ()) for i in group}) > 1:
             fail(f"{' and '.join(op.leaves[i].factor for i in group)} are split differently")
-    for factor in op.rule.across:
+    for factor in op.rule.communicating:
         if not _every_segment(op, factor, held):
             fail(f"only some segments of {factor} are split")
     carried = _carried(op, layouts, fail)

@@ -23,7 +23,7 @@ from onnxpar.ir.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Axes
 from onnxpar.load.load import read_proto
 from onnxpar.model.annotations import (
-    NodeAnnotation,
+    NodeConfiguration,
     TensorSharding,
     annotate_model,
     annotate_node,
@@ -31,7 +31,7 @@ from onnxpar.model.annotations import (
 )
 from onnxpar.model.write_model import put_model
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import (
     AXES,
     MESH,
@@ -79,7 +79,7 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
         raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
 
 
-def operand_names(sharding: Sharding) -> Operands:
+def operand_names(sharding: ShardingState) -> Operands:
     """The names that a node's tensors have in the model, before passes put others in between."""
     return {
         op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
@@ -92,7 +92,7 @@ def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operan
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     clear_annotations(model)
     pinned = {
-        name: [axes_text(a, mesh) for a in sharding.tensor_placement(name).leaves]
+        name: [axes_text(a, mesh) for a in sharding.tensor_sharding(name).leaves]
         for name in sorted(sharding.pinned)
     }
     nodes = {next((o for o in node.output if o), ""): node for node in model.graph.node}
@@ -149,7 +149,7 @@ def _annotate(
         for i, leaf in enumerate(op.leaves)
         if axes[i] and (sizes := sharding.parts.get((leaf.atom, axes[i])))
     }
-    note = NodeAnnotation(op.node.name, {s.tensor: s for s in shardings}, None, metadata)
+    note = NodeConfiguration(op.node.name, {s.tensor: s for s in shardings}, None, metadata)
     if parts or not _says(op, names, note, axes, sharding):
         metadata[AXES] = json.dumps([axes_text(a, mesh) for a in axes.values()])
     if parts:
@@ -169,9 +169,9 @@ def _without_sizes(stated: TensorSharding, open_axes: set[tuple[str, int]]) -> T
 def _says(
     op: OpFactors,
     names: list[str],
-    note: NodeAnnotation,
+    note: NodeConfiguration,
     axes: Mapping[int, Axes],
-    sharding: Sharding,
+    sharding: ShardingState,
 ) -> bool:
     """Whether the standard alone gives every factor its axes."""
     try:

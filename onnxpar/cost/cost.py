@@ -17,7 +17,7 @@ from onnxpar.layout.mesh import Axes, Mesh, parts_over
 
 DIRECT_BYTES = 384 * 1024
 """An all-reduce that sends no more is one round, everything to everyone, instead of two."""
-DEALT_BYTES = 64 * 1024
+SCATTERED_BYTES = 64 * 1024
 """From here on, a broadcast to several ranks has them pass chunks on."""
 
 _TRAFFIC = {
@@ -46,7 +46,7 @@ def messages(kind: str, ranks: int, size: float) -> tuple[int, float]:
             return 1, size * others
         return 2, 2 * size * others / ranks
     if kind == "Broadcast":
-        if size <= DEALT_BYTES or ranks == 2:
+        if size <= SCATTERED_BYTES or ranks == 2:
             return 1, size * others
         return 2, size + size * (ranks - 2) / others
     if kind in ("Send", "NeighborExchange"):

@@ -147,9 +147,9 @@ class _Loop(Steps):
     def __post_init__(self) -> None:
         super().__post_init__()
         add = self.replay.builder
-        self.turns = self._turns()
+        self.iterations = self._iterations()
         self.counter = gs.Variable(add.fresh("turn"), np.int64, [])
-        self.turn = add.value(self.turns.tensor) - 1 - add.value(self.counter)
+        self.iteration = add.value(self.iterations.tensor) - 1 - add.value(self.counter)
 
     def length(self) -> int | None:
         known = [shape for t in self.node.outputs[self.count :] if (shape := tensor_shape(t))]
@@ -168,7 +168,7 @@ class _Loop(Steps):
             tensor = tensor.inputs[0].inputs[0]
         return tensor.name == self.body.inputs[1].name or is_true(tensor)
 
-    def _turns(self) -> Value:
+    def _iterations(self) -> Value:
         """How many turns the forward pass took."""
         add, length = self.v.builder, self.length()
         if length is not None:
@@ -185,11 +185,11 @@ class _Loop(Steps):
         number, goes_on = self.body.inputs[:2]
         add = self.replay.builder
         always = add.constant(np.ones(tensor_shape(goes_on) or (), np.bool_))
-        turn = self.turn.reshape([1] * len(tensor_shape(number) or ()))
-        return {id(number): turn.tensor, id(goes_on): always.tensor}
+        iteration = self.iteration.reshape([1] * len(tensor_shape(number) or ()))
+        return {id(number): iteration.tensor, id(goes_on): always.tensor}
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
-        return self.replay.builder.value(stack).op("Gather", self.turn, axis=0).tensor
+        return self.replay.builder.value(stack).op("Gather", self.iteration, axis=0).tensor
 
     def append(
         self, carried: Sequence[Carried], elements: Mapping[int, Value], rows: Sequence[Value]
@@ -199,7 +199,7 @@ class _Loop(Steps):
         always = add.value(goes_on).op("Identity")
         self.replay.close([always, *(c.result for c in carried), *rows])
         self.replay.graph.inputs = [self.counter, goes_on, *(c.inner for c in carried)]
-        operands = [self.turns.tensor, gs.Variable.empty(), *(c.start.tensor for c in carried)]
+        operands = [self.iterations.tensor, gs.Variable.empty(), *(c.start.tensor for c in carried)]
         attrs = {"body": self.replay.graph}
         like = [*(c.inner for c in carried), *(self._stack(row.tensor) for row in rows)]
         return add_with_bodies(self.v.builder, "Loop", operands, like, attrs)

@@ -21,7 +21,7 @@ def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
         found[node.name] = times
         for body in subgraphs(node):
             for inner in body.nodes:
-                add(inner, times * turns(node))
+                add(inner, times * iterations(node))
 
     for node in nodes:
         if node.name not in found:
@@ -29,7 +29,7 @@ def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
     return found
 
 
-def turns(node: gs.Node) -> int:
+def iterations(node: gs.Node) -> int:
     """How often the bodies of a node run, as far as the graph tells; else 1."""
     if node.op == "Scan":
         first = len(node.inputs) - node.attrs["num_scan_inputs"]

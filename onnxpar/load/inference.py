@@ -96,8 +96,8 @@ class _Inference:
         counters = [_scalar(p.type, d) for p, d in zip(body.input, _COUNTERS, strict=False)]
         carried = self._settle(body, given, before=counters)
         results = self._results(body)[1 + len(carried) :]
-        turns = self._turns(node, body)
-        self._know(node.output, [*carried, *(_stacked(t, 0, turns) for t in results)])
+        iterations = self._iterations(node, body)
+        self._know(node.output, [*carried, *(_stacked(t, 0, iterations) for t in results)])
 
     def _scan(self, node: NodeProto, body: GraphProto) -> None:
         said = {a.name: a for a in node.attribute}
@@ -136,7 +136,7 @@ class _Inference:
             self._forget(body)
             carried = [c or _bare(t) for c, t in zip(common, carried, strict=True)]
 
-    def _turns(self, node: NodeProto, body: GraphProto) -> int | None:
+    def _iterations(self, node: NodeProto, body: GraphProto) -> int | None:
         """How often a Loop runs, None where only a run can tell."""
         count, start = (self.walk.values.get(name) for name in node.input[:2])
         makers = {o: n for n in body.node for o in n.output}

@@ -15,7 +15,7 @@ from onnxpar.layout.layout import local_size
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.lower_reshard import changed_dims
 from onnxpar.lowering.schedule import schedule
-from onnxpar.sharding.part_bytes import part_bytes
+from onnxpar.sharding.shard_bytes import shard_bytes
 
 Kind = tuple[object, ...]
 BUCKET_BYTES = 64 << 20
@@ -74,7 +74,7 @@ def _first_reader(node: gs.Node) -> str | None:
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
     """Bytes per rank of what a node reduces or gathers, all of it."""
     tensor, layouts = node.inputs[0], (node.attrs["before"], node.attrs["after"])
-    return sizes.setdefault(node.name, max(part_bytes(tensor, each, mesh) for each in layouts))
+    return sizes.setdefault(node.name, max(shard_bytes(tensor, each, mesh) for each in layouts))
 
 
 def first_of_buckets(

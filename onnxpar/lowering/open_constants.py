@@ -31,7 +31,7 @@ _PROBES = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class Extent:
     """Where the part of a size that is split in nested parts starts, or how long it is, at the
     coordinates of a rank. A `filled` one is an element of the whole where it would be empty."""
 
@@ -210,20 +210,20 @@ class OpenConstants:
             elements.append(fitting[0])
         return OpenArray(tuple(elements), first.shape, first.dtype)
 
-    def parts(self, rank: int) -> dict[str, Part]:
+    def parts(self, rank: int) -> dict[str, Extent]:
         """The parts of open sizes that a rank holds, with and without stand-ins, by variable
         name."""
         every = frozenset(range(len(self._split_sizes)))
         return {**self._parts(rank, every), **self._parts(rank, frozenset())}
 
-    def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Part]:
+    def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
         found = {}
         for i, (_, size, axes) in enumerate(self._split_sizes):
             counts = tuple(a.size for a in axes)
             at = tuple(self.mesh.coordinate((a,), rank) for a in axes)
             kind = "filled_" if i in filled else ""
-            found[f"{kind}start{i}"] = Part(size, counts, at, True, i in filled)
-            found[f"{kind}part{i}"] = Part(size, counts, at, False, i in filled)
+            found[f"{kind}start{i}"] = Extent(size, counts, at, True, i in filled)
+            found[f"{kind}part{i}"] = Extent(size, counts, at, False, i in filled)
         return found
 
     @cached_property
@@ -321,7 +321,7 @@ def _noted(found: dict[str, OpenSizesError]) -> Iterator[None]:
             found.setdefault(node, error)
 
 
-def _part_values(parts: Mapping[str, Part], bindings: Sequence[Binding]) -> dict[str, list[int]]:
+def _part_values(parts: Mapping[str, Extent], bindings: Sequence[Binding]) -> dict[str, list[int]]:
     return {
         name: [part.value(part.size.at(binding)) for binding in bindings]
         for name, part in parts.items()

@@ -102,10 +102,10 @@ class NodeView:
         """Why the node cannot run on such parts: every rank would count a whole segment beside a
         split one, or would hold gaps; None where it can. A max or min does not mind."""
         summed = [f for f, op in rule.reduce.items() if op in ("sum", "prod")]
-        for factor in [*summed, *rule.across]:
+        for factor in [*summed, *rule.communicating]:
             if not _segments_agree(self.factors[factor]):
                 return f"segments of {factor} are split differently"
-        for factor in rule.runs:
+        for factor in rule.contiguous:
             if not isinstance(normalize(self.factors[factor]), Factor):
                 return f"parts of {factor} are not consecutive"
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.lowering.open_constants import OpenArray, Part
+from onnxpar.lowering.open_constants import Extent, OpenArray
 from onnxpar.symbols.symbols import Polynomial, Quotient, Variable
 
 SIZES = "onnxpar.sizes"
@@ -24,7 +24,7 @@ class SizeGraph:
     """Makes int64 tensors of one element each, every one once; `nodes` are in order."""
 
     def __init__(
-        self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Part]
+        self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Extent]
     ) -> None:
         self.graph = graph
         self.symbols = list(symbols)
@@ -75,7 +75,7 @@ class SizeGraph:
         index = self._constant([self.symbols.index(name)])
         return self._add("Gather", [SIZES, index], axis=0)
 
-    def _part(self, part: Part) -> str:
+    def _part(self, part: Extent) -> str:
         """As `Part.value`."""
         size, start = self._polynomial(part.size), self._constant([0])
         for n, i in zip(part.counts, part.at, strict=True):

@@ -37,7 +37,7 @@ def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
     Windows have at least one result, and the elements for it are fetched.
     """
     made = {f for spec in rule.outputs for expr in spec or () for f in expr_vars(expr)}
-    windows = {f for group in rule.ties for f in group if f in made}
+    windows = {f for group in rule.co_sharded for f in group if f in made}
     return frozenset(f for f in rule.nonempty | windows if view.may_be_empty(f))
 
 

@@ -35,7 +35,7 @@ SHARED = "shared.weights"
 
 
 @dataclass
-class Part:
+class Shard:
     """A part of a weight: in a file, or (`data`) in the graph itself."""
 
     shape: tuple[int, ...]
@@ -110,19 +110,19 @@ class WeightStore:
         )
         return [first.setdefault(key, rank) for rank, key in enumerate(keys)]
 
-    def _place(self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]) -> Part:
+    def _place(self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]) -> Shard:
         shape = layout.local_shape(self.mesh, rank)
         bits = element_bits(weight.data_type)
         length = -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
         if length <= INLINE:
-            return Part(shape, length=length, data=bytearray(length))
+            return Shard(shape, length=length, data=bytearray(length))
         shared = len(holder) > 1 and len(set(holder)) == 1
         location = SHARED if shared else f"rank_{rank:04d}.weights"
         offset = -(-self.ends.get(location, 0) // ALIGN) * ALIGN
         self.ends[location] = offset + length
-        return Part(shape, location, offset, length)
+        return Shard(shape, location, offset, length)
 
-    def _open(self, part: Part) -> BinaryIO:
+    def _open(self, part: Shard) -> BinaryIO:
         if part.data is not None:
             return open(os.devnull, "wb")
         path = self.folder / part.location
@@ -136,7 +136,7 @@ class _Writer:
     def __init__(
         self,
         weight: TensorProto,
-        part: Part,
+        part: Shard,
         sink: BinaryIO,
         layout: Layout,
         mesh: Mesh,

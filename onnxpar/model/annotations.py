@@ -61,7 +61,7 @@ class TensorSharding:
 
 
 @dataclass(frozen=True)
-class NodeAnnotation:
+class NodeConfiguration:
     """What a model says of one node: shardings by tensor, and onnxpar's own metadata."""
 
     what: str
@@ -76,7 +76,7 @@ class Configuration:
 
     name: str
     devices: int
-    nodes: Mapping[str, NodeAnnotation]
+    nodes: Mapping[str, NodeConfiguration]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -89,7 +89,7 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
     """The configurations of a model. Errors: StrategyError, naming the node, the tensor and what
     breaks the standard."""
     sizes = {c.name: c.num_devices for c in model.configuration}
-    nodes: dict[str, dict[str, NodeAnnotation]] = {name: {} for name in sizes}
+    nodes: dict[str, dict[str, NodeConfiguration]] = {name: {} for name in sizes}
     for node in model.graph.node:
         for entry in node.device_configurations:
             what = f"{node.op_type} '{node.name or _key(node)}'"
@@ -100,7 +100,7 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
                 )
             devices = sizes[entry.configuration_id]
             shardings = [_read_sharding(s, node, what, devices) for s in entry.sharding_spec]
-            nodes[entry.configuration_id][_key(node)] = NodeAnnotation(
+            nodes[entry.configuration_id][_key(node)] = NodeConfiguration(
                 what,
                 {s.tensor: s for s in shardings},
                 entry.pipeline_stage if entry.HasField("pipeline_stage") else None,

@@ -3,8 +3,8 @@
 // which is matched by a slot that hashes all that its two ends must agree on.
 #include "gloo_transport.h"
 
+#include "gloo_chunks.h"
 #include "gloo_mesh.h"
-#include "gloo_pieces.h"
 #include "ort.h"
 
 namespace onnxpar {
@@ -13,7 +13,7 @@ namespace {
 /// An all-reduce that sends no more than this is one step, everything to everyone, instead of two.
 constexpr size_t kDirectBytes = 384 * 1024;
 /// From here on a broadcast to several ranks has them pass chunks on.
-constexpr size_t kDealtBytes = 64 * 1024;
+constexpr size_t kScatteredBytes = 64 * 1024;
 
 class GlooTransport : public Transport {
  public:
@@ -38,7 +38,7 @@ class GlooTransport : public Transport {
 
   template <typename AfterPiece>
   void Reduce(const Call& call, const Reduction& reduction, const void* in,
-              const std::vector<Block>& blocks, void* out, const AfterPiece& after_piece);
+              const std::vector<Block>& blocks, void* out, const AfterPiece& after_chunk);
   void Move(const Call& call, Phase phase, const void* in, const std::vector<Block>& sends,
             void* out, const std::vector<Block>& receives);
 
@@ -67,7 +67,7 @@ std::vector<Block> PartsOf(const Call& call, size_t elements, size_t element_siz
 }
 
 /// Small ones in one step. Large ones as reduce-scatter and all-gather, the second following the
-/// first piece by piece. In place, a part's result comes from the member it was sent to, so nothing
+/// first chunk by chunk. In place, a part's result comes from the member it was sent to, so nothing
 /// is overwritten before it has been sent.
 void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                               void* out, size_t elements) {
@@ -79,11 +79,11 @@ void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, cons
   const std::vector<Block> parts = PartsOf(call, elements, element_size);
   const Block& mine = parts[call.me];
   const std::vector<Block> results = ToEach(call, {mine.offset, mine.Bytes()});
-  Pieces gather(mesh_, call, kSecond, out, results, out, parts, Pieces::kWhereStrided,
+  Chunks gather(mesh_, call, kSecond, out, results, out, parts, Chunks::kWhereStrided,
                 move_scratch_);
-  Reduce(call, reduction, in, parts, At(out, mine.offset), [&](size_t piece) {
-    gather.Post(piece);
-    if (piece > 0) gather.Wait(piece - 1);
+  Reduce(call, reduction, in, parts, At(out, mine.offset), [&](size_t chunk) {
+    gather.Post(chunk);
+    if (chunk > 0) gather.Wait(chunk - 1);
   });
   gather.Wait(gather.Count() - 1);
 }
@@ -94,32 +94,32 @@ void GlooTransport::ReduceScatter(const Call& call, const Reduction& reduction, 
 }
 
 /// Sends `blocks[i]` of `in` to member i, folds what this member gets with its own block into
-/// `out`, and calls after_piece(i) when piece i of that is done.
+/// `out`, and calls after_chunk(i) when chunk i of that is done.
 template <typename AfterPiece>
 void GlooTransport::Reduce(const Call& call, const Reduction& reduction, const void* in,
                            const std::vector<Block>& blocks, void* out,
-                           const AfterPiece& after_piece) {
+                           const AfterPiece& after_chunk) {
   const Block& mine = blocks[call.me];
   const std::vector<Block> receives = ToEach(call, {0, mine.Bytes()});
-  Pieces arriving(mesh_, call, kFirst, in, blocks, nullptr, receives, Pieces::kAlways,
+  Chunks arriving(mesh_, call, kFirst, in, blocks, nullptr, receives, Chunks::kAlways,
                   reduce_scratch_);
   std::vector<const void*> sources(call.ranks.size());
   arriving.Post(0);
-  for (size_t piece = 0; piece < arriving.Count(); ++piece) {
-    if (piece + 1 < arriving.Count()) arriving.Post(piece + 1);
-    arriving.Wait(piece);
-    const Range range = Pieces::RangeOf(mine, piece);
+  for (size_t chunk = 0; chunk < arriving.Count(); ++chunk) {
+    if (chunk + 1 < arriving.Count()) arriving.Post(chunk + 1);
+    arriving.Wait(chunk);
+    const Range range = Chunks::RangeOf(mine, chunk);
     for (int member = 0; member < call.size(); ++member) {
-      sources[member] = arriving.Staged(member, piece);
+      sources[member] = arriving.Staged(member, chunk);
     }
     if (mine.Contiguous()) {
       sources[call.me] = At(in, mine.offset + range.begin);
     } else {
-      PackBlock(in, mine, range, arriving.Staged(call.me, piece));
+      PackBlock(in, mine, range, arriving.Staged(call.me, chunk));
     }
     Fold(reduction, sources.data(), sources.size(), At(out, range.begin),
          range.size / ElementSize(reduction.type));
-    after_piece(piece);
+    after_chunk(chunk);
   }
 }
 
@@ -130,7 +130,7 @@ void GlooTransport::AllGather(const Call& call, const void* in, void* out,
 
 /// The root deals a chunk to each other member; these then gather the chunks among themselves.
 void GlooTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
-  const bool dealt = bytes > kDealtBytes && call.size() > 2;
+  const bool dealt = bytes > kScatteredBytes && call.size() > 2;
   std::vector<Block> chunks;  // of all members but the root
   for (int member = 0; member < call.size(); ++member) {
     if (member == root) continue;
@@ -161,7 +161,7 @@ void GlooTransport::Exchange(const Call& call, const void* in, const std::vector
 void GlooTransport::Move(const Call& call, Phase phase, const void* in,
                          const std::vector<Block>& sends, void* out,
                          const std::vector<Block>& receives) {
-  Pieces(mesh_, call, phase, in, sends, out, receives, Pieces::kWhereStrided, move_scratch_).Move();
+  Chunks(mesh_, call, phase, in, sends, out, receives, Chunks::kWhereStrided, move_scratch_).Move();
 }
 
 }  // namespace

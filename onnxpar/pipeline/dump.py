@@ -36,13 +36,13 @@ from onnxpar.model.interchange import declare_types, header_of, import_graph
 from onnxpar.model.write_model import export_model, goes_apart, move_data, write_model
 from onnxpar.pipeline.typed_json import decode, encode
 from onnxpar.sharding.factors import analyse
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 
 KEY = "onnxpar.dump"
 """The metadata that says what has been decided."""
 FORMAT = 1
 WEIGHTS = "weights.data"
-_TABLES = ("seeds", "layouts", "copies")
+_TABLES = ("annotations", "layouts", "copies")
 
 
 class Dump:
@@ -125,7 +125,7 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
 
 def facts(ctx: PassContext) -> tuple[str, ...]:
     """What holds of a dump, as passes require it."""
-    have = ((ANNOTATIONS, bool(ctx.seeds or ctx.layouts)), (LAYOUTS, bool(ctx.layouts)))
+    have = ((ANNOTATIONS, bool(ctx.annotations or ctx.layouts)), (LAYOUTS, bool(ctx.layouts)))
     return tuple(fact for fact, holds in have if holds)
 
 
@@ -144,7 +144,7 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
         proto = export_model(graph, model.header)
         declare_types(graph, proto.graph)
     sharding = ctx.sharding
-    if not (ctx.seeds or ctx.layouts or any(map(any, sharding.tensors.values()))):
+    if not (ctx.annotations or ctx.layouts or any(map(any, sharding.tensors.values()))):
         return proto
     state = {
         "mesh": encode(sharding.mesh),
@@ -213,7 +213,7 @@ def _restored(
     mesh: Mesh = decode(state["mesh"], factors)
     ops = decode(state["ops"], factors)
     _check_leaves({op.node.name: len(op.leaves) for op in factors.ops}, ops, file)
-    sharding = Sharding(
+    sharding = ShardingState(
         mesh,
         factors,
         Costs(decode(state["topology"], factors), mesh),

@@ -13,7 +13,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
 from onnxpar.search.enough_devices import enough_devices
-from onnxpar.search.objective import Aim, OverLimit
+from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION
 
 SLACK, LEAST = 0.005, 0.5
@@ -24,27 +24,31 @@ GROWING = 12.0
 """Seconds in which that is done."""
 
 Made = tuple[Plan, PassContext]
-Make = Callable[[Aim, int | None], Made]
+Make = Callable[[Objective, int | None], Made]
 """The plan for an aim, over so many ranks."""
 
 
-def within_limit(aim: Aim, devices: int | None, may_grow: bool, make: Make) -> tuple[Aim, Made]:
+def within_limit(
+    objective: Objective, devices: int | None, may_grow: bool, make: Make
+) -> tuple[Objective, Made]:
     """The plan that keeps to the limit of `aim`, and the aim that it was made for. Errors:
     StrategyError where there is none, with a number of ranks that would do where it `may_grow`."""
-    aim = replace(aim, patience=aim.patience.renewed())
+    objective = replace(objective, patience=objective.patience.renewed())
     try:
-        found, (plan, ctx) = _lower(aim, devices, make)
+        found, (plan, ctx) = _lower(objective, devices, make)
     except OverLimit as error:
-        raise StrategyError(_advice(error, aim, devices if may_grow else None, make)) from None
-    if aim.patience.is_out:
+        raise StrategyError(
+            _advice(error, objective, devices if may_grow else None, make)
+        ) from None
+    if objective.patience.is_out:
         plan.notes.append(
-            f"the search within the limit stopped after {aim.patience.seconds:.0f} s: there may be "
-            "faster strategies that keep to it"
+            f"the search within the limit stopped after {objective.patience.seconds:.0f} s: "
+            "there may be faster strategies that keep to it"
         )
     return found, (plan, ctx)
 
 
-def within_host(aim: Aim, plan: Plan, make: Make) -> tuple[Aim, Made] | None:
+def within_host(objective: Objective, plan: Plan, make: Make) -> tuple[Objective, Made] | None:
     """The plan of the same mesh or number of ranks of which all ranks together fit the memory of
     this host, where those of `plan` do not. None where they do, where a strategy that was asked for
     decides, or where no such plan was found: then a note of `plan` says so."""
@@ -57,7 +61,9 @@ def within_host(aim: Aim, plan: Plan, make: Make) -> tuple[Aim, Made] | None:
     if plan.preset not in (AUTO, EXHAUSTIVE):
         plan.notes.append(f"{said}; --preset tensor-parallel or --memory-limit split the weights")
         return None
-    limited = replace(aim, memory=SHARE * memory / plan.mesh.size, patience=aim.patience.renewed())
+    limited = replace(
+        objective, memory=SHARE * memory / plan.mesh.size, patience=objective.patience.renewed()
+    )
     try:
         found, made = _lower(limited, plan.mesh.size, make)
     except OverLimit:
@@ -71,14 +77,14 @@ def within_host(aim: Aim, plan: Plan, make: Make) -> tuple[Aim, Made] | None:
     return found, made
 
 
-def _advice(error: OverLimit, aim: Aim, devices: int | None, make: Make) -> str:
+def _advice(error: OverLimit, objective: Objective, devices: int | None, make: Make) -> str:
     """What would help, where nothing over so many ranks keeps to the limit."""
-    text = f"{error}, more than --memory-limit {text_of(aim.memory or 0, 'B')}"
+    text = f"{error}, more than --memory-limit {text_of(objective.memory or 0, 'B')}"
     if error.least:
         text += f" (no strategy there holds less than {text_of(error.least, 'B')})"
     if devices is None:
         return f"{text}: raise it, or give a mesh of more ranks"
-    enough, is_fewest, is_sure = _enough(aim, devices, make, error.least or 0.0)
+    enough, is_fewest, is_sure = _enough(objective, devices, make, error.least or 0.0)
     if enough is not None:
         fewest = "the fewest found that would do" if is_fewest else "which would do"
         return f"{text}: raise it, or give --devices {enough}, {fewest}"
@@ -87,15 +93,15 @@ def _advice(error: OverLimit, aim: Aim, devices: int | None, make: Make) -> str:
     return f"{text}: raise it; no number of ranks that would do was found within the time"
 
 
-def _lower(aim: Aim, devices: int | None, make: Make) -> tuple[Aim, Made]:
+def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objective, Made]:
     """The search reckons with what ranks hold before reshards are in their places, so that it may
     have to aim lower. Errors: OverLimit; StrategyError where something else decides."""
-    limit = most = aim.memory or math.inf
+    limit = most = objective.memory or math.inf
     over: OverLimit | None = None
-    while most >= LEAST * limit and not (over and aim.patience.is_out):
-        lowered = replace(aim, memory=most)
+    while most >= LEAST * limit and not (over and objective.patience.is_out):
+        lowered = replace(objective, memory=most)
         try:
-            with aim.patience.spending() if over else nullcontext():
+            with objective.patience.spending() if over else nullcontext():
                 made, ctx = make(lowered, devices)
         except OverLimit as error:
             raise over or error from None
@@ -118,11 +124,13 @@ class _OutOfTime(Exception):
     """What would help was looked for long enough."""
 
 
-def _enough(aim: Aim, devices: int, make: Make, least: float) -> tuple[int | None, bool, bool]:
+def _enough(
+    objective: Objective, devices: int, make: Make, least: float
+) -> tuple[int | None, bool, bool]:
     """A number of ranks of which a plan keeps to the limit, whether nothing was found for fewer,
     and whether there was time for all. Multiples of `devices` are tried first, then fewer."""
-    patience = aim.patience.renewed(GROWING)
-    quick = replace(aim, any_fit=True, patience=patience)
+    patience = objective.patience.renewed(GROWING)
+    quick = replace(objective, any_fit=True, patience=patience)
 
     def fits(count: int) -> bool:
         if patience.is_out:
@@ -136,7 +144,7 @@ def _enough(aim: Aim, devices: int, make: Make, least: float) -> tuple[int | Non
             return False
         return True
 
-    first = max(devices + 1, math.ceil(devices * least / (aim.memory or math.inf)))
+    first = max(devices + 1, math.ceil(devices * least / (objective.memory or math.inf)))
     high: int | None = None
     with patience.spending():
         try:

@@ -57,13 +57,13 @@ from onnxpar.pipeline.unused_options import refuse_for_manual, refuse_without_se
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.search.given_mesh import best_on_mesh
 from onnxpar.search.meshes import best_mesh
-from onnxpar.search.objective import Aim
+from onnxpar.search.objective import Objective
 from onnxpar.search.op_strategies import Kept
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION, SEARCHES, Solution, solve
 from onnxpar.sharding.factors import GraphFactors, analyse
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import annotated_mesh
-from onnxpar.strategy.strategy import Seed, Strategy
+from onnxpar.strategy.strategy import Annotation, Strategy
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
@@ -116,10 +116,10 @@ class Options:
     bucket_bytes: int | None = None
     topology: Topology | None = None
     search: str | None = None
-    aim: Aim = field(default_factory=Aim)
+    objective: Objective = field(default_factory=Objective)
     passes: Sequence[Pass | Placed] = ()
     compared: bool = False  # with other strategies, by the objective
-    found: list[Seed] | None = None
+    found: list[Annotation] | None = None
     typical: Typical = field(default_factory=Typical)
     reckon_at: Sequence[Profile] = ()
 
@@ -156,12 +156,12 @@ def _undecided(model: Model, options: Options) -> PassContext:
     return PassContext(model, _open(model, mesh, options.topology), manual=manual)
 
 
-def _open(model: Model, mesh: Mesh, topology: Topology | None) -> Sharding:
+def _open(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
     """A sharding of the graph as it is, with nothing decided."""
     if any(node.domain == DOMAIN for node in model.graph.nodes):
-        return Sharding.open(mesh, GraphFactors({}, []), topology)  # a program per rank
+        return ShardingState.open(mesh, GraphFactors({}, []), topology)  # a program per rank
     factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
-    return Sharding.open(mesh, factors, topology)
+    return ShardingState.open(mesh, factors, topology)
 
 
 def make_context(model: Model, options: Options) -> PassContext:
@@ -169,9 +169,9 @@ def make_context(model: Model, options: Options) -> PassContext:
     manual = manual_of(options, model.step)
     if manual is not None:
         refuse_for_manual(options)
-        nothing = Sharding.open(manual.mesh, GraphFactors({}, []), options.topology)
+        nothing = ShardingState.open(manual.mesh, GraphFactors({}, []), options.topology)
         return PassContext(model, nothing, preset=MANUAL, manual=manual)
-    options.aim.check(model.step)
+    options.objective.check(model.step)
     if not options.compared:
         refuse_without_search(options)
     refuse_collectives(model.graph)
@@ -181,11 +181,11 @@ def make_context(model: Model, options: Options) -> PassContext:
     mesh, preset, annotated, found = _mesh_and_preset(model, options, factors)
     return PassContext(
         model,
-        Sharding.open(mesh, factors, options.topology),
+        ShardingState.open(mesh, factors, options.topology),
         strategy=options.strategy,
         preset=preset,
         annotated=annotated,
-        aim=options.aim,
+        objective=options.objective,
         found=found,
         variants=others,
     )
@@ -193,7 +193,7 @@ def make_context(model: Model, options: Options) -> PassContext:
 
 def _mesh_and_preset(
     model: Model, options: Options, factors: GraphFactors
-) -> tuple[Mesh, str | None, Configuration | None, list[Seed] | None]:
+) -> tuple[Mesh, str | None, Configuration | None, list[Annotation] | None]:
     """The mesh, the preset or search, the annotations to follow, and what was found with a mesh."""
     mesh, how = _wanted_mesh(options), _preset_or_search(options)
     devices = mesh.size if mesh is not None else options.devices
@@ -209,16 +209,18 @@ def _mesh_and_preset(
     if how not in (AUTO, EXHAUSTIVE) or (mesh is not None and options.found is not None):
         return mesh or preset_mesh(how, devices), how, None, options.found
 
-    def on_mesh(sharding: Sharding, given: Sequence[Sequence[Seed]], kept: Kept | None) -> Solution:
-        states, aim = model.states, options.aim
-        return solve(model.graph, sharding, states, given, how, kept, aim, model.step)
+    def on_mesh(
+        sharding: ShardingState, given: Sequence[Sequence[Annotation]], kept: Kept | None
+    ) -> Solution:
+        states, objective = model.states, options.objective
+        return solve(model.graph, sharding, states, given, how, kept, objective, model.step)
 
-    given = (options.topology, on_mesh, options.strategy, options.aim)
+    given = (options.topology, on_mesh, options.strategy, options.objective)
     if mesh is not None:
         best = best_on_mesh(factors, mesh, *given)
     else:
         best = best_mesh(model, factors, devices, *given)
-    return best.mesh, how, None, best.seeds
+    return best.mesh, how, None, best.annotations
 
 
 def _preset_or_search(options: Options) -> str | None:
@@ -426,7 +428,7 @@ def plan(
 ) -> tuple[Plan, PassContext]:
     """Everything that `shard` does, short of writing. Errors: OnnxparError."""
     try:
-        if options.aim.memory is None:
+        if options.objective.memory is None:
             made = _plan(path, options, watch, reckon)
             fitting = _within_host(path, options, made[0])
             if fitting is None:
@@ -440,17 +442,17 @@ def plan(
             made[0].notes[:] = notes
         return made
     finally:
-        options.aim.patience.tell("")
+        options.objective.patience.tell("")
 
 
 def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Plan, PassContext]]:
     """The plan that keeps to the limit on memory, and options with which it is made again."""
 
-    def make(aim: Aim, devices: int | None) -> tuple[Plan, PassContext]:
-        return _plan(path, replace(options, aim=aim, devices=devices))
+    def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
+        return _plan(path, replace(options, objective=objective, devices=devices))
 
     may_grow = options.devices is not None and _wanted_mesh(options) is None
-    return _again(options, *within_limit(options.aim, options.devices, may_grow, make))
+    return _again(options, *within_limit(options.objective, options.devices, may_grow, make))
 
 
 def _within_host(
@@ -460,19 +462,19 @@ def _within_host(
     if options.topology is not None or options.preset == MANUAL:
         return None
 
-    def make(aim: Aim, devices: int | None) -> tuple[Plan, PassContext]:
-        return _plan(path, replace(options, aim=aim))
+    def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
+        return _plan(path, replace(options, objective=objective))
 
-    found = within_host(options.aim, made, make)
+    found = within_host(options.objective, made, make)
     return None if found is None else _again(options, *found)
 
 
 def _again(
-    options: Options, aim: Aim, made: tuple[Plan, PassContext]
+    options: Options, objective: Objective, made: tuple[Plan, PassContext]
 ) -> tuple[Options, tuple[Plan, PassContext]]:
     """Options with which a plan is made again, and the plan."""
     plan, ctx = made
-    return replace(options, aim=aim, mesh=plan.mesh, found=ctx.found), made
+    return replace(options, objective=objective, mesh=plan.mesh, found=ctx.found), made
 
 
 @_no_collector()
@@ -483,7 +485,7 @@ def _plan(
     reckon: Reckon | None = None,
 ) -> tuple[Plan, PassContext]:
     reckon = reckon or _ignore
-    tell = options.aim.patience.tell
+    tell = options.objective.patience.tell
     whole: Whole = {}
     while True:
         tell("reading the model")
@@ -552,7 +554,7 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     OnnxparError."""
     if options.preset == MANUAL:
         raise StrategyError("annotations are of a global program, which a manual one is not")
-    if options.aim.memory is not None:
+    if options.objective.memory is not None:
         options, _ = _within_limit(path, options)
     model = load_model(path, options)
     ctx = make_context(model, options)

@@ -20,7 +20,7 @@ from onnxpar.pipeline.pass_list import parse_placed
 from onnxpar.pipeline.pass_order import Placed
 from onnxpar.pipeline.pipeline import Options
 from onnxpar.pipeline.plugins import load_plugin
-from onnxpar.search.objective import Aim
+from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.strategy.strategy import Strategy
 
@@ -138,7 +138,7 @@ def options_of(
         strategy=Strategy.given(asked.get("strategy")),
         configuration=asked.get("configuration"),
         topology=Topology.given(asked.get("topology")),
-        aim=Aim.given(
+        objective=Objective.given(
             asked.get("objective"),
             asked.get("memory_limit"),
             asked.get("untied", False),

@@ -21,7 +21,7 @@ from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.reshard.graph import LOCAL_STEPS
 from onnxpar.search.predict import predict_nodes, predict_on_one
 from onnxpar.sharding.planned_collectives import collective_of
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.symbols.fits import fit
 
 Reckon = Callable[[float, gs.Graph, PassContext], None]
@@ -45,7 +45,7 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
     )
 
 
-def note_weights(made: Plan, sharding: Sharding) -> None:
+def note_weights(made: Plan, sharding: ShardingState) -> None:
     """Says so where the ranks split no weight, and what splits them, if anything does."""
     total = sum(weight.bytes for weight in made.weights)
     is_whole = all(weight.bytes_per_rank >= weight.bytes for weight in made.weights)
@@ -64,7 +64,7 @@ def note_weights(made: Plan, sharding: Sharding) -> None:
     made.notes.append(f"all weights stay on every rank, {text_of(total, 'B')} each; {rest}")
 
 
-def note_unsplit(made: Plan, sharding: Sharding) -> None:
+def note_unsplit(made: Plan, sharding: ShardingState) -> None:
     """Says so where every rank computes all of it, as under data-parallel with a batch of one."""
     split = (*sharding.tensors.values(), *sharding.ops.values())
     if made.mesh.size > 1 and made.predicted is not None and not any(any(axes) for axes in split):

@@ -20,14 +20,21 @@ from onnxpar.model.model_name import model_name
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.presets.presets import default_rounds
 from onnxpar.runtime.trace import check_place
-from onnxpar.search.op_strategies import pending_kinds
+from onnxpar.search.op_strategies import partial_kinds
 from onnxpar.search.repeats import tied
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.dimension_text import Piece
-from onnxpar.strategy.strategy import NodeSeed, Seed, Strategy, TensorSeed, readers_of_fed, seeds_of
+from onnxpar.strategy.strategy import (
+    Annotation,
+    NodeAnnotation,
+    Strategy,
+    TensorAnnotation,
+    annotations_of,
+    readers_of_fed,
+)
 from onnxpar.strategy.write_strategy import factor_entry, node_entry, strategy_text, tensor_entry
 
 SHARD, TENSORS = "shard", "tensors"
@@ -86,7 +93,7 @@ class _Entry:
     kind: str
     pattern: str
     value: Any
-    seeds: tuple[Seed, ...]
+    annotations: tuple[Annotation, ...]
 
 
 class _Saving:
@@ -104,11 +111,11 @@ class _Saving:
         self.readers = {name: [op.node.name for op in found] for name, found in fed.items()}
         self.alike: dict[int, list[OpFactors]] = defaultdict(list)
         self.number: dict[str, int] = {}
-        numbers = tied(sharding, pending_kinds(sharding.factors.ops))
+        numbers = tied(sharding, partial_kinds(sharding.factors.ops))
         for number, op in zip(numbers, sharding.factors.ops, strict=True):
             self.alike[number].append(op)
             self.number[op.node.name] = number
-        self.before = ctx.seeds[:1] if ctx.annotated is not None else []
+        self.before = ctx.annotations[:1] if ctx.annotated is not None else []
         self.behind = default_rounds(model.graph, ctx.sharding, model.step)
         self.values: dict[tuple[Any, str], Any] = {}
 
@@ -123,13 +130,13 @@ class _Saving:
                 batches = rest
         entries = {(e.kind, e.pattern): e for batch in batches for e in batch}
         at = {name: i for i, name in enumerate((*self.ops, *self.sharding.factors.tensors))}
-        ordered = sorted(entries.values(), key=lambda e: min(at[_name(s)] for s in e.seeds))
+        ordered = sorted(entries.values(), key=lambda e: min(at[_name(s)] for s in e.annotations))
         shard, tensors = (
             {e.pattern: e.value for e in ordered if e.kind == kind} for kind in (SHARD, TENSORS)
         )
         return Strategy(self.sharding.mesh, shard, tensors)
 
-    def _decided(self, sharding: Sharding) -> Decided:
+    def _decided(self, sharding: ShardingState) -> Decided:
         """What a sharding comes to: all that insert-collectives looks at."""
         found: dict[tuple[str, str], Pieces] = {}
         for op in sharding.factors.ops:
@@ -138,17 +145,19 @@ class _Saving:
             found[SHARD, op.node.name] = _pieces(sharding, atoms, sharding.op_axes(op))
         for name in self.held:
             atoms = [leaf.atom for leaf in sharding.factors.tensors[name].leaves]
-            axes = sharding.tensor_placement(name).leaves
+            axes = sharding.tensor_sharding(name).leaves
             found[TENSORS, name] = _pieces(sharding, atoms, axes)
         return found
 
     def _differing(self, batches: Iterable[Sequence[_Entry]]) -> list[tuple[str, str]]:
         """What these entries alone do not make as it is wanted."""
         mesh, factors = self.sharding.mesh, self.sharding.factors
-        sharding = Sharding.open(mesh, factors, self.sharding.costs.topology)
-        asked = [seed for batch in batches for entry in batch for seed in entry.seeds]
+        sharding = ShardingState.open(mesh, factors, self.sharding.costs.topology)
+        asked = [
+            annotation for batch in batches for entry in batch for annotation in entry.annotations
+        ]
         rounds = [*self.before, with_derived(asked, sharding), *self.behind]
-        ctx = PassContext(self.model, sharding, seeds=rounds)
+        ctx = PassContext(self.model, sharding, annotations=rounds)
         PropagateLayouts().run(self.model.graph, ctx)
         found = self._decided(sharding)
         free = {(TENSORS, name) for name in self.sharding.pinned - sharding.pinned}
@@ -223,7 +232,7 @@ class _Saving:
         pattern = widest_pattern(name, names, lambda n: bool(self._value(value, n) == own))
         data = {pattern: own}
         strategy = Strategy(shard=data) if kind == SHARD else Strategy(tensors=data)
-        return _Entry(kind, pattern, own, tuple(seeds_of(strategy, self.sharding)))
+        return _Entry(kind, pattern, own, tuple(annotations_of(strategy, self.sharding)))
 
     def _value(self, value: Callable[[str], Any], name: str) -> Any:
         if (value, name) not in self.values:
@@ -260,7 +269,7 @@ def widest_pattern(name: str, names: Iterable[str], fits: Callable[[str], bool])
     return best
 
 
-def _copy(sharding: Sharding) -> Sharding:
+def _copy(sharding: ShardingState) -> ShardingState:
     return replace(
         sharding,
         tensors={name: list(axes) for name, axes in sharding.tensors.items()},
@@ -270,11 +279,11 @@ def _copy(sharding: Sharding) -> Sharding:
     )
 
 
-def _pieces(sharding: Sharding, atoms: Sequence[int], axes: Sequence[Axes]) -> Pieces:
+def _pieces(sharding: ShardingState, atoms: Sequence[int], axes: Sequence[Axes]) -> Pieces:
     merged = [merge_axes(over) for over in axes]
     return tuple((a, sharding.parts.get((n, a))) for n, a in zip(atoms, merged, strict=True))
 
 
-def _name(seed: Seed) -> str:
-    assert isinstance(seed, (NodeSeed, TensorSeed))
-    return seed.op.node.name if isinstance(seed, NodeSeed) else seed.tensor
+def _name(annotation: Annotation) -> str:
+    assert isinstance(annotation, (NodeAnnotation, TensorAnnotation))
+    return annotation.op.node.name if isinstance(annotation, NodeAnnotation) else annotation.tensor

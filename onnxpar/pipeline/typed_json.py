@@ -18,10 +18,10 @@ from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.presets.expert_parallel import SplitExperts
 from onnxpar.presets.tensor_parallel import CloseOpen, SplitAlone
 from onnxpar.presets.training_presets import Closed, SplitSums, SplitTogether
-from onnxpar.reshard.graph import Step
+from onnxpar.reshard.graph import ReshardStep
 from onnxpar.sharding.factors import GraphFactors, OpFactors
-from onnxpar.sharding.state import Placement
-from onnxpar.strategy.strategy import NodeSeed, TensorSeed
+from onnxpar.sharding.state import FactorSharding
+from onnxpar.strategy.strategy import NodeAnnotation, TensorAnnotation
 
 TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -36,15 +36,15 @@ TYPES: dict[str, type[Any]] = {
         Level,
         Link,
         Mesh,
-        NodeSeed,
-        Placement,
+        NodeAnnotation,
+        FactorSharding,
         Product,
         SplitAlone,
         SplitExperts,
         SplitSums,
         SplitTogether,
-        Step,
-        TensorSeed,
+        ReshardStep,
+        TensorAnnotation,
         Topology,
     )
 }

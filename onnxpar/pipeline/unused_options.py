@@ -21,9 +21,9 @@ def refuse_for_manual(options: Options) -> None:
         "fusion": options.fusion is not None,
         "bucket-mb": options.bucket_bytes is not None,
         "search": options.search is not None,
-        "objective": options.aim.objective != LATENCY,
-        "memory-limit": options.aim.memory is not None,
-        "untied": options.aim.untied,
+        "objective": options.objective.goal != LATENCY,
+        "memory-limit": options.objective.memory is not None,
+        "untied": options.objective.untied,
         "topology": options.topology is not None,
         "configuration": options.configuration is not None,
         "strict": options.strict,
@@ -48,7 +48,10 @@ def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
     is_open = options.preset is None and options.strategy is None and not is_annotated
     if options.search in (AUTO, EXHAUSTIVE) or (options.search is None and is_open):
         return
-    names = {"objective": options.aim.objective != LATENCY, "untied": options.aim.untied}
+    names = {
+        "objective": options.objective.goal != LATENCY,
+        "untied": options.objective.untied,
+    }
     for name, is_given in names.items():
         if is_given:
             raise StrategyError(

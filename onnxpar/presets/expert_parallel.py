@@ -18,24 +18,26 @@ from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.tensor_parallel import convolves, is_contraction
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 
 EXPERT = "expert-parallel"
 
 
-def expert_seeds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[SplitExperts]:
+def expert_annotations(graph: gs.Graph, sharding: ShardingState, axes: Axes) -> list[SplitExperts]:
     """Splits what works on experts' own weights by expert. Where no layer has as many experts as
     there are parts, some ranks have none. Errors: StrategyError where the model has no experts."""
     atoms = expert_atoms(graph, sharding)
-    seeds = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
-    fitting = [s for s in seeds if s.size >= parts_over(axes)] or [s for s in seeds if s.size > 1]
+    annotations = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
+    fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
+        s for s in annotations if s.size > 1
+    ]
     if not fitting:
-        has = "one expert only" if seeds else "no weights of experts, a matrix for each"
+        has = "one expert only" if annotations else "no weights of experts, a matrix for each"
         raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
     return fitting
 
 
-def expert_atoms(graph: gs.Graph, sharding: Sharding) -> dict[int, list[OpFactors]]:
+def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
     """What numbers experts, and the products with a matrix for each."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # bodies and the backward pass read copies
@@ -73,7 +75,7 @@ class SplitExperts:
         """How many experts there are."""
         return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Decides the nodes, and closes the tensors at the border, which tokens split."""
         inside = self._inside(sharding)
         touched: dict[str, set[bool]] = defaultdict(set)
@@ -94,7 +96,7 @@ class SplitExperts:
                         sharding.tensors[name][i] = ()
         return bool(inside)
 
-    def _inside(self, sharding: Sharding) -> dict[str, OpFactors]:
+    def _inside(self, sharding: ShardingState) -> dict[str, OpFactors]:
         """The nodes that work for experts alone, by name."""
         by_tensor: dict[str, list[OpFactors]] = defaultdict(list)
         for op in sharding.factors.ops:
@@ -110,7 +112,7 @@ class SplitExperts:
                         todo.append(op)
         return found
 
-    def _is_of_experts(self, op: OpFactors, sharding: Sharding) -> bool:
+    def _is_of_experts(self, op: OpFactors, sharding: ShardingState) -> bool:
         tensors = [
             sharding.factors.tensors.get(tensor.name)
             for tensor, links in op.operands()

@@ -11,12 +11,17 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.model.interchange import is_weight
-from onnxpar.presets.expert_parallel import EXPERT, expert_seeds
+from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
 from onnxpar.presets.tensor_parallel import tensor_parallel_rounds
-from onnxpar.presets.training_presets import SEQUENCE, ZERO_STAGES, sequence_seeds, zero_rounds
+from onnxpar.presets.training_presets import (
+    SEQUENCE,
+    ZERO_STAGES,
+    sequence_annotations,
+    zero_rounds,
+)
 from onnxpar.sharding.factors import TensorFactors
-from onnxpar.sharding.state import Sharding
-from onnxpar.strategy.strategy import Seed, TensorSeed, nest
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation, TensorAnnotation, nest
 
 PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, SEQUENCE, EXPERT, "manual")
 
@@ -41,19 +46,19 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
 
 
 def default_rounds(
-    graph: gs.Graph, sharding: Sharding, step: Step | None = None
-) -> list[list[Seed]]:
+    graph: gs.Graph, sharding: ShardingState, step: Step | None = None
+) -> list[list[Annotation]]:
     """What stays open under a strategy: data parallel over the axis `dp`, where there is one."""
     mesh = sharding.mesh
     size = _batch_size(graph)
     if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
         return []
-    return [list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))]
+    return [list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))]
 
 
 def preset_rounds(
-    graph: gs.Graph, sharding: Sharding, preset: str | None, step: Step | None = None
-) -> list[list[Seed]]:
+    graph: gs.Graph, sharding: ShardingState, preset: str | None, step: Step | None = None
+) -> list[list[Annotation]]:
     """The seeds of a preset, in rounds of falling priority; `step` where the graph is a training
     step. Errors: StrategyError for its name."""
     mesh = sharding.mesh
@@ -62,19 +67,19 @@ def preset_rounds(
     if preset not in PRESETS:
         raise StrategyError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
     if preset == "data-parallel":
-        return [list(batch_seeds(graph, sharding, _all_axes(mesh), step))]
+        return [list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     if preset == EXPERT:
-        experts: list[Seed] = list(expert_seeds(graph, sharding, _all_axes(mesh)))
-        return [experts, list(batch_seeds(graph, sharding, _all_axes(mesh), step))]
+        experts: list[Annotation] = list(expert_annotations(graph, sharding, _all_axes(mesh)))
+        return [experts, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
         raise StrategyError(f"hybrid needs an axis dp and another, the mesh is {mesh}")
-    batch: list[Seed] = []
+    batch: list[Annotation] = []
     if "dp" in mesh.sizes:
-        batch = list(batch_seeds(graph, sharding, (mesh.axis("dp"),), step))
+        batch = list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))
     wide = tensor_parallel_rounds(graph, sharding, axes)
     if preset == SEQUENCE:
-        return [batch, *wide[:-1], sequence_seeds(graph, axes, sharding, step), *wide[-1:]]
+        return [batch, *wide[:-1], sequence_annotations(graph, axes, sharding, step), *wide[-1:]]
     if preset not in ZERO_STAGES:
         return [batch, *wide]
     if "dp" not in mesh.sizes:
@@ -83,9 +88,9 @@ def preset_rounds(
     return [batch, *wide[:-1], first, last, *wide[-1:]]
 
 
-def batch_seeds(
-    graph: gs.Graph, sharding: Sharding, axes: Axes, step: Step | None = None
-) -> Iterator[Seed]:
+def batch_annotations(
+    graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None = None
+) -> Iterator[Annotation]:
     """Splits the batch: the first dimension of the first input, and of all inputs of that extent.
 
     Where there are fewer of its elements than parts, some ranks have none; one element is left
@@ -98,10 +103,10 @@ def batch_seeds(
     if size is None:
         raise StrategyError(f"data-parallel over {parts}: {_no_batch(graph)}")
     for name, factors in _batched(graph, sharding, step):
-        yield TensorSeed(name, _batch_axes(factors, axes, step.turns if step else 1))
+        yield TensorAnnotation(name, _batch_axes(factors, axes, step.turns if step else 1))
 
 
-def batch_atoms(graph: gs.Graph, sharding: Sharding, step: Step | None = None) -> set[int]:
+def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = None) -> set[int]:
     """What numbers the samples of a batch."""
     return {
         leaf.atom
@@ -112,7 +117,7 @@ def batch_atoms(graph: gs.Graph, sharding: Sharding, step: Step | None = None) -
 
 
 def _batched(
-    graph: gs.Graph, sharding: Sharding, step: Step | None
+    graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> Iterator[tuple[str, TensorFactors]]:
     """Inputs whose first dimension is the batch: that of the first input, and all of its extent."""
     size = _batch_size(graph)

@@ -12,7 +12,7 @@ from onnxpar.ir.tensors import numel, numpy_dtype
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.rules.recurrence_lowering import GATES
 from onnxpar.sharding.factors import GraphFactors, OpFactors
-from onnxpar.strategy.strategy import NodeSeed
+from onnxpar.strategy.strategy import NodeAnnotation
 
 WEIGHTS = (1, 2)
 """The operands that the input and the state are multiplied by."""
@@ -69,7 +69,7 @@ class Recurrences:
         gathering = self.costs.collective("AllGather", self.axes, size)
         return (gathering + self.costs.compute(wasted, 0)) / self.small
 
-    def seeds(self, chosen: set[int], axes: Axes) -> Iterator[NodeSeed]:
+    def annotations(self, chosen: set[int], axes: Axes) -> Iterator[NodeAnnotation]:
         """Axes for the hidden units whose atoms are chosen."""
         for op in self.ops.values():
             found = {
@@ -78,4 +78,4 @@ class Recurrences:
                 if leaf.factor == "h" and leaf.atom in chosen and leaf.size >= parts_over(axes)
             }
             if found:
-                yield NodeSeed(op, found, {})
+                yield NodeAnnotation(op, found, {})

@@ -24,9 +24,9 @@ from onnxpar.model.interchange import is_weight
 from onnxpar.presets.covering import covering
 from onnxpar.presets.recurrences import MOVES, Recurrences, recurrences
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.part_bytes import mean_bytes
-from onnxpar.sharding.state import Placement, Sharding
-from onnxpar.strategy.strategy import Seed, TensorSeed, nest
+from onnxpar.sharding.shard_bytes import mean_bytes
+from onnxpar.sharding.state import FactorSharding, ShardingState
+from onnxpar.strategy.strategy import Annotation, TensorAnnotation, nest
 
 LARGE = 1024
 """Elements above which a weight should not be held whole."""
@@ -53,7 +53,7 @@ Event = tuple[str, str]
 def is_contraction(op: OpFactors) -> bool:
     """Whether the node multiplies and reduces two operands."""
     multiplies = op.node.op in _CONTRACT or op.node.op in _WEIGHT
-    return multiplies and bool(op.rule.reduce or op.rule.across)
+    return multiplies and bool(op.rule.reduce or op.rule.communicating)
 
 
 def convolves(op: OpFactors) -> bool:
@@ -61,25 +61,27 @@ def convolves(op: OpFactors) -> bool:
     return "Conv" in op.node.op
 
 
-def tensor_parallel_rounds(graph: gs.Graph, sharding: Sharding, axes: Axes) -> list[list[Seed]]:
+def tensor_parallel_rounds(
+    graph: gs.Graph, sharding: ShardingState, axes: Axes
+) -> list[list[Annotation]]:
     """Seeds on the weights: first the covering atoms, then weights that no such atom covers."""
     if parts_over(axes) == 1:
         return []
     cover = _Cover(graph, sharding, axes)
     chosen = cover.choose()
     cover.companion = cover.companions(chosen)
-    units = list(cover.recurrences.seeds(chosen, axes))
-    first = [s for w in cover.weights for s in cover.seeds(w, chosen, axes)]
+    units = list(cover.recurrences.annotations(chosen, axes))
+    first = [s for w in cover.weights for s in cover.annotations(w, chosen, axes)]
     free = cover.free_atoms(chosen)
-    small = [s for w in cover.small for s in cover.seeds(w, free, axes)]
-    rest: list[Seed] = [SplitAlone(w.name, axes) for w in cover.worth_splitting()]
+    small = [s for w in cover.small for s in cover.annotations(w, free, axes)]
+    rest: list[Annotation] = [SplitAlone(w.name, axes) for w in cover.worth_splitting()]
     return [[*units], first, small, [CloseOpen(), *rest]]
 
 
 class _Cover:
     """Minimum-cost cover of the weights by atoms: all atoms, then the dearest that can go."""
 
-    def __init__(self, graph: gs.Graph, sharding: Sharding, axes: Axes) -> None:
+    def __init__(self, graph: gs.Graph, sharding: ShardingState, axes: Axes) -> None:
         self.sharding = sharding
         self.parts = parts_over(axes)
         self.companion: dict[int, int] = {}
@@ -134,7 +136,7 @@ class _Cover:
         if op.node.name in self.recurrences.ops:
             self.times["reduce", op.node.name] = self.recurrences.talk(op)
         for i, leaf in enumerate(op.leaves):
-            if op.reduction(i) or leaf.factor in op.rule.across:
+            if op.reduction(i) or leaf.factor in op.rule.communicating:
                 self.events[leaf.atom].add(("reduce", op.node.name))
             for j, other in enumerate(op.leaves if is_contraction(op) else ()):
                 if i != j and leaf.atom != other.atom and (i, j) not in op.apart:
@@ -201,7 +203,9 @@ class _Cover:
             out += [(cost * size, atoms) for size, atoms in self._segments(weight)]
         return out
 
-    def seeds(self, weight: gs.Constant, chosen: set[int], axes: Axes) -> Iterator[Seed]:
+    def annotations(
+        self, weight: gs.Constant, chosen: set[int], axes: Axes
+    ) -> Iterator[Annotation]:
         """Axes for the leaves of one weight: one dimension of it, the reduced one where both
         could."""
         factors = self.sharding.factors.tensors[weight.name]
@@ -216,7 +220,7 @@ class _Cover:
         if not candidates:
             return
         given = max(candidates, key=lambda c: c[:3])[3]
-        yield TensorSeed(weight.name, [given.get(i) for i in range(len(factors.leaves))])
+        yield TensorAnnotation(weight.name, [given.get(i) for i in range(len(factors.leaves))])
 
     def companions(self, chosen: set[int]) -> dict[int, int]:
         """For each chosen atom that is too small, the one that takes the rest of the axes beside
@@ -422,7 +426,7 @@ def _pieces(dim: Dim, at: int, atoms: list[int]) -> Iterator[tuple[int, set[int]
 class CloseOpen:
     """Ends propagation: activations that nothing reached so far stay whole."""
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Closes every open leaf of tensors that some node makes."""
         for op in sharding.factors.ops:
             for tensor in [*op.node.outputs, *op.node.inputs]:
@@ -440,7 +444,7 @@ class SplitAlone:
     tensor: str
     axes: Axes
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Chooses a leaf of the weight, and splits or closes the reader's."""
         if any(sharding.tensors[self.tensor]):
             return False
@@ -463,7 +467,7 @@ class SplitAlone:
 
     def _split_readers(
         self,
-        sharding: Sharding,
+        sharding: ShardingState,
         links: Sequence[tuple[OpFactors, int | None]],
         chosen: Sequence[int],
     ) -> bool:
@@ -476,10 +480,10 @@ class SplitAlone:
             return False
         return self._store(sharding, chosen)
 
-    def _store(self, sharding: Sharding, chosen: Sequence[int]) -> bool:
+    def _store(self, sharding: ShardingState, chosen: Sequence[int]) -> bool:
         return all([sharding.assign_tensor(self.tensor, i, self.axes) for i in chosen])
 
-    def _leaves(self, sharding: Sharding) -> list[int]:
+    def _leaves(self, sharding: ShardingState) -> list[int]:
         """Those of the dimension that splits best: evenly, else the longest."""
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
@@ -513,13 +517,13 @@ def _links(op: OpFactors, tensor: str, leaf: int) -> Iterator[int | None]:
             yield links[leaf]
 
 
-def _moves_less(sharding: Sharding, op: OpFactors, link: int, weight: str) -> bool:
+def _moves_less(sharding: ShardingState, op: OpFactors, link: int, weight: str) -> bool:
     """Whether gathering the node's result moves fewer bytes than gathering the weight; not where
     the ranks would talk within the node, too."""
-    if op.leaves[link].factor in op.rule.across:
+    if op.leaves[link].factor in op.rule.communicating:
         return False
     result = op.node.outputs[0]
     stored = next(t for t in op.node.inputs if t.name == weight)
-    whole = Placement(tuple(() for _ in sharding.factors.tensors[weight].leaves))
-    made = sharding.operand_placement(op, op.outputs[0])
+    whole = FactorSharding(tuple(() for _ in sharding.factors.tensors[weight].leaves))
+    made = sharding.operand_sharding(op, op.outputs[0])
     return mean_bytes(result, made, sharding) <= mean_bytes(stored, whole, sharding)

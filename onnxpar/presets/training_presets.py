@@ -15,8 +15,8 @@ from onnxpar.layout.layout import leaves
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.presets.covering import covering
 from onnxpar.sharding.factors import Leaf, OpFactors
-from onnxpar.sharding.state import Sharding, overlaps
-from onnxpar.strategy.strategy import Seed
+from onnxpar.sharding.state import ShardingState, overlaps
+from onnxpar.strategy.strategy import Annotation
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 """Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -29,9 +29,9 @@ between the products of a tensor-parallel layer, activations are split along the
 _MOVES = ("Reshape", "Transpose", "Identity")
 
 
-def sequence_seeds(
-    graph: gs.Graph, axes: Axes, sharding: Sharding, step: Step | None
-) -> list[Seed]:
+def sequence_annotations(
+    graph: gs.Graph, axes: Axes, sharding: ShardingState, step: Step | None
+) -> list[Annotation]:
     """Splits the second dimension of the first input wherever tensor parallelism adds up parts of
     an activation, and from there on. Errors: StrategyError where there is no such dimension."""
     leaf = _second_dimension(_first_input(graph, step), sharding)
@@ -43,7 +43,7 @@ def sequence_seeds(
     return [SplitSums(leaf.atom, axes)]
 
 
-def sequence_atom(graph: gs.Graph, sharding: Sharding, step: Step | None) -> int | None:
+def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> int | None:
     """What numbers the places of a sequence, where the first input has one: of token ids, or of
     features for each place."""
     first = _first_input(graph, step)
@@ -60,7 +60,7 @@ def _first_input(graph: gs.Graph, step: Step | None) -> gs.Variable | None:
     return next((t for t in data if len(t.shape or ()) > 1), None)
 
 
-def _second_dimension(tensor: gs.Variable | None, sharding: Sharding) -> Leaf | None:
+def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Leaf | None:
     """Its leaf, where it is one."""
     factors = sharding.factors.tensors.get(tensor.name) if tensor is not None else None
     at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
@@ -75,7 +75,7 @@ class SplitSums:
     atom: int
     axes: Axes
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Decides the leaves of that atom that are still open. Errors: StrategyError where nothing
         pending has it."""
         changed = found = False
@@ -91,7 +91,7 @@ class SplitSums:
             )
         return changed
 
-    def _ends(self, sharding: Sharding) -> list[str]:
+    def _ends(self, sharding: ShardingState) -> list[str]:
         """Pending tensors that are not added to others; what leads to such a sum is closed."""
         first: dict[str, str] = {}
         moved: dict[str, list[OpFactors]] = {}
@@ -113,7 +113,7 @@ class SplitSums:
                 first[known[0]] = known[0]
         return list(first.values())
 
-    def _close(self, sharding: Sharding, ops: Iterable[OpFactors]) -> None:
+    def _close(self, sharding: ShardingState, ops: Iterable[OpFactors]) -> None:
         for op in ops:
             for i, leaf in enumerate(op.leaves):
                 if leaf.atom == self.atom:
@@ -121,8 +121,8 @@ class SplitSums:
 
 
 def zero_rounds(
-    graph: gs.Graph, sharding: Sharding, step: Step | None, preset: str, axes: Axes
-) -> tuple[list[Seed], list[Seed]]:
+    graph: gs.Graph, sharding: ShardingState, step: Step | None, preset: str, axes: Axes
+) -> tuple[list[Annotation], list[Annotation]]:
     """Seeds that must come first, and those that come behind all that splits the computation.
 
     Stages 1 and 2 hold each parameter whole and its state and update in parts, 3 the parameter too.
@@ -132,8 +132,8 @@ def zero_rounds(
     if step is None:
         raise StrategyError(f"{preset} is for training steps, which `onnxpar grad` writes")
     outputs = {t.name: t for t in graph.outputs}
-    first: list[Seed] = []
-    last: list[Seed] = []
+    first: list[Annotation] = []
+    last: list[Annotation] = []
     for slot in step.parameters:
         parts = [s.input for s in step.slots if s.of == slot.of and s.kind != slot.kind]
         parts.append(outputs[slot.output].inputs[0].inputs[0].name)
@@ -151,7 +151,7 @@ class Closed:
 
     tensor: str
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Closes its open leaves, once nothing of higher priority can reach them."""
         have = sharding.tensors[self.tensor]
         sharding.tensors[self.tensor] = [() if axes is None else axes for axes in have]
@@ -165,7 +165,7 @@ class SplitTogether:
     tensors: tuple[str, ...]
     axes: Axes
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Takes the dimension that divides most evenly, else the longest, of those that are open in
         all and long enough: of each of its segments one factor."""
         factors = sharding.factors.tensors[self.tensors[0]]
@@ -183,6 +183,6 @@ class SplitTogether:
                 return True
         return False
 
-    def _assign(self, sharding: Sharding, tensor: str, leaf: int) -> bool:
+    def _assign(self, sharding: ShardingState, tensor: str, leaf: int) -> bool:
         sharding.tensors[tensor][leaf] = None
         return sharding.assign_tensor(tensor, leaf, self.axes)

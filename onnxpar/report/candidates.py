@@ -195,7 +195,7 @@ def on_one_rank(path: Path, options: Options) -> Candidate:
     alone = replace(
         options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
     )
-    alone = replace(alone, aim=replace(options.aim, memory=None), configuration="none")
+    alone = replace(alone, objective=replace(options.objective, memory=None), configuration="none")
     return _candidate(ONE_RANK, explain(path, alone), alone)
 
 
@@ -205,7 +205,7 @@ def _candidate(strategy: str, explained: Explained, options: Options) -> Candida
     for entry in plan.collectives:
         sent[entry.kind] = sent.get(entry.kind, 0) + entry.bytes
     seconds = explained.predicted
-    counted = options.aim.seconds(seconds.compute, seconds.communication)
+    counted = options.objective.seconds(seconds.compute, seconds.communication)
     return Candidate(strategy, plan.mesh, seconds, counted, sent, dict(plan.memory), explained)
 
 

@@ -18,11 +18,11 @@ from onnxpar.errors import InputError, StrategyError
 from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.subgraphs import nodes_within
-from onnxpar.report.trace_comparison import Comparison, Computed, Talked, sum_known
+from onnxpar.report.trace_comparison import Communicated, Comparison, Computed, sum_known
 from onnxpar.reshard.graph import LOCAL_STEPS
 from onnxpar.runtime.trace import Event, Trace
 from onnxpar.search.predict import Prediction, predict_nodes
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 
 _REMEDY = (
     "give plan the options that shard was given (--mesh, --preset, --strategy, --dim, --topology "
@@ -55,7 +55,7 @@ class PlannedNode:
 
 
 def planned_nodes(
-    graph: gs.Graph, sharding: Sharding, apart: Collection[str] = ()
+    graph: gs.Graph, sharding: ShardingState, apart: Collection[str] = ()
 ) -> dict[str, PlannedNode]:
     """The nodes of a graph, by name. Requires reshard nodes (insert-collectives). Outputs `apart`
     are no part of a run, nor is what they alone need."""
@@ -212,7 +212,7 @@ def _talked(
     runs: int,
     nodes: Mapping[str, PlannedNode],
     sent: Mapping[str, int],
-) -> list[Talked]:
+) -> list[Communicated]:
     """Collectives in the order in which they run, then those that did not. `sent` has bytes at the
     sizes of the runs, by collective, which replace those of the trace."""
     by_node: dict[str, list[Event]] = defaultdict(list)
@@ -232,7 +232,7 @@ def _talk(
     runs: int,
     node: PlannedNode | None,
     sent_in: Mapping[str, int],
-) -> Talked:
+) -> Communicated:
     told = [e.collective for e in events if e.collective]
     is_inner = node is not None and not node.is_collective
     kinds = dict.fromkeys(t.kind for t in told) or ([node.op] if node and not is_inner else [])
@@ -248,7 +248,7 @@ def _talk(
         sum(of) / (runs * max(len(ranks), 1))
         for of in ((e.wait for e in events), (e.seconds for e in events))
     )
-    return Talked(
+    return Communicated(
         name,
         " ".join(kinds),
         tensor,

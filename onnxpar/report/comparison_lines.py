@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onnxpar.base.shown import text_of
 from onnxpar.report.report import size_text, table
-from onnxpar.report.trace_comparison import Comparison, Computed, Talked
+from onnxpar.report.trace_comparison import Communicated, Comparison, Computed
 
 WORST = 10
 _HEADS = ("predicted", "measured")
@@ -62,7 +62,7 @@ def _totals(comparison: Comparison) -> Iterator[str]:
     yield from table(rows, ("", *_times_heads()))
 
 
-def _talked(row: Talked) -> tuple[str | int, ...]:
+def _talked(row: Communicated) -> tuple[str | int, ...]:
     sent = "?" if row.bytes is None else size_text(row.bytes)
     times = _times(row.predicted, row.measured)
     tensors = row.tensor.split()
@@ -71,8 +71,8 @@ def _talked(row: Talked) -> tuple[str | int, ...]:
     return tensor, row.kind, row.calls, sent.rjust(8), *times, _ms(row.wait)
 
 
-def _worst(row: Computed | Talked) -> tuple[str, str, int]:
-    if isinstance(row, Talked):
+def _worst(row: Computed | Communicated) -> tuple[str, str, int]:
+    if isinstance(row, Communicated):
         return row.node, row.kind, row.calls
     name = row.nodes[0] if row.nodes else "(added by onnxruntime)"
     others = f" and {len(row.nodes) - 1} more" if len(row.nodes) > 1 else ""

@@ -36,7 +36,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Talked:
+class Communicated:
     """A collective, or all of those inside an op. `bytes` are what a rank sends in a run, None
     where the plan does not say; `measured` is without `wait`; both are means of the ranks."""
 
@@ -74,7 +74,7 @@ class Comparison(Shown):
     rank: int
     length: float
     computed: Sequence[Computed]
-    talked: Sequence[Talked]
+    talked: Sequence[Communicated]
     sizes: str = ""
 
     @property
@@ -95,7 +95,7 @@ class Comparison(Shown):
         return sum(t.wait for t in self.talked)
 
     @property
-    def _both(self) -> tuple[Sequence[Computed], Sequence[Talked]]:
+    def _both(self) -> tuple[Sequence[Computed], Sequence[Communicated]]:
         return self.computed, self.talked
 
     def op_types(self) -> list[OpType]:
@@ -114,9 +114,9 @@ class Comparison(Shown):
         ]
         return sorted(types, key=lambda t: -t.measured)
 
-    def worst(self) -> list[Computed | Talked]:
+    def worst(self) -> list[Computed | Communicated]:
         """Everything, by how many seconds the prediction is off; the worst first."""
-        rows: list[Computed | Talked] = [*self.computed, *self.talked]
+        rows: list[Computed | Communicated] = [*self.computed, *self.talked]
         return sorted(rows, key=lambda row: -abs(row.measured - (row.predicted or 0.0)))
 
     def to_json(self) -> dict[str, Any]:

@@ -26,13 +26,13 @@ from onnxpar.layout.layout import Dim, Factor, Product, ReduceOp, estimated_size
 from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes
 from onnxpar.layout.rows import rows_within
 from onnxpar.sharding.factors import TensorFactors, with_axes
-from onnxpar.sharding.state import Placement, covered_axes
+from onnxpar.sharding.state import FactorSharding, covered_axes
 
 Slot = tuple[int, ...]
 """Leaves of one dimension that hold an axis together: one, or one of each segment."""
-Where = Slot | ReduceOp | None
+Location = Slot | ReduceOp | None
 """Where a piece of an axis is: on leaves, pending in a reduction, or nowhere."""
-Move = tuple[str, Axes, Where, Where]
+Move = tuple[str, Axes, Location, Location]
 """A collective or a cut: its kind, the pieces that it moves, from where to where."""
 
 LOCAL_STEPS = ("LocalSlice", "Select")
@@ -41,14 +41,14 @@ STEP = 1e-16
 """Seconds that are added to each step, so that of ways that cost the same the shorter is taken."""
 
 MOST_DETOURS = 1 << 12
-"""Placements of a tensor, above which axes go nowhere but where some wanted placement has them."""
+"""States of a tensor's graph; above as many, an axis goes only where a wanted sharding has it."""
 
 PartSizes = Callable[[int, Axes], tuple[int, ...]]
 """Sizes of the parts of a leaf that is split over axes."""
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One collective, or a local cut: `kind` over `axes`, between two placements.
 
     LocalSlice keeps this rank's part; Select keeps the value on coordinate 0 of `axes` and the
@@ -58,8 +58,8 @@ class Step:
 
     kind: str
     axes: Axes
-    before: Placement
-    after: Placement
+    before: FactorSharding
+    after: FactorSharding
     rows: int = 0
 
 
@@ -77,7 +77,7 @@ class _Sizes:
     rows: list[Array]
 
 
-class Placements:
+class ReshardGraph:
     """All placements of a tensor in which each piece is where some of the `wanted` ones have it.
 
     `itemsize` is in bytes, of an element. Errors: Unordered where pieces stand on leaves in orders
@@ -86,13 +86,15 @@ class Placements:
 
     def __init__(
         self,
-        wanted: Sequence[Placement],
+        wanted: Sequence[FactorSharding],
         factors: TensorFactors,
         costs: Costs,
         itemsize: float,
         parts: PartSizes | None = None,
     ) -> None:
-        self.wanted = {placement: i for i, placement in enumerate(dict.fromkeys(wanted))}
+        self.wanted = {
+            factor_sharding: i for i, factor_sharding in enumerate(dict.fromkeys(wanted))
+        }
         self.factors = factors
         self.costs = costs
         self.parts = parts
@@ -102,31 +104,35 @@ class Placements:
         others = [dict.fromkeys(_refined(axes, cuts)) for axes in idle]
         chains = [_refined(axes, cuts) for p in wanted for axes in p.leaves]
         self.pieces = _ordered(chains, [*found, *others])
-        self.wheres = self._wheres(found, detours=True)
-        if math.prod(map(len, self.wheres)) > MOST_DETOURS:
-            self.wheres = self._wheres(found, detours=False)
-        counts = [len(wheres) for wheres in self.wheres]
+        self.locations = self._locations(found, detours=True)
+        if math.prod(map(len, self.locations)) > MOST_DETOURS:
+            self.locations = self._locations(found, detours=False)
+        counts = [len(locations) for locations in self.locations]
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.states: Array = np.indices(counts).reshape(len(counts), math.prod(counts)).T
         self.sizes = [self._sizes(dims, itemsize, weight) for weight, dims in factors.costed]
         self.valid = self.sizes[0].valid & self._is_one_reduction()
         self.at = [
             sum(
-                s * wheres.index(places.get(piece))
-                for s, wheres, piece in zip(self.strides, self.wheres, self.pieces, strict=True)
+                s * locations.index(places.get(piece))
+                for s, locations, piece in zip(
+                    self.strides, self.locations, self.pieces, strict=True
+                )
             )
             for places in found
         ]
 
-    def _wheres(self, found: Sequence[Mapping[Axis, Where]], detours: bool) -> list[list[Where]]:
+    def _locations(
+        self, found: Sequence[Mapping[Axis, Location]], detours: bool
+    ) -> list[list[Location]]:
         """Where each piece may be: as in what is wanted, or on a leaf in between."""
         leaves = set(range(len(self.factors.leaves) if detours else 0)) - self.factors.open
-        wheres: list[list[Where]] = []
+        locations: list[list[Location]] = []
         for piece in self.pieces:
             wanted = [places.get(piece) for places in found]
             between = [(i,) for i in sorted(leaves) if self.factors.leaves[i].size >= piece.size]
-            wheres.append(list(dict.fromkeys([None, *wanted, *between])))
-        return wheres
+            locations.append(list(dict.fromkeys([None, *wanted, *between])))
+        return locations
 
     def seconds(self) -> Array:
         """Seconds from each wanted placement (rows) to each (columns), by the cheapest way."""
@@ -147,11 +153,11 @@ class Placements:
             local[rows, columns] += self.local_steps[steps]
             now[rows, columns] = steps[0]
 
-    def steps(self, start: Placement, goal: Placement) -> list[Step]:
+    def steps(self, start: FactorSharding, goal: FactorSharding) -> list[ReshardStep]:
         """The cheapest way from one wanted placement to another."""
         first, last = self.at[self.wanted[start]], self.at[self.wanted[goal]]
         _, before = dijkstra(self.graph, indices=first, return_predecessors=True)
-        steps: list[Step] = []
+        steps: list[ReshardStep] = []
         while last != first:
             if before[last] < 0:
                 raise Unordered
@@ -189,37 +195,39 @@ class Placements:
         ends = tuple(np.concatenate(each).astype(np.int32) for each in (rows, columns))
         return csr_array((np.concatenate(values), ends), shape=(count, count))
 
-    def _step(self, start: int, end: int) -> Step:
+    def _step(self, start: int, end: int) -> ReshardStep:
         """The single step between two placements."""
         before, after = self.states[start], self.states[end]
         run = [i for i in range(len(self.pieces)) if before[i] != after[i]]
         axes = tuple(self.pieces[i] for i in run)
-        source, target = (self.wheres[run[0]][at[run[0]]] for at in (before, after))
+        source, target = (self.locations[run[0]][at[run[0]]] for at in (before, after))
         kind = self._kind(axes, source, target)
         assert kind is not None
         ends = np.array([start]), np.array([end])
         rows = sum(at.weight * self._rows(at, source, target, *ends)[0] for at in self.sizes)
-        placements = self._placement(before), self._placement(after)
-        return Step(kind, merge_axes(axes), *placements, round(rows))
+        factor_shardings = self._factor_sharding(before), self._factor_sharding(after)
+        return ReshardStep(kind, merge_axes(axes), *factor_shardings, round(rows))
 
-    def _placement(self, state: Array) -> Placement:
+    def _factor_sharding(self, state: Array) -> FactorSharding:
         leaves: list[Axes] = [()] * len(self.factors.leaves)
         partial: Axes = ()
         reduce: ReduceOp = "sum"
-        for piece, wheres, at in zip(self.pieces, self.wheres, state, strict=True):
-            where = wheres[at]
+        for piece, locations, at in zip(self.pieces, self.locations, state, strict=True):
+            where = locations[at]
             if isinstance(where, tuple):
                 for leaf in where:
                     leaves[leaf] = (*leaves[leaf], piece)
             elif where is not None:
                 partial, reduce = (*partial, piece), where
-        return Placement(tuple(leaves), partial, reduce)
+        return FactorSharding(tuple(leaves), partial, reduce)
 
     def moves(self) -> Iterator[Move]:
         """The single steps that there are."""
         for n in range(1, len(self.pieces) + 1):
             for run in combinations(range(len(self.pieces)), n):
-                common = [w for w in self.wheres[run[0]] if all(w in self.wheres[i] for i in run)]
+                common = [
+                    w for w in self.locations[run[0]] if all(w in self.locations[i] for i in run)
+                ]
                 axes = tuple(self.pieces[i] for i in run)
                 for source in common:
                     for target in common:
@@ -227,7 +235,7 @@ class Placements:
                         if kind:
                             yield kind, axes, source, target
 
-    def _kind(self, axes: Axes, source: Where, target: Where) -> str | None:
+    def _kind(self, axes: Axes, source: Location, target: Location) -> str | None:
         """The collective that moves axes from here to there in one step, if one does."""
         if source == target or not (self._is_told(source) and self._is_told(target)):
             return None
@@ -250,26 +258,28 @@ class Placements:
             return "AllGather"
         return "LocalSlice" if set(source) < set(target) else None
 
-    def _edges(self, axes: Axes, source: Where, target: Where) -> tuple[Array, Array]:
+    def _edges(self, axes: Axes, source: Location, target: Location) -> tuple[Array, Array]:
         """The placements that a step leads from, and to: on the leaves that the pieces leave or
         reach, nothing stands behind them."""
         run = [self.pieces.index(a) for a in axes]
         mask = self.valid.copy()
         shift = 0
         for i in run:
-            before, after = self.wheres[i].index(source), self.wheres[i].index(target)
+            before, after = self.locations[i].index(source), self.locations[i].index(target)
             mask &= self.states[:, i] == before
             shift += self.strides[i] * (after - before)
         touched = _leaves(source) ^ _leaves(target)
         for i in range(min(run) + 1, len(self.pieces)):
-            for at, where in enumerate(self.wheres[i] if i not in run else ()):
+            for at, where in enumerate(self.locations[i] if i not in run else ()):
                 if touched & _leaves(where):
                     mask &= self.states[:, i] != at
         start = np.flatnonzero(mask)
         legal = self.valid[start + shift]
         return start[legal], start[legal] + shift
 
-    def _rows(self, at: _Sizes, source: Where, target: Where, start: Array, end: Array) -> Array:
+    def _rows(
+        self, at: _Sizes, source: Location, target: Location, start: Array, end: Array
+    ) -> Array:
         """The rows that a step moves, as `rows_moved` has them."""
         changed = {self.factors.dim_of_leaf[leaf] for leaf in _leaves(source) ^ _leaves(target)}
         rows: Array = np.zeros(len(start))
@@ -280,7 +290,7 @@ class Placements:
             outer = outer * np.maximum(at.extents[dim][start], at.extents[dim][end])
         return rows
 
-    def _is_told(self, where: Where) -> bool:
+    def _is_told(self, where: Location) -> bool:
         """Whether each part of a dimension is one run, if only a run can tell its size: of others
         nothing says where they start."""
         if self.factors.open.isdisjoint(_leaves(where)):
@@ -334,17 +344,17 @@ class Placements:
         """Whether all that is pending under a placement is so in one reduction."""
         valid: Array = np.ones(len(self.states), bool)
         for i, j in combinations(range(len(self.pieces)), 2):
-            for a, b in product(self.wheres[i], self.wheres[j]):
+            for a, b in product(self.locations[i], self.locations[j]):
                 if isinstance(a, str) and isinstance(b, str) and a != b:
-                    valid &= (self.states[:, i] != self.wheres[i].index(a)) | (
-                        self.states[:, j] != self.wheres[j].index(b)
+                    valid &= (self.states[:, i] != self.locations[i].index(a)) | (
+                        self.states[:, j] != self.locations[j].index(b)
                     )
         return valid
 
     def _kept(self, piece: int, leaves: set[int]) -> list[int]:
         """Where a piece is, by number, as far as these leaves show: else -1."""
-        wheres = self.wheres[piece]
-        return [i if _leaves(where) & leaves else -1 for i, where in enumerate(wheres)]
+        locations = self.locations[piece]
+        return [i if _leaves(where) & leaves else -1 for i, where in enumerate(locations)]
 
     def _extent(self, dim: Dim, leaves: Sequence[int], key: Sequence[int]) -> tuple[float, float]:
         """How many elements of a dimension the fullest rank holds, NaN where there are too few, and
@@ -353,8 +363,8 @@ class Placements:
         for leaf in leaves:
             held = [
                 piece
-                for piece, wheres, at in zip(self.pieces, self.wheres, key, strict=True)
-                if at >= 0 and leaf in _leaves(wheres[at])
+                for piece, locations, at in zip(self.pieces, self.locations, key, strict=True)
+                if at >= 0 and leaf in _leaves(locations[at])
             ]
             axes = merge_axes(tuple(held))
             given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
@@ -370,12 +380,12 @@ def _extent_of(
     return estimated_size(split, mesh, 0), rows_within(split, mesh)
 
 
-def _leaves(where: Where) -> set[int]:
+def _leaves(where: Location) -> set[int]:
     return set(where) if isinstance(where, tuple) else set()
 
 
 class Unordered(Exception):
-    """Placements of which no order of all pieces is that on every leaf, or between which single
+    """ReshardGraph of which no order of all pieces is that on every leaf, or between which single
     steps do not lead."""
 
 
@@ -402,17 +412,22 @@ def _refined(axes: Axes, cuts: Cuts) -> Axes:
     return tuple(pieces)
 
 
-def _places(placement: Placement, cuts: Cuts, factors: TensorFactors) -> dict[Axis, Where]:
+def _places(
+    factor_sharding: FactorSharding, cuts: Cuts, factors: TensorFactors
+) -> dict[Axis, Location]:
     """Where each piece of an axis is in a placement."""
     slots: dict[Axis, Slot] = defaultdict(tuple)
-    for leaf, axes in enumerate(placement.leaves):
+    for leaf, axes in enumerate(factor_sharding.leaves):
         for piece in _refined(axes, cuts):
             slots[piece] += (leaf,)
     assert all(len({factors.dim_of_leaf[i] for i in slot}) == 1 for slot in slots.values())
-    return {**slots, **dict.fromkeys(_refined(placement.partial, cuts), placement.reduce)}
+    return {
+        **slots,
+        **dict.fromkeys(_refined(factor_sharding.partial, cuts), factor_sharding.reduce),
+    }
 
 
-def _ordered(chains: Iterable[Axes], found: Iterable[Mapping[Axis, Where]]) -> list[Axis]:
+def _ordered(chains: Iterable[Axes], found: Iterable[Mapping[Axis, Location]]) -> list[Axis]:
     """All pieces, such that those on a leaf are in their order there."""
     sorter: TopologicalSorter[Axis] = TopologicalSorter()
     for places in found:

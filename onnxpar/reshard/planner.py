@@ -10,16 +10,16 @@ from itertools import permutations
 from onnxpar.cost.cost import Costs
 from onnxpar.layout.layout import nested_parts
 from onnxpar.layout.mesh import Axes
-from onnxpar.reshard.graph import PartSizes, Placements, Step, Unordered
+from onnxpar.reshard.graph import PartSizes, ReshardGraph, ReshardStep, Unordered
 from onnxpar.sharding.factors import TensorFactors
-from onnxpar.sharding.state import Placement
+from onnxpar.sharding.state import FactorSharding
 
-Bytes = Callable[[Placement], float]
+Bytes = Callable[[FactorSharding], float]
 """Bytes that the fullest rank holds under a placement."""
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ReshardedTensor:
     """What a reshard must know of a tensor; `itemsize` in bytes, of an element."""
 
     factors: TensorFactors
@@ -28,7 +28,9 @@ class Tensor:
     parts: PartSizes | None = None
 
 
-def plan_steps(before: Placement, after: Placement, tensor: Tensor) -> list[Step]:
+def plan_steps(
+    before: FactorSharding, after: FactorSharding, tensor: ReshardedTensor
+) -> list[ReshardStep]:
     """The cheapest steps from one placement of a tensor to another.
 
     Where parts do not compose (sub-axes that do not divide each other, 14 over 4 and over 2, sizes
@@ -38,7 +40,7 @@ def plan_steps(before: Placement, after: Placement, tensor: Tensor) -> list[Step
         return []
     factors, parts = tensor.factors, tensor.parts
     try:
-        ways = Placements((before, after), factors, tensor.costs, tensor.itemsize, parts)
+        ways = ReshardGraph((before, after), factors, tensor.costs, tensor.itemsize, parts)
         steps = ways.steps(before, after)
         if all(_composes(step, factors, parts) for step in steps):
             return steps
@@ -47,39 +49,43 @@ def plan_steps(before: Placement, after: Placement, tensor: Tensor) -> list[Step
     return [*_to_whole(before, factors), *_from_whole(after, factors)]
 
 
-def _to_whole(placement: Placement, factors: TensorFactors) -> Iterator[Step]:
+def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
     """Reduces what is pending, and gathers one slot after the other."""
-    if placement.partial:
-        yield Step("AllReduce", placement.partial, placement, placement.reduced())
-    have = placement.reduced()
+    if factor_sharding.partial:
+        yield ReshardStep(
+            "AllReduce", factor_sharding.partial, factor_sharding, factor_sharding.reduced()
+        )
+    have = factor_sharding.reduced()
     for slot, axes in _slots(have, factors):
-        after = Placement(tuple(() if i in slot else a for i, a in enumerate(have.leaves)))
-        yield Step("AllGather", axes, have, after)
+        after = FactorSharding(tuple(() if i in slot else a for i, a in enumerate(have.leaves)))
+        yield ReshardStep("AllGather", axes, have, after)
         have = after
 
 
-def _from_whole(placement: Placement, factors: TensorFactors) -> Iterator[Step]:
+def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
     """Cuts one slot after the other, and selects what is to be pending."""
-    have = Placement(tuple(() for _ in placement.leaves))
-    for slot, axes in _slots(placement, factors):
-        after = Placement(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
-        yield Step("LocalSlice", axes, have, after)
+    have = FactorSharding(tuple(() for _ in factor_sharding.leaves))
+    for slot, axes in _slots(factor_sharding, factors):
+        after = FactorSharding(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
+        yield ReshardStep("LocalSlice", axes, have, after)
         have = after
-    if placement.partial:
-        yield Step("Select", placement.partial, have, placement)
+    if factor_sharding.partial:
+        yield ReshardStep("Select", factor_sharding.partial, have, factor_sharding)
 
 
-def _slots(placement: Placement, factors: TensorFactors) -> Iterator[tuple[list[int], Axes]]:
+def _slots(
+    factor_sharding: FactorSharding, factors: TensorFactors
+) -> Iterator[tuple[list[int], Axes]]:
     """Leaves of a dimension that are split over the same axes."""
     found: dict[tuple[int, Axes], list[int]] = defaultdict(list)
-    for leaf, axes in enumerate(placement.leaves):
+    for leaf, axes in enumerate(factor_sharding.leaves):
         if axes:
             found[factors.dim_of_leaf[leaf], axes].append(leaf)
     for (_, axes), slot in found.items():
         yield slot, axes
 
 
-def _composes(step: Step, factors: TensorFactors, parts: PartSizes | None) -> bool:
+def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None) -> bool:
     """Whether the fewer parts of each changed leaf are unions of the more."""
     for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
         if a == b:
@@ -99,7 +105,7 @@ def _sizes(
     return nested_parts(factors.leaves[leaf].size, tuple(a.size for a in axes))
 
 
-def cost(steps: Sequence[Step], size: Bytes, costs: Costs) -> float:
+def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
     """Seconds for the steps, by the cost model."""
     return sum(
         costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) + costs.rows(s.rows)
@@ -108,8 +114,8 @@ def cost(steps: Sequence[Step], size: Bytes, costs: Costs) -> float:
 
 
 def plan_tree(
-    start: Placement, wanted: Sequence[Placement], size: Bytes, tensor: Tensor
-) -> list[Step]:
+    start: FactorSharding, wanted: Sequence[FactorSharding], size: Bytes, tensor: ReshardedTensor
+) -> list[ReshardStep]:
     """The cheapest steps that make every wanted placement, each from any that is there already.
 
     All consumers of a tensor are served together, so that a sum that three nodes read is reduced
@@ -121,9 +127,11 @@ def plan_tree(
     return min(trees, key=lambda steps: cost(steps, size, tensor.costs), default=[])
 
 
-def _grow(start: Placement, goals: Iterable[Placement], size: Bytes, tensor: Tensor) -> list[Step]:
+def _grow(
+    start: FactorSharding, goals: Iterable[FactorSharding], size: Bytes, tensor: ReshardedTensor
+) -> list[ReshardStep]:
     made = [start]
-    tree: list[Step] = []
+    tree: list[ReshardStep] = []
     for goal in goals:
         if goal in made:
             continue

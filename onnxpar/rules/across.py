@@ -37,7 +37,7 @@ def across(
     if node.attrs.get("onnxpar.opset", 13) < since:
         return {"whole": dict.fromkeys(factors, f"ops of opset {since} would be needed")}
     over = frozenset(factors)
-    return {"across": over, "lowered": over, "lower": lower}
+    return {"communicating": over, "lowered": over, "lower": lower}
 
 
 def is_short_float(tensor: gs.Tensor) -> int:

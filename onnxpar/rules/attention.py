@@ -70,7 +70,7 @@ def attention(node: gs.Node) -> Rule:
         whole={f: reason for f, reason in whole.items() if f in used},
         reduce={},
         local=local,
-        across=across,
+        communicating=across,
         lowered=across | (frozenset("s") if sees_by_place(node.attrs) else frozenset()),
         lower=lowering.lower,
     )

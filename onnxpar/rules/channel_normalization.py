@@ -163,6 +163,6 @@ def local_response_normalization(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{text} -> {text}",
-        runs=frozenset({"d1"}),
+        contiguous=frozenset({"d1"}),
         **across(node, ["d1"], [shape[1]], lower),
     )

@@ -39,7 +39,7 @@ def trilu(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{text}{', _' * (len(node.inputs) - 1)} -> {text}",
-        runs=frozenset({row, column}),
+        contiguous=frozenset({row, column}),
         lowered=frozenset({row, column}),
         lower=lower,
         linear=PERMUTES["linear"],
@@ -53,7 +53,7 @@ def eye_like(node: gs.Node) -> Rule:
     return einsum(
         node,
         "m n -> m n",
-        runs=frozenset("mn"),
+        contiguous=frozenset("mn"),
         local={"k": lambda local: k + _diagonal(local, "m", "n")},
     )
 

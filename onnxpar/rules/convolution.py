@@ -117,7 +117,7 @@ def qlinear_convolution(node: gs.Node) -> Rule:
     summed = [f"h{i}" for i in parts.covered]
     fields = {**parts.fields, "whole": {**dict.fromkeys(summed, ROUNDED), **parts.fields["whole"]}}
     if is_one_point(node.inputs[5]):
-        fields |= {key: fields[key] | {"c"} for key in ("across", "lowered")}
+        fields |= {key: fields[key] | {"c"} for key in ("communicating", "lowered")}
         fields["lower"] = _lower_quantized(node, fields["lower"])
     else:
         fields["whole"]["c"] = ROUNDED

@@ -57,4 +57,4 @@ def tied_fields(maps: dict[int, IndexMap]) -> dict[str, Any]:
     pairs = tuple((m.before, m.after) for m in maps.values())
     both = frozenset(f for pair in pairs for f in pair)
     across = frozenset(m.before for m in maps.values())
-    return {"ties": pairs, "runs": both, "lowered": both, "across": across}
+    return {"co_sharded": pairs, "contiguous": both, "lowered": both, "communicating": across}

@@ -125,7 +125,7 @@ def gather_nd(node: gs.Node) -> Rule:
             f"{dims_text([*shared, *columns.dims, *rest])}, {dims_text([*at, 'w'])} -> {out}",
             sizes=columns.sizes,
             whole={"w": "a tuple of indices"},
-            runs=frozenset(columns.dims),
+            contiguous=frozenset(columns.dims),
             lowered=frozenset(columns.dims),
             lower=_lower_gather(columns.dims, batch, len(rest)),
             **joined_by(node, columns.dims),
@@ -210,7 +210,7 @@ def scatter_nd(node: gs.Node) -> Rule:
     else:
         fields |= {
             "whole": whole | {"w": "a tuple of indices"},
-            "runs": frozenset(columns.dims),
+            "contiguous": frozenset(columns.dims),
             "lowered": frozenset(columns.dims),
             "lower": _lower_scatter(columns.dims),
         }

@@ -33,7 +33,7 @@ def class_loss(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{', '.join([scores, labels, *weights, *rest])} -> {'; '.join(results)}",
-        runs=frozenset("c"),
+        contiguous=frozenset("c"),
         reduce={},
         **across(node, ["c", *rows], shape if rows else shape[1:2], lower, since=12),
     )

@@ -25,7 +25,7 @@ def pool(node: gs.Node) -> Rule:
         fields = space.fields()
         passed = set(space.before) & set(space.after)
         fields["lowered"] |= {"n", "c", *passed}
-        fields["runs"] |= passed
+        fields["contiguous"] |= passed
         lower = _lower_indices(space, node.attrs.get("storage_order", 0) == 1)
         text = f"{before} -> {after}; {after}"
         return einsum(node, text, whole=space.whole, lower=lower, **fields)
@@ -115,7 +115,7 @@ def global_pool(node: gs.Node) -> Rule:
         return einsum(
             node,
             text,
-            across=frozenset(space),
+            communicating=frozenset(space),
             lowered=frozenset(space),
             lower=lambda builder: _lower_norm(builder, space, power),
         )

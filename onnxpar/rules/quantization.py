@@ -68,7 +68,7 @@ def dynamic_quantize(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{text} -> {text}; (); ()",
-        across=everything,
+        communicating=everything,
         lowered=everything,
         lower=lower_dynamic_quantize(dims),
     )
@@ -108,7 +108,7 @@ def integer_product(contracted: str) -> dict[str, Any]:
     def lower(build: Lowering) -> None:
         _QuantizedProduct(build, contracted).lower()
 
-    return {"across": across, "lowered": across, "lower": lower}
+    return {"communicating": across, "lowered": across, "lower": lower}
 
 
 class _QuantizedProduct:

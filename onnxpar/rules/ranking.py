@@ -139,4 +139,4 @@ def top_k(node: gs.Node) -> Rule:
 
     fields = across(node, [factor], [shape[axis]], lower, since=11)
     fields["whole"] = {**whole, **fields.get("whole", {})}
-    return einsum(node, text, runs=frozenset({factor}), **fields)
+    return einsum(node, text, contiguous=frozenset({factor}), **fields)

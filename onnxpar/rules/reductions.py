@@ -221,7 +221,7 @@ def cumulate(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{text}, _ -> {text}",
-        runs=frozenset({factor}),
+        contiguous=frozenset({factor}),
         linear=(FIRST,) if node.op == "CumSum" else (),
         **across(node, [factor], (), lower),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -170,21 +171,24 @@ class Lowering(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """How the dimensions of a node's operands and results share factors. Pure data, no mesh.
+    """How the dimensions of a node's operands and results share factors. It knows no mesh.
 
-    reduce    factors whose split leaves the results pending, and the reduction they then need
-    whole     factors that must not be split, and why
-    linear    groups of operands in which the results are jointly linear: Add {0,1}, Mul {0} and {1}
-    monotone  operands through which a pending max or min passes
-    additive  operands added after the reduction (a bias): they must count once
-    local     new attributes ("group") or input constants (1) of a part, from its local shapes
-    lower     replaces the node where one of `lowered` factors is split
-    across    lowered factors over whose parts the ranks then talk; nothing stays pending
-    runs      factors of which each rank must hold consecutive values
-    ties      factors split over the same axes or not at all, each in parts of its own: windows
-    nonempty  factors whose parts onnxruntime's kernel does not take empty: it gets a stand-in there
-    constants operands that, as stored weights, a kernel computes with otherwise than as results of
-              nodes: they are never gathered in a run
+    reduce         factors whose split leaves partial results, and the reduction they then need
+    whole          factors that must not be split, and why
+    linear         groups of operands in which the results are jointly linear: Add {0,1}, Mul {0}
+                   and {1}
+    monotone       operands through which a partial max or min passes
+    additive       operands added after the reduction (a bias): they must count once
+    local          new attributes ("group") or input constants (1) of a shard, from its local shapes
+    lower          replaces the node where one of `lowered` factors is split
+    communicating  lowered factors over whose shards the ranks communicate inside the op, so that
+                   the results are not partial
+    contiguous     factors of which each rank must hold consecutive values
+    co_sharded     factors that are split over the same axes or not at all, each into shards of its
+                   own: the rows before and after a window
+    nonempty       factors whose shards the kernel does not take empty: it gets a stand-in there
+    constants      operands that must be stored weights, as the kernel computes otherwise with
+                   results of nodes: a run never gathers them
     """
 
     inputs: tuple[Spec | None, ...]
@@ -198,9 +202,9 @@ class Rule:
     local: Mapping[str | int, Callable[[Local], Any]] = field(default_factory=dict)
     lowered: frozenset[str] = frozenset()
     lower: Callable[[Lowering], None] | None = None
-    across: frozenset[str] = frozenset()
-    runs: frozenset[str] = frozenset()
-    ties: tuple[tuple[str, ...], ...] = ()
+    communicating: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
+    co_sharded: tuple[tuple[str, ...], ...] = ()
     nonempty: frozenset[str] = frozenset()
     constants: frozenset[int] = frozenset()
 
@@ -209,12 +213,23 @@ class Rule:
         left = ", ".join(spec_text(s) for s in self.inputs)
         right = "; ".join(spec_text(s) for s in self.outputs)
         notes = [f"{op}: {f}" for f, op in self.reduce.items()]
-        if self.across:
-            notes.append("across: " + " ".join(sorted(self.across)))
-        notes += ["tied: " + " ".join(group) for group in self.ties]
+        if self.communicating:
+            notes.append("communicating: " + " ".join(sorted(self.communicating)))
+        notes += ["co-sharded: " + " ".join(group) for group in self.co_sharded]
         if self.whole:
             notes.append("whole: " + " ".join(self.whole))
         return f"{left} -> {right}" + (" {" + ", ".join(notes) + "}" if notes else "")
+
+
+_RENAMED = {"across": "communicating", "runs": "contiguous", "ties": "co_sharded"}
+"""Fields of Rule by their old names, which rules from outside may still give."""
+
+
+def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields by their names of today, with a warning for each old one."""
+    for old in _RENAMED.keys() & fields.keys():
+        warnings.warn(f"{old}= is now {_RENAMED[old]}=", DeprecationWarning, stacklevel=3)
+    return {_RENAMED.get(name, name): value for name, value in fields.items()}
 
 
 def einsum(
@@ -227,9 +242,10 @@ def einsum(
 ) -> Rule:
     """The rule that `text` states for the node; factor sizes come from the node's shapes.
 
-    Factors that stand in no result are reduced by sum unless `reduce`, `across` or `whole` says
-    otherwise.
+    Factors that stand in no result are reduced by sum unless `reduce`, `communicating` or `whole`
+    says otherwise.
     """
+    fields = _renamed(fields)
     left, right = text.split("->")
     inputs = tuple(parse_spec(part) for part in left.split(","))
     outputs = tuple(parse_spec(part) for part in right.split(";"))
@@ -240,7 +256,7 @@ def einsum(
                 found.setdefault(expr.name, size)
     names = {v for s in inputs + outputs for e in s or () for v in expr_vars(e)}
     kept = {v for s in outputs for e in s or () for v in expr_vars(e)}
-    met = {*fields.get("whole", {}), *fields.get("across", ())}
+    met = {*fields.get("whole", {}), *fields.get("communicating", ())}
     gone = {v: "sum" for v in sorted(names - kept - met)}
     reduced = gone if reduce is None else dict(reduce)
     missing = names - found.keys()
@@ -314,7 +330,7 @@ def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
     if letters is None:
         return rule
     inner = {f for spec in rule.inputs for e in spec or () for f in expr_vars(e)}
-    met = rule.across | {f for group in rule.ties for f in group if f in inner}
+    met = rule.communicating | {f for group in rule.co_sharded for f in group if f in inner}
     named = frozenset(f for f in rule.sizes if f.startswith(letters))
     return replace(rule, nonempty=rule.nonempty | (named - met))
 

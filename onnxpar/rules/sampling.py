@@ -138,7 +138,7 @@ def max_unpool(node: gs.Node) -> Rule:
         whole=dict.fromkeys(after, "an element may go anywhere in its image"),
         lowered=frozenset(["n", "c", *before]),
         lower=lower,
-        runs=frozenset("nc"),
+        contiguous=frozenset("nc"),
         linear=(FIRST,),
     )
 

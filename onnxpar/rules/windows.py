@@ -127,7 +127,12 @@ class Windows:
         """The fields of a rule that let tied dimensions be split."""
         pairs = tuple((f"h{i}", f"y{i}") for i in self.tied)
         both = frozenset(f for pair in pairs for f in pair)
-        return {"ties": pairs, "runs": both, "lowered": both, "across": frozenset(self.inner)}
+        return {
+            "co_sharded": pairs,
+            "contiguous": both,
+            "lowered": both,
+            "communicating": frozenset(self.inner),
+        }
 
     @property
     def inner(self) -> list[str]:

@@ -20,9 +20,9 @@ from onnxpar.runtime.arena import NOWHERE, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, keep_double, run_options
-from onnxpar.runtime.parts import Parts, PortParts
 from onnxpar.runtime.profile import ProfiledSessions, Record
 from onnxpar.runtime.rank_failure import failure_text, load_text
+from onnxpar.runtime.shards import PortParts, Shards
 from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
     as_fed,
@@ -144,7 +144,7 @@ class Executor:
         self._file = bundle.rank_file(world.rank)
         self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
         self._all_parts = PortParts(bundle)
-        self._parts: Mapping[str, Parts] = {}
+        self._parts: Mapping[str, Shards] = {}
         self._has_sizes = bool(bundle.symbols)
         self._everywhere = everywhere
         self._states = bundle.states

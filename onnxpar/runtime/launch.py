@@ -31,9 +31,9 @@ from onnxpar.runtime.gather import Gather
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.log import Log, describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import Parts, PortParts
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf
+from onnxpar.runtime.shards import PortParts, Shards
 
 _worlds = itertools.count()
 _terminal: list[tuple[int, int]] = []
@@ -254,7 +254,7 @@ class LaunchedRank:
         self._closed: str | None = None
         self.kept_shapes: KeptShapes = {}
         self._all_parts = PortParts(bundle)
-        self._parts: Mapping[str, Parts] = {}
+        self._parts: Mapping[str, Shards] = {}
         self._world = World.create(
             f"launched-{next(_worlds)}",
             rank,

@@ -17,9 +17,9 @@ from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Facts, Request
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.profile import Record
+from onnxpar.runtime.shards import PortParts
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
 

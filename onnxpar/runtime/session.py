@@ -31,9 +31,9 @@ from onnxpar.runtime.executor import Request
 from onnxpar.runtime.interface import Interface
 from onnxpar.runtime.merge_profiles import merge
 from onnxpar.runtime.options import SessionSpec, run_spec
-from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
+from onnxpar.runtime.shards import PortParts
 from onnxpar.runtime.trace import Trace, write_trace
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from onnxpar.files.write_file import durable_file, writing
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.bundle import Port
-from onnxpar.runtime.parts import Parts
+from onnxpar.runtime.shards import Shards
 from onnxpar.runtime.tensors import is_packed
 
 ALIGN = 64
@@ -111,7 +111,7 @@ class StateFiles:
         """A state as a global array. Errors: ModelError where the folder lacks it."""
         if name not in self._layouts:
             raise ModelError(f"{self._folder} has no state {name!r}")
-        parts = Parts(self._layouts[name], self._mesh)
+        parts = Shards(self._layouts[name], self._mesh)
         return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
 
     def blank(self, name: str) -> Array:
@@ -120,7 +120,7 @@ class StateFiles:
         if name not in self._layouts:
             raise ModelError(f"{self._folder} has no state {name!r}")
         layout = self._layouts[name]
-        first = min(Parts(layout, self._mesh).sources)
+        first = min(Shards(layout, self._mesh).sources)
         dtype = self._parts.read(name, first).dtype
         return np.broadcast_to(np.zeros((), dtype), layout.shape)
 
@@ -132,5 +132,5 @@ class StateFiles:
             return False
         if layout.normalized() != port.layout.normalized():
             return False
-        sources = Parts(layout, mesh).sources
+        sources = Shards(layout, mesh).sources
         return all(self._parts.read(name, rank).dtype == port.dtype for rank in sources)

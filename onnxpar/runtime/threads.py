@@ -16,10 +16,10 @@ from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.executor import Executor, Heap, Request
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.parts import PortParts
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf, common_shapes
 from onnxpar.runtime.session import Session
+from onnxpar.runtime.shards import PortParts
 
 if TYPE_CHECKING:
     import onnxruntime as ort

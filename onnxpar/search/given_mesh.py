@@ -13,7 +13,7 @@ from itertools import permutations
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.search.meshes import MOST_AXES, TOGETHER, Meshes, Solve, free_names, renamed
-from onnxpar.search.objective import Aim
+from onnxpar.search.objective import Objective
 from onnxpar.search.search import Solution
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.strategy.strategy import Strategy
@@ -28,12 +28,12 @@ def best_on_mesh(
     topology: Topology | None,
     solve: Solve,
     strategy: Strategy | None = None,
-    aim: Aim | None = None,
+    objective: Objective | None = None,
 ) -> Solution:
     """The fastest strategy on a mesh that keeps to what is asked for: no slower than what
     `best_mesh` finds on it. Errors: StrategyError where there is none."""
     topology = topology or Topology.default()
-    search = Meshes(factors, mesh.size, topology, solve, strategy, aim)
+    search = Meshes(factors, mesh.size, topology, solve, strategy, objective)
     found = list(_GivenMesh(search, mesh).solutions())
     if not found:
         raise search.why()
@@ -68,10 +68,10 @@ class _GivenMesh:
         given = self._split_axes()
         if not self.search.is_even or len(given) > MOST_AXES:
             return [given]
-        asked = self.search.asked
+        requested = self.search.requested
         alike: dict[object, Group] = {}
         for order in permutations(given):
-            sign = tuple((name if name in asked else None, size) for name, size in order)
+            sign = tuple((name if name in requested else None, size) for name, size in order)
             alike.setdefault(sign, order)
         return alike.values()
 
@@ -82,7 +82,7 @@ class _GivenMesh:
             yield from self._given(self._direct(groups))
         for at in range(len(groups) - 1 if len(groups) > TOGETHER else 0):
             pair = groups[at : at + 2]
-            if any(name in self.search.asked for group in pair for name, _ in group):
+            if any(name in self.search.requested for group in pair for name, _ in group):
                 continue
             start = self._best((*groups[:at], (*pair[0], *pair[1]), *groups[at + 2 :]))
             if start is not None:
@@ -99,8 +99,10 @@ class _GivenMesh:
     def _direct(self, groups: Sequence[Group]) -> Solution | None:
         """Everything decided at once. Axes that nobody asks for are called as the search for a mesh
         calls them, so that it is the same problem."""
-        own = [g[0][0] if len(g) == 1 and g[0][0] in self.search.asked else None for g in groups]
-        free = iter(free_names(own.count(None), self.search.asked))
+        own = [
+            g[0][0] if len(g) == 1 and g[0][0] in self.search.requested else None for g in groups
+        ]
+        free = iter(free_names(own.count(None), self.search.requested))
         names = [name or next(free) for name in own]
         return self.search.attempt(Mesh(tuple(zip(names, map(_size, groups), strict=True))))
 

@@ -14,7 +14,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes
 from onnxpar.lowering.buckets import BUCKET_BYTES
 from onnxpar.lowering.compression import gradient_tensors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class GradientSums:
         if step is None:
             return cls()
         ends = set(step.gradients.values())
-        made = {t.name: t for node in all_nodes(graph) for t in node.outputs if t.name in ends}
+        produced = {t.name: t for node in all_nodes(graph) for t in node.outputs if t.name in ends}
         total = sum(
             math.prod(size or 1 for size in tensor_shape(t) or ()) * element_bytes(t)
-            for t in made.values()
+            for t in produced.values()
         )
         bucket = min(total, BUCKET_BYTES)
         names = frozenset(gradient_tensors(graph, step.gradients))
         return cls(names, BucketCosts(costs.topology, costs.mesh, bucket=bucket))
 
-    def within(self, sharding: Sharding, tensor: str) -> Sharding:
+    def within(self, sharding: ShardingState, tensor: str) -> ShardingState:
         """The sharding with the costs of a tensor's reshards."""
         if tensor not in self.tensors or self.costs is None:
             return sharding

@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.subgraphs import subgraphs
-from onnxpar.search.reshard_costs import MOST_TOGETHER, End, Ways, table_of
+from onnxpar.search.reshard_costs import MOST_TOGETHER, ReshardCosts, ShardingDomain, table_of
 from onnxpar.search.solver.limits import Demand
 
 Span = tuple[int, int]
@@ -23,14 +23,14 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Life:
+class LiveRange:
     """When a tensor is there, and at which steps it is read, and how, in order."""
 
     span: Span
-    reads: Sequence[tuple[int, End]]
+    reads: Sequence[tuple[int, ShardingDomain]]
 
 
-class Holdings:
+class MemoryTimeline:
     """Collects demands on memory. A step is a node that runs, those of bodies once. Of several
     `profiles` of open sizes, the steps of each follow those of the one before: a plan must fit in
     each, and what is held in one is not held in another."""
@@ -56,31 +56,47 @@ class Holdings:
                 self._number(body)
             self.last[node.name] = len(self.first) - 1
 
-    def add_weight(self, ways: Ways, needs: Sequence[End], count: int) -> None:
+    def add_weight(
+        self, reshard_costs: ReshardCosts, required: Sequence[ShardingDomain], count: int
+    ) -> None:
         """A weight, or as many that are alike: it is stored once for each placement that it is
         read in, as far as MOST_TOGETHER of these are compared, else only neighbours."""
         span = [(0, self.end)] * count
-        if needs:
-            self._add(needs[:1], ways.sizes(needs[0]), span)
-        for i, need in enumerate(needs[1:], 1):
-            together = math.prod(len(end.placements) for end in needs[: i + 1])
-            ends = needs[: i + 1] if together <= MOST_TOGETHER else [needs[i - 1], need]
-            self._add(ends, _where(ways.sizes(need), ways.differ(*ends)), span)
+        if required:
+            self._add(required[:1], reshard_costs.sizes(required[0]), span)
+        for i, need in enumerate(required[1:], 1):
+            together = math.prod(len(end.factor_shardings) for end in required[: i + 1])
+            ends = required[: i + 1] if together <= MOST_TOGETHER else [required[i - 1], need]
+            self._add(ends, _where(reshard_costs.sizes(need), reshard_costs.differ(*ends)), span)
 
-    def add_made(self, ways: Ways, made: End, asked: End, lives: Iterable[Life]) -> None:
+    def add_produced(
+        self,
+        reshard_costs: ReshardCosts,
+        produced: ShardingDomain,
+        requested: ShardingDomain,
+        lives: Iterable[LiveRange],
+    ) -> None:
         """A tensor as it is asked for, and while it is made, as that is."""
         lives = list(lives)
-        self._add([asked], ways.sizes(asked), [life.span for life in lives])
-        if asked is not made:
-            size = ways.sizes(made)[:, :, None] * ways.differ(made, asked)
-            self._add([made, asked], size, [(life.span[0], life.span[0]) for life in lives])
+        self._add([requested], reshard_costs.sizes(requested), [life.span for life in lives])
+        if requested is not produced:
+            size = reshard_costs.sizes(produced)[:, :, None] * reshard_costs.differ(
+                produced, requested
+            )
+            self._add([produced, requested], size, [(life.span[0], life.span[0]) for life in lives])
 
-    def add_copies(self, ways: Ways, asked: End, common: End | None, lives: Iterable[Life]) -> None:
+    def add_copies(
+        self,
+        reshard_costs: ReshardCosts,
+        requested: ShardingDomain,
+        common: ShardingDomain | None,
+        lives: Iterable[LiveRange],
+    ) -> None:
         """What a tensor becomes for its readers, while these run, and from one to the next that
         reads the same, but once where both are one node; `common` is there from the first reader to
         the last."""
-        at: dict[End, list[Span]] = defaultdict(list)
-        between: dict[tuple[End, End, int], list[Span]] = defaultdict(list)
+        at: dict[ShardingDomain, list[Span]] = defaultdict(list)
+        between: dict[tuple[ShardingDomain, ShardingDomain, int], list[Span]] = defaultdict(list)
         through: list[Span] = []
         for life in lives:
             for step, need in life.reads:
@@ -93,23 +109,23 @@ class Holdings:
             if life.reads:
                 through.append((life.reads[0][0], life.reads[-1][0]))
         if common is not None:
-            size = _where(ways.sizes(common), ways.differ(asked, common))
-            self._add([asked, common], size, through)
+            size = _where(reshard_costs.sizes(common), reshard_costs.differ(requested, common))
+            self._add([requested, common], size, through)
         for need, spans in at.items():
             if need.copied is not None:
-                self._add([need], ways.sizes(need) * np.array(need.copied), spans)
+                self._add([need], reshard_costs.sizes(need) * np.array(need.copied), spans)
                 continue
-            ends = [asked, need] if common is None else [asked, common, need]
-            self._add(ends, _where(ways.sizes(need), ways.differ(*ends)), spans)
+            ends = [requested, need] if common is None else [requested, common, need]
+            self._add(ends, _where(reshard_costs.sizes(need), reshard_costs.differ(*ends)), spans)
         for (need, other, sign), spans in between.items() if common is None else ():
-            copies = sign * _where(ways.sizes(need), ways.differ(asked, need))
+            copies = sign * _where(reshard_costs.sizes(need), reshard_costs.differ(requested, need))
             if need == other:
-                self._add([asked, need], copies, spans)
+                self._add([requested, need], copies, spans)
                 continue
-            same = ~ways.differ(need, other)
-            self._add([asked, need, other], copies[..., None] * same, spans)
+            same = ~reshard_costs.differ(need, other)
+            self._add([requested, need, other], copies[..., None] * same, spans)
 
-    def _add(self, ends: Sequence[End], values: Array, spans: Sequence[Span]) -> None:
+    def _add(self, ends: Sequence[ShardingDomain], values: Array, spans: Sequence[Span]) -> None:
         """`values` are bytes by profile, or the same in all, and by the placements of the ends."""
         if not spans:
             return

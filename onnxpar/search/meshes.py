@@ -15,15 +15,21 @@ from onnxpar.load.load import Model
 from onnxpar.presets.expert_parallel import expert_atoms
 from onnxpar.presets.presets import batch_atoms, preset_mesh
 from onnxpar.presets.training_presets import sequence_atom
-from onnxpar.search.objective import Aim, OverLimit
-from onnxpar.search.op_cost import work
-from onnxpar.search.op_strategies import Choice, Kept
+from onnxpar.search.objective import Objective, OverLimit
+from onnxpar.search.op_cost import op_cost
+from onnxpar.search.op_strategies import Kept, OpStrategy
 from onnxpar.search.search import Solution
 from onnxpar.sharding.factors import GraphFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.dimension_text import axis_names
-from onnxpar.strategy.strategy import NodeSeed, Seed, Strategy, TensorSeed, seeds_of
+from onnxpar.strategy.strategy import (
+    Annotation,
+    NodeAnnotation,
+    Strategy,
+    TensorAnnotation,
+    annotations_of,
+)
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
 """Names of axes by what they split most, width being all else."""
@@ -40,7 +46,7 @@ WORTH = 0.01
 _NAMING = 0.1
 """The share of an axis's use that may name it."""
 
-Solve = Callable[[Sharding, Sequence[Sequence[Seed]], Kept | None], Solution]
+Solve = Callable[[ShardingState, Sequence[Sequence[Annotation]], Kept | None], Solution]
 """The fastest strategy on a mesh, given seeds, and what is kept of a strategy for another."""
 
 
@@ -51,14 +57,14 @@ def best_mesh(
     topology: Topology | None,
     solve: Solve,
     strategy: Strategy | None = None,
-    aim: Aim | None = None,
+    objective: Objective | None = None,
 ) -> Solution:
     """The fastest strategy over the meshes of so many ranks that keeps to what is asked for, on the
     axes that are named there. Errors: StrategyError where there is none."""
-    search = Meshes(factors, devices, topology or Topology.default(), solve, strategy, aim)
+    search = Meshes(factors, devices, topology or Topology.default(), solve, strategy, objective)
     best = search.best()
-    sharding = Sharding.open(best.mesh, factors, search.topology)
-    names = _names(best.mesh, _uses(best, model, sharding), search.asked)
+    sharding = ShardingState.open(best.mesh, factors, search.topology)
+    names = _names(best.mesh, _uses(best, model, sharding), search.requested)
     shape = [(names[name], size) for name, size in best.mesh.shape]
     if search.is_even:
         shape.sort(key=lambda axis: _place(axis[0]))
@@ -75,15 +81,15 @@ class Meshes:
         topology: Topology,
         solve: Solve,
         strategy: Strategy | None,
-        aim: Aim | None,
+        objective: Objective | None,
     ) -> None:
         self.factors = factors
-        self.aim = aim or Aim()
+        self.objective = objective or Objective()
         self.one_axis = preset_mesh(None, devices)
         self.topology = topology
         self.solve = solve
         self.strategy = strategy
-        self.asked = asked_axes(strategy) if strategy is not None else ()
+        self.requested = asked_axes(strategy) if strategy is not None else ()
         # whether all ranks are at the same distance: once leaves say in which order they are split,
         # that of the mesh decides nothing
         self.is_even = not any(unit < devices for unit in topology.units())
@@ -92,7 +98,7 @@ class Meshes:
     def best(self) -> Solution:
         """Of the meshes of few axes, over which everything is decided at once, or of those that the
         fastest with most axes leads to."""
-        if self.aim.any_fit:
+        if self.objective.any_fit:
             return self._first()
         found = [s for mesh in self._coarse() if (s := self.attempt(mesh)) is not None]
         if not found:
@@ -111,7 +117,7 @@ class Meshes:
             solution = self.attempt(mesh)
             if solution is not None:
                 return solution
-            if self.aim.patience.is_out:
+            if self.objective.patience.is_out:
                 break
         raise self.why()
 
@@ -128,16 +134,16 @@ class Meshes:
     def _coarse(self) -> Iterator[Mesh]:
         """One axis, then two of all sizes; of more, where a strategy names more."""
         devices = self.one_axis.size
-        for count in range(max(1, len(self.asked)), max(TOGETHER, len(self.asked)) + 1):
-            names = (*self.asked, *free_names(count - len(self.asked), self.asked))
+        for count in range(max(1, len(self.requested)), max(TOGETHER, len(self.requested)) + 1):
+            names = (*self.requested, *free_names(count - len(self.requested), self.requested))
             for sizes in [(devices,)] if count == 1 else _products(devices, count):
-                for order in permutations(names) if self.asked else [names]:
+                for order in permutations(names) if self.requested else [names]:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
     def _finer(self, best: Solution) -> Iterator[Solution]:
         """With each axis that nobody has named as two of all sizes."""
         for at, (name, size) in enumerate(best.mesh.shape):
-            for sizes in _products(size, 2) if name not in self.asked else ():
+            for sizes in _products(size, 2) if name not in self.requested else ():
                 found = self.split(best, at, sizes)
                 if found is not None:
                     yield found
@@ -152,10 +158,10 @@ class Meshes:
 
     def attempt(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
         """The fastest on a mesh; None where there is none, for which `why` has the reason."""
-        self.aim.patience.tell(f"mesh {mesh}")
-        sharding = Sharding.open(mesh, self.factors, self.topology)
+        self.objective.patience.tell(f"mesh {mesh}")
+        sharding = ShardingState.open(mesh, self.factors, self.topology)
         try:
-            given = [] if self.strategy is None else seeds_of(self.strategy, sharding)
+            given = [] if self.strategy is None else annotations_of(self.strategy, sharding)
             return self.solve(sharding, [with_derived(given, sharding)], kept)
         except StrategyError as error:
             self.refused.append((mesh, error))
@@ -166,7 +172,7 @@ class Meshes:
         devices = self.one_axis.size
         if not self.refused:
             return StrategyError(
-                f"{devices} ranks have no mesh with the axes {', '.join(self.asked)}, which "
+                f"{devices} ranks have no mesh with the axes {', '.join(self.requested)}, which "
                 f"{self.strategy.source if self.strategy else ''} names; give one by --mesh"
             )
         over = [error for _, error in self.refused if isinstance(error, OverLimit)]
@@ -209,7 +215,7 @@ def free_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
     return tuple(islice((name for name in names if name not in set(taken)), count))
 
 
-def _uses(best: Solution, model: Model, sharding: Sharding) -> dict[str, dict[str, float]]:
+def _uses(best: Solution, model: Model, sharding: ShardingState) -> dict[str, dict[str, float]]:
     """Seconds that the nodes would take, whole, which each axis splits, by what it splits."""
     roles: dict[int | None, str] = {sequence_atom(model.graph, sharding, model.step): SEQUENCE}
     roles |= dict.fromkeys(expert_atoms(model.graph, sharding), EXPERTS)
@@ -217,7 +223,7 @@ def _uses(best: Solution, model: Model, sharding: Sharding) -> dict[str, dict[st
     uses: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for op in sharding.factors.ops:
         over = best.chosen[op.node.name].axes
-        compute, _ = work(op, Choice(tuple(() for _ in over)), sharding)
+        compute, _ = op_cost(op, OpStrategy(tuple(() for _ in over)), sharding)
         for leaf, axes in zip(op.leaves, over, strict=True):
             for axis in axes:
                 uses[axis.name][roles.get(leaf.atom, WIDTH)] += compute
@@ -225,11 +231,11 @@ def _uses(best: Solution, model: Model, sharding: Sharding) -> dict[str, dict[st
 
 
 def _names(
-    mesh: Mesh, uses: Mapping[str, Mapping[str, float]], asked: Sequence[str]
+    mesh: Mesh, uses: Mapping[str, Mapping[str, float]], requested: Sequence[str]
 ) -> dict[str, str]:
     """A name for each axis by its use, the most used first; those that are asked for keep theirs,
     and of several of one use the others are numbered."""
-    names = {name: name for name in asked}
+    names = {name: name for name in requested}
     ranked = sorted(
         (-seconds, axis, role)
         for axis, by_role in uses.items()
@@ -253,18 +259,18 @@ def renamed(best: Solution, names: Mapping[str, str], mesh: Mesh) -> Solution:
     def named(axes: Axes) -> Axes:
         return tuple(replace(axis, name=names[axis.name]) for axis in axes)
 
-    def seed(one: Seed) -> Seed:
-        if isinstance(one, NodeSeed):
+    def annotation(one: Annotation) -> Annotation:
+        if isinstance(one, NodeAnnotation):
             return replace(one, axes={leaf: named(axes) for leaf, axes in one.axes.items()})
-        assert isinstance(one, TensorSeed)
+        assert isinstance(one, TensorAnnotation)
         return replace(one, axes=[None if a is None else named(a) for a in one.axes])
 
     chosen = {
         node: replace(c, axes=tuple(map(named, c.axes)), passed=named(c.passed))
         for node, c in best.chosen.items()
     }
-    seeds = [seed(one) for one in best.seeds]
-    return replace(best, mesh=mesh, seeds=seeds, chosen=chosen)
+    annotations = [annotation(one) for one in best.annotations]
+    return replace(best, mesh=mesh, annotations=annotations, chosen=chosen)
 
 
 def _place(name: str) -> int:

@@ -17,11 +17,11 @@ next where several are under way, so that only the longer of the two counts."""
 
 
 @dataclass(frozen=True)
-class Aim:
+class Objective:
     """The objective, and the bytes that a rank may hold at any time. Repeated blocks are split
     alike, unless `untied`. With `any_fit`, the first strategy that keeps to the limit will do."""
 
-    objective: str = LATENCY
+    goal: str = LATENCY
     memory: float | None = None
     untied: bool = False
     any_fit: bool = False
@@ -34,7 +34,7 @@ class Aim:
         memory_limit: float | str | None,
         untied: bool = False,
         patience: Patience | None = None,
-    ) -> Aim:
+    ) -> Objective:
         """As users write it: bytes, or text with a unit, as 16GB. Errors: StrategyError."""
         memory = (
             None
@@ -47,18 +47,18 @@ class Aim:
 
     def check(self, step: Step | None) -> None:
         """Errors: StrategyError where there is no such objective, or none of a training step."""
-        if self.objective not in OBJECTIVES:
+        if self.goal not in OBJECTIVES:
             known = ", ".join(OBJECTIVES)
-            raise StrategyError(f"--objective {self.objective!r}: there are {known}")
-        if step is not None and self.objective != LATENCY:
+            raise StrategyError(f"--objective {self.goal!r}: there are {known}")
+        if step is not None and self.goal != LATENCY:
             raise StrategyError(
-                f"--objective {self.objective}: one training step waits for the other, so only its "
+                f"--objective {self.goal}: one training step waits for the other, so only its "
                 "time counts; leave it out"
             )
 
     def seconds(self, compute: float, communication: float) -> float:
         """What the objective makes of both."""
-        if self.objective == THROUGHPUT:
+        if self.goal == THROUGHPUT:
             return max(compute, communication)
         return compute + communication
 

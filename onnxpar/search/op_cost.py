@@ -12,10 +12,10 @@ from onnxpar.ir.tensors import shape_bytes
 from onnxpar.layout.mesh import parts_over
 from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
 from onnxpar.presets.tensor_parallel import convolves, is_contraction
-from onnxpar.search.op_strategies import Choice
+from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.flops import flops_on_rank_0
-from onnxpar.sharding.state import Placement, Sharding
+from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _VIEWS = frozenset(
     ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant")
@@ -48,7 +48,7 @@ class _Part:
     bytes: float = 0.0
 
 
-def work(op: OpFactors, choice: Choice, sharding: Sharding) -> tuple[float, float]:
+def op_cost(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> tuple[float, float]:
     """Seconds of a node on the rank with the largest part: of computing, the roofline of its
     operations and the bytes that it reads and writes, and its rows; and of what ranks say to each
     other in it. On average of the sizes that costs are computed at."""
@@ -56,17 +56,19 @@ def work(op: OpFactors, choice: Choice, sharding: Sharding) -> tuple[float, floa
         return 0.0, 0.0
     seconds = talk = 0.0
     for number, (weight, at) in enumerate(op.costed):
-        own, between = _work(at, choice, sharding, number)
+        own, between = _op_cost(at, choice, sharding, number)
         seconds, talk = seconds + weight * own, talk + weight * between
     return seconds, talk
 
 
-def _work(op: OpFactors, choice: Choice, sharding: Sharding, at: int) -> tuple[float, float]:
+def _op_cost(
+    op: OpFactors, choice: OpStrategy, sharding: ShardingState, at: int
+) -> tuple[float, float]:
     """The same of a node at one of these sizes, by number."""
     node, costs = op.node, sharding.costs
     held = [_part(t, choice.operand(op, i), sharding, at) for i, t in enumerate(node.inputs)]
-    made = [_part(t, choice.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
-    read, written = sum(part.bytes for part in held), sum(part.bytes for part in made)
+    produced = [_part(t, choice.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
+    read, written = sum(part.bytes for part in held), sum(part.bytes for part in produced)
     if node.op in _VIEWS:
         read = written = 0.0
     elif node.op in _LOOK_UP:
@@ -78,34 +80,36 @@ def _work(op: OpFactors, choice: Choice, sharding: Sharding, at: int) -> tuple[f
     elif is_contraction(op):
         count = flops_on_rank_0(op, choice.axes, sharding.mesh)
     seconds = costs.compute(count, read + written, convolves(op)) + costs.rows(
-        _rows(op, held, made)
+        _rows(op, held, produced)
     )
     split = [i for i, over in enumerate(choice.axes) if over]
     lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
-    tied = lowered.intersection(i for group in op.ties for i in group)
+    tied = lowered.intersection(i for group in op.co_sharded for i in group)
     if tied:
         return seconds + costs.local("Concat", 2 * read), _halo(op, choice, sharding, tied, read)
     if lowered:
-        turns = _turns(op)
-        seconds += (_STEPS * turns - 1) * costs.compute(0, 2 * written / turns)
-    return seconds, _talk(op, choice, sharding, max((part.bytes for part in made), default=0.0))
+        iterations = _iterations(op)
+        seconds += (_STEPS * iterations - 1) * costs.compute(0, 2 * written / iterations)
+    return seconds, _talk(op, choice, sharding, max((part.bytes for part in produced), default=0.0))
 
 
-def _part(tensor: gs.Tensor, placement: Placement, sharding: Sharding, at: int) -> _Part:
+def _part(
+    tensor: gs.Tensor, factor_sharding: FactorSharding, sharding: ShardingState, at: int
+) -> _Part:
     if tensor.name not in sharding.factors.tensors:
         return _Part()
-    _, shape = sharding.costed_shapes(tensor.name, placement)[at]
+    _, shape = sharding.costed_shapes(tensor.name, factor_sharding)[at]
     return _Part(shape, shape_bytes(tensor, shape))
 
 
-def _turns(op: OpFactors) -> int:
+def _iterations(op: OpFactors) -> int:
     """How often a recurrence goes through its cell; 1 for all else."""
     return op.rule.sizes["s"] or 1 if is_recurrence(op.node) else 1
 
 
-def _rows(op: OpFactors, held: Sequence[_Part], made: Sequence[_Part]) -> int:
+def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> int:
     """The runs of contiguous elements that a node works on one by one."""
-    node, shape = op.node, made[0].shape if made else ()
+    node, shape = op.node, produced[0].shape if produced else ()
     if not shape:
         return 0
     if is_contraction(op):
@@ -120,11 +124,11 @@ def _rows(op: OpFactors, held: Sequence[_Part], made: Sequence[_Part]) -> int:
     rows = math.prod(held[0].shape[:axis])
     if node.op == "Gather":
         return rows * math.prod(held[1].shape)
-    return rows * max(len(made), len(held) if node.op == "Concat" else 1)
+    return rows * max(len(produced), len(held) if node.op == "Concat" else 1)
 
 
 def _halo(
-    op: OpFactors, choice: Choice, sharding: Sharding, leaves: set[int], size: float
+    op: OpFactors, choice: OpStrategy, sharding: ShardingState, leaves: set[int], size: float
 ) -> float:
     """What it takes to fetch the neighbours' edges: about one position of each split dimension."""
     axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in choice.axes[i]))
@@ -134,7 +138,7 @@ def _halo(
     return sharding.costs.collective("HaloExchange" if is_open else "NeighborExchange", axes, edge)
 
 
-def _talk(op: OpFactors, choice: Choice, sharding: Sharding, result: float) -> float:
+def _talk(op: OpFactors, choice: OpStrategy, sharding: ShardingState, result: float) -> float:
     """What it takes to work across a split factor: partial results travel, without that factor; of
     a recurrence, the state in each turn."""
     axes = tuple(
@@ -142,19 +146,21 @@ def _talk(op: OpFactors, choice: Choice, sharding: Sharding, result: float) -> f
         for a in dict.fromkeys(
             a
             for leaf, over in zip(op.leaves, choice.axes, strict=True)
-            if leaf.factor in op.rule.across
+            if leaf.factor in op.rule.communicating
             for a in over
         )
     )
     if not axes:
         return 0.0
     if is_recurrence(op.node):
-        state = result / _turns(op)
-        return _turns(op) * sharding.costs.collective("AllGather", axes, state * parts_over(axes))
+        state = result / _iterations(op)
+        return _iterations(op) * sharding.costs.collective(
+            "AllGather", axes, state * parts_over(axes)
+        )
     across = math.prod(
         op.extent(i)
         for i, (leaf, over) in enumerate(zip(op.leaves, choice.axes, strict=True))
-        if over and leaf.factor in op.rule.across
+        if over and leaf.factor in op.rule.communicating
     )
     whole = result * parts_over(axes) / max(across, 1)
     return _ROUNDS * sharding.costs.collective("AllReduce", axes, whole)

@@ -14,14 +14,14 @@ import onnx_graphsurgeon as gs
 from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes, Axis, parts_over
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Placement, Sharding
+from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _MOST_SEGMENTS = 6
 """Slots of different segments, above which only all of them are split together, or each alone."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class OpStrategy:
     """How a node is split.
 
     axes    those of each leaf of the node
@@ -33,21 +33,21 @@ class Choice:
     reduce: ReduceOp = "sum"
     group: frozenset[int] = frozenset()
 
-    def operand(self, op: OpFactors, index: int) -> Placement:
+    def operand(self, op: OpFactors, index: int) -> FactorSharding:
         """How the node reads an operand."""
         own, reduce = self.pending(op)
         if own and index in op.rule.additive:
-            return Placement(self.leaves(op.inputs[index]), own, reduce)
+            return FactorSharding(self.leaves(op.inputs[index]), own, reduce)
         if index in self.group:
-            return Placement(self.leaves(op.inputs[index]), self.passed, self.reduce)
-        return Placement(self.leaves(op.inputs[index]))
+            return FactorSharding(self.leaves(op.inputs[index]), self.passed, self.reduce)
+        return FactorSharding(self.leaves(op.inputs[index]))
 
-    def result(self, op: OpFactors, index: int) -> Placement:
+    def result(self, op: OpFactors, index: int) -> FactorSharding:
         """How the node makes a result."""
         own, reduce = self.pending(op)
         if not own:
             own, reduce = self.passed, self.reduce
-        return Placement(self.leaves(op.outputs[index]), own, reduce)
+        return FactorSharding(self.leaves(op.outputs[index]), own, reduce)
 
     def leaves(self, links: tuple[int | None, ...]) -> tuple[Axes, ...]:
         """The axes of a tensor's leaves, by the node's leaves behind them."""
@@ -91,7 +91,7 @@ Kinds = dict[str, set[ReduceOp]]
 """The reductions that may be pending in each tensor, by name."""
 
 
-def pending_kinds(ops: Iterable[OpFactors]) -> Kinds:
+def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
     """What may be pending where: behind what is reduced, and behind linear or monotone ops."""
     kinds: Kinds = defaultdict(set)
     for op in ops:
@@ -107,21 +107,21 @@ class Kept:
     """How nodes are split over axes of the mesh that another search has decided, by name."""
 
     axes: frozenset[str]
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, OpStrategy]
 
 
-Size = Callable[[OpFactors, Choice], float]
+Size = Callable[[OpFactors, OpStrategy], float]
 """Bytes of what a rank holds of all that a node reads and makes."""
 
 
 def choices_of(
     op: OpFactors,
-    sharding: Sharding,
+    sharding: ShardingState,
     kinds: Kinds,
     kept: Kept | None = None,
     most: int = 1 << 12,
     size: Size | None = None,
-) -> list[Choice]:
+) -> list[OpStrategy]:
     """All ways to split a node that agree with what is decided for its leaves. Where there are more
     than `most` combinations of what it can do on each axis, those remain that alone leave ranks
     small parts, by `size`."""
@@ -139,7 +139,7 @@ def choices_of(
         per_axis = [_ranked(op, axis, options, sharding, size) for axis, options in each]
         while prod(map(len, per_axis)) > most:
             max(per_axis, key=len).pop()
-    found: dict[Choice, None] = {}
+    found: dict[OpStrategy, None] = {}
     for options in product(*per_axis):
         choice = _combined(op, dict(zip(axes, options, strict=True)))
         if choice is not None and _is_legal(op, choice, sharding):
@@ -151,7 +151,7 @@ def _ranked(
     op: OpFactors,
     axis: Axis,
     options: list[_Option],
-    sharding: Sharding,
+    sharding: ShardingState,
     size: Size | None,
 ) -> list[_Option]:
     """What a node can do on an axis, as far as it agrees with what is decided and makes sense
@@ -172,7 +172,7 @@ def _ranked(
     return [*first, *(option for _, _, option in turns)]
 
 
-def _agrees_on(axis: Axis, choice: Choice, decided: Sequence[Axes | None]) -> bool:
+def _agrees_on(axis: Axis, choice: OpStrategy, decided: Sequence[Axes | None]) -> bool:
     """Whether a choice does with one axis what is decided for the leaves."""
     return all(
         have is None or tuple(a for a in have if a.name == axis.name) == over
@@ -180,7 +180,7 @@ def _agrees_on(axis: Axis, choice: Choice, decided: Sequence[Axes | None]) -> bo
     )
 
 
-def _kept(choice: Choice, axis: Axis) -> _Option:
+def _kept(choice: OpStrategy, axis: Axis) -> _Option:
     """What a choice does with an axis."""
     if any(a.name == axis.name for a in choice.passed):
         return _Pass(choice.group, choice.reduce)
@@ -195,7 +195,7 @@ def _slots(op: OpFactors) -> list[frozenset[int]]:
     for i, leaf in enumerate(op.leaves):
         same = {j for j, o in enumerate(op.leaves) if o.atom == leaf.atom and (i, j) in op.apart}
         alone = all((a, b) in op.apart for a, b in combinations({i, *same}, 2))
-        tied = {j for group in op.ties if i in group for j in group}
+        tied = {j for group in op.co_sharded if i in group for j in group}
         slots[frozenset({i, *tied, *(same if alone else ())})] = None
     single = list(slots)
     segments = [s for s in single if any(_are_apart(op, s, o) for o in single if o is not s)]
@@ -212,7 +212,7 @@ def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
 
 
 def _splits(
-    op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: Sharding
+    op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: ShardingState
 ) -> Iterator[_Split]:
     """Nothing, each slot that has enough elements, and slots of a dimension of which each but the
     last has too few, and the next takes what is left of the axis. What is left of the only axis may
@@ -242,7 +242,7 @@ def _splits(
             yield _Split(tuple(sorted(split)))
 
 
-def _neighbours(op: OpFactors, sharding: Sharding) -> set[tuple[int, int]]:
+def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
     """Leaves of a node that stand in one dimension of a tensor, the second right behind the
     first."""
     found = set()
@@ -268,7 +268,7 @@ def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
             yield _Pass(frozenset({i}), reduce)
 
 
-def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> Choice | None:
+def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | None:
     """The choice that takes an option for each axis, None where they do not go together."""
     axes: list[Axes] = [()] * len(op.leaves)
     passed: Axes = ()
@@ -286,13 +286,13 @@ def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> Choice | None:
     if len({op.reduction(i) for i, over in enumerate(axes) if over} - {None}) > 1:
         return None
     if how is None:
-        return Choice(tuple(axes))
+        return OpStrategy(tuple(axes))
     if any(over and op.reduction(i) for i, over in enumerate(axes)):
         return None
-    return Choice(tuple(axes), passed, how.reduce, how.group)
+    return OpStrategy(tuple(axes), passed, how.reduce, how.group)
 
 
-def _is_legal(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
+def _is_legal(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> bool:
     """Whether the choice agrees with what is decided, and ranks can hold such parts."""
     decided = sharding.ops[op.node.name]
     if any(have is not None and have != a for have, a in zip(decided, choice.axes, strict=True)):
@@ -300,7 +300,7 @@ def _is_legal(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
     return _is_possible(op, choice, sharding)
 
 
-def _is_possible(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
+def _is_possible(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> bool:
     """Whether ranks can hold such parts, whatever is decided."""
     if _cuts_open_weight(op, choice, sharding):
         return False
@@ -314,7 +314,7 @@ def _is_possible(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
         sharding.ops[name] = decided
 
 
-def _cuts_open_weight(op: OpFactors, choice: Choice, sharding: Sharding) -> bool:
+def _cuts_open_weight(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> bool:
     """Whether the parts of a stored operand would have sizes that only a run can tell."""
     factors = sharding.factors
     return bool(factors.open_atoms) and any(

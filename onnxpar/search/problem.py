@@ -15,16 +15,16 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import StrategyError
-from onnxpar.ir.repetitions import repetitions, turns
+from onnxpar.ir.repetitions import iterations, repetitions
 from onnxpar.ir.subgraphs import captured, constants
 from onnxpar.ir.training_spec import Step
 from onnxpar.search.gradient_sums import GradientSums
-from onnxpar.search.memory_timeline import Holdings, Life
-from onnxpar.search.objective import THROUGHPUT, Aim
-from onnxpar.search.op_cost import work
-from onnxpar.search.op_strategies import Choice, Kept, choices_of, pending_kinds
+from onnxpar.search.memory_timeline import LiveRange, MemoryTimeline
+from onnxpar.search.objective import THROUGHPUT, Objective
+from onnxpar.search.op_cost import op_cost
+from onnxpar.search.op_strategies import Kept, OpStrategy, choices_of, partial_kinds
 from onnxpar.search.repeats import tied
-from onnxpar.search.reshard_costs import End, Ways
+from onnxpar.search.reshard_costs import ReshardCosts, ShardingDomain
 from onnxpar.search.serving import Serving
 from onnxpar.search.solver.column_generation import minimize_within
 from onnxpar.search.solver.elimination import Table, TooLarge, diagonal, minimize
@@ -32,8 +32,8 @@ from onnxpar.search.solver.limits import Limit, exhaust_within
 from onnxpar.search.solver.pruning import among, minimize_in_parts
 from onnxpar.search.sums import Sums
 from onnxpar.sharding.factors import Links, OpFactors
-from onnxpar.sharding.part_bytes import mean_bytes
-from onnxpar.sharding.state import Placement, Sharding
+from onnxpar.sharding.shard_bytes import mean_bytes
+from onnxpar.sharding.state import FactorSharding, ShardingState
 
 MOST_CHOICES, FEWEST_CHOICES = 1 << 12, 1 << 3
 """Combinations of what a node does on each axis of the mesh that are looked at; and so many at
@@ -57,16 +57,16 @@ class _Port:
     links: Links = ()
     is_whole: bool = False
 
-    def made(self, choice: Choice) -> Placement:
+    def produced(self, choice: OpStrategy) -> FactorSharding:
         """How the node makes it."""
         if self.index is None:
-            return Placement(choice.leaves(self.links))
+            return FactorSharding(choice.leaves(self.links))
         return choice.result(self.op, self.index)
 
-    def needed(self, choice: Choice) -> Placement:
+    def needed(self, choice: OpStrategy) -> FactorSharding:
         """How the node reads it."""
         if self.index is None:
-            return Placement(choice.leaves(self.links))
+            return FactorSharding(choice.leaves(self.links))
         return choice.operand(self.op, self.index)
 
 
@@ -83,15 +83,15 @@ class Problem:
     def __init__(
         self,
         graph: gs.Graph,
-        sharding: Sharding,
+        sharding: ShardingState,
         states: Sequence[tuple[str, str]] = (),
         kept: Kept | None = None,
-        aim: Aim | None = None,
+        objective: Objective | None = None,
         step: Step | None = None,
     ) -> None:
         self.sharding = sharding
         self.kept = kept
-        self.aim = aim = aim or Aim()
+        self.objective = objective = objective or Objective()
         known = sharding.factors.tensors
         self.after = {a: b for a, b in states if a in known and b in known}
         self.states = {after: before for before, after in self.after.items()}
@@ -103,15 +103,15 @@ class Problem:
         self.known_fused: dict[Hashable, Array] = {}
         self.times = repetitions(graph.nodes)
         self.weights = {t.name for t in constants(graph)} - sharding.pinned
-        self.kinds = pending_kinds(sharding.factors.ops)
+        self.kinds = partial_kinds(sharding.factors.ops)
         self.classes = self._classes()
-        self.known_choices: dict[str, list[Choice]] = {}
+        self.known_choices: dict[str, list[OpStrategy]] = {}
         for op in sharding.factors.ops:
             self._add_ports(op)
         profiles = max((len(t.costed) for t in known.values()), default=1)
         most = MOST_CHOICES
         while True:
-            self.holdings = Holdings(graph, profiles)
+            self.holdings = MemoryTimeline(graph, profiles)
             self._plan(most)
             largest = max(map(len, self.choices.values()), default=1)
             if self.tables.entries <= MOST_ENTRIES or largest <= FEWEST_CHOICES:
@@ -132,15 +132,15 @@ class Problem:
 
     @property
     def _is_apart(self) -> bool:
-        return self.aim.objective == THROUGHPUT
+        return self.objective.goal == THROUGHPUT
 
     def _plan(self, most: int) -> None:
         """Adds all variables and tables, which are not made yet; a node has at most so many
         choices."""
         self.tables = Sums(2 if self._is_apart else 1)
-        self.choices: dict[str, list[Choice]] = {}
-        self.held: dict[Hashable, End] = {}
-        self.ends: dict[Hashable, End] = {}
+        self.choices: dict[str, list[OpStrategy]] = {}
+        self.held: dict[Hashable, ShardingDomain] = {}
+        self.ends: dict[Hashable, ShardingDomain] = {}
         for alike in self.classes:
             self._add_nodes(alike, most)
         tensors = {t.name: t for op in self.sharding.factors.ops for t, _ in op.operands()}
@@ -151,31 +151,31 @@ class Problem:
         for (is_weight, _), found in groups.items():
             if not is_weight:
                 self._add_tensor(found)
-            elif self.aim.memory is not None:
+            elif self.objective.memory is not None:
                 self._add_weight(found)
 
     def solve(
         self, exhaustively: bool = False
-    ) -> tuple[float, dict[str, Choice], dict[str, Placement]]:
+    ) -> tuple[float, dict[str, OpStrategy], dict[str, FactorSharding]]:
         """The least seconds of a run, the choice for each node by name, and how states are held;
         where nodes depend on each other too much for that, few seconds. Errors: TooLarge where all
         strategies are to be tried, and there are too many; TooMuch and Undecided where nothing is
         found within the limit."""
-        most = self.aim.memory
+        most = self.objective.memory
         limit = Limit(most or 1.0, self.holdings.steps, self.holdings.demands)
         if exhaustively:
             seconds, values = exhaust_within(self.sizes, self.sums, limit)
         elif most is None and not self._is_apart:
             seconds, values, _ = self._minimum(self.sums[0])
         else:
-            aim = self.aim
+            objective = self.objective
             seconds, values = minimize_within(
-                self.sizes, self.sums, limit, self._minimum, aim.patience, aim.any_fit
+                self.sizes, self.sums, limit, self._minimum, objective.patience, objective.any_fit
             )
         chosen = {n: self.choices[n][values[v]] for n, v in self.variable.items()}
         states = {n: self._fed(n) for n in self.states.values()}
         held = {
-            name: end.placements[0 if end.variable is None else values[end.variable]]
+            name: end.factor_shardings[0 if end.variable is None else values[end.variable]]
             for name, end in states.items()
         }
         return seconds, chosen, held
@@ -206,7 +206,7 @@ class Problem:
         """Nodes that are one variable, and the variable of each."""
         ops = self.sharding.factors.ops
         classes: dict[int, list[OpFactors]] = defaultdict(list)
-        numbers = range(len(ops)) if self.aim.untied else tied(self.sharding, self.kinds)
+        numbers = range(len(ops)) if self.objective.untied else tied(self.sharding, self.kinds)
         for number, op in zip(numbers, ops, strict=True):
             classes[number].append(op)
         found = list(classes.values())
@@ -228,19 +228,19 @@ class Problem:
         variable = self.tables.add_variable(len(choices))
         assert variable == self.variable[op.node.name]
         times = sum(self.times[one.node.name] for one in alike)
-        self.tables.add([End(variable, ())], lambda: times * self._work(op, choices))
+        self.tables.add([ShardingDomain(variable, ())], lambda: times * self._op_cost(op, choices))
         self.choices.update((one.node.name, choices) for one in alike)
 
-    def _held_by(self, op: OpFactors, choice: Choice) -> float:
+    def _held_by(self, op: OpFactors, choice: OpStrategy) -> float:
         """Bytes of all that a node reads and makes, of the parts of a rank."""
         placed = [(t, choice.operand(op, i)) for i, t in enumerate(op.node.inputs)]
         placed += [(t, choice.result(op, i)) for i, t in enumerate(op.node.outputs)]
         known = self.sharding.factors.tensors
         return sum(mean_bytes(t, at, self.sharding) for t, at in placed if t.name in known)
 
-    def _work(self, op: OpFactors, choices: Sequence[Choice]) -> Array:
+    def _op_cost(self, op: OpFactors, choices: Sequence[OpStrategy]) -> Array:
         """What the work of a node takes, by choice, as rows."""
-        seconds = np.array([work(op, choice, self.sharding) for choice in choices]).T
+        seconds = np.array([op_cost(op, choice, self.sharding) for choice in choices]).T
         seconds[0] += [PASSING * bool(choice.passed) for choice in choices]
         rows: Array = seconds if self._is_apart else seconds.sum(0, keepdims=True)
         return rows
@@ -268,7 +268,7 @@ class Problem:
         pinned = name in self.sharding.pinned
         return (
             (factors.dims, factors.dim_of_leaf, factors.apart, sizes),
-            self.sharding.tensor_placement(name) if pinned else None,
+            self.sharding.tensor_sharding(name) if pinned else None,
             None if maker is None else self._place(maker),
             frozenset(readers.items()),
             (name in self.outputs, name in self.fused.tensors),
@@ -284,47 +284,53 @@ class Problem:
     def _add_tensor(self, found: Sequence[gs.Tensor]) -> None:
         """Tables for tensors that are alike, over the variables of the nodes that make and read
         them, and of others."""
-        name, times = found[0].name, sum(self._turns(tensor.name) for tensor in found)
-        needs = self._needs(name)
+        name, times = found[0].name, sum(self._iterations(tensor.name) for tensor in found)
+        required = self._required(name)
         maker = self.makers.get(name)
-        made = self._fed(name) if maker is None else self._end(maker, name)
-        asked = self._asked(name, made)
+        produced = self._fed(name) if maker is None else self._end(maker, name)
+        requested = self._requested(name, produced)
         known = self.known_fused if name in self.fused.tensors else self.known
         sharding = self.fused.within(self.sharding, name)
-        reduced = End(None, tuple(p.reduced() for p in asked.placements))
-        ways = Ways(sharding, found[0], [made, asked, *needs, reduced], known, self._is_apart)
-        if asked is not made:
-            self.tables.add([made, asked], lambda: times * ways.paths(made, asked))
-        at = {end: end for end in (asked, *needs)}
+        reduced = ShardingDomain(None, tuple(p.reduced() for p in requested.factor_shardings))
+        reshard_costs = ReshardCosts(
+            sharding, found[0], [produced, requested, *required, reduced], known, self._is_apart
+        )
+        if requested is not produced:
+            self.tables.add(
+                [produced, requested], lambda: times * reshard_costs.paths(produced, requested)
+            )
+        at = {end: end for end in (requested, *required)}
         common = None
-        if len(needs) == 1:
-            self.tables.add([asked, *needs], lambda: times * ways.paths(asked, needs[0]))
-        elif needs:
-            serving = Serving(self.tables, ways, times, self.aim.memory is not None)
-            at, common = serving.serve(asked, needs)
-        if self.aim.memory is not None:
+        if len(required) == 1:
+            self.tables.add(
+                [requested, *required], lambda: times * reshard_costs.paths(requested, required[0])
+            )
+        elif required:
+            serving = Serving(self.tables, reshard_costs, times, self.objective.memory is not None)
+            at, common = serving.serve(requested, required)
+        if self.objective.memory is not None:
             lives = [self._life(tensor.name, at) for tensor in found]
             add = self.holdings
-            self.tables.later(lambda: add.add_made(ways, made, asked, lives))
-            self.tables.later(lambda: add.add_copies(ways, at[asked], common, lives))
+            self.tables.later(lambda: add.add_produced(reshard_costs, produced, requested, lives))
+            self.tables.later(lambda: add.add_copies(reshard_costs, at[requested], common, lives))
 
-    def _turns(self, name: str) -> int:
+    def _iterations(self, name: str) -> int:
         """How often a tensor is made: where a body is handed it, in each turn."""
         maker = self.makers.get(name)
         if maker is None:
             return 1
         around = self.times[maker.op.node.name]
-        return around if maker.index is not None else around * turns(maker.op.node)
+        return around if maker.index is not None else around * iterations(maker.op.node)
 
     def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
         """What is held of weights that are alike."""
         name = found[0].name
-        needs = self._needs(name)
-        ways = Ways(self.sharding, found[0], needs, self.known, self._is_apart)
+        required = self._required(name)
+        reshard_costs = ReshardCosts(self.sharding, found[0], required, self.known, self._is_apart)
         add = self.holdings.add_weight
-        self.tables.later(lambda: add(ways, needs, len(found)))
+        self.tables.later(lambda: add(reshard_costs, required, len(found)))
 
-    def _life(self, name: str, at: Mapping[End, End]) -> Life:
+    def _life(self, name: str, at: Mapping[ShardingDomain, ShardingDomain]) -> LiveRange:
         """When a tensor is there and read, each time by one of these ends."""
         first, last = self.holdings.first, self.holdings.last
         reads = [
@@ -340,57 +346,65 @@ class Problem:
         end = max([start, *(step for step, _ in reads)])
         if name in self.outputs or maker is None:
             end = self.holdings.end
-        return Life((start, end), reads)
+        return LiveRange((start, end), reads)
 
-    def _whole(self, name: str) -> Placement:
-        return Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
+    def _whole(self, name: str) -> FactorSharding:
+        return FactorSharding(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
 
-    def _needs(self, name: str) -> list[End]:
+    def _required(self, name: str) -> list[ShardingDomain]:
         """How the readers of a tensor read it, each way once."""
         ends = (self._end(port, name, reads=True) for port in self.readers[name])
         return list(dict.fromkeys(ends))
 
-    def _end(self, port: _Port, tensor: str, reads: bool = False) -> End:
+    def _end(self, port: _Port, tensor: str, reads: bool = False) -> ShardingDomain:
         """How a tensor is at a port, by the node's choice."""
         if port.is_whole:
-            return End(None, (self._whole(tensor),))
+            return ShardingDomain(None, (self._whole(tensor),))
         key = self._place(port), reads
         if key not in self.ends:
             name = port.op.node.name
-            placed = port.needed if reads else port.made
-            placements = tuple(placed(c) for c in self.choices[name])
-            is_one = len(set(placements)) == 1
-            one = End(None, placements[:1])
-            self.ends[key] = one if is_one else End(self.variable[name], placements)
+            placed = port.needed if reads else port.produced
+            factor_shardings = tuple(placed(c) for c in self.choices[name])
+            is_one = len(set(factor_shardings)) == 1
+            one = ShardingDomain(None, factor_shardings[:1])
+            self.ends[key] = (
+                one if is_one else ShardingDomain(self.variable[name], factor_shardings)
+            )
         return self.ends[key]
 
-    def _fed(self, name: str) -> End:
+    def _fed(self, name: str) -> ShardingDomain:
         """What is fed, and what a state is, is as it suits: a variable of its own."""
         if name in self.sharding.pinned:
-            return End(None, (self.sharding.tensor_placement(name),))
+            return ShardingDomain(None, (self.sharding.tensor_sharding(name),))
         key = self._key(name)
         if key not in self.held:
-            placements = [p for end in self._needs(name) for p in end.placements if not p.partial]
+            factor_shardings = [
+                p for end in self._required(name) for p in end.factor_shardings if not p.partial
+            ]
             if name in self.after:
-                placements = [self._as_state(p, name, name) for p in placements]
-            candidates = tuple(dict.fromkeys((self._whole(name), *placements)))
-            self.held[key] = End(self.tables.add_variable(len(candidates)), candidates)
+                factor_shardings = [self._as_state(p, name, name) for p in factor_shardings]
+            candidates = tuple(dict.fromkeys((self._whole(name), *factor_shardings)))
+            self.held[key] = ShardingDomain(self.tables.add_variable(len(candidates)), candidates)
         return self.held[key]
 
-    def _asked(self, name: str, made: End) -> End:
+    def _requested(self, name: str, produced: ShardingDomain) -> ShardingDomain:
         """How a tensor is before anything reads it: as is asked for, as the state that it becomes,
         with nothing pending where it is a result of the graph, else as it is made."""
         if name in self.sharding.pinned:
-            return End(None, (self.sharding.tensor_placement(name),))
+            return ShardingDomain(None, (self.sharding.tensor_sharding(name),))
         if name in self.states:
             state = self._fed(self.states[name])
-            held = (self._as_state(p, self.states[name], name) for p in state.placements)
-            return End(state.variable, tuple(held))
+            held = (self._as_state(p, self.states[name], name) for p in state.factor_shardings)
+            return ShardingDomain(state.variable, tuple(held))
         if name in self.outputs:
-            return End(made.variable, tuple(p.reduced() for p in made.placements))
-        return made
+            return ShardingDomain(
+                produced.variable, tuple(p.reduced() for p in produced.factor_shardings)
+            )
+        return produced
 
-    def _as_state(self, placement: Placement, source: str, name: str) -> Placement:
+    def _as_state(self, factor_sharding: FactorSharding, source: str, name: str) -> FactorSharding:
         """A placement of the input of a state pair as one of either end."""
         result = self.after[source]
-        return Placement(self.sharding.state_leaves(placement.leaves, source, result, name))
+        return FactorSharding(
+            self.sharding.state_leaves(factor_sharding.leaves, source, result, name)
+        )

@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.arrays import Array
 from onnxpar.search.op_strategies import Kinds
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 
 LEAST_NODES = 4
 """Nodes of the shortest block that counts."""
@@ -18,7 +18,7 @@ LEAST_TIMES = 3
 """How often a block must follow upon itself."""
 
 
-def tied(sharding: Sharding, kinds: Kinds) -> list[int]:
+def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
     """A number for each node: nodes that take the same place in repeated blocks share theirs."""
     ops = sharding.factors.ops
     numbers: dict[Hashable, int] = {}
@@ -30,7 +30,7 @@ def tied(sharding: Sharding, kinds: Kinds) -> list[int]:
     return found
 
 
-def signature(op: OpFactors, sharding: Sharding, kinds: Kinds) -> Hashable:
+def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
     """All that decides how a node may be split and what that costs."""
     if op.bodies:
         return (op.node.name,)
@@ -41,15 +41,20 @@ def signature(op: OpFactors, sharding: Sharding, kinds: Kinds) -> Hashable:
     attrs = sorted((k, repr(v)) for k, v in op.node.attrs.items())
     return (
         (op.node.op, op.node.domain, tuple(attrs), tuple(leaves), op.inputs, op.outputs),
-        (op.apart, op.ties, tuple(sorted(op.whole.items())), tuple(sorted(op.rule.sizes.items()))),
+        (
+            op.apart,
+            op.co_sharded,
+            tuple(sorted(op.whole.items())),
+            tuple(sorted(op.rule.sizes.items())),
+        ),
         tuple(map(str, sharding.ops[op.node.name])),
         tuple(_operand(t, sharding, kinds) for t in (*op.node.inputs, *op.node.outputs)),
     )
 
 
-def _operand(tensor: gs.Tensor, sharding: Sharding, kinds: Kinds) -> Hashable:
+def _operand(tensor: gs.Tensor, sharding: ShardingState, kinds: Kinds) -> Hashable:
     name = tensor.name
-    pinned = sharding.tensor_placement(name) if name in sharding.pinned else None
+    pinned = sharding.tensor_sharding(name) if name in sharding.pinned else None
     shape = None if tensor.shape is None else tuple(map(str, tensor.shape))
     pending = tuple(sorted(kinds.get(name, ())))
     return type(tensor).__name__, bool(name), shape, str(tensor.dtype), pending, pinned

@@ -13,49 +13,49 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import element_bytes, shape_bytes
-from onnxpar.reshard.graph import LOCAL_STEPS, Placements, Unordered
-from onnxpar.reshard.planner import Tensor, cost, plan_steps
+from onnxpar.reshard.graph import LOCAL_STEPS, ReshardGraph, Unordered
+from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
 from onnxpar.search.solver.elimination import Table
-from onnxpar.sharding.part_bytes import mean_bytes
-from onnxpar.sharding.state import Placement, Sharding
+from onnxpar.sharding.shard_bytes import mean_bytes
+from onnxpar.sharding.state import FactorSharding, ShardingState
 
 MOST_TOGETHER = 1 << 16
 """Entries of a table over the maker and all readers of a tensor."""
 
 
 @dataclass(frozen=True)
-class End:
+class ShardingDomain:
     """A tensor's placement by the value of a variable; of no variable there is but one value.
     `copied` says by value whether a reader takes a copy of its own, where the value decides that.
     """
 
     variable: int | None
-    placements: tuple[Placement, ...]
+    factor_shardings: tuple[FactorSharding, ...]
     copied: tuple[bool, ...] | None = None
 
 
-def table_of(ends: Sequence[End], values: Array) -> Table:
+def table_of(ends: Sequence[ShardingDomain], values: Array) -> Table:
     """Values by an axis for each end as a table; an end of no variable has but one."""
     fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
     scope = tuple(end.variable for end in ends if end.variable is not None)
     return Table(scope, np.squeeze(values, axis=fixed))
 
 
-class Ways:
+class ReshardCosts:
     """Seconds between placements, the cheapest way, as rows: all of them, or `apart`, those of
     computing and those of talking."""
 
     def __init__(
         self,
-        sharding: Sharding,
+        sharding: ShardingState,
         tensor: gs.Tensor,
-        ends: Sequence[End],
+        ends: Sequence[ShardingDomain],
         known: dict[Hashable, Array],
         apart: bool,
     ) -> None:
         self.sharding, self.tensor = sharding, tensor
-        placements = list(dict.fromkeys(p for end in ends for p in end.placements))
-        self.index = {p: i for i, p in enumerate(placements)}
+        factor_shardings = list(dict.fromkeys(p for end in ends for p in end.factor_shardings))
+        self.index = {p: i for i, p in enumerate(factor_shardings)}
         self.known, self.apart = known, apart
 
     @cached_property
@@ -76,13 +76,15 @@ class Ways:
         key = (*self.index, factors.dims, factors.priced, size, name if parts else None)
         if key not in self.known:
             try:
-                found = Placements(list(self.index), factors, sharding.costs, size, parts)
+                found = ReshardGraph(list(self.index), factors, sharding.costs, size, parts)
                 self.known[key] = found.seconds_apart() if self.apart else found.seconds()[None]
             except Unordered:
-                self.known[key] = self._one_by_one(Tensor(factors, sharding.costs, size, parts))
+                self.known[key] = self._one_by_one(
+                    ReshardedTensor(factors, sharding.costs, size, parts)
+                )
         return self.known[key]
 
-    def _one_by_one(self, about: Tensor) -> Array:
+    def _one_by_one(self, about: ReshardedTensor) -> Array:
         """The same where all placements have no common refinement."""
         seconds = np.zeros((2, len(self.index), len(self.index)))
         for start, goal in permutations(self.index, 2):
@@ -98,17 +100,17 @@ class Ways:
         pending = np.array([bool(p.partial) for p in self.index])
         return np.where(pending[:, None] & ~pending[None, :], np.inf, self.seconds)
 
-    def paths(self, start: End, goal: End) -> Array:
+    def paths(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
         """Seconds from each placement as it is made to each goal."""
         found: Array = self.seconds[self._pairs(start, goal)]
         return found
 
-    def onward(self, start: End, goal: End) -> Array:
+    def onward(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
         """The same from what was resharded already."""
         found: Array = self.again[self._pairs(start, goal)]
         return found
 
-    def tree(self, ends: Sequence[End]) -> Array:
+    def tree(self, ends: Sequence[ShardingDomain]) -> Array:
         """Seconds to serve all but the first of several ends from that, each from whatever is there
         by then, in the best order."""
         count = len(ends)
@@ -125,30 +127,30 @@ class Ways:
         assert best is not None
         return best
 
-    def sizes(self, end: End) -> Array:
+    def sizes(self, end: ShardingDomain) -> Array:
         """Bytes that a rank holds, by the sizes that costs are computed at and by the placements of
         an end."""
-        each = [self.sharding.costed_shapes(self.tensor.name, at) for at in end.placements]
+        each = [self.sharding.costed_shapes(self.tensor.name, at) for at in end.factor_shardings]
         held = [[float(shape_bytes(self.tensor, shape)) for _, shape in some] for some in each]
         by_size: Array = np.array(held).T
         return by_size
 
-    def _size(self, placement: Placement) -> float:
-        return mean_bytes(self.tensor, placement, self.sharding)
+    def _size(self, factor_sharding: FactorSharding) -> float:
+        return mean_bytes(self.tensor, factor_sharding, self.sharding)
 
-    def differ(self, *ends: End) -> Array:
+    def differ(self, *ends: ShardingDomain) -> Array:
         """Where the placement of the last of several ends is none of the others."""
         *others, last = np.ix_(*map(self._at, ends))
         found: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
         return found
 
-    def _pairs(self, start: End, goal: End) -> Any:
+    def _pairs(self, start: ShardingDomain, goal: ShardingDomain) -> Any:
         """Where the seconds from the placements of one end to those of another are."""
         return slice(None), self._at(start)[:, None], self._at(goal)[None, :]
 
-    def _at(self, end: End) -> Array:
+    def _at(self, end: ShardingDomain) -> Array:
         """The placements of an end by number."""
-        return np.array([self.index[p] for p in end.placements])
+        return np.array([self.index[p] for p in end.factor_shardings])
 
 
 def faster(one: Array, other: Array) -> Array:

@@ -12,13 +12,13 @@ from onnxpar.base.units import text_of
 from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh
-from onnxpar.search.objective import Aim, OverLimit
-from onnxpar.search.op_strategies import Choice, Kept
+from onnxpar.search.objective import Objective, OverLimit
+from onnxpar.search.op_strategies import Kept, OpStrategy
 from onnxpar.search.problem import Problem
 from onnxpar.search.solver.elimination import TooLarge
 from onnxpar.search.solver.limits import TooMuch, Undecided
-from onnxpar.sharding.state import Sharding
-from onnxpar.strategy.strategy import NodeSeed, Seed, TensorSeed
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
 AUTO, EXHAUSTIVE, PROPAGATION = "auto", "exhaustive", "propagation"
 SEARCHES = (AUTO, "data-parallel", "tensor-parallel", EXHAUSTIVE, PROPAGATION)
@@ -32,29 +32,29 @@ class Solution:
 
     mesh: Mesh
     seconds: float
-    seeds: list[Seed]
-    chosen: dict[str, Choice]
+    annotations: list[Annotation]
+    chosen: dict[str, OpStrategy]
 
 
 def solve(
     graph: gs.Graph,
-    sharding: Sharding,
+    sharding: ShardingState,
     states: Sequence[tuple[str, str]],
-    given: Iterable[Iterable[Seed]] = (),
+    given: Iterable[Iterable[Annotation]] = (),
     how: str = AUTO,
     kept: Kept | None = None,
-    aim: Aim | None = None,
+    objective: Objective | None = None,
     step: Step | None = None,
 ) -> Solution:
     """The fastest strategy for the sharding's mesh that keeps to what is given, and to what is kept
     of another; `step` says what the ports of a training step are. Errors: StrategyError where
     nothing does, or where there are too many strategies to try them all; OverLimit where it would
     hold too much."""
-    sketch = Sharding.open(sharding.mesh, sharding.factors, sharding.costs.topology)
-    for seeds in given:
-        for seed in seeds:
-            seed.apply(sketch)
-    problem = Problem(graph, sketch, states, kept, aim, step)
+    sketch = ShardingState.open(sharding.mesh, sharding.factors, sharding.costs.topology)
+    for batch in given:
+        for annotation in batch:
+            annotation.apply(sketch)
+    problem = Problem(graph, sketch, states, kept, objective, step)
     try:
         seconds, chosen, held = problem.solve(exhaustively=how == EXHAUSTIVE)
     except TooLarge as error:
@@ -65,8 +65,11 @@ def solve(
         raise OverLimit(text, error.least, error.found) from None
     if math.isinf(seconds):
         raise StrategyError("no strategy agrees with all that is asked for; ask for less")
-    seeds = [TensorSeed(name, placement.leaves) for name, placement in held.items()]
-    nodes = [
-        NodeSeed(op, dict(enumerate(chosen[op.node.name].axes)), {}) for op in sharding.factors.ops
+    annotations = [
+        TensorAnnotation(name, factor_sharding.leaves) for name, factor_sharding in held.items()
     ]
-    return Solution(sharding.mesh, seconds, [*seeds, *nodes], chosen)
+    nodes = [
+        NodeAnnotation(op, dict(enumerate(chosen[op.node.name].axes)), {})
+        for op in sharding.factors.ops
+    ]
+    return Solution(sharding.mesh, seconds, [*annotations, *nodes], chosen)

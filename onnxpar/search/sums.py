@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from onnxpar.base.arrays import Array
-from onnxpar.search.reshard_costs import End, table_of
+from onnxpar.search.reshard_costs import ShardingDomain, table_of
 from onnxpar.search.solver.elimination import Table
 
 
@@ -31,7 +31,7 @@ class Sums:
         self.sizes.append(size)
         return len(self.sizes) - 1
 
-    def add(self, ends: Sequence[End], rows: Callable[[], Array]) -> None:
+    def add(self, ends: Sequence[ShardingDomain], rows: Callable[[], Array]) -> None:
         """A table for each sum, with an axis for each end; an end of no variable has one entry.
         `rows` makes their values."""
         self.entries += math.prod(self.sizes[e.variable] for e in ends if e.variable is not None)
@@ -42,7 +42,7 @@ class Sums:
 
         self.later(make)
 
-    def forbid(self, ends: Sequence[End], values: Callable[[], Array]) -> None:
+    def forbid(self, ends: Sequence[ShardingDomain], values: Callable[[], Array]) -> None:
         """A table of the first sum alone, of zeros and of infinite entries."""
         self.entries += math.prod(self.sizes[e.variable] for e in ends if e.variable is not None)
         self.later(lambda: self.tables[0].append(table_of(ends, values())))

@@ -63,7 +63,7 @@ def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, s
 
 def _talking(op: OpFactors) -> Iterator[int]:
     """Leaves that ranks cannot split without communication within the node, or after it."""
-    exchanged = {*op.rule.across, *(f for group in op.rule.ties for f in group)}
+    exchanged = {*op.rule.communicating, *(f for group in op.rule.co_sharded for f in group)}
     for i, leaf in enumerate(op.leaves):
         if op.reduction(i) or leaf.factor in exchanged:
             yield i

@@ -28,7 +28,7 @@ from onnxpar.rules.notation import Spec, expr_vars
 from onnxpar.rules.rule import Rule, rule_of, whole_rule
 from onnxpar.sharding.bonds import edges_of, groups, not_alike
 from onnxpar.sharding.narrow import narrowed
-from onnxpar.sharding.unify import Piece, compose, flat, same, unify
+from onnxpar.sharding.unify import IndexVar, compose, flat, same, unify
 
 _CUT_HERE = "its dimensions do not line up here"
 _UNKNOWN = "a size that only a run can tell"
@@ -94,8 +94,8 @@ class BodyFactors:
 class OpFactors:
     """A node's rule over atoms. `inputs[i][j]` is the op leaf behind leaf j of operand i, or None
     where that leaf must be whole; likewise `outputs`. `trees` are the rule's factors, unsplit,
-    and `atoms` what their leaves are; `ties` are leaves that are split over the same axes or not
-    at all. `graph` is the scope that the node stands in; `bodies` are those that are split with it.
+    and `atoms` what their leaves are; `co_sharded` are leaves that are split over the same axes or
+    not at all. `graph` is the scope of the node; `bodies` are those that are split with it.
     `result` is the name of its first result, also when it has been replaced. `priced` is the same
     at the sizes that costs are computed at, as of tensors."""
 
@@ -108,7 +108,7 @@ class OpFactors:
     whole: dict[str, str] = field(default_factory=dict)
     trees: dict[str, Dim] = field(default_factory=dict)
     apart: Pairs = frozenset()
-    ties: tuple[tuple[int, ...], ...] = ()
+    co_sharded: tuple[tuple[int, ...], ...] = ()
     bodies: tuple[BodyFactors, ...] = ()
     result: str = ""
     atoms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class _Joined(NamedTuple):
     node: gs.Node
     graph: gs.Graph
     rule: Rule
-    factors: dict[str, Piece]
+    factors: dict[str, IndexVar]
     bodies: list[gs.Graph]
 
 
@@ -219,7 +219,7 @@ class _Analysis:
         self.graph = graph
         self.pairs = list(pairs)
         self.in_bodies = in_bodies
-        self.dims: dict[str, list[Piece] | None] = {}
+        self.dims: dict[str, list[IndexVar] | None] = {}
         self.joined: list[_Joined] = []
         self.atoms: dict[int, int] = {}
 
@@ -254,11 +254,11 @@ class _Analysis:
                 ops[n] = self._op(self.joined[n], tensors, held[n])
         return ops
 
-    def _dims(self, tensor: gs.Tensor) -> list[Piece] | None:
+    def _dims(self, tensor: gs.Tensor) -> list[IndexVar] | None:
         if tensor.name not in self.dims:
             shape = tensor_shape(tensor)
             self.dims[tensor.name] = (
-                None if shape is None else [Piece(-1 if s is None else s) for s in shape]
+                None if shape is None else [IndexVar(-1 if s is None else s) for s in shape]
             )
         return self.dims[tensor.name]
 
@@ -278,7 +278,7 @@ class _Analysis:
             name = node.outputs[0].name if node.outputs else ""
             if name in self.whole and not inner:
                 rule = narrowed(node, rule, self.whole[name])
-            factors = {f: Piece(-1 if s is None else s) for f, s in rule.sizes.items()}
+            factors = {f: IndexVar(-1 if s is None else s) for f, s in rule.sizes.items()}
             self._join(_Joined(node, graph, rule, factors, opened))
 
     def _join(self, joined: _Joined) -> None:
@@ -292,7 +292,7 @@ class _Analysis:
                 unify(dim, compose(expr, factors))
         self.joined.append(joined)
 
-    def _tree(self, node: Piece) -> Dim:
+    def _tree(self, node: IndexVar) -> Dim:
         """The resolved tree of a piece, unsplit."""
         node = node.root()
         if not node.kind or node.size <= 1:
@@ -301,7 +301,7 @@ class _Analysis:
         children = tuple(self._tree(c) for c in flat(node, node.kind))
         return children[0] if len(children) == 1 else kind(children)
 
-    def _leaves(self, node: Piece) -> Iterator[Leaf]:
+    def _leaves(self, node: IndexVar) -> Iterator[Leaf]:
         node = node.root()
         if node.kind:
             for child in flat(node, node.kind):
@@ -309,12 +309,12 @@ class _Analysis:
         elif node.size > 1:
             yield Leaf(self.atoms.setdefault(id(node), len(self.atoms)), node.size)
 
-    def _has_major(self, node: Piece) -> bool:
+    def _has_major(self, node: IndexVar) -> bool:
         """Whether the first piece can be split so that parts are consecutive."""
         node = node.root()
         return node.size > 1 and node.kind != "concat"
 
-    def _tensor(self, dims: list[Piece]) -> TensorFactors:
+    def _tensor(self, dims: list[IndexVar]) -> TensorFactors:
         per_dim = [list(self._leaves(d)) for d in dims]
         trees = tuple(self._tree(d) for d in dims)
         apart: set[tuple[int, int]] = set()
@@ -345,12 +345,12 @@ class _Analysis:
             for expr, dim in zip(spec or (), self.dims.get(tensor.name) or (), strict=False):
                 if not same(compose(expr, factors), dim):
                     whole.update({v: whole.get(v, _CUT_HERE) for v in expr_vars(expr)})
-        for group in rule.ties:
+        for group in rule.co_sharded:
             if any(f in whole or not self._has_major(factors[f]) for f in group):
                 whole.update({f: whole.get(f, _CUT_HERE) for f in group})
             if any(f in group for f, _ in held):
                 whole.update({f: whole.get(f, _FUSED) for f in group})
-        tied = {f for group in rule.ties for f in group}
+        tied = {f for group in rule.co_sharded for f in group}
         leaves: list[OpLeaf] = []
         index: dict[str, list[int | None]] = {}
         found_in = {name: list(self._leaves(factor)) for name, factor in factors.items()}
@@ -377,16 +377,16 @@ class _Analysis:
                 out += found if len(found) == count else [None] * count
             return tuple(out)
 
-        ties = tuple(
+        co_sharded = tuple(
             tuple(i for f in group for i in index[f][:1] if i is not None)
-            for group in rule.ties
+            for group in rule.co_sharded
             if not any(f in whole for f in group)
         )
         found = [(t, links(t, s)) for t, s in _operands(joined)]
         trees = {name: self._tree(factor) for name, factor in factors.items()}
         operands = [(t.name, links) for t, links in found]
         apart = _op_apart(operands, tensors) | {
-            (i, j) for t in ties for i in t for j in t if i != j
+            (i, j) for t in co_sharded for i in t for j in t if i != j
         }
         if joined.bodies:
             apart |= _strangers(len(leaves), operands)
@@ -405,7 +405,7 @@ class _Analysis:
             whole,
             trees,
             apart,
-            ties,
+            co_sharded,
             tuple(map(BodyFactors, joined.bodies, givens, backs)),
             node.outputs[0].name if node.outputs else "",
             {name: tuple(x.atom for x in of_factor) for name, of_factor in found_in.items()},

@@ -11,17 +11,17 @@ from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.rules.notation import expr_vars
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.factors import OpFactors, with_axes
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 
 
-def flops(op: OpFactors, sharding: Sharding | None = None) -> int:
+def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
     """Multiplications and additions of a contraction: of all of it, or of rank 0's part."""
     if sharding is None:
         return 2 * _products(op.rule, op.rule.sizes)
     return flops_on_rank_0(op, sharding.op_axes(op), sharding.mesh)
 
 
-def flops_of_ranks(op: OpFactors, sharding: Sharding, ranks: Sequence[int]) -> list[int]:
+def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int]) -> list[int]:
     """Those of the parts of several ranks."""
     axes = sharding.op_axes(op)
     held: dict[str, list[int]] = {}

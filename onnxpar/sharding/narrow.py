@@ -45,9 +45,9 @@ def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule
         whole={**rule.whole, **dict.fromkeys(gone & rule.sizes.keys(), OPEN), **alone},
         reduce={f: op for f, op in rule.reduce.items() if f not in gone},
         lowered=rule.lowered - gone,
-        across=rule.across - gone,
-        runs=rule.runs - gone,
-        ties=tuple(group for group in rule.ties if gone.isdisjoint(group)),
+        communicating=rule.communicating - gone,
+        contiguous=rule.contiguous - gone,
+        co_sharded=tuple(group for group in rule.co_sharded if gone.isdisjoint(group)),
     )
 
 
@@ -60,8 +60,13 @@ def _pairs(
 def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
     """Those of the factors whose parts take more than their own sizes: they are exchanged between
     ranks, or stand in dimensions of several factors."""
-    exchanged = {*rule.lowered, *rule.across, *rule.runs, *(f for g in rule.ties for f in g)}
-    tied = {f for group in rule.ties if not set(group).isdisjoint(factors) for f in group}
+    exchanged = {
+        *rule.lowered,
+        *rule.communicating,
+        *rule.contiguous,
+        *(f for g in rule.co_sharded for f in g),
+    }
+    tied = {f for group in rule.co_sharded if not set(group).isdisjoint(factors) for f in group}
     return frozenset((set(factors) | tied) & exchanged.union(*joint(rule)))
 
 

@@ -17,8 +17,8 @@ from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes
 from onnxpar.sharding.accumulators import Accumulator, accumulators
 from onnxpar.sharding.factors import Links, OpFactors
-from onnxpar.sharding.part_bytes import mean_bytes
-from onnxpar.sharding.state import Placement, Sharding, overlaps
+from onnxpar.sharding.shard_bytes import mean_bytes
+from onnxpar.sharding.state import FactorSharding, ShardingState, overlaps
 
 
 @dataclass
@@ -41,52 +41,52 @@ class _Choice:
 
 
 @dataclass
-class Pending:
+class PartialSums:
     """The decision: results that stay pending, what bodies are handed and hand back so, and
     operands that are read pending."""
 
-    sharding: Sharding
+    sharding: ShardingState
     results: dict[str, tuple[Axes, ReduceOp]] = field(default_factory=dict)
     operands: dict[tuple[str, int], tuple[Axes, ReduceOp]] = field(default_factory=dict)
 
-    def need(self, op: OpFactors, index: int) -> Placement:
+    def need(self, op: OpFactors, index: int) -> FactorSharding:
         """How a node reads an operand."""
-        base = self.sharding.operand_placement(op, op.inputs[index])
+        base = self.sharding.operand_sharding(op, op.inputs[index])
         axes, reduce = self.operands.get((op.node.name, index), ((), "sum"))
         own, own_reduce = self.sharding.pending(op)
         if own and index in op.rule.additive:
             axes, reduce = own, own_reduce
-        return Placement(base.leaves, axes, reduce)
+        return FactorSharding(base.leaves, axes, reduce)
 
-    def handed(self, op: OpFactors, tensor: gs.Tensor, links: Links) -> Placement:
+    def handed(self, op: OpFactors, tensor: gs.Tensor, links: Links) -> FactorSharding:
         """How a body is handed a tensor, or hands it back."""
-        base = self.sharding.operand_placement(op, links)
+        base = self.sharding.operand_sharding(op, links)
         axes, reduce = self.results.get(f"{op.node.name}::{tensor.name}", ((), "sum"))
-        return Placement(base.leaves, axes, reduce)
+        return FactorSharding(base.leaves, axes, reduce)
 
-    def result(self, op: OpFactors, index: int) -> Placement:
+    def result(self, op: OpFactors, index: int) -> FactorSharding:
         """How a node makes a result."""
-        base = self.sharding.operand_placement(op, op.outputs[index])
+        base = self.sharding.operand_sharding(op, op.outputs[index])
         own, reduce = self.sharding.pending(op)
         passed = self.results.get(op.node.outputs[index].name)
         if passed and not own:
             own, reduce = passed
-        return Placement(base.leaves, own, reduce)
+        return FactorSharding(base.leaves, own, reduce)
 
 
-def choose_pending(graph: gs.Graph, sharding: Sharding) -> Pending:
+def choose_pending(graph: gs.Graph, sharding: ShardingState) -> PartialSums:
     """Decides for every pending result whether its only reader takes it pending."""
     return _Chooser(graph, sharding).run()
 
 
 class _Chooser:
-    def __init__(self, graph: gs.Graph, sharding: Sharding) -> None:
+    def __init__(self, graph: gs.Graph, sharding: ShardingState) -> None:
         self.sharding = sharding
         self.outputs = {t.name for scope in scopes(graph) for t in scope.outputs}
         self.choices: dict[str, _Choice] = {}
-        self.decided = Pending(sharding)
+        self.decided = PartialSums(sharding)
 
-    def run(self) -> Pending:
+    def run(self) -> PartialSums:
         ops = self.sharding.factors.ops
         for op in ops:
             self._consider(op)
@@ -125,8 +125,8 @@ class _Chooser:
         add = self.sharding.factors.op(carried.add.name)
         term = self._operand(add, carried.term)
         used = [a for over in self.sharding.op_axes(add) for a in over]
-        placement = self.sharding.operand_placement(op, op.outputs[carried.result])
-        used += [a for over in placement.leaves for a in over]
+        factor_sharding = self.sharding.operand_sharding(op, op.outputs[carried.result])
+        used += [a for over in factor_sharding.leaves for a in over]
         if term is None or term.op != "sum" or overlaps(term.axes, used):
             return
         if any(t.name not in self.sharding.tensors for t in carried.tensors(op.node)):
@@ -141,7 +141,7 @@ class _Chooser:
         for tensor in (carried.given, carried.back):
             self.decided.results[f"{op.node.name}::{tensor.name}"] = pending
         self.decided.results[result.name] = pending
-        size = mean_bytes(result, placement, self.sharding)
+        size = mean_bytes(result, factor_sharding, self.sharding)
         seconds = self.sharding.costs.collective("AllReduce", term.axes, size)
         choice = _Choice(op.graph, term.axes, term.op, 0.0, seconds, through=False)
         self.choices[result.name] = choice
@@ -193,14 +193,14 @@ class _Chooser:
         tensor = op.node.inputs[index]
         if isinstance(tensor, gs.Constant) or not tensor.name:
             return 0.0
-        placement = self.sharding.operand_placement(op, op.inputs[index])
-        size = mean_bytes(tensor, placement, self.sharding)
+        factor_sharding = self.sharding.operand_sharding(op, op.inputs[index])
+        size = mean_bytes(tensor, factor_sharding, self.sharding)
         return self.sharding.costs.local("Select", size)
 
     def _reduction(self, op: OpFactors, axes: Axes, reduce: ReduceOp) -> float:
         tensor = op.node.outputs[0]
-        placement = self.sharding.operand_placement(op, op.outputs[0])
-        size = mean_bytes(tensor, placement, self.sharding)
+        factor_sharding = self.sharding.operand_sharding(op, op.outputs[0])
+        size = mean_bytes(tensor, factor_sharding, self.sharding)
         return self.sharding.costs.collective("AllReduce", axes, size)
 
     def _keep(self, op: OpFactors, choice: _Choice) -> None:

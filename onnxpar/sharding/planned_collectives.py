@@ -11,7 +11,7 @@ from onnxpar.cost.cost import bytes_sent
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.sharding.part_bytes import part_bytes
+from onnxpar.sharding.shard_bytes import shard_bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
     members = reshards(node)
     group = mesh.group(node.attrs["axes"], 0)
     size = sum(
-        max(part_bytes(source, before, mesh), part_bytes(source, after, mesh))
+        max(shard_bytes(source, before, mesh), shard_bytes(source, after, mesh))
         for source, before, after in members
     )
     sent = int(bytes_sent(node.op, len(group), size))

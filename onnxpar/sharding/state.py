@@ -1,6 +1,6 @@
 """The sharding of a graph while it is being decided: mesh axes assigned to atoms.
 
-Tensors and nodes hold axes per leaf; None is open. A `Placement` is a decided assignment, and
+Tensors and nodes hold axes per leaf; None is open. A `FactorSharding` is a decided assignment, and
 becomes a `Layout` once the leaves are put back into their dimensions.
 """
 
@@ -30,7 +30,7 @@ from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors, wit
 
 
 @dataclass(frozen=True)
-class Placement:
+class FactorSharding:
     """Axes per splittable leaf of a tensor, and the axes over which it is partial."""
 
     leaves: tuple[Axes, ...]
@@ -47,13 +47,13 @@ class Placement:
     def is_whole(self) -> bool:
         return not self.partial and not any(self.leaves)
 
-    def reduced(self) -> Placement:
+    def reduced(self) -> FactorSharding:
         """The same with nothing pending."""
-        return Placement(self.leaves)
+        return FactorSharding(self.leaves)
 
 
 @dataclass
-class Sharding:
+class ShardingState:
     """Axes of every tensor leaf (by tensor) and op leaf (by node).
 
     costs    what talking and computing cost on the mesh
@@ -70,10 +70,10 @@ class Sharding:
     parts: dict[tuple[int, Axes], tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> Sharding:
+    def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> ShardingState:
         """Nothing decided yet; costs are those of a default topology where none is given. Errors:
         StrategyError where it has fewer ranks than the mesh."""
-        return Sharding(
+        return ShardingState(
             mesh,
             factors,
             Costs(topology or Topology.default(), mesh),
@@ -120,7 +120,7 @@ class Sharding:
         """The leaves that are split with this one, this one first."""
         found = [(op, leaf)]
         for other, i in found:
-            tied = [(other, j) for group in other.ties if i in group for j in group]
+            tied = [(other, j) for group in other.co_sharded if i in group for j in group]
             for each in [*self.factors.bonded(other, i), *tied]:
                 if each not in found:
                     found.append(each)
@@ -144,7 +144,7 @@ class Sharding:
         """Leaves whole a reduced factor of which only some segments are split, as the others would
         be counted once per rank, and what a rank must hold in one run but would not."""
         axes = self.ops[op.node.name]
-        for name in {*op.rule.reduce, *op.rule.across, *op.rule.runs}:
+        for name in {*op.rule.reduce, *op.rule.communicating, *op.rule.contiguous}:
             at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == name]
             tree = (
                 with_axes(op.trees[name], iter([(axes[i] or (), None) for i in at])) if at else None
@@ -152,26 +152,26 @@ class Sharding:
             if tree and (covered_axes(tree) is None or not self._is_run(op, name, tree)):
                 for i in at:
                     axes[i] = ()
-        for group in op.ties:
+        for group in op.co_sharded:
             if len({axes[i] or () for i in group}) > 1:
                 for i in group:
                     axes[i] = ()
 
     def _is_run(self, op: OpFactors, factor: str, tree: Dim) -> bool:
-        return factor not in op.rule.runs or isinstance(normalize(tree), Factor)
+        return factor not in op.rule.contiguous or isinstance(normalize(tree), Factor)
 
     def op_axes(self, op: OpFactors) -> list[Axes]:
         """The axes of every leaf of a node; open ones are whole."""
         return [axes or () for axes in self.ops[op.node.name]]
 
-    def tensor_placement(self, name: str) -> Placement:
+    def tensor_sharding(self, name: str) -> FactorSharding:
         """What is decided for a tensor; open leaves are whole."""
-        return Placement(tuple(axes or () for axes in self.tensors.get(name, [])))
+        return FactorSharding(tuple(axes or () for axes in self.tensors.get(name, [])))
 
-    def operand_placement(self, op: OpFactors, links: Sequence[int | None]) -> Placement:
+    def operand_sharding(self, op: OpFactors, links: Sequence[int | None]) -> FactorSharding:
         """How a node needs an operand, or makes a result, apart from what is pending."""
         axes = self.op_axes(op)
-        return Placement(tuple(() if link is None else axes[link] for link in links))
+        return FactorSharding(tuple(() if link is None else axes[link] for link in links))
 
     def state_leaves(
         self, leaves: Sequence[Axes], source: str, result: str, name: str
@@ -205,17 +205,19 @@ class Sharding:
         by_hand = self.parts.get((factor.atom, axes)) if axes else None
         return by_hand or nested_parts(factor.size, tuple(a.size for a in axes))
 
-    def layout(self, tensor: gs.Tensor | str, placement: Placement) -> Layout:
+    def layout(self, tensor: gs.Tensor | str, factor_sharding: FactorSharding) -> Layout:
         """The placement as a layout of the tensor's dimensions."""
         name = tensor if isinstance(tensor, str) else tensor.name
-        return self._layout(name, placement, self.factors.tensors[name].dims)
+        return self._layout(name, factor_sharding, self.factors.tensors[name].dims)
 
-    def costed_shapes(self, name: str, placement: Placement) -> list[tuple[float, tuple[int, ...]]]:
+    def costed_shapes(
+        self, name: str, factor_sharding: FactorSharding
+    ) -> list[tuple[float, tuple[int, ...]]]:
         """Shapes of the fullest rank's part, where costs are reckoned, with weights."""
         factors = self.factors.tensors[name]
         given: dict[int, Given] = defaultdict(tuple)
         for axes, dim, leaf in zip(
-            placement.leaves, factors.dim_of_leaf, factors.leaves, strict=True
+            factor_sharding.leaves, factors.dim_of_leaf, factors.leaves, strict=True
         ):
             given[dim] += ((axes, self.parts.get((leaf.atom, axes)) if axes else None),)
         return [
@@ -223,14 +225,14 @@ class Sharding:
             for weight, dims in factors.costed
         ]
 
-    def _layout(self, name: str, placement: Placement, of: tuple[Dim, ...]) -> Layout:
+    def _layout(self, name: str, factor_sharding: FactorSharding, of: tuple[Dim, ...]) -> Layout:
         factors = self.factors.tensors[name]
         given = iter(
             (axes, self.parts.get((leaf.atom, axes)) if axes else None)
-            for leaf, axes in zip(factors.leaves, placement.leaves, strict=True)
+            for leaf, axes in zip(factors.leaves, factor_sharding.leaves, strict=True)
         )
         dims = tuple(with_axes(dim, given) for dim in of)
-        return Layout(dims, placement.partial, placement.reduce)
+        return Layout(dims, factor_sharding.partial, factor_sharding.reduce)
 
 
 Given = tuple[tuple[Axes, tuple[int, ...] | None], ...]

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from onnxpar.rules.notation import Cat, Expr, Prod, Var
 
 
-class Piece:
+class IndexVar:
     """A dimension, or a piece of one, while it is being refined (union-find)."""
 
     __slots__ = ("children", "kind", "parent", "size")
 
-    def __init__(self, size: int, kind: str = "", children: tuple[Piece, ...] = ()) -> None:
+    def __init__(self, size: int, kind: str = "", children: tuple[IndexVar, ...] = ()) -> None:
         self.size = size
         self.kind = kind
         self.children = children
-        self.parent: Piece | None = None
+        self.parent: IndexVar | None = None
 
-    def root(self) -> Piece:
+    def root(self) -> IndexVar:
         """What it has become one with."""
         node = self
         while node.parent is not None:
@@ -29,7 +29,7 @@ class Piece:
         return node
 
 
-def flat(node: Piece, kind: str) -> list[Piece]:
+def flat(node: IndexVar, kind: str) -> list[IndexVar]:
     """The pieces that a product or concatenation is made of, however it was nested; else itself."""
     node = node.root()
     if node.kind != kind:
@@ -38,17 +38,17 @@ def flat(node: Piece, kind: str) -> list[Piece]:
     return [n for c in node.children for n in flat(c, kind) if n.size != neutral]
 
 
-def _refine(node: Piece, kind: str, sizes: tuple[int, ...]) -> list[Piece] | None:
+def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar] | None:
     """Makes an atom a product or concatenation of these sizes; None where it is already
     otherwise."""
     node = node.root()
     if node.kind:
         return None
-    node.kind, node.children = kind, tuple(Piece(s) for s in sizes)
+    node.kind, node.children = kind, tuple(IndexVar(s) for s in sizes)
     return list(node.children)
 
 
-def _only(node: Piece) -> Piece:
+def _only(node: IndexVar) -> IndexVar:
     """The piece; where all but one of what it is made of is empty, that one."""
     node = node.root()
     pieces = flat(node, node.kind) if node.kind and node.size > 1 else [node]
@@ -57,7 +57,7 @@ def _only(node: Piece) -> Piece:
     return node.root()
 
 
-def unify(a: Piece, b: Piece) -> bool:
+def unify(a: IndexVar, b: IndexVar) -> bool:
     """Makes two pieces the same, refining both where they are cut differently; False where they
     cannot be, which leaves what was joined so far."""
     a, b = _only(a), _only(b)
@@ -80,7 +80,7 @@ def unify(a: Piece, b: Piece) -> bool:
     return True
 
 
-def _align(kind: str, a: list[Piece], b: list[Piece]) -> bool:
+def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:
     """Makes the pieces of two products, or of two concatenations, the same, from the first on."""
     a, b = a[::-1], b[::-1]
     while a and b:
@@ -94,7 +94,7 @@ def _align(kind: str, a: list[Piece], b: list[Piece]) -> bool:
         if is_product and first == 1:
             return False
         for piece, rest in ((x, a), (y, b)):
-            pieces: list[Piece] | None = [piece]
+            pieces: list[IndexVar] | None = [piece]
             if piece.size != first:
                 second = piece.size // first if is_product else piece.size - first
                 pieces = _refine(piece, kind, (first, second))
@@ -104,19 +104,19 @@ def _align(kind: str, a: list[Piece], b: list[Piece]) -> bool:
     return not a and not b
 
 
-def compose(expr: Expr, factors: Mapping[str, Piece]) -> Piece:
+def compose(expr: Expr, factors: Mapping[str, IndexVar]) -> IndexVar:
     """What a rule says of a dimension, as a piece of its factors."""
     if isinstance(expr, Var):
         return factors[expr.name]
     children = tuple(compose(c, factors) for c in expr.children)
     sizes = [c.size for c in children]
     if isinstance(expr, Prod):
-        return Piece(math.prod(sizes), "product", children)
+        return IndexVar(math.prod(sizes), "product", children)
     assert isinstance(expr, Cat)
-    return Piece(sum(sizes), "concat", children)
+    return IndexVar(sum(sizes), "concat", children)
 
 
-def same(a: Piece, b: Piece) -> bool:
+def same(a: IndexVar, b: IndexVar) -> bool:
     """Whether two pieces resolved to the same atoms in the same structure."""
     a, b = a.root(), b.root()
     if a is b or (a.size == b.size and a.size in (0, 1)):

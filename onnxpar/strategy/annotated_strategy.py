@@ -13,12 +13,12 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Dim, Product
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
-from onnxpar.model.annotations import PREFIX, Configuration, NodeAnnotation, TensorSharding
+from onnxpar.model.annotations import PREFIX, Configuration, NodeConfiguration, TensorSharding
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding, overlaps
+from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.device_lists import Digit, axes_of, mesh_of_digits, shard_digits
 from onnxpar.strategy.standard_shardings import axes_text, node_shardings, parse_axes
-from onnxpar.strategy.strategy import NodeSeed, Seed, TensorSeed, spread_dim
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation, spread_dim
 
 MESH, AXES, PARTS = PREFIX + "mesh", PREFIX + "axes", PREFIX + "parts"
 PARTIAL, TENSORS = PREFIX + "partial", PREFIX + "tensors"
@@ -48,7 +48,7 @@ def annotated_mesh(annotated: Configuration, wanted: Mesh | None) -> Mesh:
     return mesh_of_digits(annotated.devices, used)
 
 
-def annotation_seeds(annotated: Configuration, sharding: Sharding) -> Iterator[Seed]:
+def onnx_annotations(annotated: Configuration, sharding: ShardingState) -> Iterator[Annotation]:
     """What the annotations ask for, node by node.
 
     Errors: StrategyError, naming the node and the tensor, for what cannot be met.
@@ -65,13 +65,13 @@ def annotation_seeds(annotated: Configuration, sharding: Sharding) -> Iterator[S
         if node_key(op.node) in inner:
             axes = parse_axes(inner[node_key(op.node)], sharding.mesh)
             if len(axes) == len(op.leaves):
-                yield NodeSeed(op, dict(enumerate(axes)), {})
+                yield NodeAnnotation(op, dict(enumerate(axes)), {})
         note = annotated.nodes.get(node_key(op.node))
         if note is not None and AXES in note.metadata:
-            yield _exact_seed(op, note, sharding)
+            yield _exact_annotation(op, note, sharding)
         elif note is not None:
             names = [t.name for t in (*op.node.inputs, *op.node.outputs)]
-            yield from _NodeReader(op, names, note, sharding).seeds()
+            yield from _NodeReader(op, names, note, sharding).annotations()
     for name, entry in json.loads(annotated.metadata.get(TENSORS, "{}")).items():
         tensor = sharding.factors.tensors.get(name)
         axes = parse_axes(entry, sharding.mesh)
@@ -79,10 +79,10 @@ def annotation_seeds(annotated: Configuration, sharding: Sharding) -> Iterator[S
             raise StrategyError(
                 f"metadata {TENSORS} speaks of another tensor {name!r}; annotate anew"
             )
-        yield TensorSeed(name, axes, pin=True)
+        yield TensorAnnotation(name, axes, pin=True)
 
 
-def _warn_of_gone(annotated: Configuration, sharding: Sharding) -> None:
+def _warn_of_gone(annotated: Configuration, sharding: ShardingState) -> None:
     """Warns of nodes that are annotated to be split and are not there any more."""
     known = {node_key(op.node) for op in sharding.factors.ops}
     for key, note in annotated.nodes.items():
@@ -94,21 +94,26 @@ def _warn_of_gone(annotated: Configuration, sharding: Sharding) -> None:
             )
 
 
-def check_agreement(annotations: Sequence[Seed], strategy: Sequence[Seed], mesh: Mesh) -> None:
+def check_agreement(
+    annotations: Sequence[Annotation], strategy: Sequence[Annotation], mesh: Mesh
+) -> None:
     """Errors: StrategyError where a strategy splits a node otherwise than its annotation does."""
-    noted = {s.op.node.name: s for s in annotations if isinstance(s, NodeSeed)}
-    for seed in strategy:
-        if not isinstance(seed, NodeSeed) or seed.op.node.name not in noted:
+    noted = {s.op.node.name: s for s in annotations if isinstance(s, NodeAnnotation)}
+    for annotation in strategy:
+        if not isinstance(annotation, NodeAnnotation) or annotation.op.node.name not in noted:
             continue
-        note = noted[seed.op.node.name]
-        for leaf in seed.axes.keys() & note.axes.keys():
-            if seed.axes[leaf] != note.axes[leaf]:
-                tensor = next(t for t, links in seed.op.operands() if leaf in links)
-                asked, have = axes_text(seed.axes[leaf], mesh), axes_text(note.axes[leaf], mesh)
+        note = noted[annotation.op.node.name]
+        for leaf in annotation.axes.keys() & note.axes.keys():
+            if annotation.axes[leaf] != note.axes[leaf]:
+                tensor = next(t for t, links in annotation.op.operands() if leaf in links)
+                asked, have = (
+                    axes_text(annotation.axes[leaf], mesh),
+                    axes_text(note.axes[leaf], mesh),
+                )
                 raise StrategyError(
-                    f"{seed.op.node.op} '{seed.op.node.name}', tensor {tensor.name!r}: the "
-                    f"strategy splits it over {asked}, the model's annotation over {have}; drop "
-                    "one of them, or ignore the annotations with --configuration none"
+                    f"{annotation.op.node.op} '{annotation.op.node.name}', tensor {tensor.name!r}: "
+                    f"the strategy splits it over {asked}, the model's annotation over {have}; "
+                    "drop one of them, or ignore the annotations with --configuration none"
                 )
 
 
@@ -118,12 +123,12 @@ def node_key(node: gs.Node) -> str:
 
 
 def read_axes(
-    op: OpFactors, names: Sequence[str], note: NodeAnnotation, sharding: Sharding
+    op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
 ) -> dict[int, Axes] | None:
     """The axes that the standard part of an annotation gives to the factors of a node, of which
     these are the operands and results; None where it asks for results in other layouts too."""
     reader = _NodeReader(op, names, note, sharding)
-    return reader.axes if len(list(reader.seeds())) == 1 else None
+    return reader.axes if len(list(reader.annotations())) == 1 else None
 
 
 def _listed(stated: TensorSharding, what: str) -> list[list[Digit]] | None:
@@ -132,7 +137,9 @@ def _listed(stated: TensorSharding, what: str) -> list[list[Digit]] | None:
     return shard_digits(stated.devices, counts, what) if stated.devices else None
 
 
-def _exact_seed(op: OpFactors, note: NodeAnnotation, sharding: Sharding) -> NodeSeed:
+def _exact_annotation(
+    op: OpFactors, note: NodeConfiguration, sharding: ShardingState
+) -> NodeAnnotation:
     """The axes of every factor, from the metadata, if the annotation beside it still agrees."""
     axes = dict(enumerate(parse_axes(json.loads(note.metadata[AXES]), sharding.mesh)))
     parts = {int(k): tuple(v) for k, v in json.loads(note.metadata.get(PARTS, "{}")).items()}
@@ -140,7 +147,7 @@ def _exact_seed(op: OpFactors, note: NodeAnnotation, sharding: Sharding) -> Node
         names = [t.name for t in (*op.node.inputs, *op.node.outputs)]
         stated = {s.tensor: s for s in node_shardings(op, names, axes, sharding)}
         if all(s.agrees(stated.get(tensor)) for tensor, s in note.shardings.items()):
-            return NodeSeed(op, axes, parts)
+            return NodeAnnotation(op, axes, parts)
     raise StrategyError(
         f"{note.what}: its annotation and its metadata {AXES} disagree, as one of them or the "
         "model was changed; remove the metadata, or annotate anew"
@@ -151,7 +158,7 @@ class _NodeReader:
     """What the standard part of one node's annotation asks of its factors."""
 
     def __init__(
-        self, op: OpFactors, names: Sequence[str], note: NodeAnnotation, sharding: Sharding
+        self, op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
     ) -> None:
         self.op = op
         self.inputs = list(zip(names, op.inputs, strict=False))
@@ -161,19 +168,19 @@ class _NodeReader:
         self.axes: dict[int, Axes] = {}
         self.parts_in_use = 1
 
-    def seeds(self) -> Iterator[Seed]:
+    def annotations(self) -> Iterator[Annotation]:
         """The node's own seed, then one for each result that it does not make as annotated."""
         for name, links in self.inputs:
             blocked = frozenset(j for j, k in enumerate(links) if k is None)
             for link, over in zip(links, self._stated(name, links, blocked) or (), strict=False):
                 if link is not None:
                     self._decide(name, link, over)
-        results: list[Seed] = []
+        results: list[Annotation] = []
         for name, links in self.outputs:
             asked = self._stated(name, links, frozenset())
             if asked is not None and not self._makes(name, links, asked):
-                results.append(TensorSeed(name, asked, pin=True))
-        yield NodeSeed(self.op, self.axes, {})
+                results.append(TensorAnnotation(name, asked, pin=True))
+        yield NodeAnnotation(self.op, self.axes, {})
         yield from results
 
     def _decide(self, name: str, leaf: int, over: Axes) -> None:

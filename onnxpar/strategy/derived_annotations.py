@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from onnxpar.layout.mesh import Axes
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
-from onnxpar.strategy.strategy import NodeSeed, Seed
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation
 
 _DERIVED = re.compile(
     r"(?P<scan>accumulate/|)(recompute/block\.\d+/)?(?P<name>.*?)(\.grad/.*)?", re.DOTALL
@@ -27,7 +27,7 @@ class DerivedSeed:
     op: OpFactors
     axes: Mapping[int, Axes]
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Decides the leaves that are still open, those that are to be split first."""
         changed = False
         for leaf, axes in self.axes.items():
@@ -39,13 +39,13 @@ class DerivedSeed:
         return changed
 
 
-def with_derived(seeds: Sequence[Seed], sharding: Sharding) -> list[Seed]:
+def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> list[Annotation]:
     """Seeds, followed by those of the nodes that are derived from nodes that they name.
 
     What is asked of an atom of a node is asked of it there, too. Seeds of the derived nodes
     themselves come first.
     """
-    asked = {s.op.node.name: s for s in seeds if isinstance(s, NodeSeed)}
+    asked = {s.op.node.name: s for s in annotations if isinstance(s, NodeAnnotation)}
     derived: dict[str, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:
         for name in sources_of(op.node.name):
@@ -53,11 +53,11 @@ def with_derived(seeds: Sequence[Seed], sharding: Sharding) -> list[Seed]:
                 derived[name].append(op)
     more = [
         DerivedSeed(op, axes)
-        for name, seed in asked.items()
+        for name, annotation in asked.items()
         for op in derived[name]
-        if (axes := _axes_of(op, seed))
+        if (axes := _axes_of(op, annotation))
     ]
-    return [*seeds, *more]
+    return [*annotations, *more]
 
 
 def sources_of(name: str) -> Iterator[str]:
@@ -71,11 +71,11 @@ def sources_of(name: str) -> Iterator[str]:
         yield derived["scan"] + derived["name"]
 
 
-def _axes_of(op: OpFactors, seed: NodeSeed) -> dict[int, Axes]:
+def _axes_of(op: OpFactors, annotation: NodeAnnotation) -> dict[int, Axes]:
     """By leaf, the axes of the same atom in the node that a seed is for, where that has one."""
     of_atom: dict[int, set[Axes]] = defaultdict(set)
-    for leaf, axes in seed.axes.items():
-        of_atom[seed.op.leaves[leaf].atom].add(axes)
+    for leaf, axes in annotation.axes.items():
+        of_atom[annotation.op.leaves[leaf].atom].add(axes)
     return {
         i: next(iter(of_atom[leaf.atom]))
         for i, leaf in enumerate(op.leaves)

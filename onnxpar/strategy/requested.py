@@ -11,28 +11,30 @@ from collections.abc import Collection, Mapping, Sequence
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Axes, merge_axes
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.standard_shardings import axes_text
-from onnxpar.strategy.strategy import NodeSeed, Seed, TensorSeed
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
 
-def check_asked(
-    seeds: Collection[Seed], sharding: Sharding, states: Sequence[tuple[str, str]] = ()
+def check_requested(
+    annotations: Collection[Annotation],
+    sharding: ShardingState,
+    states: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Errors: StrategyError where a node or a tensor is not split as these ask, naming it, what is
     asked, what it would get and why. `states` are pairs of an input and the output that is fed back
     as it."""
     fed_by = {result: source for source, result in states}
-    for seed in seeds:
-        if isinstance(seed, NodeSeed):
-            _check_node(seed.op, seed.axes, sharding)
-        if isinstance(seed, TensorSeed) and seed.pin:
-            _check_tensor(seed, sharding, fed_by)
-        if isinstance(seed, (NodeSeed, TensorSeed)):
-            _check_sizes(seed, sharding)
+    for annotation in annotations:
+        if isinstance(annotation, NodeAnnotation):
+            _check_node(annotation.op, annotation.axes, sharding)
+        if isinstance(annotation, TensorAnnotation) and annotation.pin:
+            _check_tensor(annotation, sharding, fed_by)
+        if isinstance(annotation, (NodeAnnotation, TensorAnnotation)):
+            _check_sizes(annotation, sharding)
 
 
-def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: Sharding) -> None:
+def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState) -> None:
     what = f"{op.node.op} '{op.node.name}'"
     given = sharding.op_axes(op)
     for leaf, asked in axes.items():
@@ -43,57 +45,62 @@ def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: Sharding) -> 
             )
 
 
-def _why_not(op: OpFactors, leaf: int, sharding: Sharding) -> str:
+def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
     """Why a node cannot split a leaf alone, and what to do."""
     fused = [o.node for o, _ in sharding.factors.bonded(op, leaf) if o is not op]
     if fused:
         others = " and ".join(f"{node.op} '{node.name}'" for node in fused)
         return f"onnxruntime makes one node of it and {others}; split these alike"
-    tied = {op.leaves[i].factor for group in op.ties if leaf in group for i in group if i != leaf}
+    tied = {
+        op.leaves[i].factor for group in op.co_sharded if leaf in group for i in group if i != leaf
+    }
     if tied:
         others = " and ".join(sorted(tied))
         return f"that goes only together with {others}; split these alike, or leave them whole"
     factor = op.leaves[leaf].factor
-    if factor in op.rule.runs:
+    if factor in op.rule.contiguous:
         return (
             "a rank must hold it in one run, with no elements of others in between; leave it whole"
         )
     return "only some of its segments are; split all of them, or leave them whole"
 
 
-def _check_tensor(seed: TensorSeed, sharding: Sharding, fed_by: Mapping[str, str]) -> None:
-    given = sharding.tensor_placement(seed.tensor).leaves
+def _check_tensor(
+    annotation: TensorAnnotation, sharding: ShardingState, fed_by: Mapping[str, str]
+) -> None:
+    given = sharding.tensor_sharding(annotation.tensor).leaves
     grown = {source: result for result, source in fed_by.items()}
     mesh = sharding.mesh
-    for leaf, asked in enumerate(seed.axes):
+    for leaf, asked in enumerate(annotation.axes):
         if asked is None or merge_axes(asked) == given[leaf]:
             continue
         why = "another entry or the model's annotations say otherwise"
-        if seed.tensor in grown:
+        if annotation.tensor in grown:
             why = (
-                f"'{grown[seed.tensor]}' is fed back as it, and what grows from run to run is "
-                "whole; leave it whole, or give --only-given-states"
+                f"'{grown[annotation.tensor]}' is fed back as it, and what grows from run to run "
+                "is whole; leave it whole, or give --only-given-states"
             )
-        if seed.tensor in fed_by:
-            why = f"it is fed back as '{fed_by[seed.tensor]}', which has that layout; ask for both"
-        dim = sharding.factors.tensors[seed.tensor].dim_of_leaf[leaf]
+        if annotation.tensor in fed_by:
+            source = fed_by[annotation.tensor]
+            why = f"it is fed back as '{source}', which has that layout; ask for both"
+        dim = sharding.factors.tensors[annotation.tensor].dim_of_leaf[leaf]
         raise StrategyError(
-            f"tensor '{seed.tensor}' dimension {dim}: asked to be split over "
+            f"tensor '{annotation.tensor}' dimension {dim}: asked to be split over "
             f"{axes_text(asked, mesh)}, it would be split over {axes_text(given[leaf], mesh)}: "
             f"{why}"
         )
 
 
-def _check_sizes(seed: NodeSeed | TensorSeed, sharding: Sharding) -> None:
+def _check_sizes(annotation: NodeAnnotation | TensorAnnotation, sharding: ShardingState) -> None:
     """Errors: StrategyError where two entries give other sizes by hand for what is one factor."""
-    if isinstance(seed, NodeSeed):
-        what = f"{seed.op.node.op} '{seed.op.node.name}'"
-        atoms = [leaf.atom for leaf in seed.op.leaves]
+    if isinstance(annotation, NodeAnnotation):
+        what = f"{annotation.op.node.op} '{annotation.op.node.name}'"
+        atoms = [leaf.atom for leaf in annotation.op.leaves]
     else:
-        what = f"tensor '{seed.tensor}'"
-        atoms = [leaf.atom for leaf in sharding.factors.tensors[seed.tensor].leaves]
-    for leaf, sizes in seed.parts.items():
-        axes = seed.axes[leaf]
+        what = f"tensor '{annotation.tensor}'"
+        atoms = [leaf.atom for leaf in sharding.factors.tensors[annotation.tensor].leaves]
+    for leaf, sizes in annotation.parts.items():
+        axes = annotation.axes[leaf]
         have = sharding.parts.get((atoms[leaf], axes or ()))
         if have is not None and have != sizes:
             raise StrategyError(

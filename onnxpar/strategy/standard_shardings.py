@@ -9,7 +9,7 @@ from onnxpar.layout.layout import Concat, Dim, Product, normalize
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.model.annotations import Component, TensorSharding
 from onnxpar.sharding.factors import OpFactors, with_axes
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.device_lists import devices_of
 
 
@@ -33,7 +33,7 @@ def parse_axes(entries: Sequence[str], mesh: Mesh) -> list[Axes]:
 
 
 def node_shardings(
-    op: OpFactors, names: Sequence[str], axes: Mapping[int, Axes], sharding: Sharding
+    op: OpFactors, names: Sequence[str], axes: Mapping[int, Axes], sharding: ShardingState
 ) -> list[TensorSharding]:
     """How the standard says a node's operands and results, of these names, whose factors are split
     so. What it cannot say is left out: segments, and a tensor read twice in different layouts."""

@@ -17,7 +17,7 @@ from onnxpar.layout.layout import Concat, Dim, Factor, leaves
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.rules.notation import expr_vars
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
-from onnxpar.sharding.state import Sharding, overlaps
+from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.dimension_text import is_cut, read_piece, read_pieces
 
 
@@ -81,23 +81,23 @@ class Strategy:
         )
 
 
-class Seed(Protocol):
+class Annotation(Protocol):
     """An annotation that waits for its turn: the order of seeds is their priority."""
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Decides leaves that are still open; returns whether any was."""
         ...
 
 
 @dataclass(frozen=True)
-class NodeSeed:
+class NodeAnnotation:
     """What a strategy asks of one node: all leaves of the inputs it names are decided."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
     parts: Mapping[int, tuple[int, ...]]
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Fixes the named leaves, the whole ones too, and those that are tied or bonded to them."""
         for leaf, axes in _with_ties(self.op, self.axes).items():
             sharding.fix(self.op, leaf, axes)
@@ -107,7 +107,7 @@ class NodeSeed:
 
 
 @dataclass(frozen=True)
-class TensorSeed:
+class TensorAnnotation:
     """Axes for leaves of one tensor; `pin` makes it hold that layout whatever its neighbours
     need."""
 
@@ -116,7 +116,7 @@ class TensorSeed:
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     pin: bool = False
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Decides the leaves that are still open."""
         changed = False
         for leaf, axes in enumerate(self.axes):
@@ -134,38 +134,42 @@ class TensorSeed:
         return changed
 
 
-def seeds_of(strategy: Strategy, sharding: Sharding) -> list[NodeSeed | TensorSeed]:
+def annotations_of(
+    strategy: Strategy, sharding: ShardingState
+) -> list[NodeAnnotation | TensorAnnotation]:
     """The strategy's entries, matched against the graph's names: one seed for each node or tensor,
     in which later entries have the last word.
 
     Errors: StrategyError for a pattern that matches nothing, and for what cannot be met, naming the
     node or tensor and the remedy.
     """
-    of_nodes: dict[str, NodeSeed] = {}
-    of_tensors: dict[str, TensorSeed] = {}
+    of_nodes: dict[str, NodeAnnotation] = {}
+    of_tensors: dict[str, TensorAnnotation] = {}
     ops = {op.node.name: op for op in sharding.factors.ops}
     readers = readers_of_fed(sharding.factors)
     for pattern, entry in strategy.shard.items():
         nodes = (*ops, *([] if _matches(str(pattern), ops) else readers))
         for name in matching(str(pattern), nodes, "node", strategy.source):
             for op in [ops[name]] if name in ops else readers[name]:
-                seed = _node_seed(op, entry, sharding)
+                annotation = _node_annotation(op, entry, sharding)
                 earlier = of_nodes.get(op.node.name)
-                of_nodes[op.node.name] = seed if earlier is None else _joined(earlier, seed)
+                of_nodes[op.node.name] = (
+                    annotation if earlier is None else _joined(earlier, annotation)
+                )
     for pattern, entry in strategy.tensors.items():
         for name in matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
-            of_tensors[name] = _tensor_seed(name, entry, sharding)
+            of_tensors[name] = _tensor_annotation(name, entry, sharding)
     return [*of_nodes.values(), *of_tensors.values()]
 
 
-def _joined(earlier: NodeSeed, later: NodeSeed) -> NodeSeed:
+def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
     """What two entries ask of one node; of what both decide, the later one has the last word.
     Errors: StrategyError where they split two dimensions over one axis."""
     axes = {**earlier.axes, **later.axes}
     parts = {leaf: sizes for leaf, sizes in earlier.parts.items() if leaf not in later.axes}
     op = later.op
     _check_once(f"{op.node.op} '{op.node.name}'", op, _with_ties(op, axes))
-    return NodeSeed(op, axes, parts | dict(later.parts))
+    return NodeAnnotation(op, axes, parts | dict(later.parts))
 
 
 def readers_of_fed(factors: GraphFactors) -> dict[str, list[OpFactors]]:
@@ -193,10 +197,10 @@ def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list
     return found
 
 
-def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
+def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> NodeAnnotation:
     what = f"{op.node.op} '{op.node.name}'"
     if isinstance(entry, Mapping):
-        return _factor_seed(op, entry, sharding, what)
+        return _factor_annotation(op, entry, sharding, what)
     if not isinstance(entry, Sequence) or isinstance(entry, str):
         raise StrategyError(f"{what}: a list of inputs, each a list of dimensions, is expected")
     if len(entry) > len(op.node.inputs):
@@ -223,15 +227,15 @@ def _node_seed(op: OpFactors, entry: Any, sharding: Sharding) -> NodeSeed:
                     continue  # this factor had its axes from an earlier operand
             label = f"input {index} dimension {axis}"
             factors = _factors_of(op, index, axis)
-            seed = _Leaves(op, sharding, f"{what}: {label}", factors, axes, parts)
-            pre = seed.decide(tensor.dims[axis], links, ask, pre)
+            annotation = _Leaves(op, sharding, f"{what}: {label}", factors, axes, parts)
+            pre = annotation.decide(tensor.dims[axis], links, ask, pre)
     _check_once(what, op, _with_ties(op, axes))
-    return NodeSeed(op, axes, parts)
+    return NodeAnnotation(op, axes, parts)
 
 
-def _factor_seed(
-    op: OpFactors, entry: Mapping[str, Any], sharding: Sharding, what: str
-) -> NodeSeed:
+def _factor_annotation(
+    op: OpFactors, entry: Mapping[str, Any], sharding: ShardingState, what: str
+) -> NodeAnnotation:
     """What is asked of the factors of the node's rule, by name."""
     axes: dict[int, Axes] = {}
     parts: dict[int, tuple[int, ...]] = {}
@@ -246,10 +250,10 @@ def _factor_seed(
         at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == factor]
         links = [*at, *[None] * (_leaf_count(tree) - len(at))]
         label = f"{what}: factor {factor}"
-        seed = _Leaves(op, sharding, label, frozenset({factor}), axes, parts)
-        pre = seed.decide(tree, links, ask, pre)
+        annotation = _Leaves(op, sharding, label, frozenset({factor}), axes, parts)
+        pre = annotation.decide(tree, links, ask, pre)
     _check_once(what, op, _with_ties(op, axes))
-    return NodeSeed(op, axes, parts)
+    return NodeAnnotation(op, axes, parts)
 
 
 def _factors_of(op: OpFactors, index: int, axis: int) -> frozenset[str]:
@@ -264,7 +268,7 @@ class _Leaves:
     of."""
 
     op: OpFactors
-    sharding: Sharding
+    sharding: ShardingState
     what: str
     factors: frozenset[str]
     axes: dict[int, Axes]
@@ -305,7 +309,7 @@ def _with_ties(op: OpFactors, axes: Mapping[int, Axes]) -> dict[int, Axes]:
     """The axes with those of leaves that are split alike, as far as nothing else is said of them:
     rows after a convolution go with those before it."""
     found = dict(axes)
-    for group in op.ties:
+    for group in op.co_sharded:
         split = next((axes[leaf] for leaf in group if axes.get(leaf)), ())
         found |= {leaf: split for leaf in group if split and leaf not in axes}
     return found
@@ -328,7 +332,7 @@ def _counted(ask: Any) -> bool:
 
 
 def _spread(
-    dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: Sharding
+    dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: ShardingState
 ) -> list[Axes]:
     """The axes for the leaves of an operand's dimension; an error where it cannot be split so."""
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
@@ -363,7 +367,7 @@ def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int
     )
 
 
-def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
+def _tensor_annotation(name: str, entry: Any, sharding: ShardingState) -> TensorAnnotation:
     factors = sharding.factors.tensors[name]
     what = f"tensor '{name}'"
     if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != len(factors.dims):
@@ -389,7 +393,7 @@ def _tensor_seed(name: str, entry: Any, sharding: Sharding) -> TensorSeed:
             raise SizeError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
         axes += spread
     _check_once(what, factors, dict(enumerate(axes)))
-    return TensorSeed(name, axes, parts, pin=True)
+    return TensorAnnotation(name, axes, parts, pin=True)
 
 
 def _hand_parts(
@@ -412,7 +416,7 @@ def _hand_parts(
     return {leaves[0]: sizes}
 
 
-def _does_not_split(what: str, dim: Dim, axes: Axes, sharding: Sharding) -> str:
+def _does_not_split(what: str, dim: Dim, axes: Axes, sharding: ShardingState) -> str:
     over = ".".join(sharding.mesh.text(a) for a in axes)
     n = parts_over(axes)
     fitting = [d for d in range(min(n, dim.size), 1, -1) if dim.size % d == 0]

@@ -13,14 +13,14 @@ import yaml
 from onnxpar.layout.layout import Dim, Factor
 from onnxpar.layout.mesh import Axes, Mesh, merge_axes
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
+from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.dimension_text import Piece, dim_text, piece_text
 from onnxpar.strategy.strategy import Strategy, spread_dim
 
 Pieces = Sequence[Piece]
 
 
-def node_entry(op: OpFactors, pieces: Pieces, sharding: Sharding) -> Any:
+def node_entry(op: OpFactors, pieces: Pieces, sharding: ShardingState) -> Any:
     """The entry of a node whose leaves are split so: a list per input."""
     entry: list[Any] = []
     for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
@@ -46,7 +46,7 @@ def factor_entry(op: OpFactors, pieces: Pieces, mesh: Mesh) -> Any:
     return entry
 
 
-def tensor_entry(name: str, pieces: Pieces, sharding: Sharding) -> Any:
+def tensor_entry(name: str, pieces: Pieces, sharding: ShardingState) -> Any:
     """The entry of a tensor whose leaves are split so."""
     links = range(len(pieces))
     dims, given = _operand(name, links, pieces, sharding)
@@ -54,7 +54,7 @@ def tensor_entry(name: str, pieces: Pieces, sharding: Sharding) -> Any:
 
 
 def _operand(
-    name: str, links: Sequence[int | None], pieces: Pieces, sharding: Sharding
+    name: str, links: Sequence[int | None], pieces: Pieces, sharding: ShardingState
 ) -> tuple[Sequence[Dim], list[tuple[list[Piece], frozenset[int]]]]:
     """The dimensions of a tensor; what the leaves of each are split over, and those that must be
     whole."""

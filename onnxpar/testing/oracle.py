@@ -66,7 +66,7 @@ class Oracle:
 
         Where the case is cut, only the leaves that were cut; segments over one axis, too.
         """
-        tied = {i for group in self.op.ties for i in group}
+        tied = {i for group in self.op.co_sharded for i in group}
         leaves = [
             (i, leaf)
             for i, leaf in enumerate(self.op.leaves)
@@ -104,7 +104,7 @@ class Oracle:
 
     def _tied_splits(self) -> Iterator[Split]:
         """Leaves that are split together, each in parts of its own; with others over 2 x 2."""
-        for group in self.op.ties:
+        for group in self.op.co_sharded:
             for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
                 axes = (mesh.axis("x"),)
@@ -116,9 +116,9 @@ class Oracle:
                             parts = {i: by_hand if i == j else None for i in group}
                             yield Split(mesh, {i: (axes, p) for i, p in parts.items()})
         mesh = Mesh.parse("x=2,y=2")
-        tied = {i for group in self.op.ties for i in group}
+        tied = {i for group in self.op.co_sharded for i in group}
         others = [(i,) for i in range(len(self.op.leaves)) if i not in tied]
-        for a, b in [*combinations(self.op.ties, 2), *product(self.op.ties, others)]:
+        for a, b in [*combinations(self.op.co_sharded, 2), *product(self.op.co_sharded, others)]:
             x, y = ((mesh.axis(name),) for name in "xy")
             yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
 

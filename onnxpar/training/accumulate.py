@@ -35,16 +35,16 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], parts: int)
         raise StrategyError(f"accumulate: input {first.name!r} has no batch")
     batch = int(first.shape[0])
     split = [by_name[n] for n in data if by_name[n].shape and by_name[n].shape[0] == batch]
-    turns = _Turns(graph, split, by_name.get(SEED), parts)
+    iterations = _Iterations(graph, split, by_name.get(SEED), parts)
     names = list(back.gradients)
     sums = [back.loss, *back.gradients.values()]
-    results = turns.scan("accumulate", sums, back.running)
+    results = iterations.scan("accumulate", sums, back.running)
     running = [
         (before, value.tensor)
         for (before, _), value in zip(back.running, results[len(sums) :], strict=True)
     ]
-    evaluated = turns.scan("evaluate", list(back.evaluated.values()), [])
-    turns.finish()
+    evaluated = iterations.scan("evaluate", list(back.evaluated.values()), [])
+    iterations.finish()
     means = [value * (1 / parts) for value in results[: len(sums)]]
     return replace(
         back,
@@ -57,7 +57,7 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], parts: int)
     )
 
 
-class _Turns:
+class _Iterations:
     """Scans whose bodies are made of the nodes of a graph."""
 
     def __init__(
@@ -110,8 +110,8 @@ class _Turns:
             for (before, _), state in zip(running, states[len(sums) :], strict=True)
         }
         if self.seed is not None:
-            turn = inside.value(self.seed) * self.parts + inside.value(elements[-1])
-            instead[id(self.seed)] = turn.tensor
+            iteration = inside.value(self.seed) * self.parts + inside.value(elements[-1])
+            instead[id(self.seed)] = iteration.tensor
         instead |= self._read_inside(inside, old, instead)
         copies, tensors = clone_nodes(old, f"{name}/", instead)
         body.nodes.extend(copies)

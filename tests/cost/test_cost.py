@@ -10,15 +10,15 @@ import onnx
 import onnx.parser
 import pytest
 
-from onnxpar.cost.cost import DEALT_BYTES, DIRECT_BYTES, Costs, messages
+from onnxpar.cost.cost import DIRECT_BYTES, SCATTERED_BYTES, Costs, messages
 from onnxpar.cost.topology import Device, Level, Link, Topology
 from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Concat, Dim, Factor, Product
 from onnxpar.layout.mesh import Axes, Axis, Mesh
 from onnxpar.layout.rows import rows_moved, rows_within
 from onnxpar.pipeline.pipeline import Options, load_model, make_context
-from onnxpar.search.op_cost import work
-from onnxpar.search.op_strategies import choices_of, pending_kinds
+from onnxpar.search.op_cost import op_cost
+from onnxpar.search.op_strategies import choices_of, partial_kinds
 
 HOSTS = Topology(
     (
@@ -99,7 +99,7 @@ def test_the_plugin_changes_algorithms_where_the_costs_do() -> None:
     source = Path(__file__).parents[2] / "onnxpar/native/gloo_transport.cc"
     found = dict(re.findall(r"size_t (k\w+) = (\d+) \* 1024;", source.read_text()))
     assert int(found["kDirectBytes"]) * 1024 == DIRECT_BYTES
-    assert int(found["kDealtBytes"]) * 1024 == DEALT_BYTES
+    assert int(found["kScatteredBytes"]) * 1024 == SCATTERED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def work_of(text: str, path: Path, split: str) -> tuple[float, float]:
     (op,) = sharding.factors.ops
     (found,) = [
         choice
-        for choice in choices_of(op, sharding, pending_kinds([op]))
+        for choice in choices_of(op, sharding, partial_kinds([op]))
         if split in {leaf.factor for leaf, a in zip(op.leaves, choice.axes, strict=True) if a}
     ]
-    return work(op, found, sharding)
+    return op_cost(op, found, sharding)
 
 
 LSTM = """m (float[{0},3,4] x, float[1,32,4] w, float[1,32,8] r) => (float[{0},1,3,8] y)

@@ -20,7 +20,7 @@ from onnxpar.search.search import solve
 X = ("x", FLOAT, [8, 64])
 
 
-def loop(turns: int, path: Path) -> Path:
+def loop(iterations: int, path: Path) -> Path:
     """A product in each turn, on a weight that it shares."""
     body = graph(
         "body",
@@ -37,12 +37,12 @@ def loop(turns: int, path: Path) -> Path:
         [node("Loop", ["count", "", "start"], ["end"], name="loop", body=body)],
         [("start", FLOAT, [8, 64])],
         [("end", FLOAT, [8, 64])],
-        {"w": values(64, 64), "count": np.array(turns)},
+        {"w": values(64, 64), "count": np.array(iterations)},
     )
     return save(path, main)
 
 
-def scan(turns: int, path: Path) -> Path:
+def scan(iterations: int, path: Path) -> Path:
     """The same with a sequence, of which each turn adds an element."""
     body = graph(
         "body",
@@ -57,7 +57,7 @@ def scan(turns: int, path: Path) -> Path:
     main = graph(
         "g",
         [node("Scan", ["start", "items"], ["end"], name="scan", body=body, num_scan_inputs=1)],
-        [("start", FLOAT, [8, 64]), ("items", FLOAT, [turns, 8, 64])],
+        [("start", FLOAT, [8, 64]), ("items", FLOAT, [iterations, 8, 64])],
         [("end", FLOAT, [8, 64])],
     )
     return save(path, main)
@@ -67,16 +67,16 @@ def scan(turns: int, path: Path) -> Path:
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_as_often_as_it_runs(make: object, mesh: str, tmp_path: Path) -> None:
     found = {}
-    for turns in (2, 200):
+    for iterations in (2, 200):
         how = Options(mesh=Mesh.parse(mesh))
-        loaded = load_model(make(turns, tmp_path / f"{turns}.onnx"), how)  # type: ignore[operator]
-        assert repetitions(loaded.graph.nodes)["product"] == turns
+        loaded = load_model(make(iterations, tmp_path / f"{iterations}.onnx"), how)  # type: ignore[operator]
+        assert repetitions(loaded.graph.nodes)["product"] == iterations
         ctx = make_context(loaded, how)
         best = solve(loaded.graph, ctx.sharding, loaded.states)
-        ctx.seeds = [best.seeds]
+        ctx.annotations = [best.annotations]
         run_passes(loaded, ctx, [PropagateLayouts(), InsertCollectives()])
         assert predict(loaded.graph, ctx.sharding).total == pytest.approx(best.seconds, rel=1e-6)
-        found[turns] = best.seconds
+        found[iterations] = best.seconds
     assert found[200] > 50 * found[2]
 
 

@@ -29,10 +29,10 @@ from onnxpar.layout.layout import (
     runs,
 )
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.reshard.graph import Step
-from onnxpar.reshard.planner import Tensor, plan_steps
+from onnxpar.reshard.graph import ReshardStep
+from onnxpar.reshard.planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.factors import Leaf, TensorFactors
-from onnxpar.sharding.state import Placement, covered_axes
+from onnxpar.sharding.state import FactorSharding, covered_axes
 
 Array = np.ndarray[Any, Any]
 MESH = Mesh((("a", 2), ("b", 3), ("c", 2)))
@@ -187,7 +187,7 @@ def legal(
 
 
 @st.composite
-def reshards(draw: st.DrawFn) -> tuple[TensorFactors, Placement, Placement]:
+def reshards(draw: st.DrawFn) -> tuple[TensorFactors, FactorSharding, FactorSharding]:
     factors = draw(st.sampled_from(FACTORS))
     ends = []
     for _ in range(2):
@@ -198,22 +198,22 @@ def reshards(draw: st.DrawFn) -> tuple[TensorFactors, Placement, Placement]:
         )
         unused = [p for p in AXES if legal(factors, axes, p)]
         partial = draw(st.sampled_from(unused))
-        ends.append(Placement(tuple(axes), partial))
+        ends.append(FactorSharding(tuple(axes), partial))
     return factors, ends[0], ends[1]
 
 
-def layout_of(factors: TensorFactors, placement: Placement) -> Layout:
-    given_axes = iter(placement.leaves)
+def layout_of(factors: TensorFactors, factor_sharding: FactorSharding) -> Layout:
+    given_axes = iter(factor_sharding.leaves)
 
     def put(dim: Dim) -> Dim:
         if isinstance(dim, Factor):
             return Factor(dim.size, next(given_axes))
         return type(dim)(tuple(map(put, dim.children)))
 
-    return Layout(tuple(map(put, factors.dims)), placement.partial, placement.reduce)
+    return Layout(tuple(map(put, factors.dims)), factor_sharding.partial, factor_sharding.reduce)
 
 
-def simulate(step: Step, factors: TensorFactors, parts: list[Array]) -> list[Array]:
+def simulate(step: ReshardStep, factors: TensorFactors, parts: list[Array]) -> list[Array]:
     """What a step does, from what its kind promises alone: who talks, and what each has then."""
     before, after = layout_of(factors, step.before), layout_of(factors, step.after)
     out = []
@@ -242,7 +242,7 @@ def simulate(step: Step, factors: TensorFactors, parts: list[Array]) -> list[Arr
 @given(reshards())
 @settings(max_examples=400)
 def test_steps_lead_from_any_placement_to_any_other(
-    case: tuple[TensorFactors, Placement, Placement],
+    case: tuple[TensorFactors, FactorSharding, FactorSharding],
 ) -> None:
     factors, start, goal = case
     source, target = layout_of(factors, start), layout_of(factors, goal)
@@ -254,7 +254,7 @@ def test_steps_lead_from_any_placement_to_any_other(
             group = SUB.group(start.partial, rank)
             following = group[(group.index(rank) + 1) % len(group)]
             parts[rank] = part + noise[rank] - noise[following]
-    for step in plan_steps(start, goal, Tensor(factors, Costs(Topology.default(), SUB))):
+    for step in plan_steps(start, goal, ReshardedTensor(factors, Costs(Topology.default(), SUB))):
         parts = simulate(step, factors, parts)
     np.testing.assert_array_equal(target.assemble(parts, SUB), whole)
     for rank, part in enumerate(parts):

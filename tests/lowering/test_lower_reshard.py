@@ -24,10 +24,10 @@ from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.split_ranks import _export, _instantiate
-from onnxpar.reshard.planner import Tensor, plan_steps
+from onnxpar.reshard.planner import ReshardedTensor, plan_steps
 from onnxpar.runtime.groups import World, session_options, thread_worlds
 from onnxpar.sharding.factors import GraphFactors, Leaf, TensorFactors, with_axes
-from onnxpar.sharding.state import Placement, overlaps
+from onnxpar.sharding.state import FactorSharding, overlaps
 
 RANKS = 4
 FOUR = Mesh((("t", 4),))
@@ -69,7 +69,7 @@ TENSORS = [
 
 
 @st.composite
-def placements(draw: st.DrawFn, mesh: Mesh, tensor: TensorFactors) -> Placement:
+def factor_shardings(draw: st.DrawFn, mesh: Mesh, tensor: TensorFactors) -> FactorSharding:
     """Axes on some leaves, none used twice but by segments; pending over some that are left."""
     leaves: list[Axes] = []
     for i, leaf in enumerate(tensor.leaves):
@@ -78,17 +78,17 @@ def placements(draw: st.DrawFn, mesh: Mesh, tensor: TensorFactors) -> Placement:
         leaves.append(draw(st.sampled_from(fitting)))
     taken = [a for over in leaves for a in over]
     pending = draw(st.sampled_from([o for o in AXES[mesh] if not overlaps(o, taken)]))
-    return Placement(tuple(leaves), pending, draw(st.sampled_from(["sum", "max"])))
+    return FactorSharding(tuple(leaves), pending, draw(st.sampled_from(["sum", "max"])))
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Mesh, TensorFactors, Placement, Placement, Hand]:
+def cases(draw: st.DrawFn) -> tuple[Mesh, TensorFactors, FactorSharding, FactorSharding, Hand]:
     mesh = draw(st.sampled_from([FOUR, SQUARE]))
     tensor = draw(st.sampled_from(TENSORS))
-    start, goal = draw(placements(mesh, tensor)), draw(placements(mesh, tensor))
+    start, goal = draw(factor_shardings(mesh, tensor)), draw(factor_shardings(mesh, tensor))
     hand: Hand = {}
-    for placement in (start, goal):
-        for leaf, axes in enumerate(placement.leaves):
+    for factor_sharding in (start, goal):
+        for leaf, axes in enumerate(factor_sharding.leaves):
             if axes and draw(st.integers(0, 3)) == 0:
                 size, count = tensor.leaves[leaf].size, parts_over(axes)
                 spread = sorted(draw(st.integers(0, size - count)) for _ in range(count - 1))
@@ -97,11 +97,11 @@ def cases(draw: st.DrawFn) -> tuple[Mesh, TensorFactors, Placement, Placement, H
     return mesh, tensor, start, goal, hand
 
 
-def layout(tensor: TensorFactors, placement: Placement, hand: Hand) -> Layout:
+def layout(tensor: TensorFactors, factor_sharding: FactorSharding, hand: Hand) -> Layout:
     """The placement as a layout."""
-    given_axes = iter([(a, hand.get((i, a))) for i, a in enumerate(placement.leaves)])
+    given_axes = iter([(a, hand.get((i, a))) for i, a in enumerate(factor_sharding.leaves)])
     dims = tuple(with_axes(d, given_axes) for d in tensor.dims)
-    return Layout(dims, placement.partial, placement.reduce)
+    return Layout(dims, factor_sharding.partial, factor_sharding.reduce)
 
 
 def part_sizes(tensor: TensorFactors, hand: Hand, leaf: int, axes: Axes) -> tuple[int, ...]:
@@ -181,12 +181,12 @@ def worlds() -> Iterator[list[World]]:
 def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
     @given(cases())
     @settings(max_examples=150)
-    def check(case: tuple[Mesh, TensorFactors, Placement, Placement, Hand]) -> None:
+    def check(case: tuple[Mesh, TensorFactors, FactorSharding, FactorSharding, Hand]) -> None:
         mesh, tensor, start, goal, hand = case
         source, target = layout(tensor, start, hand), layout(tensor, goal, hand)
         whole = np.random.default_rng(1).integers(-50, 50, source.shape).astype(np.float32)
         costs = Costs(Topology.default(), mesh)
-        about = Tensor(tensor, costs, parts=partial(part_sizes, tensor, hand))
+        about = ReshardedTensor(tensor, costs, parts=partial(part_sizes, tensor, hand))
         steps = plan_steps(start, goal, about)
         if not steps:
             return

@@ -22,7 +22,7 @@ from onnxpar.open_sizes.typical import Ties, Typical, typical_sizes
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options
 from onnxpar.report.explain import explain
-from onnxpar.search.objective import Aim
+from onnxpar.search.objective import Objective
 from onnxpar.symbols.symbols import Polynomial
 
 
@@ -250,11 +250,11 @@ def test_memory_is_that_of_each_profile(tmp_path: Path) -> None:
     typical = Typical.given([({"a": 1, "b": 101}, 1), ({"a": 101, "b": 1}, 1)])
     held = 2 * (1 + 101) * 128 * 4  # halves of the inputs and outputs
     for limit in (held, 2 * held):
-        how = Options(devices=2, typical=typical, aim=Aim(memory=limit))
+        how = Options(devices=2, typical=typical, objective=Objective(memory=limit))
         made, _ = pipeline.plan(path, how)
         assert sum(made.memory.values()) == held
     with pytest.raises(StrategyError, match="a rank would hold"):
-        pipeline.plan(path, replace(how, aim=Aim(memory=held - 1)))
+        pipeline.plan(path, replace(how, objective=Objective(memory=held - 1)))
 
 
 def test_an_image_whose_height_is_in_parts(tmp_path: Path) -> None:

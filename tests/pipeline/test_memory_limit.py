@@ -21,7 +21,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options
 from onnxpar.search.enough_devices import enough_devices
-from onnxpar.search.objective import Aim
+from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.search.search import solve
 
@@ -36,7 +36,7 @@ TINY = model(
 
 
 def limited(memory: float, **more: object) -> Options:
-    return Options(aim=Aim(memory=memory), verify=True, **more)  # type: ignore[arg-type]
+    return Options(objective=Objective(memory=memory), verify=True, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", [400 * KB, 200 * KB, 175 * KB])
@@ -88,7 +88,12 @@ def test_untied_layers_need_not_all_pay(tmp_path: Path) -> None:
     loaded = pipeline.load_model(path, how)
     sharding = pipeline.make_context(loaded, how).sharding
     tied, untied = (
-        solve(loaded.graph, sharding, loaded.states, aim=Aim(memory=612 * KB, untied=is_untied))
+        solve(
+            loaded.graph,
+            sharding,
+            loaded.states,
+            objective=Objective(memory=612 * KB, untied=is_untied),
+        )
         for is_untied in (False, True)
     )
     assert untied.seconds < 0.95 * tied.seconds
@@ -137,18 +142,18 @@ def test_what_is_no_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_size_needs_a_unit() -> None:
     """16 would be 16 bytes, which nobody means."""
     with pytest.raises(StrategyError, match="--memory-limit 16: give a unit: 16GB or 16B"):
-        Aim.given(None, "16")
-    assert Aim.given(None, "16GB").memory == 16e9 and Aim.given(None, 16).memory == 16.0
+        Objective.given(None, "16")
+    assert Objective.given(None, "16GB").memory == 16e9 and Objective.given(None, 16).memory == 16.0
 
 
 def test_what_no_ranks_can_hold_is_answered_in_time_and_with_a_bound(tmp_path: Path) -> None:
     """Which strategies hold little is known by then, whatever number of ranks was tried."""
     told: list[str] = []
     patience = Patience(tell=told.append)
-    path, how = MODELS / "gpt2.dynamo.static.onnx", Aim(memory=20 * KB, patience=patience)
+    path, how = MODELS / "gpt2.dynamo.static.onnx", Objective(memory=20 * KB, patience=patience)
     pattern = r"would hold ([\d.]+) kB, more .* \(no strategy there holds less than ([\d.]+) kB\)"
     with pytest.raises(StrategyError, match=pattern) as caught:
-        pipeline.plan(path, Options(devices=2, aim=how))
+        pipeline.plan(path, Options(devices=2, objective=how))
     found = re.search(pattern, str(caught.value))
     assert found and 20 < float(found[2]) <= float(found[1]) <= 1.05 * float(found[2])
     assert "mesh tp=2" in told and "64 ranks" not in told and told[-1] == ""
@@ -158,17 +163,19 @@ def test_the_best_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without patience, something that fits counts, and the plan says so."""
     patience = Patience(0.0)
     monkeypatch.setattr(Patience, "renewed", lambda self, seconds=0.0: self)
-    made, _ = pipeline.plan(GPT2, Options(devices=4, aim=Aim(memory=250 * KB, patience=patience)))
+    made, _ = pipeline.plan(
+        GPT2, Options(devices=4, objective=Objective(memory=250 * KB, patience=patience))
+    )
     assert sum(made.memory.values()) <= 250 * KB
     assert any("stopped after 0 s" in note for note in made.notes)
 
 
 def test_a_step_has_no_throughput() -> None:
     path = MODELS / "bert.legacy.training.onnx"
-    made, _ = pipeline.plan(path, Options(devices=2, aim=Aim("throughput")))
+    made, _ = pipeline.plan(path, Options(devices=2, objective=Objective("throughput")))
     assert made.step is None
     with pytest.raises(StrategyError, match="objective"):
-        pipeline.plan(path, Options(devices=2, aim=Aim("fastest")))
+        pipeline.plan(path, Options(devices=2, objective=Objective("fastest")))
 
 
 def test_weights_that_stay_on_every_rank_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options, load_model, make_context
 from onnxpar.pipeline.save_strategy import Saver, widest_pattern
 from onnxpar.search.search import solve
-from onnxpar.strategy.strategy import NodeSeed, Strategy, seeds_of
+from onnxpar.strategy.strategy import NodeAnnotation, Strategy, annotations_of
 from onnxpar.strategy.write_strategy import factor_entry, node_entry
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -81,15 +81,15 @@ def test_entries_say_all_that_can_be() -> None:
     sharding = make_context(loaded, how).sharding
     found = solve(loaded.graph, sharding, loaded.states)
     entries = {}
-    for seed in found.seeds:
-        if isinstance(seed, NodeSeed):
+    for seed in found.annotations:
+        if isinstance(seed, NodeAnnotation):
             pieces = [(seed.axes[i], None) for i in range(len(seed.op.leaves))]
             entries[seed.op.node.name] = entry = factor_entry(seed.op, pieces, sharding.mesh)
-            (again,) = seeds_of(Strategy(shard={seed.op.node.name: entry}), sharding)
-            assert isinstance(again, NodeSeed) and again.axes == seed.axes
+            (again,) = annotations_of(Strategy(shard={seed.op.node.name: entry}), sharding)
+            assert isinstance(again, NodeAnnotation) and again.axes == seed.axes
             listed = {seed.op.node.name: node_entry(seed.op, pieces, sharding)}
-            (again,) = seeds_of(Strategy(shard=listed), sharding)
-            assert isinstance(again, NodeSeed) and again.axes.items() <= seed.axes.items()
+            (again,) = annotations_of(Strategy(shard=listed), sharding)
+            assert isinstance(again, NodeAnnotation) and again.axes.items() <= seed.axes.items()
     assert "tp:(1)4*tp:(4)2*(3+3)" in str(entries)
 
 

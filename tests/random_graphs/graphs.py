@@ -16,8 +16,8 @@ from random_graphs.patterns import PATTERNS, changing, keeping, softly
 
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.state import Sharding
-from onnxpar.strategy.strategy import Seed, TensorSeed
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation, TensorAnnotation
 
 MESHES = ("a=2", "a=3", "a=4", "a=2,b=2")
 
@@ -103,7 +103,7 @@ class NodeSplit:
     leaf: int
     axes: Axes
 
-    def apply(self, sharding: Sharding) -> bool:
+    def apply(self, sharding: ShardingState) -> bool:
         """Decides the leaf where it is open and the axes are free."""
         return sharding.assign_op(self.op, self.leaf, self.axes)
 
@@ -125,7 +125,7 @@ Places = list[tuple[Any, int, int]]
 """Node or tensor, leaf, size."""
 
 
-def seeds(b: Builder, sharding: Sharding, ops: Sequence[str]) -> list[list[Seed]]:
+def seeds(b: Builder, sharding: ShardingState, ops: Sequence[str]) -> list[list[Annotation]]:
     """One to seven annotations of nodes or tensors, in rounds: `ops`, what is reduced or merged,
     what patterns were built around, and anything else."""
     any_op, reduced = op_leaves(sharding)
@@ -140,7 +140,7 @@ def seeds(b: Builder, sharding: Sharding, ops: Sequence[str]) -> list[list[Seed]
     ]
 
 
-def random_seed(b: Builder, sharding: Sharding, places: Places) -> Seed | None:
+def random_seed(b: Builder, sharding: ShardingState, places: Places) -> Annotation | None:
     """An annotation of one of the places; None where nothing fits there."""
     where, leaf, size = b.choose(places)
     axes = fitting(b, axes_of(sharding.mesh), size)
@@ -151,10 +151,10 @@ def random_seed(b: Builder, sharding: Sharding, places: Places) -> Seed | None:
     given: list[Axes | None] = [None] * len(sharding.tensors[where])
     given[leaf] = axes
     parts = {} if b.number(0, 3) else {leaf: uneven(b, size, axes)}
-    return TensorSeed(where, given, parts, pin=b.coin())
+    return TensorAnnotation(where, given, parts, pin=b.coin())
 
 
-def op_leaves(sharding: Sharding) -> tuple[Places, Places]:
+def op_leaves(sharding: ShardingState) -> tuple[Places, Places]:
     """All leaves of nodes, and those over which a node reduces."""
     found: Places = [
         (op, i, leaf.size) for op in sharding.factors.ops for i, leaf in enumerate(op.leaves)
@@ -162,7 +162,7 @@ def op_leaves(sharding: Sharding) -> tuple[Places, Places]:
     return found, [place for place in found if place[0].reduction(place[1])]
 
 
-def hinted_leaves(b: Builder, sharding: Sharding) -> Places:
+def hinted_leaves(b: Builder, sharding: ShardingState) -> Places:
     """Leaves of dimensions that the graph was built around."""
     found: Places = []
     for name, dim in b.hints:
@@ -173,7 +173,7 @@ def hinted_leaves(b: Builder, sharding: Sharding) -> Places:
     return found
 
 
-def tensor_leaves(sharding: Sharding) -> tuple[Places, Places]:
+def tensor_leaves(sharding: ShardingState) -> tuple[Places, Places]:
     """All leaves of tensors, and those that share their dimension with others."""
     found: Places = []
     merged: Places = []

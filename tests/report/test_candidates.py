@@ -29,7 +29,7 @@ from onnxpar.report.candidates import (
     on_one_rank,
     try_candidate,
 )
-from onnxpar.search.objective import LATENCY, THROUGHPUT, Aim
+from onnxpar.search.objective import LATENCY, THROUGHPUT, Objective
 from onnxpar.search.predict import Prediction
 
 TEXT = """m (float[8,4,16] x, float[16,32] w1, float[32,16] w2) => (float[8,4,16] y)
@@ -164,7 +164,7 @@ def candidate(
 ) -> Candidate:
     """One over two ranks; milliseconds."""
     predicted = Prediction(compute * 1e-3, talk * 1e-3)
-    counts = Aim(objective).seconds(predicted.compute, predicted.communication)
+    counts = Objective(objective).seconds(predicted.compute, predicted.communication)
     memory = {"weights_per_rank": held}
     return Candidate(name, Mesh.parse("dp=2"), predicted, counts, {}, memory)
 

@@ -8,10 +8,10 @@ from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.layout import Factor
 from onnxpar.layout.mesh import Mesh
-from onnxpar.reshard.graph import Placements
-from onnxpar.reshard.planner import Tensor, plan_steps
+from onnxpar.reshard.graph import ReshardGraph
+from onnxpar.reshard.planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.factors import Leaf, TensorFactors
-from onnxpar.sharding.state import Placement
+from onnxpar.sharding.state import FactorSharding
 
 MESH = Mesh((("dp", 4), ("tp", 8)))
 DP, TP = MESH.axis("dp"), MESH.axis("tp")
@@ -25,12 +25,12 @@ HOSTS = Topology.of(
     }
 )
 MATRIX = TensorFactors((Factor(512), Factor(1024)), (Leaf(0, 512), Leaf(1, 1024)), (0, 1))
-WHOLE = Placement(((), ()))
-ROWS = Placement(((DP,), ()))
+WHOLE = FactorSharding(((), ()))
+ROWS = FactorSharding(((DP,), ()))
 
 
-def kinds(start: Placement, topology: Topology, factors: TensorFactors = MATRIX) -> list[str]:
-    steps = plan_steps(start, WHOLE, Tensor(factors, Costs(topology, MESH)))
+def kinds(start: FactorSharding, topology: Topology, factors: TensorFactors = MATRIX) -> list[str]:
+    steps = plan_steps(start, WHOLE, ReshardedTensor(factors, Costs(topology, MESH)))
     return [f"{step.kind} {'.'.join(axis.name for axis in step.axes)}" for step in steps]
 
 
@@ -38,17 +38,17 @@ def kinds(start: Placement, topology: Topology, factors: TensorFactors = MATRIX)
     ("start", "steps"),
     [
         (ROWS, ["LocalSlice tp", "AllGather dp", "AllGather tp"]),
-        (Placement(((), ()), (DP,)), ["LocalSlice tp", "AllReduce dp", "AllGather tp"]),
-        (Placement(((), ()), (DP, TP)), ["ReduceScatter tp", "AllReduce dp", "AllGather tp"]),
+        (FactorSharding(((), ()), (DP,)), ["LocalSlice tp", "AllReduce dp", "AllGather tp"]),
+        (FactorSharding(((), ()), (DP, TP)), ["ReduceScatter tp", "AllReduce dp", "AllGather tp"]),
     ],
 )
-def test_hosts_send_each_other_parts(start: Placement, steps: list[str]) -> None:
+def test_hosts_send_each_other_parts(start: FactorSharding, steps: list[str]) -> None:
     assert kinds(start, HOSTS) == steps
 
 
 def test_where_all_links_are_alike_nothing_goes_a_longer_way() -> None:
     assert kinds(ROWS, Topology.default()) == ["AllGather dp"]
-    assert kinds(Placement(((), ()), (DP, TP)), Topology.default()) == ["AllReduce dp.tp"]
+    assert kinds(FactorSharding(((), ()), (DP, TP)), Topology.default()) == ["AllReduce dp.tp"]
 
 
 def test_nothing_takes_less_than_no_time_where_sizes_are_not_known() -> None:
@@ -56,7 +56,7 @@ def test_nothing_takes_less_than_no_time_where_sizes_are_not_known() -> None:
     rows = TensorFactors((Factor(-1), Factor(48)), (Leaf(0, 48),), (1,))
     mesh = Mesh.parse("tp=16")
     tp = (mesh.axis("tp"),)
-    wanted = [Placement(((),)), Placement((tp,)), Placement(((),), tp)]
-    found = Placements(wanted, rows, Costs(Topology.default(), mesh), 4)
+    wanted = [FactorSharding(((),)), FactorSharding((tp,)), FactorSharding(((),), tp)]
+    found = ReshardGraph(wanted, rows, Costs(Topology.default(), mesh), 4)
     assert (found.graph.data > 0).all()
     assert found.sizes[0].kinds.max() == 48 * 4

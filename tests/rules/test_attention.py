@@ -23,27 +23,27 @@ PLACES = array([[0, 1, 2], [4, 1, 3]])
 CASES = [
     (
         Case("Attention", [Q, K, V], opset=23),
-        "b (k g) s d, b k t d, b k t e -> b (k g) s e {across: t, whole: d}",
+        "b (k g) s d, b k t d, b k t e -> b (k g) s e {communicating: t, whole: d}",
     ),
     (
         Case("Attention", [Q, K, V, MASK], fed=[3], opset=23),
-        "b (k g) s d, b k t d, b k t e, s t -> b (k g) s e {across: t, whole: d}",
+        "b (k g) s d, b k t d, b k t e, s t -> b (k g) s e {communicating: t, whole: d}",
     ),
     (
         Case("Attention", [Q, K, V, (2, 4, 3, 5)], {"scale": 0.3}, opset=23),
-        "b (k g) s d, b k t d, b k t e, b (k g) s t -> b (k g) s e {across: t, whole: d}",
+        "b (k g) s d, b k t d, b k t e, b (k g) s t -> b (k g) s e {communicating: t, whole: d}",
     ),
     (
         Case("Attention", [Q, K, V, (2, 1, 3, 5)], {"softcap": 2.0}, opset=23),
-        "b (k g) s d, b k t d, b k t e, b 1 s t -> b (k g) s e {across: t, whole: d}",
+        "b (k g) s d, b k t d, b k t e, b 1 s t -> b (k g) s e {communicating: t, whole: d}",
     ),
     (
         Case("Attention", [(2, 4, 5, 6), K, V], {"is_causal": 1}, opset=23),
-        "b (k g) s d, b k t d, b k t e -> b (k g) s e {across: t, whole: d}",
+        "b (k g) s d, b k t d, b k t e -> b (k g) s e {communicating: t, whole: d}",
     ),
     (
         Case("Attention", [*FLAT, MASK], HEADS, fed=[3], opset=23),
-        "b s (k g d), b t (k d), b t (k e), s t -> b s (k g e) {across: t, whole: d}",
+        "b s (k g d), b t (k d), b t (k e), s t -> b s (k g e) {communicating: t, whole: d}",
     ),
     *(
         (
@@ -56,7 +56,7 @@ CASES = [
                 opset=23,
             ),
             "b (k g) s d, b k t d, b k t e, s t"
-            " -> b (k g) s e; b k t d; b k t e; b (k g) s t {across: t, whole: d}",
+            " -> b (k g) s e; b k t d; b k t e; b (k g) s t {communicating: t, whole: d}",
         )
         for mode, mask, causal in ((0, MASK, 1), (1, HIDING, 0), (2, HIDING, 1), (3, MASK, 1))
     ),
@@ -65,18 +65,18 @@ CASES = [
             Case(
                 "Attention", [Q, K, V, np.where(HIDING, 0.5, hidden).astype(np.float32)], opset=23
             ),
-            "b (k g) s d, b k t d, b k t e, s t -> b (k g) s e {across: t, whole: d}",
+            "b (k g) s d, b k t d, b k t e, s t -> b (k g) s e {communicating: t, whole: d}",
         )
         for hidden in (-np.inf, np.finfo(np.float32).min, -1e30)
     ),
     (
         Case("Attention", [Q, K, V, None, None, None, LENGTHS], CAUSAL, fed=[6], opset=24),
-        "b (k g) s d, b k t d, b k t e, _, _, _, b -> b (k g) s e {across: t, whole: d}",
+        "b (k g) s d, b k t d, b k t e, _, _, _, b -> b (k g) s e {communicating: t, whole: d}",
     ),
     (
         Case("Attention", [*HALVES, HALF_MASK], {**HEADS, "is_causal": 1}, [0, 1, 2], 4, 23),
         "b s (k g d), b t (k d), b t (k e), s t"
-        " -> b s (k g e); b k t d; b k t e; b (k g) s t {across: t, whole: d}",
+        " -> b s (k g e); b k t d; b k t e; b (k g) s t {communicating: t, whole: d}",
     ),
     (
         Case("Attention", [Q, K, V, (3, 9), *PAST], outputs=3, opset=23),
@@ -91,7 +91,7 @@ CASES = [
     *(
         (
             Case("Attention", [Q, K, V, MASK], window, fed=[3], opset=25),
-            "b (k g) s d, b k t d, b k t e, s t -> b (k g) s e {across: t, whole: d}",
+            "b (k g) s d, b k t d, b k t e, s t -> b (k g) s e {communicating: t, whole: d}",
         )
         for window in (
             {"left_window_size": 1},
@@ -114,7 +114,7 @@ CASES = [
             fed=[6],
             opset=25,
         ),
-        "b (k g) s d, b k t d, b k t e, _, _, _, b -> b (k g) s e {across: t, whole: d}",
+        "b (k g) s d, b k t d, b k t e, _, _, _, b -> b (k g) s e {communicating: t, whole: d}",
     ),
     (
         Case("RotaryEmbedding", [Q, ANGLES, ANGLES], opset=23),

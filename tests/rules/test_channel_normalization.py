@@ -24,28 +24,28 @@ CASES = [
         Case(
             "BatchNormalization", [X, (4,), (4,), (4,), VARIANCE], {"training_mode": 1}, outputs=3
         ),
-        "d0 d1 d2 d3, d1, d1, d1, d1 -> d0 d1 d2 d3; d1; d1 {across: d0 d2 d3}",
+        "d0 d1 d2 d3, d1, d1, d1, d1 -> d0 d1 d2 d3; d1; d1 {communicating: d0 d2 d3}",
     ),
     (
         Case("InstanceNormalization", [X, (4,), (4,)]),
-        "d0 d1 d2 d3, d1, d1 -> d0 d1 d2 d3 {across: d2 d3}",
+        "d0 d1 d2 d3, d1, d1 -> d0 d1 d2 d3 {communicating: d2 d3}",
     ),
     (
         Case("InstanceNormalization", [(2, 4, 6), (4,), (4,)]),
-        "d0 d1 d2, d1, d1 -> d0 d1 d2 {across: d2}",
+        "d0 d1 d2, d1, d1 -> d0 d1 d2 {communicating: d2}",
     ),
     (
         Case("GroupNormalization", [(2, 6, 5), (6,), (6,)], {"num_groups": 3}, opset=21),
-        "n (g c) h0, (g c), (g c) -> n (g c) h0 {across: c h0}",
+        "n (g c) h0, (g c), (g c) -> n (g c) h0 {communicating: c h0}",
     ),
     (
         Case("GroupNormalization", [(2, 6, 5), (3,), (3,)], {"num_groups": 3}, opset=18),
-        "n (g c) h0, g, g -> n (g c) h0 {across: c h0}",
+        "n (g c) h0, g, g -> n (g c) h0 {communicating: c h0}",
     ),
-    (Case("LRN", [X], {"size": 3}), "d0 d1 d2 d3 -> d0 d1 d2 d3 {across: d1}"),
+    (Case("LRN", [X], {"size": 3}), "d0 d1 d2 d3 -> d0 d1 d2 d3 {communicating: d1}"),
     (
         Case("BatchNormalization", [HALVES, *[HALF] * 4], TRAINS, [0], 3),
-        "d0 d1, d1, d1, d1, d1 -> d0 d1; d1; d1 {across: d0}",
+        "d0 d1, d1, d1, d1, d1 -> d0 d1; d1; d1 {communicating: d0}",
     ),
     (
         Case("BatchNormalization", [X, (4,), (4,), (4,), VARIANCE], outputs=5, opset=8),
@@ -53,11 +53,11 @@ CASES = [
     ),
     (
         Case("GroupNormalization", [(2, 6, 2, 2), (6,), (6,)], {"num_groups": 2}, opset=21),
-        "n (g c) h0 h1, (g c), (g c) -> n (g c) h0 h1 {across: c h0 h1}",
+        "n (g c) h0 h1, (g c), (g c) -> n (g c) h0 h1 {communicating: c h0 h1}",
     ),
     (
         Case("LRN", [(1, 7, 2, 2)], {"size": 5, "alpha": 0.5, "beta": 0.6, "bias": 1.5}),
-        "d0 d1 d2 d3 -> d0 d1 d2 d3 {across: d1}",
+        "d0 d1 d2 d3 -> d0 d1 d2 d3 {communicating: d1}",
     ),
 ]
 

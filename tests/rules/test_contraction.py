@@ -32,7 +32,7 @@ CASES = [
     (Case("MatMulInteger", [A8, B8, None, COLUMNS], fed=[0, 1]), "m k, k n, _, n -> m n {sum: k}"),
     (
         Case("QLinearMatMul", [A8, SCALE, ZERO, B8, SCALE, ZERO, BIG, ZERO], fed=[0, 3]),
-        "m k, (), (), k n, (), (), _, _ -> m n {across: k}",
+        "m k, (), (), k n, (), (), _, _ -> m n {communicating: k}",
     ),
     (
         Case(
@@ -40,7 +40,7 @@ CASES = [
             [A8, SCALE, ZERO, B8, np.full(5, 0.5, np.float32), COLUMNS, BIG, ZERO],
             fed=[0, 3],
         ),
-        "m k, (), (), k n, n, n, _, _ -> m n {across: k}",
+        "m k, (), (), k n, n, n, _, _ -> m n {communicating: k}",
     ),
     (
         Case("Einsum", [(2, 3, 4), (2, 4, 5)], {"equation": "bij,bjk->bik"}),

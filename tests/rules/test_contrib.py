@@ -286,7 +286,7 @@ PRODUCTS = [
             ],
             fed=[0, 3],
         ),
-        "m k, _, _, k n, n, n, 1 n, _, _ -> m n {across: k}",
+        "m k, _, _, k n, n, n, 1 n, _, _ -> m n {communicating: k}",
     ),
     (
         case(
@@ -295,7 +295,7 @@ PRODUCTS = [
             {"transA": 1, "transB": 1, "alpha": 0.3},
             fed=[0, 3],
         ),
-        "k m, _, _, n k, (), () -> m n {across: k}",
+        "k m, _, _, n k, (), () -> m n {communicating: k}",
     ),
     (
         case("MoE", [(6, 4), (6, 3), (3, 8, 4), (3, 8), (3, 4, 8), (3, 4)], {"k": 2}),

@@ -17,21 +17,21 @@ CASES = [
     (
         Case("Conv", [X, (6, 4, 3, 3), (6,)], PADDED),
         "n c h0 h1, o c w0 w1, o"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("Conv", [X, (6, 4, 3, 3)], {"strides": [2, 2]}),
         "n c h0 h1, o c w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("Conv", [X, (6, 2, 3, 3), (6,)], {"group": 2, **PADDED}),
         "n (g c) h0 h1, (g o) c w0 w1, (g o)"
-        " -> n (g o) y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n (g o) y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("Conv", [(2, 6, 5), (6, 1, 3), (6,)], {"group": 6}),
-        "n (g c) h0, (g o) c w0, (g o) -> n (g o) y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
+        "n (g c) h0, (g o) c w0, (g o) -> n (g o) y0 {sum: c, communicating: h0, co-sharded: h0 y0, whole: w0}",
     ),
     (
         Case("Conv", [(2, 6, 5), (12, 1, 3)], {"group": 6, "dilations": [2]}),
@@ -48,47 +48,47 @@ CASES = [
     (
         Case("Conv", [X, (6, 4, 1, 1)], {"strides": [2, 2]}),
         "n c h0 h1, o c w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("Conv", [X, (6, 4, 2, 3), (6,)], {"strides": [2, 3]}),
         "n c h0 h1, o c w0 w1, o"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("Conv", [X, (6, 4, 2, 2)], {"strides": [2, 2], "auto_pad": "SAME_UPPER"}),
         "n c h0 h1, o c w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("Conv", [X, (6, 4, 2, 2)], {"strides": [2, 2], "pads": [1, 0, 0, 0]}),
         "n c h0 h1, o c w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("Conv", [X, (6, 4, 3, 3)], {"auto_pad": "SAME_LOWER"}),
         "n c h0 h1, o c w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("ConvTranspose", [X, (4, 3, 3, 3), (3,)], {"strides": [2, 2]}),
         "n c h0 h1, c o w0 w1, o"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("ConvTranspose", [X, (4, 3, 2, 2), (3,)], {"strides": [2, 2]}),
         "n c h0 h1, c o w0 w1, o"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("ConvTranspose", [X, (4, 3, 2, 2)], {"group": 2, "strides": [2, 2]}),
         "n (g c) h0 h1, (g c) o w0 w1"
-        " -> n (g o) y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n (g o) y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("ConvTranspose", [X, (4, 3, 3, 3)], {"output_padding": [1, 0], "strides": [2, 2]}),
         "n c h0 h1, c o w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("ConvTranspose", [X, (4, 3, 1, 1)]),
@@ -97,17 +97,17 @@ CASES = [
     (
         Case("ConvInteger", [X8, W8], PADDED, [0, 1]),
         "n c h0 h1, o c w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("ConvInteger", [X8, W8, ZERO, ZERO], {**PADDED, "group": 1}, [0, 1]),
         "n c h0 h1, o c w0 w1, (), ()"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case("QLinearConv", [X8, ONE, ZERO, W8, ONE, ZERO, BIG, ZERO], PADDED, [0, 3]),
         "n c h0 h1, _, _, o c w0 w1, (), (), _, _"
-        " -> n o y0 y1 {across: c h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {communicating: c h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         Case(
@@ -117,18 +117,18 @@ CASES = [
             [0, 3],
         ),
         "n (g c) h0 h1, _, _, (g o) c w0 w1, (g o), (g o), _, _, (g o)"
-        " -> n (g o) y0 y1 {across: c h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n (g o) y0 y1 {communicating: c h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     # a halo that reaches over a whole part, and padding on one side
     (
         Case("Conv", [(1, 2, 9), (2, 2, 5), (2,)], {"dilations": [2], "pads": [7, 0]}),
-        "n c h0, o c w0, o -> n o y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
+        "n c h0, o c w0, o -> n o y0 {sum: c, communicating: h0, co-sharded: h0 y0, whole: w0}",
     ),
     # a stride that skips elements, in three dimensions
     (
         Case("Conv", [(1, 2, 5, 7, 4), (2, 2, 1, 2, 1)], {"strides": [2, 3, 1]}),
         "n c h0 h1 h2, o c w0 w1 w2"
-        " -> n o y0 y1 h2 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1 w2}",
+        " -> n o y0 y1 h2 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1 w2}",
     ),
     (
         Case("Conv", [(1, 2, 6), (2, 2, 3)], {"pads": [3, 0]}),
@@ -137,27 +137,27 @@ CASES = [
     # a window over all of a dimension is a product
     (
         Case("Conv", [(2, 2, 6, 5), (2, 2, 6, 3), (2,)], {"kernel_shape": [6, 3]}),
-        "n c h0 h1, o c h0 w1, o -> n o 1 y1 {sum: c, sum: h0, across: h1, tied: h1 y1, whole: w1}",
+        "n c h0 h1, o c h0 w1, o -> n o 1 y1 {sum: c, sum: h0, communicating: h1, co-sharded: h1 y1, whole: w1}",
     ),
     (
         Case("QLinearConv", [X8[:, :, :3, :3], ONE, ZERO, W8, ONE, ZERO, BIG, ZERO], {}, [0, 3]),
-        "n c h0 h1, _, _, o c h0 h1, (), (), _, _ -> n o 1 1 {across: c, whole: h0 h1}",
+        "n c h0 h1, _, _, o c h0 h1, (), (), _, _ -> n o 1 1 {communicating: c, whole: h0 h1}",
     ),
     (
         Case("ConvTranspose", [(1, 2, 5), (2, 2, 3)], {"strides": [2], "auto_pad": "SAME_LOWER"}),
-        "n c h0, c o w0 -> n o y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
+        "n c h0, c o w0 -> n o y0 {sum: c, communicating: h0, co-sharded: h0 y0, whole: w0}",
     ),
     (
         Case("ConvTranspose", [(1, 2, 5), (2, 2, 2)], {"strides": [3], "dilations": [2]}),
-        "n c h0, c o w0 -> n o y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
+        "n c h0, c o w0 -> n o y0 {sum: c, communicating: h0, co-sharded: h0 y0, whole: w0}",
     ),
     (
         Case("ConvTranspose", [(1, 2, 5), (2, 2, 1)], {"strides": [3], "output_padding": [2]}),
-        "n c h0, c o w0 -> n o y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
+        "n c h0, c o w0 -> n o y0 {sum: c, communicating: h0, co-sharded: h0 y0, whole: w0}",
     ),
     (
         Case("ConvTranspose", [(1, 2, 5), (2, 2, 3)], {"strides": [2], "output_shape": [9]}),
-        "n c h0, c o w0 -> n o y0 {sum: c, across: h0, tied: h0 y0, whole: w0}",
+        "n c h0, c o w0 -> n o y0 {sum: c, communicating: h0, co-sharded: h0 y0, whole: w0}",
     ),
     (
         Case(
@@ -166,7 +166,7 @@ CASES = [
             {"strides": [2, 2], "output_shape": [12, 10]},
         ),
         "n c h0 h1, c o w0 w1"
-        " -> n o y0 y1 {sum: c, across: h0 h1, tied: h0 y0, tied: h1 y1, whole: w0 w1}",
+        " -> n o y0 y1 {sum: c, communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
 ]
 

@@ -151,7 +151,7 @@ IDS = [
 
 def free_leaves(oracle: Oracle) -> dict[int, OpLeaf]:
     """What may be split alone: rows of a convolution are split with those of its result."""
-    tied = {i for group in oracle.op.ties for i in group}
+    tied = {i for group in oracle.op.co_sharded for i in group}
     return {i: leaf for i, leaf in enumerate(oracle.op.leaves) if i not in tied}
 
 

@@ -18,7 +18,7 @@ CASES = [
     *(
         (
             Case(op, [SCORES, LABELS, *weights], {"reduction": reduction, **ignored}, [1, 2]),
-            f"n c s0, n s0{', c' * len(weights)} -> {loss} {{across: c{rows}}}",
+            f"n c s0, n s0{', c' * len(weights)} -> {loss} {{communicating: c{rows}}}",
         )
         for op in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
         for reduction, loss, rows in (
@@ -31,25 +31,25 @@ CASES = [
     *(
         (
             Case("SoftmaxCrossEntropyLoss", [SCORES, LABELS], {"reduction": reduction}, [1], 2),
-            f"n c s0, n s0 -> {loss}; n c s0 {{across: c{rows}}}",
+            f"n c s0, n s0 -> {loss}; n c s0 {{communicating: c{rows}}}",
         )
         for reduction, loss, rows in (("none", "n s0", ""), ("sum", "()", " n s0"))
     ),
     *(
         (
             Case(op, [(3, 5), UNNAMED], {"reduction": reduction, "ignore_index": -100}, [1]),
-            f"n c, n -> {loss} {{across: c{rows}}}",
+            f"n c, n -> {loss} {{communicating: c{rows}}}",
         )
         for op in ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
         for reduction, loss, rows in (("none", "n", ""), ("mean", "()", " n"))
     ),
     (
         Case("SoftmaxCrossEntropyLoss", [HALVES, LABELS[:, 0].astype(np.int32)], {}, [0, 1], 2),
-        "n c, n -> (); n c {across: c n}",
+        "n c, n -> (); n c {communicating: c n}",
     ),
     (
         Case("NegativeLogLikelihoodLoss", [HALVES.astype(float), LABELS[:, 0]], {}, [0, 1]),
-        "n c, n -> () {across: c n}",
+        "n c, n -> () {communicating: c n}",
     ),
 ]
 

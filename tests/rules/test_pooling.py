@@ -10,15 +10,15 @@ PADDED = {"pads": [1, 1, 1, 1]}
 CASES = [
     (
         Case("MaxPool", [X], {"kernel_shape": [3, 3], "strides": [2, 2], **PADDED}),
-        "n c h0 h1 -> n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case("MaxPool", [X], {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        "n c h0 h1 -> n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case("MaxPool", [X], {"kernel_shape": [3, 2], "strides": [1, 2]}, outputs=2),
-        "n c h0 h1 -> n c y0 y1; n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1; n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case(
@@ -27,11 +27,11 @@ CASES = [
             {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 1, 1], "storage_order": 1},
             outputs=2,
         ),
-        "n c h0 h1 -> n c y0 y1; n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1; n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case("MaxPool", [(2, 3, 7)], {"kernel_shape": [2], "dilations": [2]}, outputs=2),
-        "n c h0 -> n c y0; n c y0 {across: h0, tied: h0 y0}",
+        "n c h0 -> n c y0; n c y0 {communicating: h0, co-sharded: h0 y0}",
     ),
     (
         Case(
@@ -40,29 +40,29 @@ CASES = [
             {"kernel_shape": [2, 1, 3], "dilations": [2, 1, 1], "storage_order": 1},
             outputs=2,
         ),
-        "n c h0 h1 h2 -> n c y0 h1 y2; n c y0 h1 y2 {across: h0 h2, tied: h0 y0, tied: h2 y2}",
+        "n c h0 h1 h2 -> n c y0 h1 y2; n c y0 h1 y2 {communicating: h0 h2, co-sharded: h0 y0, co-sharded: h2 y2}",
     ),
     (
         Case("AveragePool", [X], {"kernel_shape": [3, 3], "count_include_pad": 1, **PADDED}),
-        "n c h0 h1 -> n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case("AveragePool", [X], {"kernel_shape": [2, 3], "strides": [2, 3]}),
-        "n c h0 h1 -> n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case("AveragePool", [X], {"kernel_shape": [4, 4], "strides": [4, 4], "ceil_mode": 1}),
-        "n c h0 h1 -> n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case("LpPool", [X], {"kernel_shape": [3, 3]}),
-        "n c h0 h1 -> n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (Case("GlobalAveragePool", [X]), "n c h0 h1 -> n c 1 1 {sum: h0, sum: h1}"),
     (Case("GlobalAveragePool", [(2, 4, 5)]), "n c h0 -> n c 1 {sum: h0}"),
     (Case("GlobalMaxPool", [X]), "n c h0 h1 -> n c 1 1 {max: h0, max: h1}"),
-    (Case("GlobalLpPool", [X]), "n c h0 h1 -> n c 1 1 {across: h0 h1}"),
-    (Case("GlobalLpPool", [(2, 4, 5)], {"p": 3}), "n c h0 -> n c 1 {across: h0}"),
+    (Case("GlobalLpPool", [X]), "n c h0 h1 -> n c 1 1 {communicating: h0 h1}"),
+    (Case("GlobalLpPool", [(2, 4, 5)], {"p": 3}), "n c h0 -> n c 1 {communicating: h0}"),
     # the last window reaches beyond the padding, of which some counts
     (
         Case(
@@ -76,11 +76,11 @@ CASES = [
                 "count_include_pad": 1,
             },
         ),
-        "n c h0 -> n c y0 {across: h0, tied: h0 y0}",
+        "n c h0 -> n c y0 {communicating: h0, co-sharded: h0 y0}",
     ),
     (
         Case("AveragePool", [(1, 2, 7)], {"kernel_shape": [3], "strides": [2], "pads": [2, 1]}),
-        "n c h0 -> n c y0 {across: h0, tied: h0 y0}",
+        "n c h0 -> n c y0 {communicating: h0, co-sharded: h0 y0}",
     ),
     (
         Case(
@@ -93,7 +93,7 @@ CASES = [
                 "strides": [1, 2],
             },
         ),
-        "n c h0 h1 -> n c y0 y1 {across: h0 h1, tied: h0 y0, tied: h1 y1}",
+        "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
     (
         Case(

@@ -15,7 +15,7 @@ BLOCKS = np.linspace(0.01, 0.05, 36, dtype=np.float32).reshape(4, 3, 3)
 RAGGED = np.linspace(0.01, 0.05, 24, dtype=np.float32).reshape(4, 2, 3)
 DRAWN = np.random.default_rng(1).standard_normal((4, 6)).astype(np.float32)
 RANGES = [DRAWN, np.abs(DRAWN), -np.abs(DRAWN) - 3, DRAWN * 0, DRAWN * 1e-3 + 40, DRAWN * 1e4]
-RANGE = "d0 d1 -> d0 d1; (); () {across: d0 d1}"
+RANGE = "d0 d1 -> d0 d1; (); () {communicating: d0 d1}"
 
 CASES = [
     (Case("QuantizeLinear", [X, SCALE, ZERO]), "d0 d1 d2, (), () -> d0 d1 d2"),
@@ -42,7 +42,7 @@ CASES = [
         Case("QuantizeLinear", [X, SCALES, ZEROS], {"axis": 1}, domain="com.microsoft"),
         "d0 d1 d2, d1, d1 -> d0 d1 d2",
     ),
-    (Case("DynamicQuantizeLinear", [(7,)], outputs=3), "d0 -> d0; (); () {across: d0}"),
+    (Case("DynamicQuantizeLinear", [(7,)], outputs=3), "d0 -> d0; (); () {communicating: d0}"),
     *((Case("DynamicQuantizeLinear", [x], fed=[0], outputs=3), RANGE) for x in RANGES),
 ]
 

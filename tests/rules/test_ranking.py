@@ -16,39 +16,39 @@ ODD = array(
 DTYPES = (np.float16, np.int8, np.int32, np.int64)
 
 CASES = [
-    (Case("ArgMax", [X], {"axis": 1}), "d0 d1 d2 -> d0 1 d2 {across: d1}"),
-    (Case("ArgMin", [X], {"axis": -1, "keepdims": 0}), "d0 d1 d2 -> d0 d1 {across: d2}"),
+    (Case("ArgMax", [X], {"axis": 1}), "d0 d1 d2 -> d0 1 d2 {communicating: d1}"),
+    (Case("ArgMin", [X], {"axis": -1, "keepdims": 0}), "d0 d1 d2 -> d0 d1 {communicating: d2}"),
     (Case("ArgMax", [X], {"axis": 1}, opset=10), "d0 d1 d2 -> d0 1 d2 {whole: d1}"),
     *(
         (
             Case(op, [values.astype(dtype)], {"axis": 1, "select_last_index": last}, [0]),
-            "d0 d1 -> d0 1 {across: d1}",
+            "d0 d1 -> d0 1 {communicating: d1}",
         )
         for op, values in (("ArgMax", TIES), ("ArgMin", -TIES))
         for dtype in DTYPES
         for last in (0, 1)
     ),
-    (Case("ArgMax", [ODD], {"axis": 1}, [0]), "d0 d1 -> d0 1 {across: d1}"),
-    (Case("ArgMin", [-ODD], {"axis": 1}, [0]), "d0 d1 -> d0 1 {across: d1}"),
+    (Case("ArgMax", [ODD], {"axis": 1}, [0]), "d0 d1 -> d0 1 {communicating: d1}"),
+    (Case("ArgMin", [-ODD], {"axis": 1}, [0]), "d0 d1 -> d0 1 {communicating: d1}"),
     (
         Case("ArgMax", [ODD.T.copy()], {"axis": 0, "keepdims": 0, "select_last_index": 1}, [0]),
-        "d0 d1 -> d1 {across: d0}",
+        "d0 d1 -> d1 {communicating: d0}",
     ),
-    (Case("Hardmax", [(2, 4, 3)], {"axis": -2}), "d0 d1 d2 -> d0 d1 d2 {across: d1}"),
-    (Case("Hardmax", [TIES], fed=[0]), "d0 d1 -> d0 d1 {across: d1}"),
-    (Case("Hardmax", [(3, 4)], opset=11), "d0 d1 -> d0 d1 {across: d1}"),
+    (Case("Hardmax", [(2, 4, 3)], {"axis": -2}), "d0 d1 d2 -> d0 d1 d2 {communicating: d1}"),
+    (Case("Hardmax", [TIES], fed=[0]), "d0 d1 -> d0 d1 {communicating: d1}"),
+    (Case("Hardmax", [(3, 4)], opset=11), "d0 d1 -> d0 d1 {communicating: d1}"),
     (Case("Hardmax", [(3, 4, 2)], opset=11), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),
     *(
         (
             Case("TopK", [X, array([k])], {"axis": 1, "largest": largest}, outputs=2),
-            "d0 d1 d2, _ -> d0 k d2; d0 k d2 {across: d1, whole: k}",
+            "d0 d1 d2, _ -> d0 k d2; d0 k d2 {communicating: d1, whole: k}",
         )
         for k, largest in ((2, 1), (4, 0), (6, 1))
     ),
     *(
         (
             Case("TopK", [TIES.astype(d), array([3])], {"largest": largest}, [0], 2),
-            "d0 d1, _ -> d0 k; d0 k {across: d1, whole: k}",
+            "d0 d1, _ -> d0 k; d0 k {communicating: d1, whole: k}",
         )
         for d in DTYPES
         for largest in (0, 1)

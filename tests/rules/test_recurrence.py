@@ -24,7 +24,7 @@ def text(op: str, others: str = "", whole: str = "s i k") -> str:
     states = "; d b h" * (2 if op == "LSTM" else 1)
     return (
         f"s b i, d {rows} i, d {rows} k, d {twice}{others} -> s d b h{states} "
-        f"{{across: h, whole: {whole}}}"
+        f"{{communicating: h, whole: {whole}}}"
     )
 
 
@@ -94,7 +94,7 @@ CASES = {
     ),
     "rnn without a bias": (
         Case("RNN", [X, *weights(1)[:2]], {"hidden_size": 6}, outputs=2),
-        "s b i, d h i, d h k -> s d b h; d b h {across: h, whole: s i k}",
+        "s b i, d h i, d h k -> s d b h; d b h {communicating: h, whole: s i k}",
     ),
 }
 

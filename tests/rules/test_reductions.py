@@ -38,7 +38,7 @@ CASES = [
         for op, join in JOIN.items()
     ),
     *(
-        (Case(op, [POSITIVE, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {across: d1}")
+        (Case(op, [POSITIVE, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {communicating: d1}")
         for op in ACROSS
     ),
     (
@@ -54,17 +54,26 @@ CASES = [
     ),
     (Case("ReduceMax", [X, array([], int)]), "d0 d1 d2, _ -> 1 1 1 {max: d0, max: d1, max: d2}"),
     (Case("ReduceSum", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {sum: d0}"),
-    (Case("ReduceMean", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {across: d0}"),
-    (Case("ReduceMean", [INT], {"keepdims": 0}, [0]), "d0 d1 -> () {across: d0 d1}"),
-    (Case("ReduceL2", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {across: d0}"),
-    (Case("ReduceLogSum", [abs(INT), array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {across: d0}"),
-    (Case("ReduceL2", [POSITIVE.astype(np.float16)], fed=[0]), "d0 d1 -> 1 1 {across: d0 d1}"),
-    (Case("ReduceLogSumExp", [POSITIVE.astype(float)], fed=[0]), "d0 d1 -> 1 1 {across: d0 d1}"),
-    (Case("ReduceLogSumExp", [INFINITE, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {across: d1}"),
+    (Case("ReduceMean", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {communicating: d0}"),
+    (Case("ReduceMean", [INT], {"keepdims": 0}, [0]), "d0 d1 -> () {communicating: d0 d1}"),
+    (Case("ReduceL2", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {communicating: d0}"),
+    (Case("ReduceLogSum", [abs(INT), array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {communicating: d0}"),
+    (
+        Case("ReduceL2", [POSITIVE.astype(np.float16)], fed=[0]),
+        "d0 d1 -> 1 1 {communicating: d0 d1}",
+    ),
+    (
+        Case("ReduceLogSumExp", [POSITIVE.astype(float)], fed=[0]),
+        "d0 d1 -> 1 1 {communicating: d0 d1}",
+    ),
+    (
+        Case("ReduceLogSumExp", [INFINITE, array([1])], fed=[0]),
+        "d0 d1, _ -> d0 1 {communicating: d1}",
+    ),
     *(
         (
             Case(op, [POSITIVE], {"axes": [1], "keepdims": 0}, [0], opset=11),
-            "d0 d1 -> d0 {across: d1}",
+            "d0 d1 -> d0 {communicating: d1}",
         )
         for op in ACROSS
     ),
@@ -82,14 +91,14 @@ CASES = [
         "d0 d1, _ -> d0 1 {sum: d1}",
     ),
     *(
-        (Case(c, [v, array(1)], attrs, fed=[0], opset=o), "d0 d1, _ -> d0 d1 {across: d1}")
+        (Case(c, [v, array(1)], attrs, fed=[0], opset=o), "d0 d1, _ -> d0 d1 {communicating: d1}")
         for c, o in (("CumSum", 20), ("CumProd", 26))
         for v in (INT, POSITIVE)
         for attrs in ({}, {"exclusive": 1}, {"reverse": 1}, {"reverse": 1, "exclusive": 1})
     ),
     (
         Case("CumSum", [X, array(-3)], {"reverse": 1, "exclusive": 1}),
-        "d0 d1 d2, _ -> d0 d1 d2 {across: d0}",
+        "d0 d1 d2, _ -> d0 d1 d2 {communicating: d0}",
     ),
 ]
 

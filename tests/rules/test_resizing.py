@@ -25,23 +25,23 @@ CASES = [
     ),
     (
         Case("Resize", [X, None, None, array([2, 4, 6, 8])], NEAREST),
-        "d0 d1 d2 d3, _, _, _ -> d0 d1 (d2 r2) y3 {across: d3, tied: d3 y3, whole: r2}",
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 (d2 r2) y3 {communicating: d3, co-sharded: d3 y3, whole: r2}",
     ),
     (
         Case("Resize", [X, None, scales(1, 1, 2, 2)], {"mode": "linear"}),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case("Resize", [X, None, scales(1, 1, 0.7, 1.5)], {"mode": "cubic"}),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case("Resize", [X, None, None, array([5, 9])], {"mode": "linear", "axes": [2, 3]}),
-        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case("Resize", [(2, 4, 5, 6), None, scales(1, 1, 1.1, 2)], {"mode": "linear"}),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case("Resize", [X, scales(1, 1, 2, 2)], opset=10),
@@ -53,7 +53,7 @@ CASES = [
             [(1, 2, 5), None, None, array([1, 2, 7])],
             {"coordinate_transformation_mode": "align_corners"},
         ),
-        "d0 d1 d2, _, _, _ -> d0 d1 y2 {across: d2, tied: d2 y2}",
+        "d0 d1 d2, _, _, _ -> d0 d1 y2 {communicating: d2, co-sharded: d2 y2}",
     ),
     (
         Case(
@@ -61,7 +61,7 @@ CASES = [
             [(1, 2, 8), None, scales(1, 1, 0.6)],
             {"coordinate_transformation_mode": "half_pixel_symmetric", "nearest_mode": "ceil"},
         ),
-        "d0 d1 d2, _, _ -> d0 d1 y2 {across: d2, tied: d2 y2}",
+        "d0 d1 d2, _, _ -> d0 d1 y2 {communicating: d2, co-sharded: d2 y2}",
     ),
     (
         Case(
@@ -77,7 +77,7 @@ CASES = [
                 "extrapolation_value": 2.0,
             },
         ),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case(
@@ -90,13 +90,13 @@ CASES = [
                 "keep_aspect_ratio_policy": "not_larger",
             },
         ),
-        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case(
             "Resize", [(1, 2, 4, 8), None, scales(1, 1, 1, 0.5)], {"mode": "linear", "antialias": 1}
         ),
-        "d0 d1 d2 d3, _, _ -> d0 d1 d2 y3 {across: d3, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 d2 y3 {communicating: d3, co-sharded: d3 y3}",
     ),
     (
         Case(
@@ -114,7 +114,7 @@ CASES = [
             {"mode": "linear"},
             [0],
         ),
-        "d0 d1 d2 d3, _, _ -> d0 d1 y2 d3 {across: d2, tied: d2 y2}",
+        "d0 d1 d2 d3, _, _ -> d0 d1 y2 d3 {communicating: d2, co-sharded: d2 y2}",
     ),
     (
         Case(
@@ -122,7 +122,7 @@ CASES = [
             [(1, 2, 2, 4), None, None, array([7, 16])],
             {"axes": [2, 3], "keep_aspect_ratio_policy": "not_smaller"},
         ),
-        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case("Upsample", [X, scales(1, 1, 2, 2)], opset=9),
@@ -134,7 +134,7 @@ CASES = [
     ),
     (
         Case("Resize", [X, scales(1, 1, 2, 2)], {"mode": "linear"}, opset=10),
-        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {across: d2 d3, tied: d2 y2, tied: d3 y3}",
+        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case("DepthToSpace", [(2, 12, 2, 3)], {"blocksize": 2}),

@@ -46,15 +46,15 @@ CASES = [
     ),
     (
         Case("Slice", [X, array([0]), array([9]), array([1]), array([2])]),
-        "d0 x1 d2, _, _, _, _ -> d0 d1 d2 {across: x1, tied: x1 d1}",
+        "d0 x1 d2, _, _, _, _ -> d0 d1 d2 {communicating: x1, co-sharded: x1 d1}",
     ),
     (
         Case("Slice", [X, array([-1]), array([-(2**62)]), array([1]), array([-1])]),
-        "d0 x1 d2, _, _, _, _ -> d0 d1 d2 {across: x1, tied: x1 d1}",
+        "d0 x1 d2, _, _, _, _ -> d0 d1 d2 {communicating: x1, co-sharded: x1 d1}",
     ),
     (
         Case("Slice", [X, array([8, 0]), array([1, 2]), array([1, 2]), array([-3, 1])]),
-        "d0 x1 p2 + d2 + q2, _, _, _, _ -> d0 d1 d2 {across: x1, tied: x1 d1}",
+        "d0 x1 p2 + d2 + q2, _, _, _, _ -> d0 d1 d2 {communicating: x1, co-sharded: x1 d1}",
     ),
     (
         Case("Slice", [X, array([-2]), array([0]), array([1]), array([-8])]),

@@ -11,8 +11,8 @@ from onnxpar.search.meshes import best_mesh
 from onnxpar.search.op_strategies import Kept
 from onnxpar.search.search import Solution, solve
 from onnxpar.sharding.factors import analyse
-from onnxpar.sharding.state import Sharding
-from onnxpar.strategy.strategy import Seed
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation
 
 
 class Recording:
@@ -26,7 +26,7 @@ class Recording:
         self.found: dict[tuple[int, ...], float] = {}
 
     def solve(
-        self, sharding: Sharding, given: Sequence[Sequence[Seed]], kept: Kept | None
+        self, sharding: ShardingState, given: Sequence[Sequence[Annotation]], kept: Kept | None
     ) -> Solution:
         found = solve(self.model.graph, sharding, self.model.states, given, kept=kept)
         if kept is None:

@@ -21,7 +21,7 @@ def graphs(draw: st.DrawFn, nodes: int = 5) -> onnx.ModelProto:
     products may share a weight."""
     rows = draw(st.sampled_from([1, 1, 6]))
     widths = {"x": draw(st.sampled_from([2, 8]))}
-    made = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, widths["x"]])]
+    produced = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, widths["x"]])]
     body: list[onnx.NodeProto] = []
     weights: dict[str, onnx.TensorProto] = {}
     for i in range(draw(st.integers(1, nodes))):
@@ -50,7 +50,7 @@ def graphs(draw: st.DrawFn, nodes: int = 5) -> onnx.ModelProto:
         for n in ends
         if n != "x"
     ]
-    graph = helper.make_graph(body, "g", made, outputs, list(weights.values()))
+    graph = helper.make_graph(body, "g", produced, outputs, list(weights.values()))
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
 
 

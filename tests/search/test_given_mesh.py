@@ -59,8 +59,8 @@ def test_the_order_of_axes_on_a_dimension(topology: dict[str, object], tmp_path:
 def test_axes_of_one_rank_may_stand_in_a_mesh(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 4)
     for text in ("dp=1,tp=4", "tp=1", "a=1,b=1"):
-        made, _ = pipeline.plan(path, Options(mesh=Mesh.parse(text)))
-        assert str(made.mesh) == text and made.preset == "auto"
+        produced, _ = pipeline.plan(path, Options(mesh=Mesh.parse(text)))
+        assert str(produced.mesh) == text and produced.preset == "auto"
 
 
 def test_a_plan_on_a_mesh_that_is_given_is_right(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def write(
     weights: Mapping[str, Sequence[int]],
 ) -> Path:
     """A model whose last port is its output."""
-    made = [helper.make_tensor_value_info(n, kind, shape) for n, (shape, kind) in ports.items()]
+    produced = [helper.make_tensor_value_info(n, kind, shape) for n, (shape, kind) in ports.items()]
     stored = [numpy_helper.from_array(np.ones(s, np.float32), n) for n, s in weights.items()]
-    graph = helper.make_graph(list(nodes), "g", made[:-1], made[-1:], stored)
+    graph = helper.make_graph(list(nodes), "g", produced[:-1], produced[-1:], stored)
     opsets = [helper.make_opsetid("", 18)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
     return path
@@ -82,9 +82,9 @@ def test_both_orders_of_axes_are_tried(tmp_path: Path) -> None:
 
 def test_what_talks_most_stays_inside(tmp_path: Path) -> None:
     """The batch needs no collective, what is added up over tp does."""
-    made = onnxpar.plan(matmuls(tmp_path, 4), devices=8, topology=computing_much(TWO))
-    assert made.mesh.shape[-1] == ("tp", 2)
-    assert {c.group for c in made.collectives} == {(0, 1)}
+    produced = onnxpar.plan(matmuls(tmp_path, 4), devices=8, topology=computing_much(TWO))
+    assert produced.mesh.shape[-1] == ("tp", 2)
+    assert {c.group for c in produced.collectives} == {(0, 1)}
 
 
 def test_axes_are_called_what_they_split(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_experts_have_an_axis(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], "experts")]
     ports = {"x": ([1, 8, 2, 64], TensorProto.FLOAT), "y": ([1, 8, 2, 64], TensorProto.FLOAT)}
     path = write(tmp_path / "m.onnx", nodes, ports, {"w": [8, 64, 64]})
-    made = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
-    assert str(made.mesh) == "ep=4"
-    assert made.weights[0].layout == "[ep, -, -]"
+    produced = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
+    assert str(produced.mesh) == "ep=4"
+    assert produced.weights[0].layout == "[ep, -, -]"
 
 
 def test_channels_are_no_experts(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_channels_are_no_experts(tmp_path: Path) -> None:
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"], "depthwise", group=64, pads=[1, 1, 1, 1])]
     ports = {"x": ([1, 64, 2, 2], TensorProto.FLOAT), "y": ([1, 64, 2, 2], TensorProto.FLOAT)}
     path = write(tmp_path / "m.onnx", nodes, ports, {"w": [64, 1, 3, 3]})
-    made = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
-    assert str(made.mesh) == "tp=4"
-    assert made.weights[0].layout == "[tp, -, -, -]"
+    produced = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
+    assert str(produced.mesh) == "tp=4"
+    assert produced.weights[0].layout == "[tp, -, -, -]"
     with pytest.raises(StrategyError, match="no weights of experts"):
         onnxpar.plan(path, devices=4, preset="expert-parallel")
 
@@ -138,33 +138,35 @@ def test_a_third_axis_where_two_are_as_fast_as_one() -> None:
 
 def test_axes_of_a_strategy_without_a_mesh(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 8)
-    asked = {"shard": {"up": [["rows", None], [None, "columns"]]}}
-    made = onnxpar.plan(path, devices=8, search="auto", topology=ONE, strategy=asked, verify=True)
-    assert set(made.mesh.sizes) == {"rows", "columns"} and made.mesh.size == 8
-    layouts = {p.name: p.layout.text(made.mesh) for p in made.inputs if p.layout}
+    requested = {"shard": {"up": [["rows", None], [None, "columns"]]}}
+    produced = onnxpar.plan(
+        path, devices=8, search="auto", topology=ONE, strategy=requested, verify=True
+    )
+    assert set(produced.mesh.sizes) == {"rows", "columns"} and produced.mesh.size == 8
+    layouts = {p.name: p.layout.text(produced.mesh) for p in produced.inputs if p.layout}
     assert layouts["x"] == "[rows, -]"
     one = {"shard": {"up": [None, [None, "columns"]]}}
-    made = onnxpar.plan(path, devices=8, search="auto", topology=ONE, strategy=one, verify=True)
-    assert "columns" in made.mesh.sizes
-    assert {w.name: w.layout for w in made.weights}["up"] == "[-, columns]"
+    produced = onnxpar.plan(path, devices=8, search="auto", topology=ONE, strategy=one, verify=True)
+    assert "columns" in produced.mesh.sizes
+    assert {w.name: w.layout for w in produced.weights}["up"] == "[-, columns]"
 
 
 def test_a_mesh_is_chosen_on_which_the_strategy_works(tmp_path: Path) -> None:
     """4 rows are too few for an axis of 8."""
-    asked = {"shard": {"up": [["rows", None], None]}}
-    made = onnxpar.plan(
-        matmuls(tmp_path, 4), devices=8, search="auto", topology=ONE, strategy=asked
+    requested = {"shard": {"up": [["rows", None], None]}}
+    produced = onnxpar.plan(
+        matmuls(tmp_path, 4), devices=8, search="auto", topology=ONE, strategy=requested
     )
-    assert made.mesh.sizes["rows"] in (2, 4)
+    assert produced.mesh.sizes["rows"] in (2, 4)
 
 
 def test_a_mesh_on_which_a_node_has_no_split_is_passed_over() -> None:
     """The columns of a product can be split over 2 ranks as the strategy asks, but not over 8."""
     path = MODELS / "llama.legacy.static.onnx"
-    asked = {"shard": {"*/q_proj/*": [None, [None, "heads"]]}}
-    assert onnxpar.plan(path, devices=8, search="auto", strategy=asked).mesh.sizes["heads"] == 2
+    requested = {"shard": {"*/q_proj/*": [None, [None, "heads"]]}}
+    assert onnxpar.plan(path, devices=8, search="auto", strategy=requested).mesh.sizes["heads"] == 2
     with pytest.raises(StrategyError, match=r"q_proj/MatMul' cannot be split over heads=8"):
-        onnxpar.plan(path, mesh="heads=8", search="auto", strategy=asked)
+        onnxpar.plan(path, mesh="heads=8", search="auto", strategy=requested)
 
 
 def test_strategies_that_no_mesh_meets(tmp_path: Path) -> None:
@@ -194,8 +196,8 @@ def test_axes_that_entries_name(entry: Any, names: list[str]) -> None:
 def test_devices_or_a_mesh_alone_are_searched(tmp_path: Path) -> None:
     path = matmuls(tmp_path, 4)
     for options in (Options(devices=4), Options(mesh=Mesh.parse("a=2,b=2"))):
-        made, _ = pipeline.plan(path, options)
-        assert made.preset == "auto"
-    asked = Strategy.of({"shard": {"up": [[2, 1], [1, 1]]}})
-    assert pipeline.plan(path, Options(devices=2, strategy=asked))[0].preset is None
+        produced, _ = pipeline.plan(path, options)
+        assert produced.preset == "auto"
+    requested = Strategy.of({"shard": {"up": [[2, 1], [1, 1]]}})
+    assert pipeline.plan(path, Options(devices=2, strategy=requested))[0].preset is None
     assert pipeline.plan(path, Options(devices=2, search="propagation"))[0].preset is None

@@ -27,30 +27,30 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
 from onnxpar.reshard.graph import LOCAL_STEPS
-from onnxpar.reshard.planner import Tensor, cost, plan_steps
-from onnxpar.search.objective import LATENCY, OBJECTIVES, Aim
-from onnxpar.search.op_cost import work
-from onnxpar.search.op_strategies import Choice, Kept
+from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
+from onnxpar.search.objective import LATENCY, OBJECTIVES, Objective
+from onnxpar.search.op_cost import op_cost
+from onnxpar.search.op_strategies import Kept, OpStrategy
 from onnxpar.search.predict import predict
 from onnxpar.search.problem import Problem
 from onnxpar.search.reshard_costs import faster
 from onnxpar.search.solver.limits import Limit, TooMuch
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.part_bytes import part_bytes
-from onnxpar.sharding.state import Placement, Sharding
-from onnxpar.strategy.strategy import NodeSeed
+from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.state import FactorSharding, ShardingState
+from onnxpar.strategy.strategy import NodeAnnotation
 
 MOST = 20_000
 
 
-Chosen = Mapping[str, Choice]
-Fed = dict[str, Placement]
+Chosen = Mapping[str, OpStrategy]
+Fed = dict[str, FactorSharding]
 
 
 class BruteForce:
     """What a strategy costs, from the cost of single reshards alone, without any table."""
 
-    def __init__(self, graph: gs.Graph, sharding: Sharding) -> None:
+    def __init__(self, graph: gs.Graph, sharding: ShardingState) -> None:
         self.sharding = sharding
         self.ops = sharding.factors.ops
         self.outputs = {t.name for t in graph.outputs}
@@ -59,35 +59,37 @@ class BruteForce:
         self.tensors = {t.name: t for op in self.ops for t, _ in op.operands()}
         self.known: dict[tuple[object, ...], tuple[float, float]] = {}
 
-    def strategies(self, choices: Mapping[str, Sequence[Choice]]) -> Iterator[tuple[Chosen, Fed]]:
+    def strategies(
+        self, choices: Mapping[str, Sequence[OpStrategy]]
+    ) -> Iterator[tuple[Chosen, Fed]]:
         """Every way to split the nodes, with every way to feed what some node could read so."""
         fed = list(self.ways_to_feed(choices))
         for combination in product(*choices.values()):
             for one in fed:
                 yield dict(zip(choices, combination, strict=True)), one
 
-    def ways_to_feed(self, choices: Mapping[str, Sequence[Choice]]) -> Iterator[Fed]:
+    def ways_to_feed(self, choices: Mapping[str, Sequence[OpStrategy]]) -> Iterator[Fed]:
         fed = []
         for name in self.fed:
             reads = [
                 (op, i) for op in self.ops for i, t in enumerate(op.node.inputs) if t.name == name
             ]
-            needs = [c.operand(op, i) for op, i in reads for c in choices[op.node.name]]
-            fed.append({self.whole(name), *(need for need in needs if not need.partial)})
-        for placements in product(*fed):
-            yield dict(zip(self.fed, placements, strict=True))
+            required = [c.operand(op, i) for op, i in reads for c in choices[op.node.name]]
+            fed.append({self.whole(name), *(need for need in required if not need.partial)})
+        for factor_shardings in product(*fed):
+            yield dict(zip(self.fed, factor_shardings, strict=True))
 
-    def whole(self, name: str) -> Placement:
-        return Placement(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
+    def whole(self, name: str) -> FactorSharding:
+        return FactorSharding(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
 
     def seconds(self, chosen: Chosen, fed: Fed) -> tuple[float, float]:
         """Seconds of computing and of talking."""
-        made, needs = self.placements(chosen, fed)
-        spent = [self.work(op, chosen[op.node.name]) for op in self.ops]
-        for name, goals in needs.items():
+        produced, required = self.factor_shardings(chosen, fed)
+        spent = [self.op_cost(op, chosen[op.node.name]) for op in self.ops]
+        for name, goals in required.items():
             if name in self.weights:
                 continue
-            start = made[name]
+            start = produced[name]
             if name in self.outputs:
                 spent.append(self.path(name, start, start.reduced()))
                 start = start.reduced()
@@ -95,45 +97,47 @@ class BruteForce:
         compute, talk = zip(*spent, strict=True)
         return sum(compute), sum(talk)
 
-    def placements(
+    def factor_shardings(
         self, chosen: Chosen, fed: Fed
-    ) -> tuple[dict[str, Placement], dict[str, list[Placement]]]:
+    ) -> tuple[dict[str, FactorSharding], dict[str, list[FactorSharding]]]:
         """How tensors are made, and how each reader needs them."""
-        made = dict(fed)
-        needs: dict[str, list[Placement]] = {name: [] for name in self.tensors}
+        produced = dict(fed)
+        required: dict[str, list[FactorSharding]] = {name: [] for name in self.tensors}
         for op in self.ops:
             choice = chosen[op.node.name]
             for i, t in enumerate(op.node.inputs):
-                needs[t.name].append(choice.operand(op, i))
+                required[t.name].append(choice.operand(op, i))
             for i, t in enumerate(op.node.outputs):
-                made[t.name] = choice.result(op, i)
-        return made, needs
+                produced[t.name] = choice.result(op, i)
+        return produced, required
 
     def holds(self, chosen: Chosen, fed: Fed) -> list[float]:
         """Bytes that a rank holds at each step."""
-        made, needs = self.placements(chosen, fed)
+        produced, required = self.factor_shardings(chosen, fed)
         at = {op.node.name: step for step, op in enumerate(self.ops)}
         held = [0.0] * len(self.ops)
         for name in self.tensors:
             steps = [at[op.node.name] for op in self.ops for t in op.node.inputs if t.name == name]
             if name in self.weights:
-                stored = sum(self.size(name, need) for need in set(needs[name]))
+                stored = sum(self.size(name, need) for need in set(required[name]))
                 self.hold(held, 0, len(held) - 1, stored)
                 continue
             maker = next(
                 (at[o.node.name] for o in self.ops for t in o.node.outputs if t.name == name), 0
             )
             stays = name in self.outputs or name in fed
-            asked = made[name].reduced() if name in self.outputs else made[name]
-            self.hold(held, maker, len(held) - 1 if stays else max(steps), self.size(name, asked))
-            if asked != made[name]:
-                self.hold(held, maker, maker, self.size(name, made[name]))
-            reads = [*zip(steps, needs[name], strict=True)]
+            requested = produced[name].reduced() if name in self.outputs else produced[name]
+            self.hold(
+                held, maker, len(held) - 1 if stays else max(steps), self.size(name, requested)
+            )
+            if requested != produced[name]:
+                self.hold(held, maker, maker, self.size(name, produced[name]))
+            reads = [*zip(steps, required[name], strict=True)]
             for i, (step, need) in enumerate(reads):
-                if need != asked and (i == 0 or reads[i - 1] != (step, need)):
+                if need != requested and (i == 0 or reads[i - 1] != (step, need)):
                     self.hold(held, step, step, self.size(name, need))
             for (step, need), (then, other) in pairwise(reads):
-                if need == other != asked:
+                if need == other != requested:
                     self.hold(held, step + 1, then - 1, self.size(name, need))
         return held
 
@@ -142,13 +146,15 @@ class BruteForce:
         for step in range(first, last + 1):
             held[step] += size
 
-    def work(self, op: OpFactors, choice: Choice) -> tuple[float, float]:
+    def op_cost(self, op: OpFactors, choice: OpStrategy) -> tuple[float, float]:
         key = (op.node.name, choice)
         if key not in self.known:
-            self.known[key] = work(op, choice, self.sharding)
+            self.known[key] = op_cost(op, choice, self.sharding)
         return self.known[key]
 
-    def tree(self, name: str, start: Placement, goals: Sequence[Placement]) -> tuple[float, float]:
+    def tree(
+        self, name: str, start: FactorSharding, goals: Sequence[FactorSharding]
+    ) -> tuple[float, float]:
         best = (math.inf, 0.0)
         for order in permutations(dict.fromkeys(g for g in goals if g != start)):
             have, local, talk = [start], 0.0, 0.0
@@ -160,11 +166,11 @@ class BruteForce:
             best = min(best, (local, talk), key=sum)
         return best
 
-    def path(self, name: str, start: Placement, goal: Placement) -> tuple[float, float]:
+    def path(self, name: str, start: FactorSharding, goal: FactorSharding) -> tuple[float, float]:
         key = (name, start, goal)
         if key not in self.known:
             factors = self.sharding.factors.tensors[name]
-            about = Tensor(factors, self.sharding.costs, element_bytes(self.tensors[name]))
+            about = ReshardedTensor(factors, self.sharding.costs, element_bytes(self.tensors[name]))
             steps = plan_steps(start, goal, about)
             local, talk = (
                 cost(
@@ -177,9 +183,11 @@ class BruteForce:
             self.known[key] = local, talk
         return self.known[key]
 
-    def size(self, name: str, placement: Placement) -> float:
+    def size(self, name: str, factor_sharding: FactorSharding) -> float:
         tensor = self.tensors[name]
-        return part_bytes(tensor, self.sharding.layout(tensor, placement), self.sharding.mesh)
+        return shard_bytes(
+            tensor, self.sharding.layout(tensor, factor_sharding), self.sharding.mesh
+        )
 
 
 def context(path: Path, mesh: str, topology: Topology) -> tuple[gs.Graph, PassContext]:
@@ -192,7 +200,9 @@ def compiled(path: Path, mesh: str, topology: Topology, chosen: Chosen) -> float
     """What the compiler's own graph takes."""
     graph, ctx = context(path, mesh, topology)
     ops = ctx.sharding.factors.ops
-    ctx.seeds = [[NodeSeed(op, dict(enumerate(chosen[op.node.name].axes)), {}) for op in ops]]
+    ctx.annotations = [
+        [NodeAnnotation(op, dict(enumerate(chosen[op.node.name].axes)), {}) for op in ops]
+    ]
     run_passes(ctx.model, ctx, [PropagateLayouts(), InsertCollectives()], check=True)
     return predict(graph, ctx.sharding).total
 
@@ -246,7 +256,7 @@ def test_no_strategy_that_fits_is_better(
     value = sum if objective == LATENCY else max
     fitting = [value(seconds) for seconds, peak in measured if peak <= limit]
     for exhaustively in (False, True):
-        problem = Problem(graph, ctx.sharding, aim=Aim(objective, limit))
+        problem = Problem(graph, ctx.sharding, objective=Objective(objective, limit))
         if not fitting:
             with pytest.raises(TooMuch):
                 problem.solve(exhaustively)
@@ -258,9 +268,9 @@ def test_no_strategy_that_fits_is_better(
         assert best == pytest.approx(seconds, rel=1e-9)
 
 
-def check_held(graph: gs.Graph, sharding: Sharding, decide: Callable[[int], int]) -> None:
+def check_held(graph: gs.Graph, sharding: ShardingState, decide: Callable[[int], int]) -> None:
     """What a strategy holds at each step, of which `decide` says a number below that of choices."""
-    problem = Problem(graph, sharding, aim=Aim(memory=1.0))
+    problem = Problem(graph, sharding, objective=Objective(memory=1.0))
     judge = BruteForce(graph, sharding)
     drawn = {v: decide(problem.sizes[v]) for v in problem.variable.values()}
     chosen = {n: problem.choices[n][drawn[v]] for n, v in problem.variable.items()}
@@ -302,7 +312,7 @@ def test_a_sum_that_many_readers_scatter(tmp_path: Path) -> None:
     graph, ctx = context(path, "dp=2,tp=2", Topology.default())
     dp = (ctx.sharding.mesh.axis("dp"),)
     kept = {
-        op.node.name: Choice(tuple(dp if leaf.factor == wanted else () for leaf in op.leaves))
+        op.node.name: OpStrategy(tuple(dp if leaf.factor == wanted else () for leaf in op.leaves))
         for op in ctx.sharding.factors.ops
         for wanted in [op.leaves[0].factor if op.node.op == "Relu" else next(iter(op.rule.reduce))]
     }

@@ -19,7 +19,7 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
-from onnxpar.search.objective import Aim
+from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.search.predict import predict
 from onnxpar.search.search import solve
@@ -50,10 +50,10 @@ def test_the_compiler_makes_what_is_predicted(model: str, mesh: str) -> None:
     loaded = load_model(MODELS / model, how)
     ctx = make_context(loaded, how)
     found = solve(loaded.graph, ctx.sharding, loaded.states)
-    ctx.seeds = [found.seeds]
+    ctx.annotations = [found.annotations]
     run_passes(loaded, ctx, [PropagateLayouts(), InsertCollectives()])
-    made = predict(loaded.graph, ctx.sharding).total
-    assert made == pytest.approx(found.seconds, rel=0.01)
+    produced = predict(loaded.graph, ctx.sharding).total
+    assert produced == pytest.approx(found.seconds, rel=0.01)
 
 
 NEAR = {
@@ -68,10 +68,10 @@ def test_megatrons_two_all_reduces_in_a_layer(ranks: int, tmp_path: Path) -> Non
     model = tmp_path / "decode.onnx"
     sizes = {"hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 512}
     llama_shape.write(model, layers=3, batch=1, seq=1, **sizes)
-    made = onnxpar.plan(model, devices=ranks, search="auto", topology=NEAR)
-    in_layers = [c for c in made.collectives if c.tensor.startswith("MatMul")]
+    produced = onnxpar.plan(model, devices=ranks, search="auto", topology=NEAR)
+    in_layers = [c for c in produced.collectives if c.tensor.startswith("MatMul")]
     assert [c.kind for c in in_layers] == ["AllReduce"] * 6
-    split = [w for w in made.weights if w.bytes > 1 << 16 and w.bytes_per_rank < w.bytes]
+    split = [w for w in produced.weights if w.bytes > 1 << 16 and w.bytes_per_rank < w.bytes]
     assert len(split) == 3 * 7 + 1  # and the head
 
 
@@ -79,10 +79,10 @@ def test_a_large_batch_is_split(tmp_path: Path) -> None:
     model = tmp_path / "batch.onnx"
     sizes = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 64}
     llama_shape.write(model, layers=3, batch=64, seq=8, **sizes)
-    made = onnxpar.plan(model, devices=8, search="auto", topology=NEAR)
-    layout = made.inputs[0].layout
-    assert not made.collectives and layout is not None
-    assert layout.local_shape(made.mesh, 0) == (8, 8)
+    produced = onnxpar.plan(model, devices=8, search="auto", topology=NEAR)
+    layout = produced.inputs[0].layout
+    assert not produced.collectives and layout is not None
+    assert layout.local_shape(produced.mesh, 0) == (8, 8)
 
 
 def test_what_is_asked_for_is_kept(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_what_is_asked_for_is_kept(tmp_path: Path) -> None:
     llama_shape.write(model, layers=3, batch=64, seq=8, **sizes)
     nodes = [n.name for n in onnx.load(model, load_external_data=False).graph.node]
     product = next(name for name in nodes if name.startswith("MatMul"))
-    asked = {"shard": {product: [[None, None, None], [None, "tp"]]}}
-    made = onnxpar.plan(model, mesh="tp=2", search="auto", topology=NEAR, strategy=asked)
-    assert {w.name: w.layout for w in made.weights}["q.0"] == "[-, tp]"
+    requested = {"shard": {product: [[None, None, None], [None, "tp"]]}}
+    produced = onnxpar.plan(model, mesh="tp=2", search="auto", topology=NEAR, strategy=requested)
+    assert {w.name: w.layout for w in produced.weights}["q.0"] == "[-, tp]"
     free = onnxpar.plan(model, mesh="tp=2", search="auto", topology=NEAR)
     assert {w.name: w.layout for w in free.weights}["q.0"] == "[-, -]"
 
@@ -106,18 +106,18 @@ def test_caches_that_grow(past: int, tmp_path: Path) -> None:
 
 
 def test_a_cache_whose_layout_is_asked_for() -> None:
-    asked = {"tensors": {"past_key_0": [None, "tp", None, None]}}
+    requested = {"tensors": {"past_key_0": [None, "tp", None, None]}}
     model = MODELS / "llama_decode.dynamo.static.onnx"
-    made = onnxpar.plan(model, mesh="tp=2", search="auto", strategy=asked, verify=True)
-    layouts = {p.name: p.layout.text(made.mesh) for p in made.inputs if p.layout}
+    produced = onnxpar.plan(model, mesh="tp=2", search="auto", strategy=requested, verify=True)
+    layouts = {p.name: p.layout.text(produced.mesh) for p in produced.inputs if p.layout}
     assert layouts["past_key_0"] == "[-, tp, -, -]"
 
 
 def test_small_models_are_not_worth_talking() -> None:
     """By default a collective takes as long as ten of these nodes."""
     for model in ("gpt2.dynamo.static.onnx", "dlrm.dynamo.static.onnx"):
-        made, _ = pipeline.plan(MODELS / model, Options(devices=4, search="auto"))
-        assert made.mesh.size == 4 and not made.collectives
+        produced, _ = pipeline.plan(MODELS / model, Options(devices=4, search="auto"))
+        assert produced.mesh.size == 4 and not produced.collectives
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_cannot_be_searched(options: Options, message: str) -> None:
 def test_each_stage_is_told() -> None:
     """So that a terminal is not silent; the line goes at the end."""
     told: list[str] = []
-    options = Options(devices=4, aim=Aim(patience=Patience(tell=told.append)))
+    options = Options(devices=4, objective=Objective(patience=Patience(tell=told.append)))
     pipeline.plan(MODELS / "dlrm.dynamo.dynamic.onnx", options)
     stages = ["reading the model", "analysing the model", "mesh tp=4", "mesh dp=2,tp=2"]
     assert told == [*stages, "repeating the plan at other sizes", ""]

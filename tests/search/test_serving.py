@@ -24,8 +24,8 @@ from onnxpar.compiler.pass_ import PassContext
 from onnxpar.cost.topology import Topology
 from onnxpar.search import problem as problems
 from onnxpar.search import serving
-from onnxpar.search.objective import LATENCY, THROUGHPUT, Aim
-from onnxpar.search.op_strategies import choices_of, pending_kinds
+from onnxpar.search.objective import LATENCY, THROUGHPUT, Objective
+from onnxpar.search.op_strategies import choices_of, partial_kinds
 from onnxpar.search.patience import Patience
 from onnxpar.search.problem import Problem
 from onnxpar.search.solver.limits import TooMuch
@@ -45,12 +45,12 @@ def apart() -> Iterator[None]:
 
 
 def solved(
-    graph: gs.Graph, ctx: PassContext, aim: Aim, dense: int, exhaustively: bool = False
+    graph: gs.Graph, ctx: PassContext, objective: Objective, dense: int, exhaustively: bool = False
 ) -> float:
     """The least that is found, infinite where nothing is within the limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "MOST_DENSE", dense)
-        problem = Problem(graph, ctx.sharding, aim=aim)
+        problem = Problem(graph, ctx.sharding, objective=objective)
         if exhaustively:
             assume(math.prod(problem.sizes) <= MOST)
         try:
@@ -75,12 +75,12 @@ def test_pairs_have_the_same_least_sum(
         graph, ctx = context(path, mesh, topology)
     memory = None
     if share is not None:
-        demands = Problem(graph, ctx.sharding, aim=Aim(memory=1.0)).holdings.demands
+        demands = Problem(graph, ctx.sharding, objective=Objective(memory=1.0)).holdings.demands
         memory = share * sum(float(d.table.values.max()) for d in demands)
-    aim = Aim(LATENCY, memory, patience=Patience(LONG))
-    least = solved(graph, ctx, aim, 1 << 20)
-    assert solved(graph, ctx, aim, 0) == pytest.approx(least, rel=1e-9)
-    assert solved(graph, ctx, aim, 0, exhaustively=True) == pytest.approx(least, rel=1e-9)
+    objective = Objective(LATENCY, memory, patience=Patience(LONG))
+    least = solved(graph, ctx, objective, 1 << 20)
+    assert solved(graph, ctx, objective, 0) == pytest.approx(least, rel=1e-9)
+    assert solved(graph, ctx, objective, 0, exhaustively=True) == pytest.approx(least, rel=1e-9)
 
 
 def fan(folder: Path, readers: int, rows: int = 6) -> Path:
@@ -103,17 +103,19 @@ def fan(folder: Path, readers: int, rows: int = 6) -> Path:
 def test_many_readers(readers: int, mesh: str, tmp_path: Path) -> None:
     graph, ctx = context(fan(tmp_path, readers), mesh, Topology.default())
     for memory in (None, 400.0, 1000.0):
-        aim = Aim(memory=memory, patience=Patience(LONG))
-        least = solved(graph, ctx, aim, 1 << 20)
-        assert solved(graph, ctx, aim, 0) == pytest.approx(least, rel=1e-9)
-    aim = Aim(THROUGHPUT)  # the source that makes the longer one less counts, not the faster one
-    assert solved(graph, ctx, aim, 0) <= solved(graph, ctx, aim, 1 << 20) * (1 + 1e-9)
+        objective = Objective(memory=memory, patience=Patience(LONG))
+        least = solved(graph, ctx, objective, 1 << 20)
+        assert solved(graph, ctx, objective, 0) == pytest.approx(least, rel=1e-9)
+    objective = Objective(
+        THROUGHPUT
+    )  # the source that makes the longer one less counts, not the faster one
+    assert solved(graph, ctx, objective, 0) <= solved(graph, ctx, objective, 1 << 20) * (1 + 1e-9)
 
 
 def test_no_table_is_over_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MOST_DENSE", 0)
     graph, ctx = context(fan(tmp_path, 5), "dp=2,tp=2", Topology.default())
-    problem = Problem(graph, ctx.sharding, aim=Aim(memory=1000.0))
+    problem = Problem(graph, ctx.sharding, objective=Objective(memory=1000.0))
     tables = [*problem.sums[0], *(demand.table for demand in problem.holdings.demands)]
     assert max(len(set(table.scope)) for table in tables) == 2
     assert sum(table.values.size for table in problem.sums[0]) == problem.tables.entries
@@ -135,14 +137,14 @@ def test_what_is_asked_for_is_among_few_choices(tmp_path: Path) -> None:
     """Also where it is what comes last."""
     _, ctx = context(fan(tmp_path, 5), "dp=2,tp=2", Topology.default())
     ops = ctx.sharding.factors.ops
-    kinds = pending_kinds(ops)
+    kinds = partial_kinds(ops)
     for op in ops:
-        for asked in choices_of(op, ctx.sharding, kinds):
+        for requested in choices_of(op, ctx.sharding, kinds):
             for leaves in itertools.product([False, True], repeat=len(op.leaves)):
-                decided = [a if d else None for a, d in zip(asked.axes, leaves, strict=True)]
+                decided = [a if d else None for a, d in zip(requested.axes, leaves, strict=True)]
                 ctx.sharding.ops[op.node.name] = list(decided)
                 few = choices_of(op, ctx.sharding, kinds, most=1)
                 assert len(few) <= 1
-                if all(leaves) and not asked.passed:
-                    assert [c.axes for c in few] == [asked.axes]
+                if all(leaves) and not requested.passed:
+                    assert [c.axes for c in few] == [requested.axes]
         ctx.sharding.ops[op.node.name] = [None] * len(op.leaves)

@@ -118,7 +118,7 @@ def shard_randomly(model: Path, ops: Sequence[str], b: Builder, folder: Path) ->
     """Writes the model split over a mesh as the builder's draws have it."""
     loaded = load(model)
     ctx = make_context(loaded, Options(mesh=Mesh.parse(b.choose(MESHES)), strategy=Strategy()))
-    ctx.seeds = list(seeds(b, ctx.sharding, ops))
+    ctx.annotations = list(seeds(b, ctx.sharding, ops))
 
     def watch(step: Pass, _: object, ctx: PassContext) -> None:
         if isinstance(step, InsertCollectives):

@@ -7,16 +7,18 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.tensors import shape_bytes
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.sharding.state import Placement, Sharding
+from onnxpar.sharding.state import FactorSharding, ShardingState
 
 
-def part_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
+def shard_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
     """Bytes of a rank's part; rank 0 has the largest of default parts."""
     return shape_bytes(tensor, layout.estimated_shape(mesh, rank))
 
 
-def mean_bytes(tensor: gs.Tensor, placement: Placement, sharding: Sharding) -> float:
+def mean_bytes(
+    tensor: gs.Tensor, factor_sharding: FactorSharding, sharding: ShardingState
+) -> float:
     """Bytes that the fullest rank holds of a tensor, on average of the sizes that costs are
     computed at."""
-    each = sharding.costed_shapes(tensor.name, placement)
+    each = sharding.costed_shapes(tensor.name, factor_sharding)
     return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)

@@ -21,7 +21,7 @@ MANY_BLOCKS = 64
 """From here on, one indexed copy is faster than that many copies of slices."""
 
 
-class Parts:
+class Shards:
     """The parts of one tensor. Where data decides the rank, the layout is None: whole; where it
     decides the size of a dimension, that dimension is whole, and its size is -1."""
 
@@ -86,18 +86,18 @@ class Parts:
             " there: please report the model"
         )
 
-    def of_shape(self, shape: Mapping[int, int]) -> Parts:
+    def of_shape(self, shape: Mapping[int, int]) -> Shards:
         """The same with sizes for dimensions, by index, that data decides."""
         return self._of(tuple(sorted(shape.items())))
 
-    def _with_sizes(self, sizes: tuple[tuple[int, int], ...]) -> Parts:
+    def _with_sizes(self, sizes: tuple[tuple[int, int], ...]) -> Shards:
         assert self._all is not None
         dims = list(self._all.dims)
         for i, size in sizes:
             dims[i] = Factor(size)
-        return Parts(Layout(tuple(dims), self._all.partial, self._all.reduce), self._mesh)
+        return Shards(Layout(tuple(dims), self._all.partial, self._all.reduce), self._mesh)
 
-    def _told_by(self, array: Array) -> Parts:
+    def _told_by(self, array: Array) -> Shards:
         """The same with the sizes that data decides as an array has them: whole or a part."""
         return self.of_shape({i: array.shape[i] for i in self._by_data})
 
@@ -149,7 +149,7 @@ class Parts:
                 whole[there] = parts[rank][here]
         return whole
 
-    def _told_by_all(self, parts: Mapping[int, Array]) -> Parts:
+    def _told_by_all(self, parts: Mapping[int, Array]) -> Shards:
         """The same with the sizes that the parts have. Errors: RankError where they differ."""
         first, *others = self.sources
         for i in self._by_data:
@@ -187,20 +187,20 @@ class PortParts:
         self._bundle = bundle
         self._ports = {**bundle.inputs, **bundle.outputs}
         self._fixed = {
-            name: Parts(port.layout, bundle.mesh)
+            name: Shards(port.layout, bundle.mesh)
             for name, port in self._ports.items()
             if port.open_layout is None
         }
         self.at = lru_cache(maxsize=32)(self._at)
 
-    def _at(self, sizes: Sizes) -> Mapping[str, Parts]:
+    def _at(self, sizes: Sizes) -> Mapping[str, Shards]:
         """Parts by port, for these values of the bundle's symbols."""
         binding = dict(zip(self._bundle.symbols, sizes, strict=True))
         opened = {}
         for name, port in self._ports.items():
             layout = port.layout_at(binding) if name not in self._fixed else None
             if layout is not None:
-                opened[name] = Parts(layout, self._bundle.mesh)
+                opened[name] = Shards(layout, self._bundle.mesh)
         return {**self._fixed, **opened}
 
 

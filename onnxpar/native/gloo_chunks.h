@@ -1,4 +1,4 @@
-// Blocks of any size, moved piece by piece through scratch memory of bounded size.
+// Blocks of any size, moved chunk by chunk through scratch memory of bounded size.
 #pragma once
 
 #include <cstdint>
@@ -32,32 +32,32 @@ inline void* At(const void* base, size_t offset) {
   return static_cast<char*>(const_cast<void*>(base)) + offset;
 }
 
-/// What is moved between this rank and the others in one phase of a collective. Two pieces may be
+/// What is moved between this rank and the others in one phase of a collective. Two chunks may be
 /// posted at a time. Blocks of this rank itself are left alone.
-class Pieces {
+class Chunks {
  public:
   enum Staging { kWhereStrided, kAlways };
 
-  /// Sends blocks of `in` and receives blocks of `out`. Received pieces stay in scratch memory if
+  /// Sends blocks of `in` and receives blocks of `out`. Received chunks stay in scratch memory if
   /// `staging` is kAlways, otherwise they end up in `out`. The blocks must outlive this object.
-  Pieces(GlooMesh& mesh, const Call& call, uint64_t phase, const void* in,
+  Chunks(GlooMesh& mesh, const Call& call, uint64_t phase, const void* in,
          const std::vector<Block>& sends, void* out, const std::vector<Block>& receives,
          Staging staging, Scratch& scratch);
 
-  /// The number of pieces of the largest block.
+  /// The number of chunks of the largest block.
   size_t Count() const { return count_; }
 
-  /// The bytes of a block that are its piece `piece`; none if it has fewer pieces.
-  static Range RangeOf(const Block& block, size_t piece);
+  /// The bytes of a block that are its chunk `chunk`; none if it has fewer chunks.
+  static Range RangeOf(const Block& block, size_t chunk);
 
-  void Post(size_t piece);
-  void Wait(size_t piece);
+  void Post(size_t chunk);
+  void Wait(size_t chunk);
 
-  /// Posts and waits for all pieces.
+  /// Posts and waits for all chunks.
   void Move();
 
-  /// Where a piece of `receives[index]` has been staged.
-  char* Staged(size_t index, size_t piece) const;
+  /// Where a chunk of `receives[index]` has been staged.
+  char* Staged(size_t index, size_t chunk) const;
 
  private:
   struct Lane {
@@ -67,8 +67,8 @@ class Pieces {
   };
 
   std::vector<Lane> LanesOf(const std::vector<Block>& blocks, Staging staging);
-  bool Moves(const Lane& lane, size_t piece) const;
-  char* Slot(const Lane& lane, size_t piece) const;
+  bool Moves(const Lane& lane, size_t chunk) const;
+  char* Slot(const Lane& lane, size_t chunk) const;
 
   GlooMesh& mesh_;
   const Call& call_;

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.runtime import parts as parts_module
-from onnxpar.runtime.parts import Parts
+from onnxpar.runtime import shards as parts_module
+from onnxpar.runtime.shards import Shards
 
 MESH = Mesh.parse("a=2,b=3")
 A, B = Axis("a", 2), Axis("b", 3)
@@ -39,7 +39,7 @@ LAYOUTS = st.one_of(
 def test_parts_are_those_of_the_layout(layout: Layout, many: int) -> None:
     parts_module.MANY_BLOCKS, before = many, parts_module.MANY_BLOCKS
     try:
-        parts = Parts(layout, MESH)
+        parts = Shards(layout, MESH)
         whole = np.arange(np.prod(layout.shape), dtype=np.float32).reshape(layout.shape)
         cut = [parts.take(whole, rank) for rank in range(MESH.size)]
         for rank, part in enumerate(cut):
@@ -69,13 +69,13 @@ def test_parts_are_those_of_the_layout(layout: Layout, many: int) -> None:
     ],
 )
 def test_only_different_parts_are_moved(layout: Layout | None, sources: tuple[int, ...]) -> None:
-    assert Parts(layout, MESH).sources == sources
+    assert Shards(layout, MESH).sources == sources
 
 
 def test_rows_are_views_and_columns_are_copied() -> None:
     whole = np.arange(12.0).reshape(4, 3)
-    rows = Parts(Layout((Factor(4, (A,)), Factor(3))), MESH)
-    columns = Parts(Layout((Factor(4), Factor(3, (B,)))), MESH)
+    rows = Shards(Layout((Factor(4, (A,)), Factor(3))), MESH)
+    columns = Shards(Layout((Factor(4), Factor(3, (B,)))), MESH)
     assert np.shares_memory(rows.take(whole, 0), whole)
     assert not np.shares_memory(columns.take(whole, 0), whole)
     np.testing.assert_array_equal(columns.take(whole, 1), whole[:, 1:2])
@@ -84,4 +84,4 @@ def test_rows_are_views_and_columns_are_copied() -> None:
 def test_whole_outputs_are_copied() -> None:
     """What is assembled must survive the next run, which reuses the parts' memory."""
     part = np.ones(3)
-    assert not np.shares_memory(Parts(None, MESH).assemble({0: part}), part)
+    assert not np.shares_memory(Shards(None, MESH).assemble({0: part}), part)
