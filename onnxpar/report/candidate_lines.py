@@ -19,12 +19,12 @@ _MEMORY = {
 
 
 def candidate_lines(candidates: Candidates) -> Iterator[str]:
-    """Times and memory, then bytes by kind of collective, then what does not apply."""
+    """Times and memory, then bytes by kind of collective, then the strategies that do not apply."""
     yield f"{candidates.model} over {candidates.ranks} ranks, the fastest strategy first"
     of = "the longer of compute and communication" if candidates.objective != LATENCY else "latency"
-    yield f"milliseconds of a run ({of}) by the cost model; memory of a rank:"
+    yield f"predicted milliseconds per run ({of}), and memory per rank:"
     held = [k for k in _MEMORY if any(c.memory.get(k) for c in candidates.rows)]
-    heads = [*_TIMES, *(_MEMORY[k] for k in held), "in all"]
+    heads = [*_TIMES, *(_MEMORY[k] for k in held), "total"]
     rows = [
         (
             candidate.label + (" *" if candidate is candidates.winner else ""),
@@ -50,7 +50,7 @@ def candidate_lines(candidates: Candidates) -> Iterator[str]:
         yield from _right(sent, ("strategy", *kinds))
         yield ""
     if candidates.refused:
-        yield "what does not apply:"
+        yield "strategies that do not apply:"
         for refused in candidates.refused:
             text = f"{refused.strategy} {refused.mesh}: {refused.reason.split(';')[0]}"
             yield from wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")

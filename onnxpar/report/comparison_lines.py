@@ -13,7 +13,7 @@ _HEADS = ("predicted", "measured")
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """The totals, then by type of op and by collective, then what is predicted worst."""
+    """The totals, then by type of op and by collective, then the worst predictions."""
     mesh = ",".join(f"{name}={size}" for name, size in comparison.mesh)
     runs, recorded = comparison.runs, comparison.recorded
     whole = f"{runs} run{'s' if runs > 1 else ''}"
@@ -30,13 +30,13 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     )
     if comparison.talked:
         yield ""
-        yield "by collective, on average of the ranks:"
+        yield "by collective, averaged over the ranks:"
         yield from table(
             [_talked(t) for t in comparison.talked],
             ("tensor", "kind", "calls", "bytes", *_times_heads(), "waiting".rjust(9)),
         )
     yield ""
-    yield "predicted worst:"
+    yield "worst predictions:"
     rows = [(*_worst(row), *_times(row.predicted, row.measured)) for row in comparison.worst()]
     yield from table(rows[:WORST], ("node", "op", "calls", *_times_heads()))
     if comparison.sizes:

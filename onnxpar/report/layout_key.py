@@ -19,7 +19,7 @@ KEY = {
     "sharded over tp on its own. A number, as in 64+tp, is a segment of that size that is not "
     "sharded.",
     "[tp{4,4,1,1}]": "Shards of these sizes. Where no sizes are printed, shards are as equal as "
-    "possible, the larger ones first: 10 over 4 ranks is 3, 3, 2, 2.",
+    "possible, the larger ones first: 10 over 4 ranks is 3, 3, 2, 2. A shard of size 0 is empty.",
     "[tp:(1)2]": "A part of an axis. With tp=4 seen as a grid of 2 by 2, tp:(1)2 is its outer axis "
     "of size 2, and tp:(2)2 its inner one.",
     "[dp, -] sum(tp)": "Partial: each rank along tp holds one term, and the tensor is the sum of "

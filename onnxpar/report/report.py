@@ -95,9 +95,9 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     typical = [(each["sizes"], each["weight"]) for each in plan.get("typical", ())]
     if typical:
         change = (
-            "" if plan.get("typical_given") else f"; {_other_sizes(typical[0][0])} changes that"
+            "" if plan.get("typical_given") else f"; set others with {_other_sizes(typical[0][0])}"
         )
-        yield f"sizes are open: costs are at {sizes_text(typical)}{change}"
+        yield f"sizes are open: costs are for {sizes_text(typical)}{change}"
     states = memory.get("states_per_rank", 0)
     yield (
         f"per rank: weights {size_text(memory['weights_per_rank'])}, "
@@ -189,7 +189,7 @@ def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
         yield f"{count}, which ranks keep between runs with keep_states=True"
         if full:
             rows = [(pair["input"], pair["output"]) for pair in pairs]
-            yield from table(rows, ("input", "is the last run's"))
+            yield from table(rows, ("input", "takes the last run's"))
         yield ""
     if missing:
         yield f"warning: {unpaired_text(missing)}"
@@ -238,7 +238,7 @@ def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) 
     total = sum(w["bytes"] for w in weights)
     held = sum(w["bytes_per_rank"] for w in weights)
     share = f" ({held / total:.1%} of it)" if total else ""
-    yield f"weights: {size_text(total)} in all, at most {size_text(held)} per rank{share}"
+    yield f"weights: {size_text(total)} in total, at most {size_text(held)} per rank{share}"
     if full:
         large = [w for w in weights if w["bytes"] > 4096]
         rows = [

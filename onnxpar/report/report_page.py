@@ -130,7 +130,7 @@ def _header(explained: Explained) -> Iterator[str]:
     yield "<p>Times are predictions of the cost model.</p>"
     if plan.typical:
         sizes = escape(sizes_text(plan.typical))
-        yield f"<p>Sizes of the model are dynamic. Shapes, times and bytes are for {sizes}.</p>"
+        yield f"<p>The model leaves sizes open. Shapes, times and bytes are for {sizes}.</p>"
     for note in plan.notes:
         yield f"<p>Note: {escape(note)}</p>"
 

@@ -8,7 +8,7 @@ from onnxpar.report.report import table
 from onnxpar.runtime.trace import NodeTimes, Trace
 
 SLOWEST = 10
-_PARTS = ("compute", "communication", "waiting", "idle", "in all")
+_PARTS = ("compute", "communication", "waiting", "idle", "total")
 
 
 def trace_lines(trace: Trace) -> Iterator[str]:
@@ -34,8 +34,8 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         yield ""
     if trace.dropped:
         yield (
-            f"onnxruntime keeps a million events of a rank, and has dropped {trace.dropped:,}: "
-            "the last runs are missing"
+            f"onnxruntime records a million events per rank; it dropped {trace.dropped:,}, so the "
+            "last runs are missing"
         )
 
 

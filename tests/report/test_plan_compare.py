@@ -127,7 +127,7 @@ def test_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = [float(line.split()[-2]) for line in ops if NOTHING_RAN not in line]
     assert seconds == sorted(seconds, reverse=True)
     assert re.search(r"^d +ReduceScatter +1 +240 B( +\d+\.\d+){4}$", out, re.MULTILINE)
-    assert "predicted worst:" in out and all(len(line) <= 100 for line in out.splitlines())
+    assert "worst predictions:" in out and all(len(line) <= 100 for line in out.splitlines())
     assert "sizes are open" not in out
 
 

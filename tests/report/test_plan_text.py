@@ -73,14 +73,14 @@ def text_of(proto: onnx.ModelProto, folder: Path, how: str) -> str:
 @pytest.mark.parametrize("size", [2, "n"])
 def test_weights_in_bodies_count(size: int | str, tmp_path: Path) -> None:
     text = text_of(branching(size), tmp_path, "2")
-    assert "weights: 32.8 kB in all" in text
+    assert "weights: 32.8 kB in total" in text
     if size == "n":
         assert "32.768 kB each; they are in bodies that nothing splits" in text
         assert "--memory-limit" not in text
 
 
 def test_the_hint_of_other_sizes_has_the_names_of_the_model(tmp_path: Path) -> None:
-    assert "costs are at n=1; --typical n=8 changes that" in text_of(branching("n"), tmp_path, "2")
+    assert "costs are for n=1; set others with --typical n=8" in text_of(branching("n"), tmp_path, "2")
 
 
 @pytest.mark.parametrize("how", ["2", "tensor-parallel 2", "data-parallel 2"])

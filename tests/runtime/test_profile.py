@@ -220,7 +220,7 @@ def test_the_command(
     assert main(run_command(par, "--repeat", "3", "--profile", str(file))) == 0
     out = capsys.readouterr().out
     assert "2 runs after 1 warm-up run, in milliseconds of each:" in out
-    assert re.search(r"rank +compute +communication +waiting +idle +in all", out)
+    assert re.search(r"rank +compute +communication +waiting +idle +total", out)
     for rank in range(2):
         (row,) = re.findall(rf"^ +{rank}((?: +\d+\.\d{{3}}){{5}})$", out, re.MULTILINE)
         *parts, whole = map(float, row.split())
