@@ -124,7 +124,7 @@ def test_by_default(name: str, sizes: dict[str, int], capsys: pytest.CaptureFixt
     text = ", ".join(f"{key}={size}" for key, size in sizes.items())
     out = capsys.readouterr().out
     other = ",".join(f"{key}={8 if size == 1 else size}" for key, size in sizes.items())
-    assert f"sizes are open: costs are at {text}; --typical {other} changes that" in out
+    assert f"sizes are open: costs are for {text}; set others with --typical {other}" in out
     given = ",".join(f"{key}={size}" for key, size in sizes.items())
     assert main(["plan", str(MODELS / f"{name}.onnx"), "--devices", "2", "--typical", given]) == 0
     again = capsys.readouterr().out

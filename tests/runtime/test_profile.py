@@ -383,7 +383,7 @@ def test_runs_that_a_rank_has_no_room_for(two: Bundle) -> None:
     trace = merge(two, [record("h", runs, events), full])
     assert (trace.runs(), trace.dropped) == ([0, 1], 7)
     assert len(trace.of(0)) == len(trace.of(1)) == 2
-    assert "has dropped 7: the last runs are missing" in list(trace_lines(trace))[-1]
+    assert "it dropped 7, so the last runs are missing" in list(trace_lines(trace))[-1]
     assert merge(two, [full, full], left_out=5).runs() == [1]
 
 
