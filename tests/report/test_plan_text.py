@@ -80,7 +80,8 @@ def test_weights_in_bodies_count(size: int | str, tmp_path: Path) -> None:
 
 
 def test_the_hint_of_other_sizes_has_the_names_of_the_model(tmp_path: Path) -> None:
-    assert "costs are for n=1; set others with --typical n=8" in text_of(branching("n"), tmp_path, "2")
+    hint = "costs are for n=1; set others with --typical n=8"
+    assert hint in text_of(branching("n"), tmp_path, "2")
 
 
 @pytest.mark.parametrize("how", ["2", "tensor-parallel 2", "data-parallel 2"])
