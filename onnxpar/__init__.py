@@ -42,6 +42,9 @@ cli          the command line
 testing      oracles and proofs for people who write rules and gradients
 """
 
+from onnxpar.base import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)
+
+# isort: split
 from onnxpar.api import annotate as annotate
 from onnxpar.api import candidates as candidates
 from onnxpar.api import check as check
@@ -51,7 +54,6 @@ from onnxpar.api import make_plan as plan
 from onnxpar.api import ops as ops
 from onnxpar.api import opt as opt
 from onnxpar.api import shard as shard
-from onnxpar.base import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)
 from onnxpar.base import moved as _moved
 from onnxpar.base.version import version_of
 from onnxpar.calibration.command import calibrate as calibrate

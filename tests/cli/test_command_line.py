@@ -133,7 +133,7 @@ def test_no_standard_output_at_all() -> None:
 def test_a_second_interrupt_does_not_stop_the_cleaning() -> None:
     code = """if True:
         import signal, sys, tempfile, time
-        from onnxpar import commands
+        from onnxpar.cli import commands
         from onnxpar.cli import main
         def slow(args):
             try:

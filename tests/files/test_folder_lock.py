@@ -21,7 +21,7 @@ from onnxpar.files.folder_lock import NAME, FolderLock
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from onnxpar.folder_lock import FolderLock
+from onnxpar.files.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 child = os.fork() if "fork" in sys.argv else 0
 if not child and "fork" in sys.argv:

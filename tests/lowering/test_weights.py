@@ -66,8 +66,8 @@ def random(shape: tuple[int, ...], dtype: str) -> Array:
 def test_blocks_and_parts_that_end_inside_of_bytes(
     shape: tuple[int, ...], chunk: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onnxpar.weights.CHUNK", chunk * np.dtype(dtype).itemsize)
-    monkeypatch.setattr("onnxpar.weights.INLINE", 0)
+    monkeypatch.setattr("onnxpar.lowering.weights.CHUNK", chunk * np.dtype(dtype).itemsize)
+    monkeypatch.setattr("onnxpar.lowering.weights.INLINE", 0)
     array = random(shape, dtype)
     out = tmp_path / "out"
     out.mkdir()

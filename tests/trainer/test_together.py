@@ -25,9 +25,9 @@ import json, os, sys, threading
 from pathlib import Path
 import numpy as np
 from onnxpar.errors import OnnxparError
-from onnxpar.training import checkpoint
-from onnxpar.training.checkpoint import Checkpoint, Progress
-from onnxpar.training.trainer import Trainer
+from onnxpar.trainer import checkpoint
+from onnxpar.trainer.checkpoint import Checkpoint, Progress
+from onnxpar.trainer.trainer import Trainer
 
 rank, home = int(os.environ["OMPI_COMM_WORLD_RANK"]), Path(sys.argv[1])
 os.chdir(home / f"host{rank}")

@@ -104,7 +104,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def session(par: Path, **options: Any) -> ThreadSession:
         return ThreadSession(par)
 
-    monkeypatch.setattr("onnxpar.training.trainer.InferenceSession", session)
+    monkeypatch.setattr("onnxpar.trainer.trainer.InferenceSession", session)
 
 
 @pytest.mark.usefixtures("on_threads")

@@ -36,7 +36,7 @@ class ThreadTrainer(Trainer):
     """A trainer whose ranks are threads of this process."""
 
     def __init__(self, par: Path) -> None:
-        with patch("onnxpar.training.trainer.InferenceSession", ThreadSession):
+        with patch("onnxpar.trainer.trainer.InferenceSession", ThreadSession):
             super().__init__(par)
 
 

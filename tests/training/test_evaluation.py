@@ -147,7 +147,7 @@ def test_on_the_command_line(
 ) -> None:
     """Behind each epoch, and among the metrics."""
     monkeypatch.setattr(
-        "onnxpar.training.trainer.InferenceSession", lambda par, **options: ThreadSession(par)
+        "onnxpar.trainer.trainer.InferenceSession", lambda par, **options: ThreadSession(par)
     )
     par, _ = shard(write_step(MLP, tmp_path), "data-parallel 2")
     draw = np.random.default_rng(3)
