@@ -122,8 +122,7 @@ def ticks(total: float) -> list[tuple[float, str]]:
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= least * (1 - 1e-9))
     digits = max(0, -floor(log10(step * (1 + 1e-9))))
     count = floor(total / step * (1 + 1e-9))
-    labels = ["0", *(f"{i * step:,.{digits}f}" for i in range(1, count + 1))]
-    labels[-1] += " ms"
+    labels = ["0 ms", *(f"{i * step:,.{digits}f}" for i in range(1, count + 1))]
     return [(i * step / total, label) for i, label in enumerate(labels)]
 
 

@@ -140,7 +140,7 @@ def test_the_timeline_is_to_scale(explained: Explained) -> None:
 
 def test_marks_of_time_are_round() -> None:
     assert [label for _, label in ticks(0.0)] == ["0 ms"]
-    labels = ["0", "0.05", "0.10", "0.15", "0.20", "0.25 ms"]
+    labels = ["0 ms", "0.05", "0.10", "0.15", "0.20", "0.25"]
     assert [label for _, label in ticks(0.25)] == labels
     for exponent in range(-24, 30):
         total = 1.37 * 1.9**exponent
