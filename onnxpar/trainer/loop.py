@@ -59,8 +59,10 @@ class Record:
 def records(
     trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
 ) -> Iterator[Record]:
-    """Trains, and tells of each step behind it; behind the last of an epoch also how good the model
-    is on data that is held out. Errors: InputError, ModelError, RankError, DivergenceError."""
+    """Trains, and yields a record after each step; that of an epoch's last step also says how good
+    the model is on held-out data. A step's checkpoint is saved after its record is consumed: a
+    killed run has a record of each step that a checkpoint includes. Errors: InputError, ModelError,
+    RankError, DivergenceError."""
     if run.epochs < 1:
         raise InputError(f"{run.epochs} epochs: at least 1")
     if not 0 <= run.seed < _SEEDS:
@@ -86,15 +88,15 @@ def records(
             number = progress.in_epoch + 1
             _check(values[trainer.spec.loss], values, epoch + 1, number)
             progress = progress.behind(data.batches)
+            evaluation = None
+            if held_out is not None and number == data.batches:
+                evaluation = evaluate(trainer, held_out)
+            yield Record(epoch + 1, number, progress.step, at, seconds, values, evaluation)
             is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
             if run.checkpoint is not None and is_due:
                 trainer.save(run.checkpoint, progress)
                 if run.keep:
                     trainer.keep(run.checkpoint, progress, run.keep)
-            evaluation = None
-            if held_out is not None and number == data.batches:
-                evaluation = evaluate(trainer, held_out)
-            yield Record(epoch + 1, number, progress.step, at, seconds, values, evaluation)
 
 
 def _check(loss: float, values: dict[str, float], epoch: int, step: int) -> None:

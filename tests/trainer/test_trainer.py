@@ -113,6 +113,17 @@ def test_resuming_continues_bit_identically(layout: str, step: Path, tmp_path: P
     same(left, at_once)
 
 
+def test_a_record_comes_before_its_checkpoint(step: Path, tmp_path: Path) -> None:
+    """A run that is killed in between takes the step again, and its row is not missing."""
+    par, _ = shard(step, "data-parallel 2")
+    with ThreadTrainer(par) as trainer:
+        run = Run(1, 0.02, checkpoint=tmp_path, every=1)
+        for record in records(trainer, data_for(trainer), run):
+            last = newest(tmp_path)
+            assert (int(last.name[-8:]) if last else 0) == record.total - 1
+    assert newest(tmp_path) == tmp_path / "step_00000005"
+
+
 def test_resuming_where_there_is_nothing_starts(step: Path, tmp_path: Path) -> None:
     par, _ = shard(step, "data-parallel 2")
     told, _ = train(par, Run(1, 0.02, checkpoint=tmp_path / "none", resume=True))
