@@ -1,1 +1,1 @@
-"""From global nodes to a rank's nodes: local attributes, halos, collectives, buckets, weights."""
+"""Lowers global nodes to a rank's nodes: local attributes, halos, collectives, buckets, weights."""

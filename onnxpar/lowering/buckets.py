@@ -1,4 +1,4 @@
-"""Fuses collectives that do not wait for each other, so that one latency serves several tensors."""
+"""Fuses independent collectives into buckets, so that several tensors share one latency."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from onnxpar.sharding.shard_bytes import shard_bytes
 
 Kind = tuple[object, ...]
 BUCKET_BYTES = 64 << 20
-"""Bytes per rank that are reduced together by default."""
+"""Default size of a bucket of all-reduces, in bytes per rank."""
 PART_BYTES = 8 << 20
-"""The same of reduce-scatters and all-gathers: until it is full, tensors are kept whole."""
+"""The same for reduce-scatters and all-gathers; less, as tensors stay whole until it is full."""
 REDUCTIONS, PARTS = ("AllReduce",), ("ReduceScatter", "AllGather")
-"""Kinds that are fused: of whole tensors, and of parts."""
+"""Kinds of collectives that are fused: those of whole tensors, and those of shards."""
 Wanted = Mapping[str, object]
-"""What collectives are for, by name; only those for the same are fused."""
+"""The purpose of each collective, by name; only collectives with the same purpose are fused."""
 
 
 @dataclass
@@ -34,18 +34,18 @@ class _Bucket:
 
     nodes: list[gs.Node] = field(default_factory=list)
     size: int = 0
-    behind: set[str] = field(default_factory=set)
+    dependent: set[str] = field(default_factory=set)
 
     def takes(self, node: gs.Node, size: int, limit: int) -> bool:
-        """Whether a node may join."""
+        """True if a node may join."""
         if not self.nodes:
             return True
-        independent = all(t.name not in self.behind for t in node.inputs)
+        independent = all(t.name not in self.dependent for t in node.inputs)
         return independent and self.size + size <= limit
 
 
 def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
-    """What collectives of one bucket have in common; None for a node that is in none."""
+    """The properties that collectives of one bucket share; None for a node that is not fused."""
     if node.domain != DOMAIN or node.op not in ops:
         return None
     if node.op in PARTS and not _is_even(node, mesh):
@@ -56,7 +56,7 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
 
 
 def _is_even(node: gs.Node, mesh: Mesh) -> bool:
-    """Whether all ranks have equal parts of the one dimension that a node joins or cuts."""
+    """True if the one dimension that a node gathers or scatters has equal shards on all ranks."""
     before, after = node.attrs["before"], node.attrs["after"]
     dims = changed_dims(before, after)
     if len(dims) != 1:
@@ -66,13 +66,13 @@ def _is_even(node: gs.Node, mesh: Mesh) -> bool:
 
 
 def _first_reader(node: gs.Node) -> str | None:
-    """The node that reads what a node gathers, None where it only leaves the graph. What different
-    nodes read is gathered for each of them: it lives no longer than it is needed."""
+    """The node that reads a gathered tensor first, None if it is only an output of the graph.
+    Gathers with different readers are not fused, so that each result lives only while needed."""
     return next((str(reader.name) for t in node.outputs for reader in t.outputs), None)
 
 
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
-    """Bytes per rank of what a node reduces or gathers, all of it."""
+    """Bytes per rank of the whole tensor that a node reduces or gathers."""
     tensor, layouts = node.inputs[0], (node.attrs["before"], node.attrs["after"])
     return sizes.setdefault(node.name, max(shard_bytes(tensor, each, mesh) for each in layouts))
 
@@ -85,11 +85,12 @@ def first_of_buckets(
     sizes: dict[str, int],
     wanted: Wanted,
 ) -> set[str]:
-    """Where buckets begin, so that computing hides them: the names of their first nodes.
+    """The names of the first nodes of buckets that overlap with compute.
 
-    The last bucket of a kind takes at most `tail` seconds; each earlier one at most the time that
-    is computed between its last tensor and the last of the next. `seconds` is how long nodes take,
-    by name. The idea is MindSpore's fusion by cost model (parallel/allreduce_fusion).
+    The last bucket of a kind takes at most `tail` seconds; each earlier one takes at most the
+    compute time between its last tensor and the last tensor of the next bucket. `seconds` is the
+    compute time of each node, by name. After MindSpore's fusion by cost model
+    (parallel/allreduce_fusion).
     """
     clock = 0.0
     ready: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
@@ -126,12 +127,12 @@ def fuse_collectives(
     first: Collection[str] = (),
     ops: Collection[str] = REDUCTIONS,
 ) -> bool:
-    """Joins collectives of one kind, up to `bucket_bytes` per rank, in graph order; `ops` are the
-    kinds. All-gathers are joined where one node reads what they make, or where none does.
+    """Fuses collectives of one kind, up to `bucket_bytes` per rank, in graph order; True if any.
 
-    Requires a topologically sorted graph of reshard nodes, and ensures the same. A fused node has
-    `members`, the (before, after) layouts of its operands. `sizes` are bytes by node, kept from an
-    earlier call for the same nodes; a bucket begins at each of `first`.
+    `ops` are the kinds to fuse. All-gathers are fused if the same node reads their results, or if
+    no node does. The graph must be sorted topologically, and stays so. A fused node has `members`,
+    the (before, after) layouts of its operands. `sizes` caches bytes by node between calls; a new
+    bucket begins at each node of `first`.
     """
     fused = [
         nodes
@@ -160,8 +161,10 @@ def independent_groups(
     limit: int,
     first: Collection[str] = (),
 ) -> list[list[gs.Node]]:
-    """Groups of nodes of one kind that do not wait for each other, each up to `limit` in size, in
-    graph order; nodes of no kind are in none. A group begins at each of `first`."""
+    """Groups of independent nodes of one kind, each up to `limit` in size, in graph order.
+
+    Nodes whose kind is None are in no group. A new group begins at each node of `first`.
+    """
     open_buckets: dict[Kind, _Bucket] = {}
     full: list[_Bucket] = []
     for node in graph.nodes:
@@ -174,18 +177,18 @@ def independent_groups(
                 bucket = open_buckets[of] = _Bucket()
             bucket.nodes.append(node)
             bucket.size += more
-            bucket.behind |= {t.name for t in node.outputs}
-            for other in open_buckets.values():  # with the node, its whole bucket waits for others
-                if any(t.name in other.behind for t in node.inputs):
-                    other.behind |= bucket.behind
+            bucket.dependent |= {t.name for t in node.outputs}
+            for other in open_buckets.values():  # if the node depends on it, its whole bucket does
+                if any(t.name in other.dependent for t in node.inputs):
+                    other.dependent |= bucket.dependent
         for bucket in open_buckets.values():
-            if any(t.name in bucket.behind for t in _read(node)):
-                bucket.behind |= {t.name for t in node.outputs}
+            if any(t.name in bucket.dependent for t in _read(node)):
+                bucket.dependent |= {t.name for t in node.outputs}
     return [bucket.nodes for bucket in (*full, *open_buckets.values()) if bucket.nodes]
 
 
 def _read(node: gs.Node) -> list[gs.Tensor]:
-    """The operands of a node, and what its subgraphs read of the graph."""
+    """The operands of a node, and the outer tensors that its subgraphs read."""
     return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]
 
 

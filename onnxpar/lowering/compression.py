@@ -1,4 +1,4 @@
-"""Compression of gradients: what travels in place of them, and which reductions are theirs."""
+"""Compression of gradients: its kinds, and the reductions that it applies to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE, TWO_BIT = "none", "2bit"
 HALVES = ("float16", "bfloat16")
 KINDS = (NONE, *HALVES, TWO_BIT)
 THRESHOLD = 0.1
-"""What 2bit sends of an element by default."""
+"""Default threshold of 2bit: an element is sent as this value, its negative, or 0."""
 REDUCTIONS = ("AllReduce", "ReduceScatter")
 
 _MOVES = frozenset(
@@ -28,12 +28,12 @@ _MOVES = frozenset(
     )
 )
 _SCALES = ("Mul", "Div")
-"""With a constant; together, the ops between the sums over ranks of a gradient and itself."""
+"""With a constant. Only ops of these two lists may stand between a reduction and its gradient."""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How gradients travel: in a type of 16 bits, or as multiples -1, 0 or 1 of a threshold."""
+    """The form in which ranks send gradients: a 16-bit type, or -1, 0 or 1 times a threshold."""
 
     kind: str
     threshold: float = THRESHOLD
@@ -44,7 +44,7 @@ class Compression:
         kind, colon, rest = text.partition(":")
         if kind not in KINDS or (colon and kind != TWO_BIT):
             raise StrategyError(
-                f"compression {text!r}: there are {', '.join(KINDS)} and {TWO_BIT}:THRESHOLD"
+                f"compression {text!r} is unknown; choose {', '.join(KINDS)} or {TWO_BIT}:THRESHOLD"
             )
         if not colon:
             return None if kind == NONE else Compression(kind)
@@ -53,17 +53,17 @@ class Compression:
         except ValueError:
             threshold = math.nan
         if not 0 < threshold < math.inf:
-            raise StrategyError(f"compression {text!r}: the threshold must be a number above 0")
+            raise StrategyError(f"compression {text!r}: the threshold must be a positive number")
         return Compression(kind, threshold)
 
 
 def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[str, str]:
-    """The parameter behind each sum over ranks that is for a gradient, by the name of the reshard
-    node; `gradients` are tensors by parameter. What the backward pass goes on with is none.
+    """The parameter that each reduction of a gradient belongs to, by name of the reshard node.
 
-    A sum may be taken before the last steps to a gradient (a Reshape, an Add of what several uses
-    of a parameter give, what the turns of a loop add up to), which only move, add and scale
-    elements; behind them begins the update.
+    `gradients` maps parameters to tensors. A reduction whose result the backward pass still needs
+    is not one of a gradient. Between a reduction and the gradient there may be ops that only move,
+    add and scale elements: a Reshape, an Add over several uses of a parameter, the sum over the
+    iterations of a loop. After the gradient comes the update.
     """
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     backward = {node.name for node in needed(graph, list(named))}
@@ -80,13 +80,13 @@ def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[s
 
 
 def gradient_tensors(graph: gs.Graph, gradients: Mapping[str, str]) -> set[str]:
-    """The names of gradients, and of what becomes parts of them and nothing else."""
+    """The names of the gradients, and of tensors that are read only to compute them."""
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     return {*named, *_parts(graph, named)}
 
 
 def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
-    """Parameters by tensors that become parts of their gradients, and nothing else."""
+    """Parameters by the names of tensors that are read only to compute their gradients."""
     carried = {s.back.name: n.outputs[s.result] for n in graph.nodes for s in accumulators(n)}
     parts: dict[str, str] = {}
     for scope in scopes(graph):

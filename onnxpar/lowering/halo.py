@@ -1,4 +1,4 @@
-"""Moves the bounds between the parts of a dimension: halos of windows, shifted slices."""
+"""Moves the bounds between the shards of a dimension: halos of windows, shifted slices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxpar.layout.mesh import Axes
 from onnxpar.lowering.rank_view import NodeView
 
 if TYPE_CHECKING:
-    from onnxpar.lowering.localize import LoweringBuilder
+    from onnxpar.lowering.lowering_builder import LoweringBuilder
 
 Interval = tuple[int, int]
 
@@ -26,8 +26,8 @@ def fetch(
     axis: int,
     wanted: Callable[[Any], Interval],
 ) -> gs.Tensor:
-    """See `Lowering.fetch`. Neighbours exchange where what is wanted lies no farther; otherwise
-    each part goes to whoever wants it, and may go to several."""
+    """See `Lowering.fetch`. If every rank wants elements of its direct neighbours only, neighbours
+    exchange halos; otherwise an all-to-all sends each element to every rank that wants it."""
     axes = dim_axes(view.factors[factor])
     members = view.mesh.group(axes, 0)
     held = [view.on(m).interval(factor) for m in members]
@@ -38,7 +38,7 @@ def fetch(
     reach = zip(before, after, sizes, sizes[2:], strict=False)
     near = all(b <= previous and a <= following for b, a, previous, following in reach)
     if not near:
-        return _deal(builder, view, x, axis, axes, held, want)
+        return _redistribute(builder, view, x, axis, axes, held, want)
     if any(before) or any(after):
         shape = builder.shape(x)
         shape[axis] += before[0] + after[0]
@@ -59,7 +59,7 @@ def fetch(
     return builder.add("Slice", [x, starts, ends, np.array([axis], np.int64)])
 
 
-def _deal(
+def _redistribute(
     builder: LoweringBuilder,
     view: NodeView,
     x: gs.Tensor,
@@ -68,7 +68,7 @@ def _deal(
     held: list[Interval],
     want: list[Interval],
 ) -> gs.Tensor:
-    """Every member sends each other what that one wants of its part."""
+    """Every member of the group sends each other one the elements of its shard that it wants."""
     mesh = view.mesh
 
     def overlap(owner: int, reader: int) -> range:

@@ -1,4 +1,4 @@
-"""Several collectives of one kind as one: what they move stands in one row per member."""
+"""Lowers a bucket: one collective moves the tensors of several, flattened and concatenated."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onnxpar.lowering.lower_reshard import ReshardBuilder, changed_dims, is_run,
 
 
 class BucketBuilder(ReshardBuilder):
-    """Replaces a fused reshard node by a rank's own nodes.
+    """Replaces a fused reshard node by the nodes that a rank runs.
 
-    Parts of a reduce-scatter or an all-gather are equal on all ranks: they become rows of a matrix
-    with a row for each member, which are joined along the columns.
+    In a reduce-scatter or all-gather, all ranks have shards of equal size. Each tensor becomes a
+    matrix with a row for each rank of the group; the matrices are concatenated along the columns.
     """
 
     def build(self) -> list[gs.Node]:
-        """The nodes, in order; the last makes the last of the results."""
+        """The nodes, in order; the last computes the last result."""
         self.members = list(zip(self.inputs, self.outputs, self.node.attrs["members"], strict=True))
         {
             "AllReduce": self._reduce,
@@ -32,7 +32,7 @@ class BucketBuilder(ReshardBuilder):
         return self.built
 
     def _reduce(self) -> None:
-        """Several all-reduces as one: their elements in a row."""
+        """One all-reduce of the flattened and concatenated tensors."""
         flat = [self._shaped(x, [-1], f"flat{i}") for i, x in enumerate(self.inputs)]
         joined, summed = self._fresh(flat[0], "joined"), self._fresh(flat[0], "summed")
         self._add("Concat", flat, joined, axis=0)
@@ -42,7 +42,7 @@ class BucketBuilder(ReshardBuilder):
             self._reshape(piece, befores[i], self.outputs[i])
 
     def _scatter(self) -> None:
-        """Several reduce-scatters as one: each row has what one member gets of all."""
+        """One reduce-scatter; each row has the shards of all tensors that one rank receives."""
         rows, count = [], parts_over(self.axes)
         for i, (x, _, (before, after)) in enumerate(self.members):
             (axis,) = changed_dims(before, after)
@@ -57,7 +57,7 @@ class BucketBuilder(ReshardBuilder):
             self._reshape(piece, afters[i], self.outputs[i])
 
     def _gather(self) -> None:
-        """Several all-gathers as one: each row has what one member gives of all."""
+        """One all-gather; each row has the shards of all tensors that one rank sends."""
         count = parts_over(self.axes)
         rows = [self._shaped(x, [1, -1], f"row{i}") for i, x in enumerate(self.inputs)]
         joined, gathered = self._fresh(rows[0], "joined"), self._fresh(rows[0], "gathered")
@@ -75,7 +75,7 @@ class BucketBuilder(ReshardBuilder):
                 self._order(whole, y, axis, held, after.dims[axis])
 
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
-        """A row for each part of a dimension, whatever dimensions stand before it."""
+        """A matrix with a row for each shard of a dimension; outer dimensions move inside."""
         if axis:
 
             def apart(rank: int) -> list[int]:
@@ -86,16 +86,17 @@ class BucketBuilder(ReshardBuilder):
         return self._shaped(x, [count, -1], what)
 
     def _swapped(self, x: gs.Tensor, sizes: Callable[[int], list[int]], what: str) -> gs.Variable:
-        """The elements in these three dimensions, with the two outer ones in the other order."""
-        apart, turned = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
+        """`x` reshaped to three dimensions of these sizes, with the two outer ones swapped."""
+        apart, swapped = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
         self._resized(x, lambda rank: np.array(sizes(rank), np.int64), [2], apart)
-        self._add("Transpose", [apart], turned, perm=[1, 0, 2])
-        return turned
+        self._add("Transpose", [apart], swapped, perm=[1, 0, 2])
+        return swapped
 
     def _whole(
         self, piece: gs.Tensor, before: Layout, axis: int, count: int, y: gs.Tensor, number: int
     ) -> None:
-        """The inverse, of rows that all members have given."""
+        """The inverse of `_rows`, of a matrix gathered from all members: `y` has the whole
+        dimension."""
 
         def shape(rank: int) -> Array:
             own = local_shape(before, self.mesh, rank)
@@ -112,12 +113,13 @@ class BucketBuilder(ReshardBuilder):
         self._resized(piece, shape, others, y)
 
     def _around(self, layout: Layout, rank: int, axis: int) -> tuple[int, int]:
-        """How many elements the dimensions before one have on a rank, and those from it on."""
+        """The number of elements in the dimensions before `axis` on a rank, and in those from
+        `axis` on."""
         shape = local_shape(layout, self.mesh, rank)
         return int(np.prod(shape[:axis], dtype=int)), int(np.prod(shape[axis:], dtype=int))
 
     def _pieces(self, x: gs.Tensor, layouts: Sequence[Layout], axis: int) -> list[gs.Variable]:
-        """A dimension cut into the elements of a rank's parts of these layouts."""
+        """`x` split along an axis into one piece per layout, as large as the rank's shard of it."""
 
         def sizes(rank: int) -> Array:
             shapes = [layout.local_shape(self.mesh, rank) for layout in layouts]
@@ -130,7 +132,7 @@ class BucketBuilder(ReshardBuilder):
     def _split(
         self, x: gs.Tensor, sizes: Callable[[int], Array], results: list[gs.Variable], axis: int
     ) -> None:
-        """Cuts a dimension; sizes are an attribute before opset 13."""
+        """Adds a Split; its sizes are an attribute before opset 13."""
         name = f"{self.node.name}::Split"
         if self.opset >= 13:
             operands = [x, self._varying("sizes", sizes)]
@@ -141,7 +143,7 @@ class BucketBuilder(ReshardBuilder):
         self.built.append(gs.Node("Split", name, attrs, [x], results))
 
     def _shaped(self, x: gs.Tensor, shape: Sequence[int], what: str) -> gs.Variable:
-        """A tensor in a shape that all ranks have."""
+        """`x` reshaped to a shape that is the same on all ranks."""
         y = self._fresh(x, what)
         self._add("Reshape", [x, self._constant(f"{what}.shape", np.array(shape))], y)
         return y

@@ -1,8 +1,8 @@
-"""How a reshard becomes nodes that a rank runs: everything follows from which positions it holds.
+"""Lowers a reshard to the nodes that a rank runs, from the positions it holds before and after.
 
-Collectives of the runtime cut and join contiguous parts. Where a rank's positions in a dimension
-are not one run (a split of an inner factor, or of segments), the parts are ordered by a Gather
-before or behind.
+Collectives of the runtime split and join contiguous shards. Where a rank's positions in a dimension
+are not contiguous (an inner factor is split, or segments are), a Gather before or after the
+collective puts them in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from onnxpar.layout.mesh import Axes, Mesh
 
 @dataclass
 class ReshardBuilder:
-    """Replaces one reshard node by a rank's own nodes."""
+    """Replaces one reshard node by the nodes that a rank runs."""
 
     node: gs.Node
     mesh: Mesh
@@ -52,7 +52,7 @@ class ReshardBuilder:
         self.built: list[gs.Node] = []
 
     def build(self) -> list[gs.Node]:
-        """The nodes, in order; the last makes the reshard's result."""
+        """The nodes, in order; the last computes the reshard's result."""
         lower = getattr(self, "_" + self.node.op)
         before, after = self.before, self.after
         self.before, self.after = _unmerged(before, after)
@@ -66,21 +66,21 @@ class ReshardBuilder:
         return self.built
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
-        """To the rank's part of that layout."""
+        """Reshapes `x` to the rank's shard of a layout."""
         split = [i for i, dim in enumerate(layout.dims) if split_count(dim) > 1]
         self._resized(x, partial(local_shape, layout, self.mesh), split, y)
 
     def _resized(
         self, x: gs.Tensor, shape: Callable[[int], Array], void: Sequence[int], y: gs.Tensor
     ) -> None:
-        """To that shape, of which these dimensions may have no elements."""
+        """Reshapes `x` to a shape whose `void` dimensions may be empty."""
         name = f"shape{len(self.built)}"
         if self.opset >= 14:
             self._add("Reshape", [x, self._varying(name, shape)], y, allowzero=1)
             return
 
         def sizes(rank: int) -> Array:
-            """One of them is left to the op to find, as it takes a 0 for a size to copy."""
+            """The shape with -1 for one of them, as Reshape reads a 0 as a size to copy."""
             found = shape(rank)
             found[list(void[:1])] = -1
             return found
@@ -157,7 +157,7 @@ class ReshardBuilder:
     def _by_member(
         self, x: gs.Tensor, axis: int, before: Dim, after: Dim, what: str = "ordered"
     ) -> gs.Tensor:
-        """The operand with each member's part in one run."""
+        """The operand with the elements for each member of the group next to each other."""
         if is_run(before) and is_run(after):
             return x
         ordered = self._fresh(x, what)
@@ -182,7 +182,7 @@ class ReshardBuilder:
         held: Callable[[int], Array],
         wanted: Callable[[int], Array],
     ) -> None:
-        """Gathers global positions `wanted` from an operand that has them in the order `held`."""
+        """Gathers the global positions `wanted` from an operand that has them in order `held`."""
 
         def index(rank: int) -> Array:
             have = held(rank)
@@ -197,7 +197,7 @@ class ReshardBuilder:
         return np.concatenate([indices(before, self.mesh, m) for m in members])
 
     def _sizes(self, dim: Dim) -> Callable[[int], list[int]]:
-        """The extent of each member's part."""
+        """The size of each member's shard, by rank."""
         return lambda rank: [
             local_size(dim, self.mesh, m) for m in self.mesh.group(self.axes, rank)
         ]
@@ -234,8 +234,8 @@ class ReshardBuilder:
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
-    """The same with a dimension for each factor of those merged ones of which an inner factor
-    changes: there, parts are contiguous."""
+    """The same layouts, but merged dimensions whose inner factor changes become a dimension for
+    each factor: there, shards are contiguous."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
         changes = b != a and not (is_run(b) and is_run(a))
@@ -249,12 +249,12 @@ def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
 
 
 def local_shape(layout: Layout, mesh: Mesh, rank: int) -> Array:
-    """The shape of a rank's part."""
+    """The shape of a rank's shard."""
     return np.array(layout.local_shape(mesh, rank), np.int64)
 
 
 def is_run(dim: Dim) -> bool:
-    """Whether the positions that a rank holds in a dimension are one run."""
+    """True if the positions that a rank holds in a dimension are contiguous."""
     return isinstance(normalize(dim), Factor)
 
 

@@ -1,7 +1,8 @@
-"""Constants of a rank that depend on open sizes, as polynomials of what a run knows.
+"""Expresses a rank's constants that depend on open sizes as polynomials of symbols.
 
-The lowered graph is compared with those of the other bindings. What differs is made of the
-symbols and of where the rank's parts of them start and end, or the layout needs sizes by hand.
+The lowered graphs of several bindings are compared. A constant that differs between them must be
+a polynomial of the symbols, and of the starts and sizes of the rank's shards; if it is not, the
+user has to give sizes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ _PROBES = 64
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the part of a size that is split in nested parts starts, or how long it is, at the
-    coordinates of a rank. A `filled` one is an element of the whole where it would be empty."""
+    """The start, or the size, of a rank's shard of an open size that is split over several axes.
+
+    `counts` are the sizes of the axes, `at` the rank's coordinates. If it is filled, an empty shard
+    is replaced by one element of the whole, as a stand-in.
+    """
 
     size: Polynomial
     counts: tuple[int, ...]
@@ -42,7 +46,7 @@ class Extent:
     is_filled: bool = False
 
     def value(self, size: int) -> int:
-        """Its value where the whole is of that size."""
+        """The start or size, for a whole of that size."""
         sizes = nested_parts(size, self.counts)
         at = int(np.ravel_multi_index(self.at, self.counts))
         start, own = sum(sizes[:at]), sizes[at]
@@ -53,7 +57,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class OpenArray:
-    """A tensor of whole numbers, each a polynomial of symbols and parts."""
+    """An integer tensor whose elements are polynomials of symbols and shards."""
 
     elements: tuple[Polynomial, ...]
     shape: tuple[int, ...]
@@ -62,7 +66,7 @@ class OpenArray:
 
 @dataclass
 class Lowered:
-    """The graph of all ranks at one binding, with its side tables."""
+    """The lowered graph of all ranks for one binding, with its side tables."""
 
     graph: gs.Graph
     per_rank: PerRank
@@ -70,18 +74,18 @@ class Lowered:
 
     @cached_property
     def constants(self) -> dict[str, gs.Constant]:
-        """By name."""
+        """The constants, by name."""
         found = [*self.graph.tensors().values()]
         found += [t for node in self.graph.nodes for t, _, _ in captured(node)]
         return {t.name: t for t in found if isinstance(t, gs.Constant)}
 
     @cached_property
     def nodes(self) -> dict[str, gs.Node]:
-        """By name."""
+        """The nodes, by name."""
         return {n.name: n for n in self.graph.nodes}
 
     def value(self, name: str, rank: int, mesh: Mesh) -> Array:
-        """What a constant is on a rank."""
+        """The value of a constant on a rank."""
         by_rank = self.per_rank.constants.get(name)
         if by_rank is not None:
             return np.asarray(by_rank(rank))
@@ -90,13 +94,13 @@ class Lowered:
         return whole if layout is None else np.asarray(layout.take(whole, mesh, rank))
 
     def attribute(self, node: str, key: str, rank: int) -> Any:
-        """What an attribute is on a rank."""
+        """The value of an attribute on a rank."""
         by_rank = self.per_rank.attributes.get((node, key))
         return self.nodes[node].attrs.get(key) if by_rank is None else by_rank(rank)
 
 
 class OpenConstants:
-    """Compares the lowered graphs of all bindings; `base` is that of the first."""
+    """Compares the lowered graphs of all bindings; `base` is the graph of the first."""
 
     def __init__(
         self, base: Lowered, others: Sequence[Lowered], sizes: OpenSizes, mesh: Mesh
@@ -114,17 +118,17 @@ class OpenConstants:
         self._known = cache(self._values)
 
     def needs_sizes(self, what: str) -> OpenSizesError:
-        """The error for what has no closed form."""
+        """The error for a constant or attribute without a closed form."""
         node = what.split("::")[0]
         return OpenSizesError(
-            f"'{node}': a rank's part of it cannot be told while sizes are open; give "
+            f"'{node}': a rank's shard of it is unknown while sizes are open; give "
             f"{self.sizes.flags}, or split another dimension",
             {node: frozenset()},
         )
 
     def check(self) -> None:
-        """Errors: OpenSizesError, naming all nodes of which the parts of some rank cannot be told
-        before a run."""
+        """Checks all nodes. Errors: OpenSizesError, with every node for which a rank's shard cannot
+        be computed from the symbols."""
         found: dict[str, OpenSizesError] = {}
         for rank in _ranks_to_check(self.mesh.size):
             for name in self.varying:
@@ -149,19 +153,20 @@ class OpenConstants:
                 yield name
 
     def _check_stored(self, name: str) -> None:
-        """A weight is cut once. Errors: OpenSizesError where open sizes decide its parts."""
+        """A weight is split once, for all runs. Errors: OpenSizesError if its shards depend on open
+        sizes."""
         for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
             found = [[(f.size, f.axes) for f in leaves(dim)] for dim in dims]
             if any(axes for _, axes in found[0]) and any(f != found[0] for f in found):
                 raise self.needs_sizes(name)
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
-        """The constants of a rank that open sizes decide."""
+        """The constants of a rank that depend on open sizes, by name."""
         found = {name: self._array(rank, name) for name in self.varying}
         return {name: array for name, array in found.items() if array is not None}
 
     def _array(self, rank: int, name: str) -> OpenArray | None:
-        """A constant of a rank, None where open sizes do not decide it there."""
+        """A constant of a rank, None if it does not depend on open sizes there."""
         values = [each.value(name, rank, self.mesh) for each in self.all]
         if all(_equal(values[0], v) for v in values[1:]):
             return None
@@ -169,7 +174,7 @@ class OpenConstants:
         return self._fitted(name, values, variables, probes)
 
     def _filled(self, name: str) -> frozenset[int]:
-        """The split sizes, by index, of which a constant counts a stand-in in an empty part."""
+        """The indices of split sizes for which a constant counts a stand-in in an empty shard."""
         stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
         keys = [(sizes[0], axes) for sizes, _, axes in self._split_sizes]
         return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
@@ -177,7 +182,8 @@ class OpenConstants:
     def _values(
         self, rank: int, filled: frozenset[int]
     ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """The values of what a constant may consist of, at the bindings and at the probes."""
+        """The values of all variables that a constant may depend on: by variable at the bindings,
+        and by probe."""
         own = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
@@ -196,7 +202,8 @@ class OpenConstants:
         variables: Mapping[Variable, Sequence[int]],
         probes: Sequence[Mapping[str, int]],
     ) -> OpenArray:
-        """The polynomials with these values; no two that fit may differ at any of the probes."""
+        """The polynomials with these values. Errors: OpenSizesError if none fits, or if two that
+        fit differ at a probe."""
         first = values[0]
         same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
         if not same or not np.issubdtype(first.dtype, np.integer):
@@ -211,8 +218,8 @@ class OpenConstants:
         return OpenArray(tuple(elements), first.shape, first.dtype)
 
     def parts(self, rank: int) -> dict[str, Extent]:
-        """The parts of open sizes that a rank holds, with and without stand-ins, by variable
-        name."""
+        """The extents of a rank's shards of open sizes, with and without stand-ins, by name of the
+        variable."""
         every = frozenset(range(len(self._split_sizes)))
         return {**self._parts(rank, every), **self._parts(rank, frozenset())}
 
@@ -228,7 +235,7 @@ class OpenConstants:
 
     @cached_property
     def _probes(self) -> list[Binding]:
-        """Sizes of all kinds, to tell polynomials apart that agree at the samples."""
+        """Random sizes, to distinguish polynomials that agree at the bindings."""
         source = random.Random(0)
         columns = {}
         for symbol in self.sizes.symbols:
@@ -238,7 +245,7 @@ class OpenConstants:
 
     @cached_property
     def _split_sizes(self) -> list[tuple[tuple[int, ...], Polynomial, Axes]]:
-        """Open sizes that are split, at each binding and in general, and over which axes."""
+        """Open sizes that are split: the size at each binding, its polynomial, and the axes."""
         found: dict[tuple[tuple[int, ...], Axes], Polynomial] = {}
         for name in self.base.layouts:
             trees = zip(*(each.layouts[name].dims for each in self.all), strict=True)
@@ -256,13 +263,13 @@ class OpenConstants:
         return size
 
     def is_open(self, name: str, axis: int) -> bool:
-        """Whether a dimension of a port differs between the bindings."""
+        """True if a dimension of an input or output differs between the bindings."""
         found = [each.layouts.get(name) for each in self.all]
         return len({layout.shape[axis] for layout in found if layout is not None}) > 1
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
-        """(node, attribute) of collectives that must be left out, as their sizes are known when
-        they run. Errors: OpenSizesError for any other attribute that open sizes decide."""
+        """(node, attribute) of collectives to remove, as the collective finds these sizes when it
+        runs. Errors: OpenSizesError for any other attribute that depends on open sizes."""
         for node in self.base.graph.nodes:
             yield from self._attributes(rank, node)
 
@@ -275,15 +282,17 @@ class OpenConstants:
             values = [each.attribute(node.name, key, rank) for each in self.all]
             if all(_equal(values[0], v) for v in values[1:]):
                 continue
-            if node.domain != DOMAIN or not _is_told_in_a_run(node, key, values):
+            if node.domain != DOMAIN or not _is_found_in_a_run(node, key, values):
                 raise self.needs_sizes(node.name)
             found.append((node.name, key))
         return found
 
     def _reaches_over(self, node: gs.Node) -> bool:
-        """Whether lowering made the node to move the bounds between parts of an open size: amounts
-        that are equal at all samples are wrong where a part is smaller than what its neighbours
-        want of it, and any run may have such parts."""
+        """True if lowering made the node to move the bounds between shards of an open size.
+
+        Its amounts may be equal at all bindings, but they are wrong in a run in which a shard is
+        smaller than the halo that its neighbours want.
+        """
         axis = _moved_axis(node)
         if axis is None or vars(node).get("onnx_source") is None:  # by hand: its author's amounts
             return False
@@ -292,7 +301,7 @@ class OpenConstants:
 
 
 def _moved_axis(node: gs.Node) -> int | None:
-    """The axis along which a collective moves the bounds between parts, if it does."""
+    """The axis along which a collective moves the bounds between shards; None if it does not."""
     if node.domain != DOMAIN:
         return None
     if node.op == "NeighborExchange":
@@ -302,8 +311,8 @@ def _moved_axis(node: gs.Node) -> int | None:
 
 
 def _ranks_to_check(count: int) -> list[int]:
-    """All ranks of a small mesh; of a large one those at its ends, in the middle and some more,
-    which stand for the others until ranks are written."""
+    """All ranks of a small mesh; a sample of a large one (both ends, the middle, a third). The
+    others are checked when ranks are written."""
     some = {0, 1, 2, count // 3, count // 2, count - 3, count - 2, count - 1}
     return list(range(count)) if count <= _FEW else sorted(some)
 
@@ -328,9 +337,9 @@ def _part_values(parts: Mapping[str, Extent], bindings: Sequence[Binding]) -> di
     }
 
 
-def _is_told_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
-    """Whether a collective finds these sizes by itself: what members have, or parts as equal as
-    can be."""
+def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
+    """True if a collective finds these sizes itself when it runs: those of its members' tensors,
+    or those of shards that are as equal as possible."""
     if _moved_axis(node) is not None:
         return False
     if (node.op, key) in (("AllGather", "sizes"), ("AllToAll", "concat_sizes")):

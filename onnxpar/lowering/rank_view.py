@@ -1,4 +1,4 @@
-"""A node as one rank sees it: the parts of its operands, results and factors."""
+"""A rank's view of a node: its shards of the operands, results and factors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from onnxpar.sharding.factors import OpFactors
 
 @dataclass(frozen=True, eq=False)
 class NodeView:
-    """A node's layouts, and the tree of each factor of its rule, for all ranks; the sizes of `open`
-    factors differ between runs."""
+    """The layouts of a node's operands and results, and the sharding of each factor of its rule;
+    the sizes of `open` factors differ between runs."""
 
     node: gs.Node
     inputs: tuple[Layout, ...]
@@ -67,8 +67,7 @@ class NodeView:
         return NodeView(op.node, inputs, outputs, {**factors, **whole}, mesh, opened)
 
     def filled(self, rule: Rule, names: Collection[str]) -> NodeView:
-        """The view of a node that computes on stand-ins where its parts of these factors are
-        empty."""
+        """The view of the node with stand-ins for its empty shards of these factors."""
 
         def fill(layout: Layout, spec: Spec | None) -> Layout:
             dims = zip(spec or (), layout.dims, strict=False)
@@ -84,47 +83,50 @@ class NodeView:
 
     @property
     def stand_ins(self) -> frozenset[tuple[int, Axes]]:
-        """The size and the axes of what is filled."""
+        """The size and the mesh axes of each factor that has stand-ins."""
         found = (leaf for dim in self.factors.values() for leaf in leaves(dim))
         return frozenset((leaf.size, leaf.axes) for leaf in found if leaf.filled and leaf.axes)
 
     def may_be_empty(self, factor: str) -> bool:
-        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
-        parts."""
+        """True if a rank's shard of the factor may be empty: its size is open, or smaller than the
+        number of shards."""
         split = [f for f in leaves(self.factors[factor]) if f.axes and not f.filled]
         return bool(split) and (factor in self.open or any(0 in f.part_sizes() for f in split))
 
     def is_split(self, factor: str) -> bool:
-        """Whether the ranks hold parts of the factor."""
+        """True if the factor is sharded."""
         return bool(dim_axes(self.factors[factor]))
 
     def breach(self, rule: Rule) -> str | None:
-        """Why the node cannot run on such parts: every rank would count a whole segment beside a
-        split one, or would hold gaps; None where it can. A max or min does not mind."""
+        """Why the node cannot run on these shards; None if it can.
+
+        A sum over segments that are split differently would count a whole segment once on each
+        rank (a max or min would still be right); a contiguous factor must not have gaps.
+        """
         summed = [f for f, op in rule.reduce.items() if op in ("sum", "prod")]
         for factor in [*summed, *rule.communicating]:
             if not _segments_agree(self.factors[factor]):
                 return f"segments of {factor} are split differently"
         for factor in rule.contiguous:
             if not isinstance(normalize(self.factors[factor]), Factor):
-                return f"parts of {factor} are not consecutive"
+                return f"shards of {factor} are not contiguous"
         return None
 
     def on(self, rank: int) -> RankView:
-        """What a rank sees."""
+        """The view of one rank."""
         return RankView(self, rank)
 
     def value(self, function: Callable[[RankView], Any]) -> tuple[Any, Callable[[int], Any] | None]:
-        """The function's value on rank 0, and by rank where the ranks may differ."""
+        """The function's value on rank 0, and the function of the rank if ranks may differ."""
         first = self.on(0)
         value = function(first)
         return value, (lambda rank: function(self.on(rank))) if first.varies else None
 
 
 class RankView:
-    """A node as one rank sees it; implements `rule.Local`.
+    """A rank's view of a node; implements `rule.Local`.
 
-    `varies` records whether anything was asked for whose answer is not the same on every rank.
+    `varies` becomes True once a method returns a value that differs by rank.
     """
 
     def __init__(self, view: NodeView, rank: int) -> None:
@@ -134,30 +136,30 @@ class RankView:
         self._rank = rank
 
     def input_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the rank's part of an operand."""
+        """The shape of the rank's shard of an operand."""
         return tuple(map(self._size, self._view.inputs[index].dims))
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of the rank's part of a result."""
+        """The shape of the rank's shard of a result."""
         return tuple(map(self._size, self._view.outputs[index].dims))
 
     def size(self, factor: str) -> int:
-        """How many values of a factor the rank computes."""
+        """The size of the rank's shard of a factor."""
         return self._size(self._view.factors[factor])
 
     def positions(self, factor: str) -> Array:
-        """The global values of a factor that the rank computes, in its order."""
+        """The global indices of the rank's shard of a factor, in the rank's order."""
         tree = self._view.factors[factor]
         self.varies |= bool(dim_axes(tree))
         return indices(tree, self._view.mesh, self._rank)
 
     def is_run(self, factor: str) -> bool:
-        """Whether those are consecutive on every rank."""
+        """True if the shards of a factor are contiguous on every rank."""
         return isinstance(normalize(self._view.factors[factor]), Factor)
 
     def interval(self, factor: str) -> tuple[int, int]:
-        """The first global value of a factor that the rank computes, and the one behind the
-        last; they are consecutive."""
+        """The global start and end (exclusive) of the rank's shard of a factor, which must be
+        contiguous."""
         tree = self._view.factors[factor]
         self.varies |= bool(dim_axes(tree))
         assert self.is_run(factor), factor
@@ -165,17 +167,17 @@ class RankView:
         return start, start + self._size(tree)
 
     def member(self, factor: str) -> int:
-        """The rank's place among those that hold the parts of a factor."""
+        """The rank's index among those that hold the shards of a factor."""
         self.varies = True
         return self._view.mesh.coordinate(dim_axes(self._view.factors[factor]), self._rank)
 
     def is_split(self, factor: str) -> bool:
-        """Whether the ranks hold parts of a factor."""
+        """True if a factor is sharded."""
         return self._view.is_split(factor)
 
     def may_be_empty(self, factor: str) -> bool:
-        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
-        parts."""
+        """True if a rank's shard of a factor may be empty: its size is open, or smaller than the
+        number of shards."""
         return self._view.may_be_empty(factor)
 
     def _size(self, dim: Dim) -> int:
@@ -195,7 +197,7 @@ def _segments_agree(dim: Dim) -> bool:
 def _match(
     spec: Spec, dims: Sequence[Dim], sizes: Mapping[str, Size], found: dict[str, Dim]
 ) -> None:
-    """Finds the tree of each factor of an operand in the tree of its dimension."""
+    """Finds the sharding of each factor of an operand in the layout of its dimensions."""
     for expr, dim in zip(spec, dims, strict=True):
         _match_dim(expr, dim, sizes, found)
 
@@ -210,8 +212,8 @@ def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], found: dict[str,
 
 
 def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple[Expr, Dim]] | None:
-    """Each child of an expression with its part of the tree; None where the two cut the dimension
-    differently, which is whole then."""
+    """Each child of an expression with its part of the dimension's layout; None if the two divide
+    the dimension differently (it is whole then)."""
     kind = Product if isinstance(expr, Prod) else Concat
     rest = list(dim.children if isinstance(dim, kind) else (dim,))
     found: list[tuple[Expr, Dim]] = []
@@ -229,7 +231,7 @@ def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple
 
 
 def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
-    """The expression as a tree of unsplit factors, as the only child of its parent."""
+    """The expression as a layout of unsplit factors, in a tuple of one."""
     if isinstance(expr, Var):
         return (Factor(sizes[expr.name] or 0),)
     children = tuple(d for c in expr.children for d in _unsplit(c, sizes))
@@ -237,14 +239,14 @@ def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
 
 
 def _fill_all(dim: Dim) -> Dim:
-    """The tree with stand-ins for empty parts of all that is split."""
+    """The layout with stand-ins for the empty shards of every split factor."""
     if isinstance(dim, Factor):
         return replace(dim, filled=bool(dim.axes))
     return type(dim)(tuple(map(_fill_all, dim.children)))
 
 
 def _filled(expr: Expr, dim: Dim, sizes: Mapping[str, Size], names: Collection[str]) -> Dim:
-    """The tree of a dimension with stand-ins for empty parts of these factors."""
+    """The layout of a dimension with stand-ins for the empty shards of these factors."""
     if isinstance(expr, Var):
         return _fill_all(dim) if expr.name in names else dim
     kind = Product if isinstance(expr, Prod) else Concat

@@ -1,5 +1,5 @@
-"""The order of nodes once reshards stand among them: what shrinks a tensor as early as it can, what
-makes it larger as late."""
+"""Orders nodes and reshards: a reshard that shrinks a tensor runs as early as possible, one that
+enlarges it as late as possible."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _GROWS = ("AllGather", "Broadcast")
 def schedule(graph: gs.Graph) -> None:
     """Sorts the nodes of a graph and of its bodies topologically, in place.
 
-    Nodes of the model keep their order. Reshards, wherever they were put, stand right behind what
-    they read, or right before their first reader where they gather: a gathered parameter lives no
-    longer than it is needed, and a sum over ranks is not waited for at the end.
+    Nodes of the model keep their order. A reshard moves right after the node that makes its
+    operand; one that gathers moves right before its first reader. So a gathered parameter lives no
+    longer than it is needed, and no sum over ranks is left to wait for at the end.
     """
     for scope in list(scopes(graph)):
         _Schedule(scope).run()
@@ -38,7 +38,7 @@ class _Schedule:
         self.keys: dict[int, tuple[float, int]] = {}
 
     def run(self) -> None:
-        """Puts the nodes that wait for nothing in their places, the first in order first."""
+        """Sorts the nodes; of those that are ready, the one with the lowest key comes first."""
         missing = {
             id(node): {id(m) for t in self.reads[id(node)] if (m := self.makers.get(id(t)))}
             for node in self.nodes
@@ -67,22 +67,23 @@ class _Schedule:
         return [n for t in node.outputs for n in self.readers.get(id(t), ())]
 
     def _key(self, node: gs.Node) -> tuple[float, int]:
-        """Where a node belongs among those of the model: its own place; behind the last that a
-        reshard reads, or before the first that reads it."""
+        """The position of a node among those of the model: its own; for a reshard, right after the
+        last node that it depends on, or, if it gathers, right before its first reader."""
         if id(node) in self.index:
             return self.index[id(node)], 1
         if id(node) not in self.keys:
             readers = self._readers(node) if node.op in _GROWS else []
-            places = [self._key(n)[0] if n.op in _GROWS else self._behind(n) for n in readers]
-            key = (min(places), 0) if places else (self._behind(node), 2)
+            places = [self._key(n)[0] if n.op in _GROWS else self._earliest(n) for n in readers]
+            key = (min(places), 0) if places else (self._earliest(node), 2)
             self.keys[id(node)] = key
         return self.keys[id(node)]
 
-    def _behind(self, node: gs.Node) -> float:
-        """The place of a node of the model, or that of the last one that a reshard depends on."""
+    def _earliest(self, node: gs.Node) -> float:
+        """The position of a node of the model; for a reshard, that of the last such node that it
+        depends on."""
         if id(node) in self.index:
             return self.index[id(node)]
-        return max((self._behind(maker) for maker in self._makers(node)), default=-1.0)
+        return max((self._earliest(maker) for maker in self._makers(node)), default=-1.0)
 
     def _makers(self, node: gs.Node) -> list[gs.Node]:
         found = [self.makers.get(id(t)) for t in self.reads[id(node)]]

@@ -1,4 +1,4 @@
-"""Nodes that compute a rank's sizes in each run, from the symbols that the session feeds."""
+"""Adds nodes that compute a rank's sizes in each run, from the symbols that the session feeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxpar.lowering.open_constants import Extent, OpenArray
 from onnxpar.symbols.symbols import Polynomial, Quotient, Variable
 
 SIZES = "onnxpar.sizes"
-"""The hidden input: the value of every symbol, in the order of the plan, int64."""
+"""The hidden input: the values of all symbols, in the order of the plan, int64."""
 
 
 def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:
 
 
 class SizeGraph:
-    """Makes int64 tensors of one element each, every one once; `nodes` are in order."""
+    """Builds int64 tensors of one element each, none of them twice; `nodes` are in order."""
 
     def __init__(
         self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Extent]
@@ -33,7 +33,7 @@ class SizeGraph:
         self._made: dict[tuple[Any, ...], str] = {}
 
     def tensor(self, name: str, array: OpenArray) -> None:
-        """Makes a tensor of that name in place of the initializer."""
+        """Computes the tensor of that name; its initializer is removed."""
         kept = [t for t in self.graph.initializer if t.name != name]
         del self.graph.initializer[:]
         self.graph.initializer.extend(kept)
@@ -45,7 +45,7 @@ class SizeGraph:
         self.nodes.append(helper.make_node("Cast", [last], [name], f"{name}::size", to=element))
 
     def finish(self) -> None:
-        """Puts the nodes in front of the graph's own."""
+        """Puts the nodes before those of the graph."""
         own = list(self.graph.node)
         del self.graph.node[:]
         self.graph.node.extend([*self.nodes, *own])
@@ -63,7 +63,7 @@ class SizeGraph:
         return total if below == 1 else self._divided(total, below)
 
     def _divided(self, total: str, below: int) -> str:
-        """Rounded down; a Div of whole numbers alone would round towards zero."""
+        """The quotient, rounded down; a Div of integers alone would round towards zero."""
         by = self._constant([below])
         return self._add("Div", [self._add("Sub", [total, self._add("Mod", [total, by])]), by])
 
@@ -76,7 +76,7 @@ class SizeGraph:
         return self._add("Gather", [SIZES, index], axis=0)
 
     def _part(self, part: Extent) -> str:
-        """As `Part.value`."""
+        """Computes `Extent.value`."""
         size, start = self._polynomial(part.size), self._constant([0])
         for n, i in zip(part.counts, part.at, strict=True):
             count = self._constant([n])
@@ -92,7 +92,7 @@ class SizeGraph:
         return start if part.is_start else size
 
     def _filled(self, size: str, start: str, whole: str) -> tuple[str, str]:
-        """Of a part that is empty, one element of the whole, where that has any."""
+        """Replaces an empty shard by one element of the whole, unless the whole is empty, too."""
         zero, one = self._constant([0]), self._constant([1])
         exists = self._add("Where", [self._add("Less", [zero, whole]), one, zero])
         last = self._add("Sub", [whole, exists])
@@ -100,7 +100,7 @@ class SizeGraph:
         return self._add("Where", [self._add("Less", [size, exists]), one, size]), start
 
     def _least(self, a: str, b: int) -> str:
-        """The smaller of a tensor, which is not negative, and a number."""
+        """The smaller of a non-negative tensor and a number."""
         bound = self._constant([b])
         return self._add("Where", [self._add("Less", [a, bound]), a, bound])
 

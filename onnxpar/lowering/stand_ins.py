@@ -1,10 +1,11 @@
-"""Stand-ins for empty parts, around ops whose kernels in onnxruntime do not take them.
+"""Stand-ins for empty shards, around ops whose onnxruntime kernels do not accept empty tensors.
 
-Parts may be empty anywhere: most kernels compute nothing then, and a sum over nothing is zero. An
-op whose rule says otherwise (`nonempty`) gets one element of zeros in place of an empty part, and
-what comes of it is dropped again: cut off, or replaced by what changes nothing where the op reduces
-over the factor (but for an op with a bias: of zeros it makes the bias, which may be counted here).
-Nodes for that stand only where a part may be empty.
+Any shard may be empty: most kernels then compute nothing, and a sum over nothing is zero. An op
+whose rule names a factor in `nonempty` gets one element of zeros in place of an empty shard, and
+its result for that element is dropped. A dimension of a result is sliced; where the op reduces over
+the factor, the result becomes the neutral element of the reduction (but not if the op has a bias:
+for zeros it returns the bias, which may be counted on this rank). Nodes are added only where a
+shard may be empty.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from onnxpar.rules.rule import Local, Rule
 from onnxpar.sharding.factors import OpFactors
 
 if TYPE_CHECKING:
-    from onnxpar.lowering.localize import LoweringBuilder
+    from onnxpar.lowering.lowering_builder import LoweringBuilder
 
 Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
-"""The op, operands and attributes that make the next tensor."""
+"""Returns the op, operands and attributes that compute the next tensor."""
 
 
 def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
-    """The factors of which the node must not see an empty part, where one may be.
+    """The factors whose shards may be empty though the node's kernel does not accept that.
 
-    Windows have at least one result, and the elements for it are fetched.
+    A window op computes at least one result on each rank; the elements for it are fetched.
     """
     made = {f for spec in rule.outputs for expr in spec or () for f in expr_vars(expr)}
     windows = {f for group in rule.co_sharded for f in group if f in made}
@@ -42,9 +43,9 @@ def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
 
 
 class StandIns:
-    """Nodes that fill a node's operands, and nodes that drop what it makes of stand-ins.
+    """Adds nodes that fill a node's operands, and nodes that drop its results for stand-ins.
 
-    `filled` builds by the view of the node with stand-ins, `true` by that without.
+    `filled` builds with the view of the node with stand-ins, `true` with the view without.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StandIns:
         self._filled, self._true = filled, true
 
     def surround(self) -> None:
-        """Puts them around the node, before it is lowered itself."""
+        """Adds both, before the node itself is lowered."""
         for i, tensor in enumerate(self._op.node.inputs):
             for axis in self._changed(tensor, self._true.view.inputs, self._filled.view.inputs, i):
                 self._fill(i, axis)
@@ -83,11 +84,11 @@ class StandIns:
         self._op.node.inputs[i] = fill(self._filled, x, axis, size)
 
     def _fill_segments(self, i: int, axis: int) -> None:
-        """Fills segments of a dimension, of which others may have elements."""
+        """Fills the empty segments of a dimension; its other segments may have elements."""
         build, x = self._filled, self._op.node.inputs[i]
 
         def places(rank: int) -> Any:
-            """For each element its place among those that the rank has, of which a zero is last."""
+            """The index of each element among those that the rank holds, which a zero follows."""
             true, filled = self._positions("inputs", i, axis, rank)
             place = {p: k for k, p in enumerate(true)}
             return np.array([place.get(p, len(true)) for p in filled], np.int64)
@@ -126,7 +127,7 @@ class StandIns:
         build.finish(op, operands, i, **attrs)
 
     def _cut(self, i: int, axis: int, x: gs.Tensor) -> tuple[str, list[Any], dict[str, Any]]:
-        """The op that leaves out stand-ins along a dimension of result i."""
+        """The op that removes stand-ins along a dimension of result i."""
         build = self._true
         if _has_segments(build.view.outputs[i].dims[axis]):
 
@@ -139,7 +140,7 @@ class StandIns:
         return "Slice", [x, np.zeros(1, np.int64), end, np.array([axis], np.int64)], {}
 
     def _positions(self, side: str, i: int, axis: int, rank: int) -> tuple[list[int], list[int]]:
-        """The global positions along a dimension that a rank has, and those with stand-ins."""
+        """The global positions along a dimension that a rank holds, without and with stand-ins."""
         views = (self._true.view, self._filled.view)
         dims = [getattr(view, side)[i].dims[axis] for view in views]
         true, filled = (indices(dim, views[0].mesh, rank).tolist() for dim in dims)
@@ -153,7 +154,7 @@ def _has_segments(dim: Dim) -> bool:
 
 
 def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any = 0) -> gs.Variable:
-    """`x` with `size` elements of `value` along an axis where it has none there, else as it is."""
+    """`x`, or `size` elements of `value` along an axis if `x` has none there."""
     rank = len(x.shape)
     here = np.arange(rank) == axis
     shape = build.add("Shape", [x])
@@ -167,7 +168,7 @@ def fill(build: LoweringBuilder, x: gs.Tensor, axis: int, size: Any, value: Any 
 def zeros(
     build: LoweringBuilder, x: gs.Tensor, sizes: gs.Tensor, shape: Sequence[int], value: Any = 0
 ) -> gs.Variable:
-    """A tensor of `value`, of `sizes` and of the type of `x`; `shape` is its shape on rank 0."""
+    """A tensor filled with `value`, of the dtype of `x`; its shape is `sizes` (rank 0: `shape`)."""
     dtype = dtype_of(x)
     kept = np.dtype(np.float32) if str(dtype) == "bfloat16" else np.dtype(dtype)
     constant = gs.Constant("value", np.array([value], kept))

@@ -1,10 +1,10 @@
-"""Sums over ranks of which each rank sends two bits an element, and keeps the rest for the next.
+"""Sums over ranks in which each rank sends two bits per element and keeps the remainder.
 
-A rank adds to its addend what it kept, sends t, 0 or -t of each element (t where that is at least
-t, -t where it is at most -t) and keeps the difference. It sends the codes 0, 1 and 2 of -t, 0 and
-t, four to a byte; all ranks gather the bytes of all and count. So that what is no number does not
-get lost, a further code tells of it: then the sums of all ranks are no numbers either, and the
-ranks keep what they had. This is the 2bit compression of MXNet's key-value store.
+A rank adds the remainder of the previous step to its addend. Of each element it sends t if the
+total is at least t, -t if it is at most -t, else 0; the difference is the new remainder. The codes
+0, 1 and 2 stand for -t, 0 and t, four to a byte; all ranks gather all bytes and add up the codes.
+A further code reports elements that are not finite: then the sums are NaN on all ranks, and the
+ranks keep their old remainders. This is the 2bit compression of MXNet's key-value store.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PER_BYTE = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """A pending sum that becomes `result`; `kept` becomes `keeps`. `rest` is the layout of the
-    result."""
+    """A partial sum of `addend` that becomes `result`; the remainder `kept` becomes `keeps`.
+    `layout` is the layout of the addend, `rest` that of the result."""
 
     addend: gs.Tensor
     kept: gs.Tensor
@@ -47,8 +47,8 @@ def other_axes(layout: Layout, rest: Layout) -> Axes:
 
 @dataclass
 class ThresholdBuilder:
-    """Builds the nodes of several sums over the same axes, of one dtype and over parts of the same
-    axes. All but the gather are the same for all ranks but for sizes, and stay as they are."""
+    """Builds the nodes of several sums over the same axes, of one dtype and split over the same
+    other axes. Only the gather is lowered later; ranks run the other nodes with their own sizes."""
 
     name: str
     sums: Sequence[Sum]
@@ -80,20 +80,21 @@ class ThresholdBuilder:
         return self.built
 
     def _sign(self, total: gs.Tensor) -> gs.Tensor:
-        """1, 0 or -1 by element."""
+        """1, 0 or -1 for each element."""
         up = self._add("GreaterOrEqual", [total, self.unit])
         down = self._add("LessOrEqual", [total, self._number("lower", -self.threshold)])
         signs = [self._add("Cast", [t], to=_element(self.dtype)) for t in (up, down)]
         return self._add("Sub", signs)
 
     def _pack(self, sign: gs.Tensor, rest: gs.Tensor) -> gs.Tensor:
-        """A row of bytes: code i of four stands in bits 2 i and 2 i + 1 of a quarter's byte."""
+        """A row of bytes; each has one code of each quarter, that of quarter i in bits 2 i and
+        2 i + 1."""
         shifted = self._add("Add", [sign, self._number("one", 1)])
         codes = self._add("Cast", [shifted], to=TensorProto.UINT8)
         length = self._add("ReduceSum", [rest], keepdims=1)
         odd = self._add("IsNaN", [self._add("Sub", [length, length])])
-        told = self._add("Cast", [odd], to=TensorProto.UINT8)
-        row = self._add("Concat", [codes, told], axis=0)
+        flag = self._add("Cast", [odd], to=TensorProto.UINT8)
+        row = self._add("Concat", [codes, flag], axis=0)
         pads = self._varying("pads", lambda rank: np.array([0, self._padding(rank)]))
         quarters = self._add(
             "Reshape",
@@ -104,7 +105,7 @@ class ThresholdBuilder:
         return self._add("Cast", [packed], to=TensorProto.UINT8)
 
     def _gather(self, packed: gs.Tensor) -> gs.Tensor:
-        """The rows of all ranks, by an all-gather of the usual kind."""
+        """The rows of all ranks, gathered by a reshard like any other."""
         others = other_axes(self.sums[0].layout, self.sums[0].rest)
         parts = {self.mesh.coordinate(others, r): self._bytes(r) for r in range(self.mesh.size)}
         sizes = tuple(parts[i] for i in range(parts_over(others)))
@@ -120,8 +121,8 @@ class ThresholdBuilder:
         return rows
 
     def _count(self, rows: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor]:
-        """How many more ranks send t than -t of each element, and whether a rank has something
-        that is no number."""
+        """For each element, the number of ranks that send t less that of ranks that send -t; and
+        True if any rank has an element that is not finite."""
         apart = self._constant("apart", np.array([self.ranks, 1, -1]))
         shifts = self._constant("shifts", np.array([[[0], [2], [4], [6]]], np.uint8))
         moved = self._add(
@@ -147,13 +148,13 @@ class ThresholdBuilder:
         )
 
     def _row(self, what: str, tensors: Sequence[gs.Tensor]) -> gs.Tensor:
-        """The elements of all tensors in a row."""
+        """The elements of all tensors, flattened and concatenated."""
         shape = self._constant(f"{what} row", np.array([-1]))
         flat = [self._add("Reshape", [tensor, shape]) for tensor in tensors]
         return self._add("Concat", flat, axis=0) if len(flat) > 1 else flat[0]
 
     def _hand_out(self, row: gs.Tensor, results: Sequence[gs.Tensor]) -> None:
-        """Cuts a row into tensors."""
+        """Splits a row into the result tensors."""
         pieces = [row]
         if len(results) > 1:
             pieces = [gs.Variable(f"{t.name}::piece", self.dtype) for t in results]
@@ -175,7 +176,7 @@ class ThresholdBuilder:
         return sum(self._sizes(rank))
 
     def _bytes(self, rank: int) -> int:
-        """Of a rank's codes, and of that behind them."""
+        """The bytes of a rank's codes and of the flag after them."""
         return self._elements(rank) // PER_BYTE + 1
 
     def _padding(self, rank: int) -> int:

@@ -1,8 +1,8 @@
-"""Lets ranks exchange uint8 where a model has int8 between QuantizeLinear and DequantizeLinear.
+"""Changes int8 to uint8 between QuantizeLinear and DequantizeLinear where ranks exchange it.
 
-On x86, onnxruntime computes with uint8 there: it changes the type between a QuantizeLinear and the
-only DequantizeLinear that reads it, and then fuses only nodes whose types agree. A collective in
-between keeps it from that. So the type is changed here, in the same places, and no number is.
+On x86, onnxruntime computes with uint8: it changes the type between a QuantizeLinear and its only
+reader, a DequantizeLinear, and then fuses only nodes whose types agree. A collective in between
+prevents that. So this module changes the type in the same places; dequantized values stay the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SHIFT = 128
 
 
 def exchange_unsigned(graph: gs.Graph) -> None:
-    """Restates int8 between a QuantizeLinear and one DequantizeLinear as uint8, all of it if ranks
-    exchange some; what is a result of the graph, or has other readers, stays."""
+    """Changes int8 to uint8 between each QuantizeLinear and its only DequantizeLinear, if ranks
+    exchange any of these tensors. Outputs of the graph and tensors with other readers stay int8."""
     results = {id(tensor) for tensor in graph.outputs}
     found = [list(_between(n)) for n in graph.nodes if n.op == _QUANTIZE and _is_signed(n, 0)]
     found = [f for f in found if _is_restated(f, results)]
@@ -31,7 +31,7 @@ def exchange_unsigned(graph: gs.Graph) -> None:
 
 
 def _between(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node]]:
-    """What a QuantizeLinear makes with each of its readers, also through reshards."""
+    """The results of a QuantizeLinear with each of their readers, also those after reshards."""
     for tensor in node.outputs:
         for reader in tensor.outputs:
             yield tensor, reader
@@ -46,7 +46,7 @@ def _is_restated(found: list[tuple[gs.Tensor, gs.Node]], results: set[int]) -> b
 
 
 def _is_signed(node: gs.Node, index: int) -> bool:
-    """Whether a node's result, or its operand, is of int8 with one stored zero point."""
+    """True if a node's result (index 0) or operand (1) is int8 with one stored zero point."""
     tensor = (node.outputs, node.inputs)[index][0]
     point = given(node, 2)
     known = None if point is None else constant(point)

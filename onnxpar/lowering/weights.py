@@ -1,8 +1,7 @@
-"""Cuts weights into the ranks' parts, stream-wise: no weight is ever in memory whole.
+"""Splits weights into the ranks' shards block by block: no weight is ever in memory whole.
 
-Every distinct part is written once. Parts that all ranks share go to `shared.weights`, others to
-the file of the first rank that holds them; the ranks' graphs refer to them by file, offset and
-length.
+Every distinct shard is written once: to `shared.weights` if all ranks hold it, else to the file of
+the first rank that does. The ranks' graphs refer to shards by file, offset and length.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from onnxpar.layout.mesh import Mesh
 CHUNK = 8 << 20
 """Bytes read at a time."""
 ALIGN = mmap.ALLOCATIONGRANULARITY
-"""Offsets that a runtime can map."""
+"""Alignment of shards in files, so that a runtime can map them."""
 INLINE = 1024
-"""Bytes up to which a part stands in the graph itself."""
+"""Shards of up to this many bytes are stored in the graph itself."""
 SHARED = "shared.weights"
 
 
 @dataclass
 class Shard:
-    """A part of a weight: in a file, or (`data`) in the graph itself."""
+    """A shard of a weight: in a file, or in the graph itself (`data`)."""
 
     shape: tuple[int, ...]
     location: str = ""
@@ -45,7 +44,8 @@ class Shard:
     data: bytearray | None = None
 
     def proto(self, name: str, weight: TensorProto) -> TensorProto:
-        """The initializer that holds it or refers to it, described as the weight is."""
+        """The initializer that holds or refers to the shard, with the weight's doc string and
+        metadata."""
         tensor = TensorProto(name=name, data_type=weight.data_type, dims=self.shape)
         tensor.doc_string = weight.doc_string
         tensor.metadata_props.extend(weight.metadata_props)
@@ -60,7 +60,7 @@ class Shard:
 
 @dataclass
 class WeightStore:
-    """The weight files of a sharded model in `folder`; `source` is the folder of the whole
+    """The weight files of a sharded model in `folder`; `source` is the folder of the original
     model."""
 
     folder: Path
@@ -70,7 +70,7 @@ class WeightStore:
     ends: dict[str, int] = field(default_factory=dict)
 
     def cut(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
-        """Writes every part of a weight; returns each rank's initializer, in rank order."""
+        """Writes every shard of a weight; returns each rank's initializer, in rank order."""
         if weight.data_type == TensorProto.STRING:
             return self._cut_strings(name, weight, layout)
         holder = self._first_holders(layout)
@@ -96,13 +96,13 @@ class WeightStore:
         return [parts[r].proto(name, weight) for r in holder]
 
     def _cut_strings(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
-        """Strings cannot stand outside the graph."""
+        """Splits strings, which ONNX stores only in the graph."""
         whole = numpy_helper.to_array(weight)
         parts = (layout.take(whole, self.mesh, rank) for rank in range(self.mesh.size))
         return [numpy_helper.from_array(part, name) for part in parts]
 
     def _first_holders(self, layout: Layout) -> list[int]:
-        """For each rank the first rank that holds the same part."""
+        """For each rank, the first rank that holds the same shard."""
         first: dict[tuple[int, ...], int] = {}
         axes = tuple(dict.fromkeys(layout.axes))
         keys = (
@@ -131,7 +131,7 @@ class WeightStore:
 
 
 class _Writer:
-    """Appends what a rank holds of each block to its part: local order is global order."""
+    """Appends a rank's elements of each block to its shard; they are in global order."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Writer:
         self.rest = np.empty(0, np.uint8)
 
     def copy_run(self, weight: TensorProto, folder: Path) -> bool:
-        """Lets the kernel copy a part that is one run of the file; False where it is not."""
+        """Lets the kernel copy a shard that is contiguous in the file; False if it is not."""
         if self.fill or self.part.data is not None or not all(self.whole[1:]) or not self.held:
             return False
         rows = self.held[0]
@@ -176,7 +176,7 @@ class _Writer:
         return True
 
     def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
-        """Takes the held elements out of a block of `read_blocks`."""
+        """Writes the rank's elements of a block of `read_blocks`."""
         for at, held in zip(lead, self.held, strict=False):
             found = np.searchsorted(held, at)
             if found == len(held) or held[found] != at:
@@ -198,7 +198,7 @@ class _Writer:
         self._append(data.view(np.uint8))
 
     def finish(self) -> None:
-        """Writes the byte that is not full."""
+        """Writes the last byte if it is not full."""
         if len(self.rest):
             self._append(pack(self.rest, self.bits))
 
@@ -211,7 +211,7 @@ class _Writer:
 
 
 def _take(block: Array, positions: Array, axis: int) -> Array:
-    """A view where the positions are one run."""
+    """The elements at these positions; a view if they are contiguous."""
     n = len(positions)
     if n and positions[-1] - positions[0] + 1 == n:
         return block[(slice(None),) * axis + (slice(int(positions[0]), int(positions[0]) + n),)]
@@ -219,18 +219,19 @@ def _take(block: Array, positions: Array, axis: int) -> Array:
 
 
 def whole_layout(weight: TensorProto) -> Layout:
-    """The layout of a weight that every rank has all of."""
+    """The layout of a weight that every rank holds whole."""
     return Layout(tuple(Factor(size) for size in weight.dims))
 
 
 def _dtype(weight: TensorProto) -> np.dtype[Any]:
-    """The dtype of an element in a block: bytes, where the file packs them."""
+    """The dtype of an element in a block; uint8 for elements of less than a byte."""
     packed = element_bits(weight.data_type) < 8
     return np.dtype(np.uint8 if packed else helper.tensor_dtype_to_np_dtype(weight.data_type))
 
 
 def read_blocks(weight: TensorProto, folder: Path) -> Iterator[tuple[tuple[int, ...], int, Array]]:
-    """A weight in blocks of at most CHUNK bytes: (leading indices, first row, rows behind them)."""
+    """A weight in blocks of at most CHUNK bytes, as (leading indices, index of the first row,
+    rows)."""
     shape = tuple(weight.dims)
     bits, dtype = element_bits(weight.data_type), _dtype(weight)
     if weight.data_location != TensorProto.EXTERNAL:
@@ -243,7 +244,7 @@ def read_blocks(weight: TensorProto, folder: Path) -> Iterator[tuple[tuple[int, 
 
 
 class _Reader:
-    """Blocks of a file are views of a buffer: they hold until the next one is taken."""
+    """Reads a file in blocks, views of one buffer: each is valid until the next is read."""
 
     def __init__(self, source: FileIO, bits: int, dtype: np.dtype[Any]) -> None:
         self.source = source
@@ -254,7 +255,7 @@ class _Reader:
     def blocks(
         self, at: int, shape: tuple[int, ...], lead: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], int, Array]]:
-        """Those of a tensor of this shape that starts at bit `at`, as of `read_blocks`."""
+        """The blocks of a tensor of this shape that starts at bit `at`; see `read_blocks`."""
         row = int(np.prod(shape[1:], dtype=np.int64)) * self.bits
         if row > 8 * CHUNK and len(shape) > 1:
             for i in range(shape[0]):
@@ -267,7 +268,7 @@ class _Reader:
             yield lead, start, elements.reshape(count, *shape[1:])
 
     def _read(self, at: int, length: int) -> Array:
-        """The elements in `length` bits from bit `at` on."""
+        """The elements in the `length` bits from bit `at`."""
         first, skip = divmod(at, 8)
         block = self.buffer[: -(-(skip + length) // 8)]
         self.source.seek(first)

@@ -213,8 +213,8 @@ def test_parsed() -> None:
 @pytest.mark.parametrize(
     "kind,text",
     [
-        ("3bit", "there are none, float16, bfloat16, 2bit and 2bit:THRESHOLD"),
-        ("float16:2", "there are none, float16"),
+        ("3bit", "choose none, float16, bfloat16, 2bit or 2bit:THRESHOLD"),
+        ("float16:2", "choose none, float16"),
         ("2bit:0", "the threshold must be a number above 0"),
         ("2bit:-1", "the threshold must be a number above 0"),
         ("2bit:nan", "the threshold must be a number above 0"),

@@ -1,0 +1,302 @@
+"""Builds the nodes that a rank runs in place of one node of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.collectives import PerRank, collective_node
+from onnxpar.ir.origin import note_origin
+from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.layout.layout import dim_axes
+from onnxpar.layout.mesh import Axes, in_mesh_order
+from onnxpar.lowering.halo import fetch
+from onnxpar.lowering.rank_view import NodeView
+from onnxpar.lowering.stand_ins import fill
+from onnxpar.model.shapes import infer_results
+from onnxpar.rules.rule import Local, Step
+
+
+def axes_are_input(op: str, opset: int) -> bool:
+    """True if the op takes its axes (a Split: its sizes) as an operand, not as an attribute."""
+    return opset >= (13 if op in ("Squeeze", "Unsqueeze", "ReduceSum", "Split") else 18)
+
+
+class LoweringBuilder:
+    """Builds the nodes that a rank runs in place of one node; implements `rule.Lowering`.
+
+    `local` is rank 0's view: read from it only values that all ranks share. Values that differ by
+    rank go through `per_rank`; its functions run after the node is gone, and must not read
+    `local.node`.
+    """
+
+    def __init__(
+        self, graph: gs.Graph, view: NodeView, per_rank: PerRank, prefix: str = ""
+    ) -> None:
+        self.local: Local = view.on(0)
+        self.view = view
+        self.opset: int = graph.opset
+        self._prefix = prefix
+        self._graph = graph
+        self._per_rank = per_rank
+        self._inputs = list(view.node.inputs)
+        self._outputs = list(view.node.outputs)
+        self._built: list[gs.Node] = []
+        self._names = 0
+        self._shapes: dict[str, Sequence[int]] = {
+            tensor.name: layout.local_shape(view.mesh, 0)
+            for tensor, layout in zip(self._inputs, view.inputs, strict=True)
+        }
+
+    def input(self, index: int) -> gs.Tensor:
+        """The rank's shard of an operand of the node."""
+        return self._inputs[index]
+
+    def per_rank(self, value: Callable[[Any], Any]) -> gs.Tensor:
+        """A constant that each rank computes from its own view."""
+        first, by_rank = self.view.value(value)
+        name = self._fresh("constant")
+        note_stand_ins(name, self.view, self._per_rank)
+        return rank_constant(name, first, by_rank, self._per_rank)
+
+    def by_rank(self, value: Callable[[int], Any]) -> gs.Tensor:
+        """A constant that differs by rank."""
+        return rank_constant(self._fresh("constant"), value(0), value, self._per_rank)
+
+    def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
+        """Adds a node with one result. An operand may be an array, which becomes a constant; an
+        attribute may be a function of the rank's view."""
+        name = self._fresh(op)
+        result = gs.Variable(name)
+        self._append(op, name, inputs, [result], attrs)
+        return result
+
+    def add_each(
+        self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
+    ) -> list[gs.Variable]:
+        """Adds a node with `count` results."""
+        name = self._fresh(op)
+        results = [gs.Variable(f"{name}:{i}") for i in range(count)]
+        self._append(op, name, inputs, results, attrs)
+        return results
+
+    def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
+        """The reduction of `x` over the shards of these factors; `x` itself if none is split."""
+        axes = in_mesh_order(tuple(dict.fromkeys(a for f in factors for a in self._axes(f))))
+        return self.collective("AllReduce", x, axes, self.shape(x), op=op) if axes else x
+
+    def all_gather(
+        self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Any], int]
+    ) -> gs.Tensor:
+        """The `x` of all ranks that hold shards of the factor, concatenated along `axis` in the
+        order of the shards; `extent` is the size of a rank's `x` along that axis."""
+        axes = self._axes(factor)
+        if not axes:
+            return x
+        members = self.view.mesh.group(axes, 0)
+        sizes = [extent(self.view.on(m)) for m in members]
+        shape = self.shape(x)
+        shape[axis] = sum(sizes)
+        return self.collective("AllGather", x, axes, shape, axis=axis, sizes=sizes)
+
+    def gathered(self, factor: str) -> npt.NDArray[Any]:
+        """The global indices of a factor, in the order in which `all_gather` joins its shards."""
+        members = self.view.mesh.group(self._axes(factor), 0)
+        return np.concatenate([self.view.on(m).positions(factor) for m in members])
+
+    def scan(
+        self, step: Step, states: Sequence[gs.Tensor], sequences: Sequence[gs.Tensor], **attrs: Any
+    ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
+        """Adds a Scan along the first dimension of `sequences`; returns its last states and its
+        results. `step(states, elements)` builds the body and returns the new states and one element
+        of each result. The body may have collectives, and may read tensors of the outer graph."""
+        name = self._fresh("Scan")
+        body = gs.Graph(name=name, opset=self._graph.opset)
+        shapes = [*map(self.shape, states), *(self.shape(s)[1:] for s in sequences)]
+        for tensor, shape in zip((*states, *sequences), shapes, strict=True):
+            body.inputs.append(gs.Variable(self._fresh("given"), tensor.dtype))
+            self._shapes[body.inputs[-1].name] = shape
+        around, self._built = self._built, body.nodes
+        ends, elements = step(body.inputs[: len(states)], body.inputs[len(states) :])
+        made = [self.add("Identity", [x]) for x in (*ends, *elements)]
+        self._built = around
+        results = []
+        for i, tensor in enumerate(made):
+            steps = [self.shape(sequences[0])[0]] if i >= len(ends) else []
+            shape = [*steps, *self.shape(tensor)]
+            results.append(gs.Variable(f"{name}:{i}", tensor.dtype, shape))
+            tensor.shape = [None] * len(self.shape(tensor))  # its sizes differ by rank
+            body.outputs.append(tensor)
+        attrs |= {"body": body, "num_scan_inputs": len(sequences)}
+        self._append("Scan", name, [*states, *sequences], results, attrs)
+        return results[: len(ends)], results[len(ends) :]
+
+    def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
+        """`x`, or one element of `value` along `axis` where the rank's shard is empty; dimension
+        `axis` of `x` is the factor."""
+        if not self.view.may_be_empty(factor):
+            return x
+        return fill(self, x, axis, np.array([1], np.int64), value)
+
+    def fetch(
+        self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]
+    ) -> gs.Tensor:
+        """Elements `wanted[0]` up to (not including) `wanted[1]` of dimension `axis` of `x`, from
+        the ranks that hold them. The dimension is the factor, in contiguous shards."""
+        return fetch(self, self.view, x, factor, axis, wanted)
+
+    def is_open(self, factor: str) -> bool:
+        """True if the factor's size differs between runs."""
+        return factor in self.view.open
+
+    def fetch_between(
+        self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
+    ) -> gs.Tensor:
+        """See `Lowering.fetch_between`."""
+        shape = self.shape(x)
+        shape[axis] = extent
+        y = self.collective("HaloExchange", x, self._axes(factor), shape, axis=axis)
+        self._built[-1].inputs.append(bounds)
+        return y
+
+    def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
+        """Adds the node that computes the rank's shard of a result."""
+        name = self.view.node.name + (f"::{output}" if output else "")
+        if self._prefix:
+            name = self._fresh(op)
+        self._append(op, name, inputs, [self._outputs[output]], attrs)
+
+    def is_graph_output(self, output: int) -> bool:
+        """True if a result is also an output of the graph."""
+        return any(tensor is self._outputs[output] for tensor in self._graph.outputs)
+
+    def make(
+        self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
+    ) -> gs.Variable:
+        """Adds a node whose result is of this type, (dtype, shape on rank 0)."""
+        name = self._fresh(op)
+        result = gs.Variable(name, *type_)
+        self._append(op, name, inputs, [result], attrs)
+        return result
+
+    def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
+        """Adds the node that computes the rank's shards of all results."""
+        self._append(op, self.view.node.name, inputs, self._outputs, attrs)
+
+    def collective(
+        self, kind: str, x: gs.Tensor, axes: Axes, shape: Sequence[int], **attrs: Any
+    ) -> gs.Variable:
+        """Adds a collective; `shape` is the shape of its result on rank 0."""
+        name = self._fresh(kind)
+        y = gs.Variable(name, x.dtype, shape)
+        mesh = self.view.mesh
+        node = collective_node(kind, name, x, y, axes, mesh, self._per_rank, **attrs)
+        node.attrs["axes"] = axes
+        node.attrs["shape"] = max(self.shape(x), list(shape), key=math.prod)
+        self._built.append(node)
+        return y
+
+    def shape(self, x: gs.Tensor) -> list[int]:
+        """The shape of a tensor on rank 0."""
+        return list(self._shapes.get(x.name, x.shape))
+
+    def insert_before(self, node: gs.Node) -> None:
+        """Inserts the new nodes before a node."""
+        at = self._index(node)
+        self._graph.nodes[at:at] = self._built_for(node)
+
+    def insert_after(self, node: gs.Node) -> None:
+        """Inserts the new nodes after a node."""
+        at = self._index(node) + 1
+        self._graph.nodes[at:at] = self._built_for(node)
+
+    def replace(self) -> None:
+        """Puts the new nodes in the place of the old one."""
+        old = self.view.node
+        at = self._index(old)
+        old.inputs.clear()
+        old.outputs.clear()
+        self._graph.nodes[at : at + 1] = self._built_for(old)
+
+    def _index(self, node: gs.Node) -> int:
+        return next(i for i, other in enumerate(self._graph.nodes) if other is node)
+
+    def _built_for(self, node: gs.Node) -> list[gs.Node]:
+        note_origin(nodes_within(self._built), node.name)
+        return self._built
+
+    def _append(
+        self,
+        op: str,
+        name: str,
+        inputs: Sequence[Any],
+        results: list[gs.Tensor],
+        attrs: dict[str, Any],
+    ) -> None:
+        operands = [self._operand(i) for i in inputs]
+        key = "split" if op == "Split" else "axes"
+        if key in attrs and axes_are_input(op, self._graph.opset):
+            operands.append(self._sizes(attrs.pop(key)))
+        node = gs.Node(op, name, {}, operands, results)
+        for key, value in attrs.items():
+            by_rank = None
+            if callable(value):
+                value, by_rank = self.view.value(value)
+            set_attribute(node, key, value, by_rank, self._per_rank)
+        self._built.append(node)
+        if results[0].shape is None:
+            self._infer(node)
+
+    def _infer(self, node: gs.Node) -> None:
+        """Infers the types of the results on rank 0."""
+        shapes = [None if not t.name else self.shape(t) for t in node.inputs]
+        found = infer_results(node, shapes, self._graph.opset)
+        for tensor, (dtype, shape) in zip(node.outputs, found, strict=True):
+            tensor.dtype, tensor.shape = dtype, shape
+
+    def _axes(self, factor: str) -> Axes:
+        return dim_axes(self.view.factors[factor])
+
+    def _sizes(self, value: Any) -> gs.Tensor:
+        """An int64 constant; one that differs by rank if `value` is a function."""
+        if callable(value):
+            return self.per_rank(lambda local: np.array(value(local), np.int64))
+        return self._operand(np.array(value, np.int64))
+
+    def _operand(self, operand: Any) -> gs.Tensor:
+        if isinstance(operand, gs.Tensor):
+            return operand
+        return gs.Constant(self._fresh("constant"), np.asarray(operand))
+
+    def _fresh(self, kind: str) -> str:
+        self._names += 1
+        return f"{self.view.node.name}::{self._prefix}{kind}{self._names}"
+
+
+def note_stand_ins(name: str, view: NodeView, per_rank: PerRank) -> None:
+    if view.stand_ins:
+        per_rank.stand_ins[name] = view.stand_ins
+
+
+def set_attribute(
+    node: gs.Node, key: str, value: Any, by_rank: Callable[[int], Any] | None, per_rank: PerRank
+) -> None:
+    if value is None:
+        node.attrs.pop(key, None)
+        return
+    node.attrs[key] = value
+    if by_rank:
+        per_rank.attributes[node.name, key] = by_rank
+
+
+def rank_constant(
+    name: str, value: Any, by_rank: Callable[[int], Any] | None, per_rank: PerRank
+) -> gs.Constant:
+    if by_rank:
+        per_rank.constants[name] = lambda rank: np.asarray(by_rank(rank), order="C")
+    return gs.Constant(name, np.array(value, order="C"))
