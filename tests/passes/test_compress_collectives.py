@@ -215,11 +215,11 @@ def test_parsed() -> None:
     [
         ("3bit", "choose none, float16, bfloat16, 2bit or 2bit:THRESHOLD"),
         ("float16:2", "choose none, float16"),
-        ("2bit:0", "the threshold must be a number above 0"),
-        ("2bit:-1", "the threshold must be a number above 0"),
-        ("2bit:nan", "the threshold must be a number above 0"),
-        ("2bit:much", "the threshold must be a number above 0"),
-        ("2bit:", "the threshold must be a number above 0"),
+        ("2bit:0", "the threshold must be a positive number"),
+        ("2bit:-1", "the threshold must be a positive number"),
+        ("2bit:nan", "the threshold must be a positive number"),
+        ("2bit:much", "the threshold must be a positive number"),
+        ("2bit:", "the threshold must be a positive number"),
     ],
 )
 def test_kinds_that_there_are_not(
