@@ -35,7 +35,7 @@ def command_lines(command: argparse.ArgumentParser) -> Iterator[str]:
     """One command: what it does, how it is called, and its options."""
     name = command.prog
     yield f"\n## {name}\n"
-    yield f"{_text(command, command.description)}\n"
+    yield f"{_text(command.description)}\n"
     required = [a for a in command._actions if a.required or not a.option_strings]
     usage = " ".join(_usage(a) for a in required)
     yield f"```text\n{name} {usage} [options]\n```\n"
@@ -45,11 +45,13 @@ def command_lines(command: argparse.ArgumentParser) -> Iterator[str]:
         # a list item, as a table would be too wide for a phone
         anchor = f"{name}-{action.dest}".replace(" ", "-").replace("_", "-")
         yield f'<a id="{anchor}"></a>`{_flags(action)}`'
-        notes = [_text(command, action.help) or "See above."]
+        notes = [_help(command, action) or "The model to read."]
         if action.choices is not None and not _names_all(action):
             notes.append(f"One of: {', '.join(f'`{c}`' for c in action.choices)}.")
         if _shows_default(action):
             notes.append(f"Default: `{action.default}`.")
+        first = notes[0].split(",")[0].split(" ")[0]
+        notes[0] = notes[0] if first in (action.choices or ()) else _capital(notes[0])
         yield f":   {' '.join(_sentence(note) for note in notes)}\n"
     if command.epilog:
         yield f"```text\n{command.epilog}\n```\n"
@@ -82,24 +84,22 @@ def _shows_default(action: argparse.Action) -> bool:
     return given and action.nargs != 0 and "default" not in str(action.help).lower()
 
 
-def _text(command: argparse.ArgumentParser, text: str | None) -> str:
+def _help(command: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """What an option does, with its default where the help asks for it."""
+    return _text(command._get_formatter()._expand_help(action)) if action.help else ""
+
+
+def _text(words: str | None) -> str:
     """Help as a user reads it, for a page: nothing in it is markup."""
-    shown = " ".join(command._get_formatter()._expand_help(_Told(text)).split()) if text else ""
+    shown = " ".join((words or "").split())
     for mark in ("*", "_", "[", "]"):
         shown = shown.replace(mark, f"\\{mark}")
     return html.escape(shown, quote=False)
 
 
-class _Told(argparse.Action):
-    """An action that has a help, and defaults for what the help asks for."""
-
-    def __init__(self, text: str | None) -> None:
-        super().__init__([], "told", help=text)
-
-    def __call__(self, *_: Any) -> None:
-        raise AssertionError("it is never parsed")
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _sentence(text: str) -> str:
-    text = text[0].upper() + text[1:]
     return text if text.endswith((".", "`", ":")) else f"{text}."

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.resources import files
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,21 @@ def without_docstring(shown: Any) -> Iterator[str]:
     described by the docstring of the class."""
     if not shown.has_docstring:
         yield shown.canonical_path
-    for name, member in shown.members.items():
+    inherited = shown.inherited_members if shown.is_class else {}
+    for name, member in {**shown.members, **inherited}.items():
         is_code = member.is_function or member.is_class or "property" in member.labels
-        if (
-            not name.startswith("_")
-            and is_code
-            and (shown.is_class or name in (shown.exports or ()))
-        ):
+        is_shown = shown.is_class or name in (shown.exports or ())
+        if not name.startswith("_") and is_code and is_shown:
             yield from without_docstring(member)
+
+
+def test_the_pictures_show_the_layouts_of_today() -> None:
+    spec = spec_from_file_location("pictures", ROOT / "docs/_hooks/pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, drawn in module.pictures().items():
+        assert (ROOT / "docs/img" / name).read_text() == drawn, "run docs/_hooks/pictures.py"
 
 
 def test_plan_json_is_described(tmp_path: Path) -> None:
