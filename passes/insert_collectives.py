@@ -18,7 +18,7 @@ from onnxpar.lowering.schedule import schedule
 from onnxpar.reshard.graph import ReshardStep
 from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, plan_tree
 from onnxpar.sharding.factors import BodyFactors, OpFactors
-from onnxpar.sharding.partial_sums import PartialSums, choose_pending
+from onnxpar.sharding.partial_sums import PartialSums, choose_partial
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding
 from onnxpar.strategy.requested import check_requested
@@ -78,10 +78,10 @@ class _Insertion:
             self._check_random(op.node)
             for i, tensor in enumerate(op.node.inputs):
                 if tensor.name in self.sharding.factors.tensors:
-                    self.reads[tensor.name].append(_Read(op.node, i, pending.need(op, i)))
+                    self.reads[tensor.name].append(_Read(op.node, i, pending.required(op, i)))
             for i, tensor in enumerate(op.node.outputs):
                 if tensor.name in self.sharding.factors.tensors:
-                    self.made[tensor.name] = pending.result(op, i)
+                    self.made[tensor.name] = pending.produced(op, i)
                     self.scopes[tensor.name] = op.graph
             for body in op.bodies:
                 self._note_body(op, body, pending)
@@ -102,7 +102,7 @@ class _Insertion:
     def _pending(self) -> PartialSums:
         choices = self.ctx.choices
         if choices.results is None:
-            chosen = choose_pending(self.graph, self.sharding)
+            chosen = choose_partial(self.graph, self.sharding)
             choices.results, choices.operands = chosen.results, chosen.operands
         return PartialSums(self.sharding, choices.results, choices.operands)
 
@@ -119,11 +119,11 @@ class _Insertion:
         """A body is handed tensors, and hands them back, as the node has them outside."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
-                self.made[tensor.name] = pending.handed(op, tensor, links)
+                self.made[tensor.name] = pending.at_body(op, tensor, links)
                 self.scopes[tensor.name] = body.graph
         for i, (tensor, links) in enumerate(zip(body.graph.outputs, body.outputs, strict=True)):
             if tensor.name in self.sharding.factors.tensors:
-                need = pending.handed(op, tensor, links)
+                need = pending.at_body(op, tensor, links)
                 self.reads[tensor.name].append(_Read(body.graph, i, need))
 
     def _read_captured(self, node: gs.Node) -> None:

@@ -73,10 +73,10 @@ def change_rule(patch: Patch, op: str, change: Callable[[gs.Node, Rule], Rule]) 
 
 @fault("mlp")
 def bias_added_twice(patch: Patch) -> None:
-    def need(self: PartialSums, op: Any, index: int) -> FactorSharding:
+    def required(self: PartialSums, op: Any, index: int) -> FactorSharding:
         return self.sharding.operand_sharding(op, op.inputs[index])
 
-    patch.setattr(PartialSums, "need", need)
+    patch.setattr(PartialSums, "required", required)
 
 
 @fault("mlp")

@@ -13,7 +13,8 @@ from onnxpar.ir.origin import origin_of
 from onnxpar.ir.tensors import Whole
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
-from onnxpar.sharding.factors import GraphFactors, OpFactors, analyse
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.narrow import delicate, joint
 from onnxpar.sharding.sized_factors import Sample, at_sizes, atom_sizes, priced
 from onnxpar.sharding.state import ShardingState

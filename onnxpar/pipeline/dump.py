@@ -35,7 +35,7 @@ from onnxpar.load.load import Model, mark_opset, read_proto
 from onnxpar.model.interchange import declare_types, header_of, import_graph
 from onnxpar.model.write_model import export_model, goes_apart, move_data, write_model
 from onnxpar.pipeline.typed_json import decode, encode
-from onnxpar.sharding.factors import analyse
+from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.state import ShardingState
 
 KEY = "onnxpar.dump"

@@ -60,7 +60,8 @@ from onnxpar.search.meshes import best_mesh
 from onnxpar.search.objective import Objective
 from onnxpar.search.op_strategies import Kept
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION, SEARCHES, Solution, solve
-from onnxpar.sharding.factors import GraphFactors, analyse
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import annotated_mesh
 from onnxpar.strategy.strategy import Annotation, Strategy

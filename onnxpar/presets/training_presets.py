@@ -98,7 +98,7 @@ class SplitSums:
         for op in sharding.factors.ops:
             known = [t.name for t in op.node.outputs if t.name in sharding.factors.tensors]
             read = [t.name for t in op.node.inputs if len(t.outputs) == 1 and t.name in first]
-            pending, _ = sharding.pending(op)
+            pending, _ = sharding.own_partial(op)
             if overlaps(pending, self.axes):
                 first.update((name, name) for name in known)
             elif op.node.op in _MOVES and known and op.node.inputs[0].name in read:

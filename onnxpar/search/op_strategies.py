@@ -35,7 +35,7 @@ class OpStrategy:
 
     def operand(self, op: OpFactors, index: int) -> FactorSharding:
         """How the node reads an operand."""
-        own, reduce = self.pending(op)
+        own, reduce = self.own_partial(op)
         if own and index in op.rule.additive:
             return FactorSharding(self.leaves(op.inputs[index]), own, reduce)
         if index in self.group:
@@ -44,7 +44,7 @@ class OpStrategy:
 
     def result(self, op: OpFactors, index: int) -> FactorSharding:
         """How the node makes a result."""
-        own, reduce = self.pending(op)
+        own, reduce = self.own_partial(op)
         if not own:
             own, reduce = self.passed, self.reduce
         return FactorSharding(self.leaves(op.outputs[index]), own, reduce)
@@ -58,7 +58,7 @@ class OpStrategy:
         each = ({axis.name for axis in over} for over in (*self.axes, self.passed))
         return all(names in (set(), axes) for names in each)
 
-    def pending(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
+    def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
         """What the node's own reductions leave pending."""
         axes: list[Axis] = []
         reduce: ReduceOp = "sum"

@@ -1,5 +1,5 @@
-"""Sums that a loop carries: each turn adds a term, and nothing else reads them before the end. A
-pending sum may be carried so, as it may pass an Add."""
+"""Sums that a loop carries: each iteration adds a term, and nothing else reads the sum before the
+end. A loop may carry such a sum while it is partial, because a partial sum may pass an Add."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from onnxpar.ir.tensors import is_float
 
 @dataclass(frozen=True)
 class Accumulator:
-    """A carried sum: operand and result of the loop by number, what its body is handed and hands
-    back, and the Add between these, with the number of the term among its operands."""
+    """A sum that a loop carries.
+
+    operand, result  indices of the sum among the loop's operands and results
+    given, back      the sum as input and as output of the loop's body
+    add              the Add between these, whose operand number `term` is added in each iteration
+    """
 
     operand: int
     result: int
@@ -26,34 +30,36 @@ class Accumulator:
     term: int
 
     def tensors(self, node: gs.Node) -> list[gs.Tensor]:
-        """Where the sum stands: before the loop, in its body, behind it."""
+        """The sum before the loop, at both ends of its body, and after the loop."""
         return [node.inputs[self.operand], self.given, self.back, node.outputs[self.result]]
 
 
 def accumulators(node: gs.Node) -> Iterator[Accumulator]:
-    """The carried sums of a Scan or a Loop; of any other node there are none."""
+    """The carried sums of a Scan or a Loop; other nodes have none."""
     if node.op not in ("Scan", "Loop"):
         return
     inner = bodies(node)
     if not inner:
         return
     (body,) = inner
-    before, behind = (2, 1) if node.op == "Loop" else (0, 0)  # a counter and a condition
-    carried = len(body.inputs) - before - node.attrs.get("num_scan_inputs", 0)
+    first_input, first_output = (
+        (2, 1) if node.op == "Loop" else (0, 0)
+    )  # after a counter and a condition
+    carried = len(body.inputs) - first_input - node.attrs.get("num_scan_inputs", 0)
     results = {t.name for t in body.outputs}
     for i in range(carried):
-        given, back = body.inputs[before + i], body.outputs[behind + i]
-        made = source(back)
-        add = made.inputs[0] if made.inputs else None
+        given, back = body.inputs[first_input + i], body.outputs[first_output + i]
+        total = source(back)
+        add = total.inputs[0] if total.inputs else None
         if add is None or add.op != "Add" or back.outputs or given.name in results:
             continue
         at = [k for k, t in enumerate(add.inputs) if source(t) is given]
         if len(given.outputs) == 1 and len(at) == 1 and is_float(given):
-            yield Accumulator(before + i, i, given, back, add, 1 - at[0])
+            yield Accumulator(first_input + i, i, given, back, add, 1 - at[0])
 
 
 def source(tensor: gs.Tensor) -> gs.Tensor:
-    """The tensor that another one is a reshard of."""
+    """The tensor before any reshards that lead to this one."""
     while tensor.inputs and tensor.inputs[0].domain == DOMAIN:
         tensor = tensor.inputs[0].inputs[0]
     return tensor

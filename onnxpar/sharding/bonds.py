@@ -1,5 +1,5 @@
-"""Leaves of different nodes that are split over the same axes or not at all, as onnxruntime makes
-one node of these nodes."""
+"""Leaves of different nodes that must be split over the same axes or not at all, because
+onnxruntime fuses these nodes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from onnxpar.sharding.factors import OpFactors
 
 Member = tuple[int, int]
-"""A leaf of a node: the place of the node, and that of the leaf in it."""
+"""A leaf of a node: the indices of the node, and of the leaf in it."""
 Edge = tuple[Member, Member]
-"""Where a tensor is made, and where it is read: places of a node and of a result or an operand."""
+"""Producer and reader of a tensor, as (node, result) and (node, operand), by index."""
 
 
 def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
-    """Where each of these tensors is made and read."""
+    """An edge from the producer of each fused tensor to each of its readers."""
     if not fused:
         return []
-    made = {t.name: (n, i) for n, op in enumerate(ops) for i, t in enumerate(op.node.outputs)}
+    producers = {t.name: (n, i) for n, op in enumerate(ops) for i, t in enumerate(op.node.outputs)}
     return [
-        (made[t.name], (n, i))
+        (producers[t.name], (n, i))
         for n, op in enumerate(ops)
         for i, t in enumerate(op.node.inputs)
-        if t.name in fused and t.name in made
+        if t.name in fused and t.name in producers
     ]
 
 
 def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Member]]:
-    """The leaves that go together, through any number of tensors."""
+    """Groups of leaves that any number of edges connect."""
     found: dict[Member, set[Member]] = {}
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
@@ -42,8 +42,8 @@ def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Me
 
 
 def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, set[int]]:
-    """Leaves that must be whole, by the place of the node: what the node on the other side of a
-    tensor cannot split, and what would leave that tensor pending."""
+    """Leaves that must stay whole, by the index of the node: those that the node at the other end
+    of an edge cannot split, and those that would make the tensor between them partial."""
     held: dict[int, set[int]] = defaultdict(set)
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):
@@ -51,9 +51,9 @@ def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, s
                 held[r].add(b)
             if b is None and a is not None:
                 held[m].add(a)
-        held[m].update(_talking(ops[m]))
+        held[m].update(_communicating(ops[m]))
         if i in ops[r].rule.additive:
-            held[r].update(_talking(ops[r]))
+            held[r].update(_communicating(ops[r]))
     for group in groups(ops, edges):
         for (n, a), (other, b) in combinations(group, 2):
             if n == other and (a, b) not in ops[n].apart:
@@ -61,8 +61,8 @@ def not_alike(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> Mapping[int, s
     return {n: leaves for n, leaves in held.items() if leaves}
 
 
-def _talking(op: OpFactors) -> Iterator[int]:
-    """Leaves that ranks cannot split without communication within the node, or after it."""
+def _communicating(op: OpFactors) -> Iterator[int]:
+    """Leaves whose split needs communication within the node, or after it."""
     exchanged = {*op.rule.communicating, *(f for group in op.rule.co_sharded for f in group)}
     for i, leaf in enumerate(op.leaves):
         if op.reduction(i) or leaf.factor in exchanged:

@@ -1,4 +1,4 @@
-"""How much a contraction computes."""
+"""Floating-point operations of a contraction."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onnxpar.sharding.state import ShardingState
 
 
 def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
-    """Multiplications and additions of a contraction: of all of it, or of rank 0's part."""
+    """Multiplications and additions of a contraction: all of them, or those of rank 0."""
     if sharding is None:
         return 2 * _products(op.rule, op.rule.sizes)
     return flops_on_rank_0(op, sharding.op_axes(op), sharding.mesh)
 
 
 def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int]) -> list[int]:
-    """Those of the parts of several ranks."""
+    """Multiplications and additions of each of these ranks."""
     axes = sharding.op_axes(op)
     held: dict[str, list[int]] = {}
     for name in op.rule.sizes.keys() - op.whole.keys():
@@ -43,7 +43,7 @@ def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int])
 
 
 def flops_on_rank_0(op: OpFactors, axes: Sequence[Axes], mesh: Mesh) -> int:
-    """Those of rank 0's part where the leaves of the node are split over these axes."""
+    """Multiplications and additions of rank 0 if the node's leaves are split over these axes."""
     sizes = dict(op.rule.sizes)
     for name in sizes.keys() - op.whole.keys():
         over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
@@ -52,9 +52,9 @@ def flops_on_rank_0(op: OpFactors, axes: Sequence[Axes], mesh: Mesh) -> int:
 
 
 def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:
-    """Multiplications of a contraction. Windows relate every position of the larger image to few
-    of the smaller, so that only the positions of the smaller count."""
+    """Multiplications of a contraction. A window relates each position of the larger image to few
+    positions of the smaller one, so only the positions of the smaller image count."""
     operands = [{v for expr in spec or () for v in expr_vars(expr)} for spec in rule.inputs[:2]]
     result = {v for expr in rule.outputs[0] or () for v in expr_vars(expr)}
-    ways = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())
-    return min(math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in way) for way in ways)
+    counts = (operands[0] | operands[-1], result | operands[-1] | rule.reduce.keys())
+    return min(math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in each) for each in counts)

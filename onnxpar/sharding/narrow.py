@@ -1,4 +1,4 @@
-"""Rules that split less than their op allows: where sizes are open, not every part can be told."""
+"""Rules that split less than their op allows: with open sizes, some shards are not known."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.notation import Expr, Spec, Var, expr_vars
 from onnxpar.rules.rule import Rule, whole_rule
 
-OPEN = "its parts cannot be told while sizes are open; --dim NAME=N fixes a size"
+OPEN = "its shards are not known while sizes are open; --dim NAME=N fixes a size"
 
 
 def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule:
-    """The rule without these factors, in whose place every dimension stands for itself."""
+    """The rule without these factors: each dimension that has one becomes a factor of its own that
+    stays whole. None: every factor stays whole."""
     if factors is None:
         return whole_rule(node, OPEN)
     sizes: dict[str, Size] = dict(rule.sizes)
@@ -24,15 +25,15 @@ def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule
     def spec(tensor: gs.Tensor, dims: Spec | None, prefix: str) -> Spec | None:
         if dims is None:
             return None
-        made: list[Expr] = []
+        exprs: list[Expr] = []
         for i, (expr, size) in enumerate(zip(dims, tensor_shape(tensor) or (), strict=False)):
             if set(expr_vars(expr)).isdisjoint(factors):
-                made.append(expr)
+                exprs.append(expr)
                 continue
             name = f"{prefix}_{i}"
             sizes[name], alone[name] = size, OPEN
-            made.append(Var(name))
-        return tuple(made)
+            exprs.append(Var(name))
+        return tuple(exprs)
 
     inputs = [spec(t, s, f"open_i{i}") for i, (t, s) in _pairs(node.inputs, rule.inputs)]
     outputs = [spec(t, s, f"open_o{i}") for i, (t, s) in _pairs(node.outputs, rule.outputs)]
@@ -58,8 +59,8 @@ def _pairs(
 
 
 def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
-    """Those of the factors whose parts take more than their own sizes: they are exchanged between
-    ranks, or stand in dimensions of several factors."""
+    """Those of the factors, and of the ones co-sharded with them, whose shards depend on more than
+    their own size: ranks exchange their elements, or they share a dimension with other factors."""
     exchanged = {
         *rule.lowered,
         *rule.communicating,

@@ -1,4 +1,4 @@
-"""The collectives of a graph as plans list them."""
+"""Collectives of a graph, as a plan lists them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onnxpar.sharding.shard_bytes import shard_bytes
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the plan. `group` is that of rank 0, of `groups` in all; `bytes` is what
-    each rank sends, in all steps of a Scan."""
+    """One collective of a plan. `group` are the ranks of rank 0's group, one of `groups`; `bytes`
+    is what each rank sends, in all iterations of a Scan."""
 
     kind: str
     name: str
@@ -28,13 +28,14 @@ class Collective:
     before: str
     after: str
 
-    def repeated(self, turns: int) -> Collective:
-        """The same so many times."""
-        return replace(self, bytes=self.bytes * turns)
+    def repeated(self, iterations: int) -> Collective:
+        """The collective in a loop of this many iterations."""
+        return replace(self, bytes=self.bytes * iterations)
 
 
 def reshards(node: gs.Node) -> list[tuple[gs.Tensor, Layout, Layout]]:
-    """(operand, before, after) of a reshard node; several where all-reduces were fused."""
+    """(operand, before, after) of each operand of a reshard node: several if all-reduces are
+    fused."""
     members = node.attrs.get("members") or [(node.attrs["before"], node.attrs["after"])]
     return [(t, *layouts) for t, layouts in zip(node.inputs, members, strict=True)]
 
@@ -54,8 +55,8 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
 
 
 def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
-    """The plan's entry for a collective inside an op; takes what only the plan needs from the
-    node."""
+    """The plan's entry for a collective inside an op; removes from the node the attributes that
+    only the plan needs."""
     axes, shape = node.attrs.pop("axes"), node.attrs.pop("shape")
     group = mesh.group(axes, 0)
     size = math.prod(shape) * numpy_dtype(node.inputs[0]).itemsize

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds of a tensor."""
+"""Bytes of a tensor's shards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 
 def shard_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
-    """Bytes of a rank's part; rank 0 has the largest of default parts."""
+    """Bytes of a rank's shard; with default sizes, rank 0 has the largest."""
     return shape_bytes(tensor, layout.estimated_shape(mesh, rank))
 
 
 def mean_bytes(
     tensor: gs.Tensor, factor_sharding: FactorSharding, sharding: ShardingState
 ) -> float:
-    """Bytes that the fullest rank holds of a tensor, on average of the sizes that costs are
-    computed at."""
+    """Bytes of a tensor's largest shard, on average over the sizes for which costs are computed."""
     each = sharding.costed_shapes(tensor.name, factor_sharding)
     return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)

@@ -1,7 +1,8 @@
 """The factors of a graph at other sizes than those at which it was analysed.
 
-The compiler works at sizes at which nothing coincides. Costs are those of the sizes that runs have,
-where a batch may be 1: a dimension that can be split has one element there, or none.
+The compiler analyses a graph at distinct sizes, so that no two dimensions are equal by chance. It
+computes costs at the sizes of real runs, where a batch may be 1: a dimension that can be split then
+has one element, or none.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Sample = tuple[Mapping[Variable, int], GraphFactors]
 
 
 def atom_sizes(found: Sequence[Sample], wanted: Binding) -> Sizes:
-    """Elements of the open atoms at a binding, from the factors at several others. An atom that no
-    polynomial tells keeps the size that it has at the first."""
+    """Elements of the open atoms at a binding, interpolated from the factors at several others. An
+    atom that no polynomial fits keeps its size in the first sample."""
     each = [
         {leaf.atom: leaf.size for op in factors.ops for leaf in op.leaves}
         | {leaf.atom: leaf.size for t in factors.tensors.values() for leaf in t.leaves}
@@ -39,15 +40,15 @@ def atom_sizes(found: Sequence[Sample], wanted: Binding) -> Sizes:
 
 
 def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
-    """The factors with trees in which these atoms have these sizes. Leaves keep theirs: what can be
-    split is what could be before."""
+    """The factors whose trees have these sizes of atoms. Leaves keep their sizes, so that the same
+    ones can be split as before."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
     ops = [_op(op, sizes) for op in factors.ops]
     return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
 
 
 def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphFactors:
-    """The same factors, whose costs are those at several sizes, with weights."""
+    """The same factors, with costs computed at each of these sizes, with weights."""
     sized = [(weight, at_sizes(factors, sizes)) for sizes, weight in each]
     tensors = {
         name: replace(tensor, priced=tuple((w, at.tensors[name].dims) for w, at in sized))
@@ -66,7 +67,7 @@ def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:
 
 
 def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
-    """A node whose factors have other sizes."""
+    """The node with these sizes of atoms."""
     trees = {
         name: _resized(tree, iter([sizes.get(atom) for atom in op.atoms[name]]))
         for name, tree in op.trees.items()
@@ -76,7 +77,7 @@ def _op(op: OpFactors, sizes: Sizes) -> OpFactors:
 
 
 def _resized(dim: Dim, sizes: Iterator[int | None]) -> Dim:
-    """A tree with other sizes at its leaves, in order; None leaves one as it is."""
+    """The tree with these sizes of its leaves, in order; None keeps a size."""
     if isinstance(dim, Factor):
         size = next(sizes) if dim.is_leaf else None
         return dim if size is None else SizedFactor(size)

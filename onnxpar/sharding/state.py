@@ -1,7 +1,7 @@
 """The sharding of a graph while it is being decided: mesh axes assigned to atoms.
 
-Tensors and nodes hold axes per leaf; None is open. A `FactorSharding` is a decided assignment, and
-becomes a `Layout` once the leaves are put back into their dimensions.
+Each leaf of a tensor or node has its axes, or None while they are open. A `FactorSharding` is the
+decided assignment of one tensor; put back into its dimensions, it becomes a `Layout`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FactorSharding:
         return not self.partial and not any(self.leaves)
 
     def reduced(self) -> FactorSharding:
-        """The same with nothing pending."""
+        """The same, not partial."""
         return FactorSharding(self.leaves)
 
 
@@ -56,9 +56,10 @@ class FactorSharding:
 class ShardingState:
     """Axes of every tensor leaf (by tensor) and op leaf (by node).
 
-    costs    what talking and computing cost on the mesh
-    pinned   tensors whose layout somebody asked for: it holds whatever the ops around them need
-    parts    sizes by hand, for an atom split over these axes
+    costs    cost model for communication and compute on the mesh
+    pinned   tensors with a requested layout, which they keep whatever their producer and readers
+             require
+    parts    sizes by hand of the parts of an atom that is split over these axes
     """
 
     mesh: Mesh
@@ -71,8 +72,8 @@ class ShardingState:
 
     @staticmethod
     def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> ShardingState:
-        """Nothing decided yet; costs are those of a default topology where none is given. Errors:
-        StrategyError where it has fewer ranks than the mesh."""
+        """A state with all leaves open; without a topology, costs are those of the default one.
+        Errors: StrategyError if the topology has fewer ranks than the mesh."""
         return ShardingState(
             mesh,
             factors,
@@ -82,7 +83,8 @@ class ShardingState:
         )
 
     def assign_tensor(self, name: str, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a tensor; False where it is decided or the axes are taken."""
+        """Splits an open leaf of a tensor; False if it is decided already or the axes are in
+        use."""
         have = self.tensors[name]
         if have[leaf] is not None or not _fits(self.factors.tensors[name], have, leaf, axes):
             return False
@@ -90,7 +92,8 @@ class ShardingState:
         return True
 
     def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a node; False where it is decided or the axes are taken."""
+        """Splits an open leaf of a node, and those that must be split with it; False if one of them
+        is decided already or the axes are in use."""
         together = self._together(op, leaf)
         for other, i in together:
             have = self.ops[other.node.name]
@@ -101,8 +104,8 @@ class ShardingState:
         return True
 
     def fix(self, op: OpFactors, leaf: int, axes: Axes) -> None:
-        """Splits a leaf of a node whatever was decided for it, and those that are bonded to it,
-        unless other leaves of these use the axes."""
+        """Splits a leaf of a node even if it is decided already, and the leaves bonded to it,
+        except where another leaf uses the axes."""
         self.ops[op.node.name][leaf] = axes
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
@@ -110,14 +113,13 @@ class ShardingState:
                 have[i] = axes
 
     def close(self, op: OpFactors, leaf: int) -> None:
-        """Leaves a leaf of a node whole if nothing was decided for it, and those that are bonded to
-        it."""
+        """Makes a leaf of a node, and the leaves bonded to it, whole if they are still open."""
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
             have[i] = () if have[i] is None else have[i]
 
     def _together(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
-        """The leaves that are split with this one, this one first."""
+        """The leaves that must be split like this one; this one comes first."""
         found = [(op, leaf)]
         for other, i in found:
             tied = [(other, j) for group in other.co_sharded if i in group for j in group]
@@ -127,7 +129,7 @@ class ShardingState:
         return found
 
     def settle(self) -> None:
-        """Legalizes every node; of leaves that are bonded, all are whole where one is."""
+        """Legalizes every node; bonded leaves whose axes then differ all become whole."""
         todo = list(self.factors.ops)
         while todo:
             op = todo.pop()
@@ -141,15 +143,16 @@ class ShardingState:
                     todo.append(other)
 
     def legalize(self, op: OpFactors) -> None:
-        """Leaves whole a reduced factor of which only some segments are split, as the others would
-        be counted once per rank, and what a rank must hold in one run but would not."""
+        """Makes factors whole that cannot be split as decided: a reduced factor of which only some
+        segments are split (the others would count once per rank), a factor whose shards would not
+        be contiguous but must be, and co-sharded leaves whose axes differ."""
         axes = self.ops[op.node.name]
         for name in {*op.rule.reduce, *op.rule.communicating, *op.rule.contiguous}:
             at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == name]
             tree = (
                 with_axes(op.trees[name], iter([(axes[i] or (), None) for i in at])) if at else None
             )
-            if tree and (covered_axes(tree) is None or not self._is_run(op, name, tree)):
+            if tree and (covered_axes(tree) is None or not self._is_contiguous(op, name, tree)):
                 for i in at:
                     axes[i] = ()
         for group in op.co_sharded:
@@ -157,27 +160,28 @@ class ShardingState:
                 for i in group:
                     axes[i] = ()
 
-    def _is_run(self, op: OpFactors, factor: str, tree: Dim) -> bool:
+    def _is_contiguous(self, op: OpFactors, factor: str, tree: Dim) -> bool:
         return factor not in op.rule.contiguous or isinstance(normalize(tree), Factor)
 
     def op_axes(self, op: OpFactors) -> list[Axes]:
-        """The axes of every leaf of a node; open ones are whole."""
+        """The axes of every leaf of a node; an open leaf counts as whole."""
         return [axes or () for axes in self.ops[op.node.name]]
 
     def tensor_sharding(self, name: str) -> FactorSharding:
-        """What is decided for a tensor; open leaves are whole."""
+        """The sharding of a tensor so far; an open leaf counts as whole."""
         return FactorSharding(tuple(axes or () for axes in self.tensors.get(name, [])))
 
     def operand_sharding(self, op: OpFactors, links: Sequence[int | None]) -> FactorSharding:
-        """How a node needs an operand, or makes a result, apart from what is pending."""
+        """The sharding in which a node requires an operand, or produces a result, without partial
+        axes."""
         axes = self.op_axes(op)
         return FactorSharding(tuple(() if link is None else axes[link] for link in links))
 
     def state_leaves(
         self, leaves: Sequence[Axes], source: str, result: str, name: str
     ) -> tuple[Axes, ...]:
-        """Axes for the leaves of `name`, one end of a state pair, where the input `source` has
-        these; dimensions that grow are whole."""
+        """Axes for the leaves of `name`, which is `source` or `result` of a state pair, if the
+        leaves of the input `source` have these axes; dimensions that grow are whole."""
         tensors = self.factors.tensors
         by_dim: dict[int, list[Axes]] = defaultdict(list)
         for axes, dim in zip(leaves, tensors[source].dim_of_leaf, strict=True):
@@ -189,8 +193,8 @@ class ShardingState:
             found += [()] * count if grows else by_dim[dim]
         return tuple(found)
 
-    def pending(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
-        """The axes over which the node's own results are partial, and the reduction."""
+    def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
+        """The axes over which the node produces partial results, and the reduction."""
         axes: Axes = ()
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.op_axes(op)):
@@ -200,20 +204,20 @@ class ShardingState:
         return axes, reduce
 
     def part_sizes(self, name: str, leaf: int, axes: Axes) -> tuple[int, ...]:
-        """Sizes of the parts of a tensor's leaf that is split over axes."""
+        """Sizes of the parts of a tensor's leaf if it is split over these axes."""
         factor = self.factors.tensors[name].leaves[leaf]
         by_hand = self.parts.get((factor.atom, axes)) if axes else None
         return by_hand or nested_parts(factor.size, tuple(a.size for a in axes))
 
     def layout(self, tensor: gs.Tensor | str, factor_sharding: FactorSharding) -> Layout:
-        """The placement as a layout of the tensor's dimensions."""
+        """The factor sharding as a layout of the tensor's dimensions."""
         name = tensor if isinstance(tensor, str) else tensor.name
         return self._layout(name, factor_sharding, self.factors.tensors[name].dims)
 
     def costed_shapes(
         self, name: str, factor_sharding: FactorSharding
     ) -> list[tuple[float, tuple[int, ...]]]:
-        """Shapes of the fullest rank's part, where costs are reckoned, with weights."""
+        """Shapes of the largest shard at the sizes for which costs are computed, with weights."""
         factors = self.factors.tensors[name]
         given: dict[int, Given] = defaultdict(tuple)
         for axes, dim, leaf in zip(
@@ -236,19 +240,19 @@ class ShardingState:
 
 
 Given = tuple[tuple[Axes, tuple[int, ...] | None], ...]
-"""Axes of each leaf of a dimension, and sizes of the parts by hand."""
+"""Axes of each leaf of a dimension, and the sizes of its parts if they are given by hand."""
 
 
 @lru_cache(maxsize=1 << 16)
 def _largest_part(dim: Dim, given: Given, mesh: Mesh) -> int:
-    """How many elements of a dimension with these axes the fullest rank holds."""
+    """Elements of a dimension with these axes in the largest shard."""
     return estimated_size(with_axes(dim, iter(given)), mesh, 0)
 
 
 def _fits(
     factors: TensorFactors | OpFactors, have: list[Axes | None], leaf: int, axes: Axes
 ) -> bool:
-    """Whether a leaf can be split over axes that no leaf beside it uses; segments may share."""
+    """True if no other leaf uses the axes; leaves in different segments may share them."""
     used = (
         a for i, other in enumerate(have) if other and (i, leaf) not in factors.apart for a in other
     )
@@ -256,7 +260,7 @@ def _fits(
 
 
 def covered_axes(dim: Dim) -> frozenset[Axis] | None:
-    """The axes over which every element is split; None where segments differ."""
+    """The axes over which every element is split; None if segments differ."""
     if isinstance(dim, Factor):
         return frozenset(dim.axes)
     found = [covered_axes(c) for c in dim.children if c.size]
@@ -269,6 +273,6 @@ def covered_axes(dim: Dim) -> frozenset[Axis] | None:
 
 
 def overlaps(axes: Iterable[Axis], used: Iterable[Axis]) -> bool:
-    """Whether some axis is already in use."""
+    """True if an axis is already in use."""
     taken = list(used)
     return any(a.overlaps(b) for a in axes for b in taken)

@@ -1,4 +1,4 @@
-"""Pieces of dimensions and how they become one: union-find over products and concatenations."""
+"""Unification of dimensions: union-find over products and concatenations of index variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxpar.rules.notation import Cat, Expr, Prod, Var
 
 
 class IndexVar:
-    """A dimension, or a piece of one, while it is being refined (union-find)."""
+    """A dimension, or a factor or segment of one, while it is refined (a union-find node)."""
 
     __slots__ = ("children", "kind", "parent", "size")
 
@@ -20,7 +20,7 @@ class IndexVar:
         self.parent: IndexVar | None = None
 
     def root(self) -> IndexVar:
-        """What it has become one with."""
+        """The variable that stands for all that this one is unified with."""
         node = self
         while node.parent is not None:
             if node.parent.parent is not None:
@@ -30,7 +30,8 @@ class IndexVar:
 
 
 def flat(node: IndexVar, kind: str) -> list[IndexVar]:
-    """The pieces that a product or concatenation is made of, however it was nested; else itself."""
+    """The children of a product or concatenation, nested ones of the same kind flattened; else the
+    variable itself."""
     node = node.root()
     if node.kind != kind:
         return [node]
@@ -39,8 +40,7 @@ def flat(node: IndexVar, kind: str) -> list[IndexVar]:
 
 
 def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar] | None:
-    """Makes an atom a product or concatenation of these sizes; None where it is already
-    otherwise."""
+    """Makes an atom a product or concatenation of these sizes; None if it is not an atom."""
     node = node.root()
     if node.kind:
         return None
@@ -49,17 +49,17 @@ def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar]
 
 
 def _only(node: IndexVar) -> IndexVar:
-    """The piece; where all but one of what it is made of is empty, that one."""
+    """The variable, or its only non-trivial child."""
     node = node.root()
-    pieces = flat(node, node.kind) if node.kind and node.size > 1 else [node]
-    if len(pieces) == 1 and pieces[0] is not node:
-        node.parent = pieces[0]
+    children = flat(node, node.kind) if node.kind and node.size > 1 else [node]
+    if len(children) == 1 and children[0] is not node:
+        node.parent = children[0]
     return node.root()
 
 
 def unify(a: IndexVar, b: IndexVar) -> bool:
-    """Makes two pieces the same, refining both where they are cut differently; False where they
-    cannot be, which leaves what was joined so far."""
+    """Makes two variables the same, and refines both if they are cut differently. False if they
+    cannot be the same; what is unified by then stays unified."""
     a, b = _only(a), _only(b)
     if a is b:
         return True
@@ -81,7 +81,7 @@ def unify(a: IndexVar, b: IndexVar) -> bool:
 
 
 def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:
-    """Makes the pieces of two products, or of two concatenations, the same, from the first on."""
+    """Unifies the children of two products, or of two concatenations, from the first on."""
     a, b = a[::-1], b[::-1]
     while a and b:
         x, y = a.pop(), b.pop()
@@ -93,19 +93,19 @@ def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:
         first = math.gcd(x.size, y.size) if is_product else min(x.size, y.size)
         if is_product and first == 1:
             return False
-        for piece, rest in ((x, a), (y, b)):
-            pieces: list[IndexVar] | None = [piece]
-            if piece.size != first:
-                second = piece.size // first if is_product else piece.size - first
-                pieces = _refine(piece, kind, (first, second))
-            if pieces is None:
+        for child, rest in ((x, a), (y, b)):
+            refined: list[IndexVar] | None = [child]
+            if child.size != first:
+                second = child.size // first if is_product else child.size - first
+                refined = _refine(child, kind, (first, second))
+            if refined is None:
                 return False
-            rest.extend(pieces[::-1])
+            rest.extend(refined[::-1])
     return not a and not b
 
 
 def compose(expr: Expr, factors: Mapping[str, IndexVar]) -> IndexVar:
-    """What a rule says of a dimension, as a piece of its factors."""
+    """A rule's expression for a dimension as a variable over the rule's factors."""
     if isinstance(expr, Var):
         return factors[expr.name]
     children = tuple(compose(c, factors) for c in expr.children)
@@ -117,7 +117,7 @@ def compose(expr: Expr, factors: Mapping[str, IndexVar]) -> IndexVar:
 
 
 def same(a: IndexVar, b: IndexVar) -> bool:
-    """Whether two pieces resolved to the same atoms in the same structure."""
+    """True if two variables resolve to the same atoms in the same structure."""
     a, b = a.root(), b.root()
     if a is b or (a.size == b.size and a.size in (0, 1)):
         return True

@@ -24,7 +24,8 @@ from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.localize import localize_node
 from onnxpar.lowering.rank_view import NodeView
 from onnxpar.rules.notation import Var
-from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors, analyse, with_axes
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors, with_axes
 from onnxpar.testing.case import Case, Cut, compiled
 from onnxpar.testing.simulate import run_ranks
 

@@ -15,7 +15,8 @@ from onnxpar.layout.layout import Factor, Layout, Product
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.localize import localize_node
 from onnxpar.lowering.rank_view import NodeView, RankView
-from onnxpar.sharding.factors import analyse, with_axes
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import with_axes
 from onnxpar.testing.case import Case, run
 
 MESH = Mesh.parse("tp=2")

@@ -19,7 +19,8 @@ from onnxpar.errors import OnnxparError
 from onnxpar.load.load import load
 from onnxpar.report import op_table
 from onnxpar.rules.rule import registered, whole_ops
-from onnxpar.sharding.factors import OpFactors, analyse
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import OpFactors
 from onnxpar.testing.case import Case
 from onnxpar.testing.oracle import Oracle
 from onnxpar.testing.proof import prove

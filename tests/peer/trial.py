@@ -20,7 +20,7 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options
 from onnxpar.runtime.groups import World, thread_worlds
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.sharding.factors import analyse
+from onnxpar.sharding.analysis import analyse
 
 TIMEOUT = 20.0
 """Seconds after which a collective that waits is a hang."""

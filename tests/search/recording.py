@@ -10,7 +10,7 @@ from onnxpar.pipeline.pipeline import Options, load_model
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.op_strategies import Kept
 from onnxpar.search.search import Solution, solve
-from onnxpar.sharding.factors import analyse
+from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.strategy import Annotation
 

@@ -9,7 +9,8 @@ import onnx.parser
 
 from onnxpar.layout.layout import Concat, Dim, Factor, Product
 from onnxpar.load.load import load
-from onnxpar.sharding.factors import GraphFactors, TensorFactors, analyse
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import GraphFactors, TensorFactors
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
 

@@ -91,7 +91,7 @@ def _splits(op: Any, ctx: PassContext) -> set[str]:
         found.add("split")
     if any(len(set(f.part_sizes())) > 1 for x in layouts for d in x.dims for f in leaves(d)):
         found.add("uneven")
-    if ctx.sharding.pending(op)[0]:
+    if ctx.sharding.own_partial(op)[0]:
         found.add("reduces")
     elif any(ctx.layouts[t.name].partial for t in op.node.inputs if t.name in ctx.layouts):
         found.add("passes")

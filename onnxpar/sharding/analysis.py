@@ -1,0 +1,138 @@
+"""Factors of a whole graph, found by unification.
+
+The rule of a node relates the dimensions of its operands and results. Unifying them over all nodes
+refines each dimension to atoms, which no op cuts further.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.collapse.fused_units import fused_tensors
+from onnxpar.ir.subgraphs import bodies, is_random
+from onnxpar.ir.tensors import Whole, tensor_shape
+from onnxpar.rules.rule import rule_of, whole_rule
+from onnxpar.sharding.apart import apart_in_dims
+from onnxpar.sharding.atoms import Atoms, unsplit_tree
+from onnxpar.sharding.bonds import edges_of, not_alike
+from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.narrow import narrowed
+from onnxpar.sharding.op_factors import Joined, op_factors
+from onnxpar.sharding.unify import IndexVar, compose, unify
+
+_RANDOM = "it draws random values, which one rank does for all"
+_OPEN = "while sizes are open, every rank computes its bodies whole"
+
+
+def analyse(
+    graph: gs.Graph,
+    pairs: Iterable[tuple[str, str]] = (),
+    in_bodies: bool = True,
+    whole: Whole | None = None,
+) -> GraphFactors:
+    """Refines every dimension of the graph to atoms; with `in_bodies`, those of the bodies of
+    control flow, too.
+
+    `pairs` are tensors whose dimensions correspond although no op connects them (state pairs);
+    dimensions whose sizes differ (a cache that grows) stay separate. `whole` are the factors, by
+    the first result of a node, that the node must not split.
+    """
+    return _Analysis(graph, pairs, in_bodies, whole or {}).run()
+
+
+class _Analysis:
+    def __init__(
+        self, graph: gs.Graph, pairs: Iterable[tuple[str, str]], in_bodies: bool, whole: Whole
+    ) -> None:
+        self.whole = whole
+        self.graph = graph
+        self.pairs = list(pairs)
+        self.in_bodies = in_bodies
+        self.dims: dict[str, list[IndexVar] | None] = {}
+        self.joined: list[Joined] = []
+        self.atoms = Atoms()
+
+    def run(self) -> GraphFactors:
+        self._join_all(self.graph)
+        for a, b in self.pairs:
+            for x, y in zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False):
+                unify(x, y)
+        tensors = {}
+        for name, dims in self.dims.items():
+            if dims is not None:
+                tensors[name] = self._tensor(dims)
+        for tensor in [*self.graph.inputs, *self.graph.outputs]:
+            if tensor.name not in tensors and tensor_shape(tensor) is not None:
+                tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
+        fused = fused_tensors(self.graph)
+        return GraphFactors(tensors, self._ops(tensors, fused), fused=fused)
+
+    def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
+        """All nodes. A leaf that cannot be split the same way on both sides of a fused tensor stays
+        whole. Partial sums do not pass nodes that read a fused tensor, because such a node may
+        round its other operands."""
+        for n, joined in enumerate(self.joined):
+            if not fused.isdisjoint(t.name for t in joined.node.inputs):
+                rule = replace(joined.rule, linear=(), monotone=frozenset())
+                self.joined[n] = joined._replace(rule=rule)
+        ops = [op_factors(joined, self.dims, tensors, self.atoms) for joined in self.joined]
+        edges = edges_of(ops, fused)
+        held: dict[int, set[tuple[str, int]]] = defaultdict(set)
+        while unlike := not_alike(ops, edges):
+            for n, leaves in unlike.items():
+                held[n] |= {(ops[n].leaves[i].factor, ops[n].leaves[i].atom) for i in leaves}
+                ops[n] = op_factors(self.joined[n], self.dims, tensors, self.atoms, held[n])
+        return ops
+
+    def _dims(self, tensor: gs.Tensor) -> list[IndexVar] | None:
+        if tensor.name not in self.dims:
+            shape = tensor_shape(tensor)
+            self.dims[tensor.name] = (
+                None if shape is None else [IndexVar(-1 if s is None else s) for s in shape]
+            )
+        return self.dims[tensor.name]
+
+    def _join_all(self, graph: gs.Graph) -> None:
+        for node in graph.nodes:
+            inner = bodies(node)
+            opened: list[gs.Graph] = []
+            if inner and not self.in_bodies:
+                rule = whole_rule(node, _OPEN)
+            elif inner and is_random(node):
+                rule = whole_rule(node, _RANDOM)
+            else:
+                for body in inner:
+                    self._join_all(body)
+                rule = rule_of(node)
+                opened = inner
+            name = node.outputs[0].name if node.outputs else ""
+            if name in self.whole and not inner:
+                rule = narrowed(node, rule, self.whole[name])
+            factors = {f: IndexVar(-1 if s is None else s) for f, s in rule.sizes.items()}
+            self._join(Joined(node, graph, rule, factors, opened))
+
+    def _join(self, joined: Joined) -> None:
+        """Unifies the dimensions of a node's operands and results with the factors of its rule."""
+        for tensor, spec in joined.operands():
+            dims = self._dims(tensor) if tensor.name else None
+            if spec is None or dims is None:
+                continue
+            node = joined.node
+            assert len(spec) == len(dims), f"{node.op} '{node.name}': {joined.rule.text()}"
+            for expr, dim in zip(spec, dims, strict=True):
+                unify(dim, compose(expr, joined.factors))
+        self.joined.append(joined)
+
+    def _tensor(self, dims: list[IndexVar]) -> TensorFactors:
+        per_dim = [list(self.atoms.leaves(d)) for d in dims]
+        trees = tuple(unsplit_tree(d) for d in dims)
+        return TensorFactors(
+            trees,
+            tuple(leaf for found in per_dim for leaf in found),
+            tuple(i for i, found in enumerate(per_dim) for _ in found),
+            apart_in_dims(trees, [len(found) for found in per_dim]),
+        )

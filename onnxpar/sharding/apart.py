@@ -1,0 +1,63 @@
+"""Leaves that may be split over the same mesh axis: they are in different segments of a
+concatenation, or in no tensor together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+
+from onnxpar.layout.layout import Concat, Dim, Factor
+from onnxpar.layout.layout import leaves as leaves_of
+from onnxpar.sharding.factors import Links, Pairs, TensorFactors
+
+
+def apart_in_dims(dims: Sequence[Dim], counts: Sequence[int]) -> Pairs:
+    """Pairs of a tensor's leaves in different segments of a dimension; `counts` are the numbers of
+    leaves of each."""
+    apart: set[tuple[int, int]] = set()
+    at = 0
+    for dim, count in zip(dims, counts, strict=True):
+        apart |= _apart(dim, at)
+        at += count
+    return frozenset(apart)
+
+
+def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
+    """Pairs of leaves, numbered from `at`, in different segments of a concatenation."""
+    if isinstance(dim, Factor):
+        return set()
+    pairs: set[tuple[int, int]] = set()
+    spans = []
+    for child in dim.children:
+        count = sum(leaf.size > 1 for leaf in leaves_of(child))
+        pairs |= _apart(child, at)
+        spans.append(range(at, at + count))
+        at += count
+    if isinstance(dim, Concat):
+        pairs |= {(i, j) for a in spans for b in spans if a is not b for i in a for j in b}
+    return pairs
+
+
+def apart_in_op(
+    operands: Iterable[tuple[str, Links]], tensors: Mapping[str, TensorFactors]
+) -> Pairs:
+    """Pairs of a node's leaves that are in different segments in every tensor that has both."""
+    operands = list(operands)
+    if not any(name in tensors and tensors[name].apart for name, _ in operands):
+        return frozenset()
+    apart: set[tuple[int, int]] = set()
+    together: set[tuple[int, int]] = set()
+    for name, links in operands:
+        pairs = tensors[name].apart if name in tensors else frozenset[tuple[int, int]]()
+        for i, a in enumerate(links):
+            for j, b in enumerate(links):
+                if i != j and a is not None and b is not None:
+                    (apart if (i, j) in pairs else together).add((a, b))
+    return frozenset(apart - together)
+
+
+def never_together(count: int, operands: Iterable[tuple[str, Links]]) -> Pairs:
+    """Pairs of a node's `count` leaves that no tensor has both of: values on different paths
+    through a body."""
+    pairs = {(i, j) for i in range(count) for j in range(count) if i != j}
+    return frozenset(pairs.difference(*(product(links, links) for _, links in operands)))
