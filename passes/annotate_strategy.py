@@ -13,7 +13,8 @@ from onnxpar.presets.presets import default_rounds, preset_rounds
 from onnxpar.search.search import AUTO, EXHAUSTIVE, solve
 from onnxpar.strategy.annotated_strategy import check_agreement, onnx_annotations
 from onnxpar.strategy.derived_annotations import with_derived
-from onnxpar.strategy.strategy import Annotation, annotations_of
+from onnxpar.strategy.entries import annotations_of
+from onnxpar.strategy.strategy import Annotation
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from onnxpar.manual.collective_shapes import OPS, result_types
 from onnxpar.manual.rank_shapes import RankWalk
 from onnxpar.model.shapes import Walk, keep_nodes
 from onnxpar.sharding.state import overlaps
+from onnxpar.strategy.entries import matching, read_ask
 from onnxpar.strategy.standard_shardings import parse_axes
-from onnxpar.strategy.strategy import Strategy, matching, read_ask
+from onnxpar.strategy.strategy import Strategy
 
 MANUAL = "manual"
 """The preset's name."""

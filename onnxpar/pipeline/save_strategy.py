@@ -26,20 +26,14 @@ from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
-from onnxpar.strategy.dimension_text import Piece
-from onnxpar.strategy.strategy import (
-    Annotation,
-    NodeAnnotation,
-    Strategy,
-    TensorAnnotation,
-    annotations_of,
-    readers_of_fed,
-)
+from onnxpar.strategy.dimension_text import LeafSplit
+from onnxpar.strategy.entries import annotations_of, readers_of_sources
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
 from onnxpar.strategy.write_strategy import factor_entry, node_entry, strategy_text, tensor_entry
 
 SHARD, TENSORS = "shard", "tensors"
-WHOLE: Piece = ((), None)
-Pieces = tuple[Piece, ...]
+WHOLE: LeafSplit = ((), None)
+Pieces = tuple[LeafSplit, ...]
 Decided = Mapping[tuple[str, str], Pieces]
 """What leaves are split over, by kind and name."""
 
@@ -107,7 +101,7 @@ class _Saving:
         self.wanted = self._decided(sharding)
         self.ops = {op.node.name: op for op in sharding.factors.ops}
         self.weights = self._weights()
-        fed = readers_of_fed(sharding.factors)
+        fed = readers_of_sources(sharding.factors)
         self.readers = {name: [op.node.name for op in found] for name, found in fed.items()}
         self.alike: dict[int, list[OpFactors]] = defaultdict(list)
         self.number: dict[str, int] = {}

@@ -21,7 +21,8 @@ from onnxpar.presets.training_presets import (
 )
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.state import ShardingState
-from onnxpar.strategy.strategy import Annotation, TensorAnnotation, nest
+from onnxpar.strategy.spread import nest
+from onnxpar.strategy.strategy import Annotation, TensorAnnotation
 
 PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, SEQUENCE, EXPERT, "manual")
 

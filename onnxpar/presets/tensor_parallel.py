@@ -26,7 +26,8 @@ from onnxpar.presets.recurrences import MOVES, Recurrences, recurrences
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
-from onnxpar.strategy.strategy import Annotation, TensorAnnotation, nest
+from onnxpar.strategy.spread import nest
+from onnxpar.strategy.strategy import Annotation, TensorAnnotation
 
 LARGE = 1024
 """Elements above which a weight should not be held whole."""

@@ -23,13 +23,8 @@ from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.dimension_text import axis_names
-from onnxpar.strategy.strategy import (
-    Annotation,
-    NodeAnnotation,
-    Strategy,
-    TensorAnnotation,
-    annotations_of,
-)
+from onnxpar.strategy.entries import annotations_of
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
 """Names of axes by what they split most, width being all else."""

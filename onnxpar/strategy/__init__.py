@@ -1,1 +1,1 @@
-"""Strategies: files, annotations, and what they ask of nodes and tensors."""
+"""Strategies: files and annotations, and the layouts that they request for nodes and tensors."""

@@ -1,4 +1,4 @@
-"""ONNX's multi-device annotations as a strategy: their mesh, and what they ask of each node."""
+"""ONNX's multi-device annotations as a strategy: their mesh, and the axes of each node."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from onnxpar.model.annotations import PREFIX, Configuration, NodeConfiguration, 
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.device_lists import Digit, axes_of, mesh_of_digits, shard_digits
+from onnxpar.strategy.spread import spread_dim
 from onnxpar.strategy.standard_shardings import axes_text, node_shardings, parse_axes
-from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation, spread_dim
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
 MESH, AXES, PARTS = PREFIX + "mesh", PREFIX + "axes", PREFIX + "parts"
 PARTIAL, TENSORS = PREFIX + "partial", PREFIX + "tensors"
-"""Keys of metadata: of the model, the mesh and the layouts of tensors that hold whatever ops need;
-of a node, axes and sizes by hand per factor, and pending reductions by tensor. The model has the
-axes of nodes that are not in its own graph, as they come from a function or a fused op."""
+"""Keys of metadata. Of the model: the mesh, and the layouts of pinned tensors. Of a node: axes and
+sizes by hand per factor, and partial sums by tensor. The model, too, has the axes of nodes that are
+not in its own graph, because they come from a function or a fused op."""
 
 
 def annotated_mesh(annotated: Configuration, wanted: Mesh | None) -> Mesh:
-    """The mesh that annotations mean: the one `wanted`, that of the metadata, or the coarsest on
-    which all device lists are in order of axes. Errors: StrategyError where there is none."""
+    """The mesh of the annotations: the one `wanted`, that of the metadata, or the coarsest whose
+    axes give all device lists. Errors: StrategyError if there is none."""
     written = annotated.metadata.get(MESH)
     if wanted is not None:
         if wanted.size != annotated.devices or (written and Mesh.parse(written) != wanted):
             raise StrategyError(
                 f"the model is annotated for {written or f'{annotated.devices} devices'}, not for "
-                f"{wanted}; ask for that, or ignore it with --configuration none"
+                f"{wanted}; use that mesh, or ignore the annotations with --configuration none"
             )
         return wanted
     if written:
@@ -49,14 +50,15 @@ def annotated_mesh(annotated: Configuration, wanted: Mesh | None) -> Mesh:
 
 
 def onnx_annotations(annotated: Configuration, sharding: ShardingState) -> Iterator[Annotation]:
-    """What the annotations ask for, node by node.
+    """The model's annotations, node by node.
 
-    Errors: StrategyError, naming the node and the tensor, for what cannot be met.
+    Errors: StrategyError for one that cannot be met; it names the node and the tensor.
     """
     stages = {note.stage for note in annotated.nodes.values()} - {None}
     if len(stages) > 1:
         warnings.warn(
-            f"the model is annotated with {len(stages)} pipeline stages; every rank runs them all",
+            f"the model is annotated with {len(stages)} pipeline stages; every rank runs all of "
+            "them",
             stacklevel=2,
         )
     _warn_of_gone(annotated, sharding)
@@ -77,19 +79,19 @@ def onnx_annotations(annotated: Configuration, sharding: ShardingState) -> Itera
         axes = parse_axes(entry, sharding.mesh)
         if tensor is None or len(tensor.leaves) != len(axes):
             raise StrategyError(
-                f"metadata {TENSORS} speaks of another tensor {name!r}; annotate anew"
+                f"metadata {TENSORS} does not fit the tensor {name!r}; annotate the model again"
             )
         yield TensorAnnotation(name, axes, pin=True)
 
 
 def _warn_of_gone(annotated: Configuration, sharding: ShardingState) -> None:
-    """Warns of nodes that are annotated to be split and are not there any more."""
+    """Warns about annotations of nodes that are no longer in the graph."""
     known = {node_key(op.node) for op in sharding.factors.ops}
     for key, note in annotated.nodes.items():
         if key not in known and any(stated.dims for stated in note.shardings.values()):
             warnings.warn(
-                f"{note.what}: its annotation has no effect, as the node is folded into a constant "
-                "or made part of another",
+                f"{note.what}: its annotation has no effect, because the node is folded into a "
+                "constant or fused with another",
                 stacklevel=2,
             )
 
@@ -97,8 +99,8 @@ def _warn_of_gone(annotated: Configuration, sharding: ShardingState) -> None:
 def check_agreement(
     annotations: Sequence[Annotation], strategy: Sequence[Annotation], mesh: Mesh
 ) -> None:
-    """Errors: StrategyError where a strategy splits a node otherwise than its annotation does."""
-    noted = {s.op.node.name: s for s in annotations if isinstance(s, NodeAnnotation)}
+    """Raises StrategyError if a strategy splits a node in another way than its annotation."""
+    noted = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     for annotation in strategy:
         if not isinstance(annotation, NodeAnnotation) or annotation.op.node.name not in noted:
             continue
@@ -106,33 +108,30 @@ def check_agreement(
         for leaf in annotation.axes.keys() & note.axes.keys():
             if annotation.axes[leaf] != note.axes[leaf]:
                 tensor = next(t for t, links in annotation.op.operands() if leaf in links)
-                asked, have = (
-                    axes_text(annotation.axes[leaf], mesh),
-                    axes_text(note.axes[leaf], mesh),
-                )
+                wanted, have = (axes_text(a.axes[leaf], mesh) for a in (annotation, note))
                 raise StrategyError(
                     f"{annotation.op.node.op} '{annotation.op.node.name}', tensor {tensor.name!r}: "
-                    f"the strategy splits it over {asked}, the model's annotation over {have}; "
+                    f"the strategy splits it over {wanted}, the model's annotation over {have}; "
                     "drop one of them, or ignore the annotations with --configuration none"
                 )
 
 
 def node_key(node: gs.Node) -> str:
-    """The result that a node is known by in annotations."""
+    """The result whose name identifies a node in annotations."""
     return next((str(t.name) for t in node.outputs if t.name), "")
 
 
 def read_axes(
     op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
 ) -> dict[int, Axes] | None:
-    """The axes that the standard part of an annotation gives to the factors of a node, of which
-    these are the operands and results; None where it asks for results in other layouts too."""
+    """The axes that the standard part of an annotation gives to the leaves of a node with operands
+    and results of these names; None if it also requests results in other layouts."""
     reader = _NodeReader(op, names, note, sharding)
     return reader.axes if len(list(reader.annotations())) == 1 else None
 
 
 def _listed(stated: TensorSharding, what: str) -> list[list[Digit]] | None:
-    """The digits of each component; None where the devices are left open."""
+    """The digits of each component; None if the devices are left open."""
     counts = [n for components in stated.dims.values() for _, n in components]
     return shard_digits(stated.devices, counts, what) if stated.devices else None
 
@@ -140,7 +139,8 @@ def _listed(stated: TensorSharding, what: str) -> list[list[Digit]] | None:
 def _exact_annotation(
     op: OpFactors, note: NodeConfiguration, sharding: ShardingState
 ) -> NodeAnnotation:
-    """The axes of every factor, from the metadata, if the annotation beside it still agrees."""
+    """The axes of every leaf, from the metadata. Errors: StrategyError if the standard part of the
+    annotation does not agree."""
     axes = dict(enumerate(parse_axes(json.loads(note.metadata[AXES]), sharding.mesh)))
     parts = {int(k): tuple(v) for k, v in json.loads(note.metadata.get(PARTS, "{}")).items()}
     if len(axes) == len(op.leaves):
@@ -149,13 +149,13 @@ def _exact_annotation(
         if all(s.agrees(stated.get(tensor)) for tensor, s in note.shardings.items()):
             return NodeAnnotation(op, axes, parts)
     raise StrategyError(
-        f"{note.what}: its annotation and its metadata {AXES} disagree, as one of them or the "
-        "model was changed; remove the metadata, or annotate anew"
+        f"{note.what}: its annotation and its metadata {AXES} disagree, because one of them or the "
+        "model was changed; remove the metadata, or annotate the model again"
     )
 
 
 class _NodeReader:
-    """What the standard part of one node's annotation asks of its factors."""
+    """Reads the standard part of one node's annotation."""
 
     def __init__(
         self, op: OpFactors, names: Sequence[str], note: NodeConfiguration, sharding: ShardingState
@@ -169,7 +169,8 @@ class _NodeReader:
         self.parts_in_use = 1
 
     def annotations(self) -> Iterator[Annotation]:
-        """The node's own seed, then one for each result that it does not make as annotated."""
+        """An annotation of the node, then one for each result that it produces in another layout
+        than the annotated one."""
         for name, links in self.inputs:
             blocked = frozenset(j for j, k in enumerate(links) if k is None)
             for link, over in zip(links, self._stated(name, links, blocked) or (), strict=False):
@@ -177,9 +178,9 @@ class _NodeReader:
                     self._decide(name, link, over)
         results: list[Annotation] = []
         for name, links in self.outputs:
-            asked = self._stated(name, links, frozenset())
-            if asked is not None and not self._makes(name, links, asked):
-                results.append(TensorAnnotation(name, asked, pin=True))
+            requested = self._stated(name, links, frozenset())
+            if requested is not None and not self._produces(name, links, requested):
+                results.append(TensorAnnotation(name, requested, pin=True))
         yield NodeAnnotation(self.op, self.axes, {})
         yield from results
 
@@ -189,14 +190,16 @@ class _NodeReader:
             mesh = self.sharding.mesh
             self._fail(
                 name,
-                f"{self.op.leaves[leaf].factor} is split over {axes_text(over, mesh)}, in the "
-                f"tensors before it over {axes_text(have, mesh)} (- is whole); split it alike",
+                f"{self.op.leaves[leaf].factor} is split over {axes_text(over, mesh)}, but in the "
+                f"tensors before it over {axes_text(have, mesh)} (- is whole); split it the same "
+                "way in all",
             )
 
-    def _makes(self, name: str, links: Sequence[int | None], asked: Sequence[Axes]) -> bool:
-        """Whether the node makes the result so, its open factors being split for that."""
+    def _produces(self, name: str, links: Sequence[int | None], requested: Sequence[Axes]) -> bool:
+        """True if the node produces the result in this layout; its open leaves are split for
+        that."""
         taken = dict(self.axes)
-        for link, over in zip(links, asked, strict=True):
+        for link, over in zip(links, requested, strict=True):
             if (over and link is None) or (link is not None and taken.get(link, over) != over):
                 return False
             if link is not None and link not in taken:
@@ -212,14 +215,16 @@ class _NodeReader:
     def _stated(
         self, name: str, links: Sequence[int | None], blocked: frozenset[int]
     ) -> list[Axes] | None:
-        """The axes of each leaf of a tensor; None where nothing is said of it."""
+        """The annotated axes of each leaf of a tensor; None if it has no annotation."""
         stated = self.note.shardings.get(name)
         factors = self.sharding.factors.tensors.get(name)
         if stated is None or factors is None:
             return None
         rank = len(factors.dims)
         if any(not -rank <= axis < rank for axis in stated.dims):
-            self._fail(name, f"has {rank} dimensions, its annotation {sorted(stated.dims)}")
+            self._fail(
+                name, f"has {rank} dimensions, but its annotation is for {sorted(stated.dims)}"
+            )
         digits = _listed(stated, f"{self.note.what}, tensor {name!r}")
         listed = iter(digits or ())
         by_axis: dict[int, list[Axes]] = {}
@@ -245,8 +250,8 @@ class _NodeReader:
         return axes_of(digits, self.sharding.mesh, f"{self.note.what}, tensor {name!r}")
 
     def _open(self, name: str, count: int, links: Mapping[int, int | None]) -> Axes:
-        """Axes for a number of parts without devices: like MindSpore's counts, the next ones of a
-        row-major view of the ranks, or those that the factor has already."""
+        """Axes for a number of parts without devices: those that the factor has already, or, as for
+        MindSpore's counts, the next ones of a row-major view of the ranks."""
         for link in links.values():
             known = () if link is None else self.axes.get(link, ())
             if count > 1 and known and parts_over(known) == count:
@@ -267,7 +272,8 @@ class _NodeReader:
         links: Mapping[int, int | None],
         blocked: frozenset[int],
     ) -> list[Axes]:
-        """Axes for the leaves (by their links) of a dimension from those of its components."""
+        """Axes for the leaves of a dimension, in the order of `links`, from those of its
+        components."""
         decided = [() if k is None else self.axes.get(k, ()) for k in links.values()]
         if len(given) == 1 and [a for axes in decided for a in axes] == [*given[0][1]]:
             return decided
@@ -277,16 +283,18 @@ class _NodeReader:
         if any(over for _, over in given) and links and blocked >= links.keys():
             reasons = "; ".join(dict.fromkeys(self.op.whole.values())) or "it has no factor"
             self._fail(name, f"must stay whole along axis {axis} ({reasons})")
-        pieces = [dim] if not any(over for _, over in given[1:]) else _pieces(dim, given)
-        if pieces is None:
-            self._fail(name, f"along axis {axis} is not made of components of sizes {sizes}")
+        components = [dim] if not any(over for _, over in given[1:]) else _components(dim, given)
+        if components is None:
+            self._fail(name, f"does not consist of components of sizes {sizes} along axis {axis}")
         out: list[Axes] = []
-        for piece, (_, over) in zip(pieces, given, strict=False):
+        for component, (_, over) in zip(components, given, strict=False):
             at = min(links, default=0) + len(out)
-            spread = spread_dim(piece, over, frozenset(j - at for j in blocked if j >= at))
+            spread = spread_dim(component, over, frozenset(j - at for j in blocked if j >= at))
             if spread is None:
                 self._fail(
-                    name, f"axis {axis} does not split into {parts_over(over)} of {piece.size}"
+                    name,
+                    f"{component.size} elements of axis {axis} do not split into "
+                    f"{parts_over(over)} parts",
                 )
             out += spread
         return out
@@ -295,8 +303,9 @@ class _NodeReader:
         raise StrategyError(f"{self.note.what}, tensor {tensor!r}: {reason}")
 
 
-def _pieces(dim: Dim, given: Sequence[tuple[int | None, Axes]]) -> list[Dim] | None:
-    """The dimension cut into components of these sizes, one of which may be left open."""
+def _components(dim: Dim, given: Sequence[tuple[int | None, Axes]]) -> list[Dim] | None:
+    """The dimension cut into components of these sizes, one of which may be open; None if its
+    factors do not have them."""
     known = math.prod(size for size, _ in given if size is not None)
     rest = list(dim.children) if isinstance(dim, Product) else [dim]
     out: list[Dim] = []

@@ -1,5 +1,5 @@
-"""What a strategy asks of a node of the model, asked of the nodes that a training step derives from
-it, too: of its gradient, and of its copies for recomputation and evaluation."""
+"""Annotations for the nodes that a training step derives from an annotated node of the model: its
+gradient, and its copies for recomputation and evaluation."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _EVALUATED = re.compile(r"(evaluate/)?evaluation/(?P<name>.*)|evaluate/(?P<alike
 
 
 @dataclass(frozen=True)
-class DerivedSeed:
-    """Axes for leaves of a node that was derived from another one: those that are still open, and
-    that its other leaves leave free."""
+class DerivedAnnotation:
+    """Axes for leaves of a derived node; they apply to leaves that are still open, if no other leaf
+    uses the axes."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open, those that are to be split first."""
+        """Decides the leaves that are still open; those to be split come first."""
         changed = False
         for leaf, axes in self.axes.items():
             if axes:
@@ -40,20 +40,20 @@ class DerivedSeed:
 
 
 def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> list[Annotation]:
-    """Seeds, followed by those of the nodes that are derived from nodes that they name.
+    """The annotations, followed by those of nodes derived from the nodes that they name.
 
-    What is asked of an atom of a node is asked of it there, too. Seeds of the derived nodes
-    themselves come first.
+    A derived node gets the axes that the annotation requests for the same atoms. As they come last,
+    an annotation of the derived node itself overrides them.
     """
-    asked = {s.op.node.name: s for s in annotations if isinstance(s, NodeAnnotation)}
+    requested = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     derived: dict[str, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:
         for name in sources_of(op.node.name):
-            if name in asked:
+            if name in requested:
                 derived[name].append(op)
     more = [
-        DerivedSeed(op, axes)
-        for name, annotation in asked.items()
+        DerivedAnnotation(op, axes)
+        for name, annotation in requested.items()
         for op in derived[name]
         if (axes := _axes_of(op, annotation))
     ]
@@ -61,7 +61,7 @@ def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> 
 
 
 def sources_of(name: str) -> Iterator[str]:
-    """The names that the node may have that a node of this name is derived from."""
+    """Possible names of the node from which a node of this name is derived."""
     evaluated = _EVALUATED.fullmatch(name)
     if evaluated:
         own = evaluated["name"] or evaluated["alike"]
@@ -72,7 +72,8 @@ def sources_of(name: str) -> Iterator[str]:
 
 
 def _axes_of(op: OpFactors, annotation: NodeAnnotation) -> dict[int, Axes]:
-    """By leaf, the axes of the same atom in the node that a seed is for, where that has one."""
+    """For each leaf of a derived node, the axes that the annotation requests for its atom, if it
+    does."""
     of_atom: dict[int, set[Axes]] = defaultdict(set)
     for leaf, axes in annotation.axes.items():
         of_atom[annotation.op.leaves[leaf].atom].add(axes)

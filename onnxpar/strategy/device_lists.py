@@ -1,7 +1,7 @@
-"""Device lists of ONNX's shardings as digits of the rank, and back.
+"""Converts the device lists of ONNX's shardings to digits of the rank's number, and back.
 
-A mesh is a mixed radix: each axis is a digit of the rank's number. A list of devices, row-major
-over the shards, is expressible on a mesh if each shard index is made of such digits.
+A mesh numbers its ranks in a mixed radix system: each axis is a digit. A list of devices, row-major
+over the shards, can be expressed on a mesh if the index of each shard consists of such digits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxpar.layout.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class Digit:
-    """`size` values that count `stride` ranks each."""
+    """A digit of the rank's number with `size` values, each worth `stride` ranks."""
 
     size: int
     stride: int
@@ -29,14 +29,14 @@ class Digit:
 def shard_digits(
     devices: Sequence[Sequence[int]], counts: Sequence[int], what: str
 ) -> list[list[Digit]]:
-    """For each component split into `counts` shards the digits that number its shards, the major
-    first. Errors: StrategyError, naming `what`, for a list that no order of mesh axes makes."""
+    """For each component, split into `counts` shards, the digits that number its shards, major
+    first. Errors: StrategyError, naming `what`, for a list that no order of mesh axes produces."""
     found = _mixed_radix(tuple(tuple(sorted(group)) for group in devices), tuple(counts))
     if found is None:
         raise StrategyError(
-            f"{what}: devices {[list(g) for g in devices]} for shards {list(counts)} are in no "
-            "order of mesh axes; number the devices row-major over the mesh, such as 0, 1, 2, 3 "
-            "or, the axes exchanged, 0, 2, 1, 3"
+            f"{what}: no order of mesh axes gives devices {[list(g) for g in devices]} for shards "
+            f"{list(counts)}; number the devices row-major over the mesh, such as 0, 1, 2, 3 "
+            "or, with the axes exchanged, 0, 2, 1, 3"
         )
     return found
 
@@ -56,8 +56,8 @@ def _mixed_radix(
 
 
 def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
-    """The coarsest mesh of so many devices on which all these digits, each with what it is for,
-    are axes. Errors: StrategyError, naming two that no mesh has both of."""
+    """The coarsest mesh of so many devices on which all these digits are axes; each digit comes
+    with the name of its user. Errors: StrategyError, naming two users that no mesh serves both."""
     bounds: dict[int, str] = {1: "", devices: ""}
     for what, digit in used:
         for bound in (digit.stride, digit.stride * digit.size):
@@ -67,8 +67,8 @@ def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
         if large % small:
             raise StrategyError(
                 f"{bounds[large] or bounds[small]} and {bounds[small] or bounds[large]}: no mesh "
-                f"of {devices} devices splits into {devices // large} and into {devices // small} "
-                "parts both; annotate them for the same mesh"
+                f"of {devices} devices has axes for both {devices // large} and "
+                f"{devices // small} parts; annotate them for the same mesh"
             )
     sizes = [large // small for small, large in pairwise(ordered)][::-1]
     names = ["d"] if len(sizes) == 1 else [f"d{i}" for i in range(len(sizes))]
@@ -76,7 +76,7 @@ def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
 
 
 def axes_of(digits: Iterable[Digit], mesh: Mesh, what: str) -> Axes:
-    """Digits as (sub-)axes of a mesh. Errors: StrategyError where they do not fall on them."""
+    """Digits as axes and sub-axes of a mesh. Errors: StrategyError if they are none."""
     try:
         return tuple(a for d in digits for a in mesh.flat(mesh.size // (d.stride * d.size), d.size))
     except StrategyError as error:
@@ -93,13 +93,14 @@ def devices_of(axes: Axes, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def _along(at: np.ndarray[tuple[int, ...], np.dtype[np.int64]], dim: int) -> list[int]:
-    """The devices of the first shard's neighbours in one direction, counted from it."""
+    """The devices of the shards along one direction from the first one, relative to its device."""
     index = tuple(slice(None) if i == dim else 0 for i in range(at.ndim))
     return [int(v - at[index][0]) for v in at[index]]
 
 
 def _digits(values: Sequence[int]) -> list[Digit]:
-    """The digits of a list that starts at 0: from the minor one, each is the longest even run."""
+    """The digits of a list that starts at 0: from the minor one on, each counts as far as the
+    values rise evenly."""
     out: list[Digit] = []
     while len(values) > 1:
         step = values[1]
@@ -107,7 +108,7 @@ def _digits(values: Sequence[int]) -> list[Digit]:
         while len(values) % size:
             size -= 1
         if size == 1 or step < 1:
-            return [Digit(len(values), 0)]  # no digit: it rebuilds nothing
+            return [Digit(len(values), 0)]  # not a digit: the list cannot be rebuilt from it
         out.insert(0, Digit(size, step))
         values = values[::size]
     return out

@@ -1,4 +1,4 @@
-"""One dimension of a strategy's entry: text as layouts are printed, and the shortest entry."""
+"""One dimension of a strategy's entry as text, in the form in which layouts are printed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Dim, Factor, Product, leaves
 from onnxpar.layout.mesh import Axes, Axis, Mesh
 
-Piece = tuple[Axes, tuple[int, ...] | None]
-"""What a splittable leaf is split over, and the sizes of its parts where they are by hand."""
+LeafSplit = tuple[Axes, tuple[int, ...] | None]
+"""The axes of a splittable leaf, and the sizes of its parts if they are given by hand."""
 
 _AXIS = r"[^\W\d]\w*(?::\(\d+\)\d+)?"
-_PIECE = re.compile(rf"{_AXIS}(?:\.{_AXIS})*(?:\{{\d+(?:,\d+)*\}})?|\d+|-")
+_SPLIT = re.compile(rf"{_AXIS}(?:\.{_AXIS})*(?:\{{\d+(?:,\d+)*\}})?|\d+|-")
 _BETWEEN = re.compile(r"[\s()]*(?:[*+][\s()]*)?")
 
 
 def is_cut(ask: Any) -> bool:
-    """Whether an entry speaks of each leaf of a dimension by itself: `2*tp`."""
+    """True if an entry gives each leaf of a dimension by itself: `2*tp`."""
     return isinstance(ask, str) and bool(re.search(r"[*+]", ask))
 
 
-def read_pieces(text: str, dim: Dim, mesh: Mesh, what: str) -> list[Piece]:
-    """What a text such as `2*tp*16` says of each splittable leaf of a dimension. Errors:
-    StrategyError where the dimension has other leaves, naming them."""
+def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
+    """Reads the split of each splittable leaf of a dimension from a text such as `2*tp*16`. Errors:
+    StrategyError if the dimension has other leaves; it names them."""
     found = [leaf for leaf in leaves(dim) if leaf.size > 1]
     words = _words(text, what)
     agree = (
@@ -34,14 +34,16 @@ def read_pieces(text: str, dim: Dim, mesh: Mesh, what: str) -> list[Piece]:
     )
     if len(words) != len(found) or not all(agree):
         own = dim_text(dim, [((), None)] * len(found), mesh)
-        raise StrategyError(f"{what}: {text!r} is not how the dimension is made: {own}")
-    return [((), None) if w.isdigit() or w == "-" else read_piece(w, mesh, what) for w in words]
+        raise StrategyError(f"{what}: {text!r} does not fit the dimension, which is {own}")
+    return [((), None) if w.isdigit() or w == "-" else read_split(w, mesh, what) for w in words]
 
 
-def read_piece(text: str, mesh: Mesh, what: str) -> Piece:
+def read_split(text: str, mesh: Mesh, what: str) -> LeafSplit:
     """Reads `dp.tp:(1)2`, or `tp{9,1}`. Errors: StrategyError."""
-    if not _PIECE.fullmatch(text):
-        raise StrategyError(f"{what}: {text!r} is no axis; write tp, dp.tp, tp:(1)2 or tp{{2,1}}")
+    if not _SPLIT.fullmatch(text):
+        raise StrategyError(
+            f"{what}: {text!r} is not an axis; write tp, dp.tp, tp:(1)2 or tp{{2,1}}"
+        )
     names, _, sizes = text.partition("{")
     axes = tuple(_axis(name, mesh, what) for name in names.split("."))
     return axes, tuple(map(int, sizes[:-1].split(","))) if sizes else None
@@ -50,16 +52,18 @@ def read_piece(text: str, mesh: Mesh, what: str) -> Piece:
 def _words(text: str, what: str) -> list[str]:
     words, at = [], _BETWEEN.match(text).end()  # type: ignore[union-attr]
     while at < len(text):
-        word = _PIECE.match(text, at)
+        word = _SPLIT.match(text, at)
         if word is None:
-            raise StrategyError(f"{what}: {text!r} is no layout of a dimension, see {text[at:]!r}")
+            raise StrategyError(
+                f"{what}: {text!r} is not a layout of a dimension: see {text[at:]!r}"
+            )
         words.append(word[0])
         at = _BETWEEN.match(text, word.end()).end()  # type: ignore[union-attr]
     return words
 
 
 def _axis(text: str, mesh: Mesh, what: str) -> Axis:
-    """An axis, or a part of one: the inverse of `Mesh.text`."""
+    """Reads an axis or sub-axis: the inverse of `Mesh.text`."""
     name, _, part = text.partition(":")
     whole = mesh.axis(name)
     if not part:
@@ -67,17 +71,17 @@ def _axis(text: str, mesh: Mesh, what: str) -> Axis:
     found = re.fullmatch(r"\((\d+)\)(\d+)", part)
     pre, size = (int(found[1]), int(found[2])) if found else (0, 0)
     if not pre * size or whole.size % (pre * size):
-        raise StrategyError(f"{what}: {text!r} is no part of the axis {name}={whole.size}")
+        raise StrategyError(f"{what}: {text!r} is not a sub-axis of {name}={whole.size}")
     return Axis(name, size, pre)
 
 
-def dim_text(dim: Dim, pieces: Sequence[Piece], mesh: Mesh) -> str:
-    """The text of a dimension whose splittable leaves are split so, which `read_pieces` reads."""
-    given = iter(pieces)
+def dim_text(dim: Dim, splits: Sequence[LeafSplit], mesh: Mesh) -> str:
+    """The text of a dimension with these splits of its leaves, which `read_splits` reads."""
+    given = iter(splits)
 
     def text(dim: Dim, nested: bool) -> str:
         if isinstance(dim, Factor):
-            return piece_text(next(given), mesh) or str(dim.size) if dim.size > 1 else ""
+            return split_text(next(given), mesh) or str(dim.size) if dim.size > 1 else ""
         joint = "*" if isinstance(dim, Product) else "+"
         found = [t for t in (text(child, True) for child in dim.children) if t]
         joined = joint.join(found)
@@ -86,15 +90,15 @@ def dim_text(dim: Dim, pieces: Sequence[Piece], mesh: Mesh) -> str:
     return text(dim, False)
 
 
-def piece_text(piece: Piece, mesh: Mesh) -> str:
-    """`dp.tp:(1)2`, `tp{9,1}`; nothing where it is whole."""
-    axes, parts = piece
+def split_text(split: LeafSplit, mesh: Mesh) -> str:
+    """`dp.tp:(1)2` or `tp{9,1}`; empty for a whole leaf."""
+    axes, parts = split
     sizes = "{" + ",".join(map(str, parts)) + "}" if parts and axes else ""
     return ".".join(map(mesh.text, axes)) + sizes
 
 
 def axis_names(entry: object) -> Iterator[str]:
-    """The axes that an entry names, as text, in lists, or as keys of sizes by hand."""
+    """The axes that an entry names: in text, in lists, or as keys of sizes by hand."""
     if isinstance(entry, str):
         yield from re.findall(r"[^\W\d]\w*", entry)
     elif isinstance(entry, Mapping):

@@ -1,4 +1,4 @@
-"""Layouts as ONNX's multi-device annotations say them, and axes as text."""
+"""Layouts in the form of ONNX's multi-device annotations, and axes as text."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def parse_axes(entries: Sequence[str], mesh: Mesh) -> list[Axes]:
 def node_shardings(
     op: OpFactors, names: Sequence[str], axes: Mapping[int, Axes], sharding: ShardingState
 ) -> list[TensorSharding]:
-    """How the standard says a node's operands and results, of these names, whose factors are split
-    so. What it cannot say is left out: segments, and a tensor read twice in different layouts."""
-    said: dict[str, TensorSharding | None] = {}
+    """The standard's shardings of a node's operands and results, of these names, if its leaves have
+    these axes. Those that the standard cannot express are left out: segments, and a tensor that the
+    node reads twice in different layouts."""
+    stated: dict[str, TensorSharding | None] = {}
     links = [*op.inputs, *op.outputs]
     for name, own in zip(names, links, strict=True):
         factors = sharding.factors.tensors.get(name)
@@ -46,8 +47,8 @@ def node_shardings(
         given = iter([(() if k is None else axes.get(k, ()), None) for k in own])
         dims = [normalize(with_axes(dim, given)) for dim in factors.dims]
         found = _tensor_sharding(name, dims, sharding.mesh)
-        said[name] = found if said.get(name, found) == found else None
-    return [s for s in said.values() if s is not None]
+        stated[name] = found if stated.get(name, found) == found else None
+    return [s for s in stated.values() if s is not None]
 
 
 def _tensor_sharding(name: str, dims: Sequence[Dim], mesh: Mesh) -> TensorSharding | None:
@@ -64,7 +65,7 @@ def _tensor_sharding(name: str, dims: Sequence[Dim], mesh: Mesh) -> TensorShardi
 
 
 def _components(dim: Dim) -> list[tuple[int, Axes]] | None:
-    """The factors of a normalized dimension and their axes; None where segments stand in it."""
+    """The factors of a normalized dimension and their axes; None if it has segments."""
     if isinstance(dim, Product):
         inner = [_components(c) for c in dim.children]
         return None if None in inner else [c for found in inner for c in found or ()]

@@ -1,4 +1,4 @@
-"""What nodes and tensors are split over, as entries of a strategy file that read back as the
+"""Writes splits of nodes and tensors as entries of a strategy file, which read back as the
 same."""
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from onnxpar.layout.layout import Dim, Factor
 from onnxpar.layout.mesh import Axes, Mesh, merge_axes
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
-from onnxpar.strategy.dimension_text import Piece, dim_text, piece_text
-from onnxpar.strategy.strategy import Strategy, spread_dim
+from onnxpar.strategy.dimension_text import LeafSplit, dim_text, split_text
+from onnxpar.strategy.spread import spread_dim
+from onnxpar.strategy.strategy import Strategy
 
-Pieces = Sequence[Piece]
+Splits = Sequence[LeafSplit]
 
 
-def node_entry(op: OpFactors, pieces: Pieces, sharding: ShardingState) -> Any:
-    """The entry of a node whose leaves are split so: a list per input."""
+def node_entry(op: OpFactors, splits: Splits, sharding: ShardingState) -> Any:
+    """The entry of a node with these splits of its leaves: a list per input."""
     entry: list[Any] = []
     for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
         if all(link is None for link in links):
             entry.append(None)
         else:
-            dims, given = _operand(tensor.name, links, pieces, sharding)
+            dims, given = _operand(tensor.name, links, splits, sharding)
             entry.append([_ask(d, *given[i], sharding.mesh) for i, d in enumerate(dims)])
     while entry and entry[-1] is None:
         entry.pop()
     return entry
 
 
-def factor_entry(op: OpFactors, pieces: Pieces, mesh: Mesh) -> Any:
-    """The same by the factors of the node's rule, which says all that can be said."""
+def factor_entry(op: OpFactors, splits: Splits, mesh: Mesh) -> Any:
+    """The same entry by factors of the node's rule, which can express every split."""
     entry: dict[str, Any] = {}
     for name, tree in op.trees.items():
-        own = [p for p, leaf in zip(pieces, op.leaves, strict=True) if leaf.factor == name]
+        own = [s for s, leaf in zip(splits, op.leaves, strict=True) if leaf.factor == name]
         if own:
             missing = _count(tree) - len(own)
             blocked = frozenset(range(len(own), len(own) + missing))
@@ -46,40 +47,40 @@ def factor_entry(op: OpFactors, pieces: Pieces, mesh: Mesh) -> Any:
     return entry
 
 
-def tensor_entry(name: str, pieces: Pieces, sharding: ShardingState) -> Any:
-    """The entry of a tensor whose leaves are split so."""
-    links = range(len(pieces))
-    dims, given = _operand(name, links, pieces, sharding)
+def tensor_entry(name: str, splits: Splits, sharding: ShardingState) -> Any:
+    """The entry of a tensor with these splits of its leaves."""
+    links = range(len(splits))
+    dims, given = _operand(name, links, splits, sharding)
     return [_ask(dim, *given[i], sharding.mesh) for i, dim in enumerate(dims)]
 
 
 def _operand(
-    name: str, links: Sequence[int | None], pieces: Pieces, sharding: ShardingState
-) -> tuple[Sequence[Dim], list[tuple[list[Piece], frozenset[int]]]]:
-    """The dimensions of a tensor; what the leaves of each are split over, and those that must be
-    whole."""
+    name: str, links: Sequence[int | None], splits: Splits, sharding: ShardingState
+) -> tuple[Sequence[Dim], list[tuple[list[LeafSplit], frozenset[int]]]]:
+    """The dimensions of a tensor, and for each the splits of its leaves and those leaves that must
+    stay whole."""
     factors = sharding.factors.tensors[name]
     given = []
     for axis in range(len(factors.dims)):
         own = [k for k, d in zip(links, factors.dim_of_leaf, strict=True) if d == axis]
         blocked = frozenset(i for i, k in enumerate(own) if k is None)
-        given.append(([((), None) if k is None else pieces[k] for k in own], blocked))
+        given.append(([((), None) if k is None else splits[k] for k in own], blocked))
     return factors.dims, given
 
 
-def _ask(dim: Dim, pieces: Pieces, blocked: frozenset[int], mesh: Mesh) -> Any:
-    """The shortest entry of a dimension that is read as these pieces."""
-    wanted = [axes for axes, _ in pieces]
+def _ask(dim: Dim, splits: Splits, blocked: frozenset[int], mesh: Mesh) -> Any:
+    """The shortest entry of a dimension that is read as these splits of its leaves."""
+    wanted = [axes for axes, _ in splits]
     if not any(wanted):
         return None
-    by_hand = any(parts for _, parts in pieces)
+    by_hand = any(parts for _, parts in splits)
     first = next(axes for axes in wanted if axes)
     for over in (first, merge_axes(tuple(a for axes in wanted for a in axes))):
-        if not (by_hand and (not isinstance(dim, Factor) or len(pieces) > 1)):
+        if not (by_hand and (not isinstance(dim, Factor) or len(splits) > 1)):
             spread = spread_dim(dim, over, blocked)
             if spread is not None and [merge_axes(a) for a in spread] == wanted:
-                return _simple(over, pieces[0][1] if by_hand else None, mesh)
-    return dim_text(dim, pieces, mesh)
+                return _simple(over, splits[0][1] if by_hand else None, mesh)
+    return dim_text(dim, splits, mesh)
 
 
 def _simple(axes: Axes, parts: tuple[int, ...] | None, mesh: Mesh) -> Any:
@@ -88,7 +89,7 @@ def _simple(axes: Axes, parts: tuple[int, ...] | None, mesh: Mesh) -> Any:
     if parts is not None and is_named and len(names) == 1:
         return {names[0]: list(parts)}
     if parts is not None or not is_named:
-        return piece_text((axes, parts), mesh)
+        return split_text((axes, parts), mesh)
     return names if len(names) > 1 else names[0]
 
 
@@ -99,7 +100,7 @@ def _count(dim: Dim) -> int:
 
 
 def strategy_text(strategy: Strategy, comment: str) -> str:
-    """The strategy as YAML, an entry a line."""
+    """The strategy as YAML, one entry per line."""
     lines = [f"# {comment}"]
     if strategy.mesh is not None:
         sizes = ", ".join(f"{name}: {size}" for name, size in strategy.mesh.shape)

@@ -22,7 +22,8 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options, load_model, make_context
 from onnxpar.pipeline.save_strategy import Saver, widest_pattern
 from onnxpar.search.search import solve
-from onnxpar.strategy.strategy import NodeAnnotation, Strategy, annotations_of
+from onnxpar.strategy.entries import annotations_of
+from onnxpar.strategy.strategy import NodeAnnotation, Strategy
 from onnxpar.strategy.write_strategy import factor_entry, node_entry
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))

@@ -66,7 +66,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     "tied factors apart": (
         IMAGE.format(height=8),
         {"shard": {"conv": {"h0": "tp", "y0": None}}},
-        ["Conv 'conv'", "factor h0", "only together with y0"],
+        ["Conv 'conv'", "factor h0", "together with y0"],
     ),
     "one of two segments": (
         SEGMENTS,
@@ -81,17 +81,17 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], list[str]]] = {
     "both ends of a state": (
         CACHE,
         {"tensors": {"past": ["tp", 1], "present": [1, "tp"]}},
-        ["tensor 'present' dimension", "fed back as 'past'", "ask for both"],
+        ["tensor 'present' dimension", "fed back to 'past'", "request it for both"],
     ),
     "what a state grows along": (
         GROWING,
         {"tensors": {"past": [1, "tp"]}},
-        ["tensor 'past' dimension 1", "'present' is fed back as it", "--only-given-states"],
+        ["tensor 'past' dimension 1", "'present' is fed back to it", "--only-given-states"],
     ),
     "other sizes of the same elements": (
         FC,
         {"tensors": {"x": [{"tp": [5, 3]}, 1], "h": [{"tp": [4, 4]}, 1]}},
-        ["tensor 'x'", "[5, 3]", "another entry says [4, 4]"],
+        ["tensor 'x'", "[5, 3]", "another entry gives [4, 4]"],
     ),
 }
 

@@ -92,7 +92,7 @@ def test_nodes_that_become_one_cannot_be_asked_to_differ(tmp_path: Path) -> None
     onnx.save(int4_mlp(), tmp_path / "model.onnx")
     asked = {"MatMul_1": [[1, 1, 1], [1, 2]], "DequantizeLinear_0": [[1, 1], [1, 1]]}
     how = options("tp=2", strategy={"shard": asked})
-    with pytest.raises(StrategyError, match="onnxruntime makes one node of it and Dequantize"):
+    with pytest.raises(StrategyError, match="onnxruntime fuses the node with Dequantize"):
         pipeline.plan(tmp_path / "model.onnx", how)
 
 

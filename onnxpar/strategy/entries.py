@@ -1,0 +1,311 @@
+"""Entries of a strategy, matched against the graph's names and put on leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import combinations
+from typing import Any
+
+from onnxpar.errors import SizeError, StrategyError
+from onnxpar.layout.layout import Dim, Factor
+from onnxpar.layout.mesh import Axes, Mesh, parts_over
+from onnxpar.rules.notation import expr_vars
+from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.state import ShardingState, overlaps
+from onnxpar.strategy.dimension_text import is_cut, read_split, read_splits
+from onnxpar.strategy.spread import leaf_count, spread_dim
+from onnxpar.strategy.strategy import NodeAnnotation, Strategy, TensorAnnotation, with_co_sharded
+
+
+def annotations_of(
+    strategy: Strategy, sharding: ShardingState
+) -> list[NodeAnnotation | TensorAnnotation]:
+    """One annotation for each node or tensor that entries of the strategy match; a later entry
+    overrides an earlier one.
+
+    Errors: StrategyError for a pattern that matches nothing, and for a request that cannot be met;
+    it names the node or tensor, and the remedy.
+    """
+    of_nodes: dict[str, NodeAnnotation] = {}
+    of_tensors: dict[str, TensorAnnotation] = {}
+    ops = {op.node.name: op for op in sharding.factors.ops}
+    readers = readers_of_sources(sharding.factors)
+    for pattern, entry in strategy.shard.items():
+        nodes = (*ops, *([] if _matches(str(pattern), ops) else readers))
+        for name in matching(str(pattern), nodes, "node", strategy.source):
+            for op in [ops[name]] if name in ops else readers[name]:
+                annotation = _node_annotation(op, entry, sharding)
+                earlier = of_nodes.get(op.node.name)
+                of_nodes[op.node.name] = (
+                    annotation if earlier is None else _joined(earlier, annotation)
+                )
+    for pattern, entry in strategy.tensors.items():
+        for name in matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
+            of_tensors[name] = _tensor_annotation(name, entry, sharding)
+    return [*of_nodes.values(), *of_tensors.values()]
+
+
+def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
+    """The annotation of a node that two entries match; the later one overrides the earlier one.
+    Errors: StrategyError if together they split two dimensions over one axis."""
+    axes = {**earlier.axes, **later.axes}
+    parts = {leaf: sizes for leaf, sizes in earlier.parts.items() if leaf not in later.axes}
+    op = later.op
+    _check_once(f"{op.node.op} '{op.node.name}'", op, with_co_sharded(op, axes))
+    return NodeAnnotation(op, axes, parts | dict(later.parts))
+
+
+def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:
+    """The nodes that read each weight and each input of the graph, by its name."""
+    readers: dict[str, list[OpFactors]] = {}
+    for op in factors.ops:
+        for tensor in op.node.inputs:
+            if tensor.name in factors.tensors and not tensor.inputs:
+                readers.setdefault(tensor.name, []).append(op)
+    return readers
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for name in names)
+
+
+def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
+    """The names that a pattern matches; a name that equals it wins over globbing. Errors:
+    StrategyError if there is none; it names `source`, and says `what` was looked for."""
+    names = list(names)
+    found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
+    if not found:
+        near = [n for n in names if pattern.strip("*/").lower() in n.lower()][:3] or names[:3]
+        raise StrategyError(
+            f"{source}: {pattern!r} matches no {what}; there are {', '.join(map(repr, near))} ..."
+        )
+    return found
+
+
+def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> NodeAnnotation:
+    what = f"{op.node.op} '{op.node.name}'"
+    if isinstance(entry, Mapping):
+        return _factor_annotation(op, entry, sharding, what)
+    if not isinstance(entry, Sequence) or isinstance(entry, str):
+        raise StrategyError(f"{what}: expected a list of inputs, each a list of dimensions")
+    if len(entry) > len(op.node.inputs):
+        raise StrategyError(
+            f"{what} has {len(op.node.inputs)} inputs, but the strategy lists {len(entry)}"
+        )
+    axes: dict[int, Axes] = {}
+    parts: dict[int, tuple[int, ...]] = {}
+    pre = 1
+    for index, dims in enumerate(entry):
+        tensor = sharding.factors.tensors.get(op.node.inputs[index].name)
+        rank = len(tensor.dims) if tensor else 0
+        if dims is None:
+            continue
+        if not isinstance(dims, Sequence) or isinstance(dims, str) or len(dims) != rank:
+            raise StrategyError(
+                f"{what}: input {index} has {rank} dimensions, but the strategy gives {dims!r}"
+            )
+        for axis, ask in enumerate(dims):
+            assert tensor is not None
+            at = [j for j, d in enumerate(tensor.dim_of_leaf) if d == axis]
+            links = [op.inputs[index][j] for j in at]
+            if _counted(ask) and links and all(axes.get(k, ()) for k in links if k is not None):
+                over = next((axes[k] for k in links if k is not None and axes.get(k)), ())
+                if parts_over(over) == ask:
+                    continue  # an earlier operand already gave this factor its axes
+            label = f"input {index} dimension {axis}"
+            factors = _factors_of(op, index, axis)
+            annotation = _Leaves(op, sharding, f"{what}: {label}", factors, axes, parts)
+            pre = annotation.decide(tensor.dims[axis], links, ask, pre)
+    _check_once(what, op, with_co_sharded(op, axes))
+    return NodeAnnotation(op, axes, parts)
+
+
+def _factor_annotation(
+    op: OpFactors, entry: Mapping[str, Any], sharding: ShardingState, what: str
+) -> NodeAnnotation:
+    """The annotation of an entry that names factors of the node's rule."""
+    axes: dict[int, Axes] = {}
+    parts: dict[int, tuple[int, ...]] = {}
+    pre = 1
+    for factor, ask in entry.items():
+        if factor not in op.trees:
+            why = "".join(f"; {reason}" for reason in dict.fromkeys(op.whole.values()))
+            raise StrategyError(
+                f"{what} has no factor {factor!r}; its rule is {op.rule.text()}{why}"
+            )
+        tree = op.trees[factor]
+        at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == factor]
+        links = [*at, *[None] * (leaf_count(tree) - len(at))]
+        label = f"{what}: factor {factor}"
+        annotation = _Leaves(op, sharding, label, frozenset({factor}), axes, parts)
+        pre = annotation.decide(tree, links, ask, pre)
+    _check_once(what, op, with_co_sharded(op, axes))
+    return NodeAnnotation(op, axes, parts)
+
+
+def _factors_of(op: OpFactors, index: int, axis: int) -> frozenset[str]:
+    """The factors in an operand's dimension, by the node's rule."""
+    spec = op.rule.inputs[index] if index < len(op.rule.inputs) else None
+    return frozenset(expr_vars(spec[axis])) if spec and axis < len(spec) else frozenset()
+
+
+@dataclass
+class _Leaves:
+    """The leaves of a node that its entry has decided so far; `factors` are those of the item that
+    is read, and `what` names it in errors."""
+
+    op: OpFactors
+    sharding: ShardingState
+    what: str
+    factors: frozenset[str]
+    axes: dict[int, Axes]
+    parts: dict[int, tuple[int, ...]]
+
+    def decide(self, dim: Dim, links: Sequence[int | None], ask: Any, pre: int) -> int:
+        """Reads the item of one dimension or factor. `pre` is the number of parts that counts in
+        earlier items use up; returns the number after this one."""
+        if is_cut(ask):
+            splits = read_splits(ask, dim, self.sharding.mesh, self.what)
+            spread = [over for over, _ in splits]
+            blocked = any(over and k is None for over, k in zip(spread, links, strict=True))
+            hand = {k: p for k, (_, p) in zip(links, splits, strict=True) if k is not None and p}
+            if blocked:
+                raise StrategyError(f"{self.what}: {ask!r} splits a factor that must stay whole")
+        else:
+            over, sizes, pre = read_ask(ask, self.sharding.mesh, self.what, pre)
+            if over and links and all(link is None for link in links):
+                raise StrategyError(f"{self.what} must stay whole ({self._reasons()}); leave it 1")
+            spread = _spread(dim, over, links, self.what, self.sharding)
+            leaves = [-1 if k is None else k for k in links]
+            hand = _hand_parts(self.what, leaves, spread, over, sizes, dim)
+        known = {k: a for k, a in zip(links, spread, strict=True) if k is not None}
+        for leaf, given in known.items():
+            if self.axes.get(leaf) and given and self.axes[leaf] != given:
+                raise StrategyError(f"{self.what} gets two different splits; give one of them")
+            self.axes[leaf] = given or self.axes.get(leaf, ())
+        self.parts |= hand
+        return pre
+
+    def _reasons(self) -> str:
+        """The reasons why these factors stay whole."""
+        whole = self.op.whole
+        reasons = [whole[f] for f in sorted(self.factors) if f in whole] or whole.values()
+        return "; ".join(dict.fromkeys(reasons)) or "it has no factor"
+
+
+def _check_once(what: str, factors: OpFactors | TensorFactors, axes: Mapping[int, Axes]) -> None:
+    for own in axes.values():
+        twice = next((a for a, b in combinations(own, 2) if a.overlaps(b)), None)
+        if twice is not None:
+            raise StrategyError(
+                f"{what}: {twice.name} splits one of its dimensions twice; use each axis once"
+            )
+    for (i, a), (j, b) in combinations(axes.items(), 2):
+        if (i, j) not in factors.apart and overlaps(a, b):
+            raise StrategyError(f"{what}: an axis splits two of its dimensions; use each axis once")
+
+
+def _counted(ask: Any) -> bool:
+    return isinstance(ask, int) and ask != 1
+
+
+def _spread(
+    dim: Dim, over: Axes, links: Sequence[int | None], what: str, sharding: ShardingState
+) -> list[Axes]:
+    """The axes for the leaves of an operand's dimension. Errors: SizeError if they do not fit."""
+    blocked = frozenset(j for j, link in enumerate(links) if link is None)
+    spread = spread_dim(dim, over, blocked)
+    if spread is None:
+        raise SizeError(_does_not_split(what, dim, over, sharding))
+    return spread
+
+
+def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ...] | None, int]:
+    """Reads the item of one dimension: its axes, its sizes by hand, and the number of parts that
+    counts use up then (`pre` before it)."""
+    if ask in (None, 1, "-"):
+        return (), None, pre
+    if isinstance(ask, int) and not isinstance(ask, bool):
+        if ask < 1 or mesh.size % (pre * ask):
+            raise StrategyError(
+                f"{what}: the strategy requests {pre * ask} parts, which do not fit on {mesh.size} "
+                f"devices (mesh {mesh}); request fewer, or give more --devices"
+            )
+        return mesh.flat(pre, ask), None, pre * ask
+    if isinstance(ask, str):
+        return *read_split(ask, mesh, what), pre
+    if isinstance(ask, Mapping) and len(ask) == 1:
+        name, sizes = next(iter(ask.items()))
+        if isinstance(sizes, Sequence) and all(isinstance(s, int) and s >= 0 for s in sizes):
+            return (mesh.axis(str(name)),), tuple(sizes), pre
+    if isinstance(ask, Sequence) and ask and all(isinstance(a, str) for a in ask):
+        return tuple(mesh.axis(a) for a in ask), None, pre
+    raise StrategyError(
+        f"{what}: {ask!r} is not a split; use null, a number of parts, an axis, a list of axes or "
+        "{axis: [sizes]}"
+    )
+
+
+def _tensor_annotation(name: str, entry: Any, sharding: ShardingState) -> TensorAnnotation:
+    factors = sharding.factors.tensors[name]
+    what = f"tensor '{name}'"
+    if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != len(factors.dims):
+        raise StrategyError(
+            f"{what} has {len(factors.dims)} dimensions, but the strategy gives {entry!r}"
+        )
+    axes: list[Axes] = []
+    parts: dict[int, tuple[int, ...]] = {}
+    pre = 1
+    for i, (dim, ask) in enumerate(zip(factors.dims, entry, strict=True)):
+        at = range(len(axes), len(axes) + leaf_count(dim))
+        if is_cut(ask):
+            splits = read_splits(ask, dim, sharding.mesh, what)
+            over = tuple(dict.fromkeys(a for given, _ in splits for a in given))
+            spread: list[Axes] | None = [given for given, _ in splits]
+            parts |= {j: p for j, (_, p) in zip(at, splits, strict=True) if p}
+        else:
+            over, sizes, pre = read_ask(ask, sharding.mesh, what, pre)
+            spread = spread_dim(dim, over)
+            if spread is not None:
+                parts |= _hand_parts(what, at, spread, over, sizes, dim)
+        if spread is None:
+            raise SizeError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
+        axes += spread
+    _check_once(what, factors, dict(enumerate(axes)))
+    return TensorAnnotation(name, axes, parts, pin=True)
+
+
+def _hand_parts(
+    what: str,
+    leaves: Sequence[int],
+    spread: Sequence[Axes],
+    over: Axes,
+    sizes: tuple[int, ...] | None,
+    dim: Dim,
+) -> dict[int, tuple[int, ...]]:
+    if sizes is None:
+        return {}
+    if len(sizes) != parts_over(over) or sum(sizes) != dim.size:
+        raise SizeError(
+            f"{what}: sizes by hand {list(sizes)} must be {parts_over(over)} parts "
+            f"that add up to {dim.size}; correct them"
+        )
+    if not isinstance(dim, Factor) or len(leaves) != 1 or spread[0] != over:
+        raise StrategyError(
+            f"{what}: sizes by hand need a dimension that no op merges or cuts; give only the axis"
+        )
+    return {leaves[0]: sizes}
+
+
+def _does_not_split(what: str, dim: Dim, axes: Axes, sharding: ShardingState) -> str:
+    over = ".".join(sharding.mesh.text(a) for a in axes)
+    n = parts_over(axes)
+    fitting = [d for d in range(min(n, dim.size), 1, -1) if dim.size % d == 0]
+    remedy = "leave it whole"
+    if not isinstance(dim, Factor):
+        remedy = "some op reads it as smaller factors; leave it whole"
+    elif fitting:
+        remedy = f"split it into {fitting[0]}, or leave it whole"
+    return f"{what}: {dim.size} elements do not split into {n} parts over {over}; {remedy}"

@@ -1,0 +1,85 @@
+"""Axes of a whole dimension, distributed over the factors and segments that it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnxpar.layout.layout import Concat, Dim, Factor, leaves
+from onnxpar.layout.mesh import Axes, Axis, parts_over
+
+
+def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:
+    """Axes for the splittable leaves of a dimension, so that it is split over all of `axes`.
+
+    Of merged factors, the first that they divide evenly takes them; else the first that is large
+    enough; else the largest, some of whose parts are then empty. Of segments, each that can takes
+    them. `blocked` leaves stay whole; None if all leaves are blocked.
+    """
+    found = _spread_over(dim, axes, blocked)
+    if found is not None or not axes:
+        return found
+    if dim.size <= 1:
+        return []
+    at = [i for i, leaf in enumerate(_splittable(dim)) if i not in blocked]
+    if not at:
+        return None
+    if isinstance(dim, Concat):
+        return [axes if i in at else () for i in range(leaf_count(dim))]
+    largest = max(at, key=lambda i: _splittable(dim)[i].size)
+    return [axes if i == largest else () for i in range(leaf_count(dim))]
+
+
+def _splittable(dim: Dim) -> list[Factor]:
+    return [leaf for leaf in leaves(dim) if leaf.size > 1]
+
+
+def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | None:
+    """The same with no empty part; None if no leaf is large enough."""
+    if isinstance(dim, Factor):
+        if not axes:
+            return [()] if dim.size > 1 else []
+        return [axes] if parts_over(axes) <= dim.size and 0 not in blocked else None
+    empty = [[()] * leaf_count(c) for c in dim.children]
+    starts = [sum(map(len, empty[:i])) for i in range(len(empty))]
+    inner = [
+        frozenset(j - s for j in blocked if s <= j < s + len(e))
+        for s, e in zip(starts, empty, strict=True)
+    ]
+    if not axes:
+        return [a for e in empty for a in e]
+    if isinstance(dim, Concat):
+        split = [_spread_over(c, axes, b) for c, b in zip(dim.children, inner, strict=True)]
+        if all(s is None for s in split):
+            return None
+        return [a for s, e in zip(split, empty, strict=True) for a in (e if s is None else s)]
+    n = parts_over(axes)
+    ranked = [i for i, c in enumerate(dim.children) if c.size % n == 0]
+    ranked += [i for i, c in enumerate(dim.children) if c.size >= n and i not in ranked]
+    for i in ranked:
+        taken = _spread_over(dim.children[i], axes, inner[i])
+        if taken is not None:
+            return [a for j, e in enumerate(empty) for a in (taken if i == j else e)]
+    nestable = all(isinstance(c, Factor) for c in dim.children) and not blocked
+    return nest([c.size for c in dim.children], axes) if nestable else None
+
+
+def leaf_count(dim: Dim) -> int:
+    return len(_splittable(dim))
+
+
+def nest(sizes: Sequence[int], axes: Axes) -> list[Axes] | None:
+    """Axes for merged factors that share them: 2 groups of 4 heads over tp=8 take tp:(1)2 and
+    tp:(2)4. None if the factors do not use them up."""
+    out: list[Axes] = []
+    rest = list(axes)
+    for size in sizes:
+        taken: list[Axis] = []
+        while rest and size % rest[0].size == 0:
+            size //= rest[0].size
+            taken.append(rest.pop(0))
+        if rest and size > 1 and rest[0].size % size == 0:
+            axis = rest.pop(0)
+            taken.append(Axis(axis.name, size, axis.pre))
+            rest.insert(0, Axis(axis.name, axis.size // size, axis.pre * size))
+        out.append(tuple(taken))
+    return None if rest else out
