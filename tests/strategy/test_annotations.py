@@ -157,7 +157,12 @@ def test_a_preset_decides_what_annotations_leave_open(tmp_path: Path) -> None:
         (2, {"up": [("w", [0, 1], {1: 4})]}, {}, "2 entries of device for 4 shards"),
         (2, {"up": [("q", [0, 1], {1: 2})]}, {}, "tensor 'q': is annotated, but the node neither"),
         (4, {"up": [("w", [3, 2, 1, 0], {1: 4})]}, {}, "MatMul 'up', tensor 'w'.*no order of"),
-        (2, {"up": [("w", [0, 1], {5: 2})]}, {}, r"'w': has 2 dimensions, but its annotation is for \[5\]"),
+        (
+            2,
+            {"up": [("w", [0, 1], {5: 2})]},
+            {},
+            r"'w': has 2 dimensions, but its annotation \[5\]",
+        ),
         (2, {"up": [("w", [0, 1], {1: ((9, 2),)})]}, {}, r"12 elements along axis 1, not \[9\]"),
         (
             2,
