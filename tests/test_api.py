@@ -16,7 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
 import onnxpar.training
-from onnxpar.cli.command_line import main, parser
+from onnxpar.cli.command_line import main
+from onnxpar.cli.parser import parser
 from onnxpar.errors import InputError, ModelError, StrategyError
 from onnxpar.pipeline.plan_options import Kind, option_names, options_of
 from onnxpar.training.optimizers import OPTIMIZERS

@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
-from onnxpar.cli.command_line import parser
+from onnxpar.cli.parser import parser
 
 PLACE = "<!-- commands -->"
 """Where a page wants the commands."""
@@ -32,7 +32,7 @@ def commands(of: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def command_lines(command: argparse.ArgumentParser) -> Iterator[str]:
-    """One command: what it does, how it is called, and its options."""
+    """One command: its effect, its usage and its options."""
     name = command.prog
     yield f"\n## {name}\n"
     yield f"{_text(command.description)}\n"
@@ -85,12 +85,12 @@ def _shows_default(action: argparse.Action) -> bool:
 
 
 def _help(command: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """What an option does, with its default where the help asks for it."""
+    """The effect of an option, with its default if the help asks for it."""
     return _text(command._get_formatter()._expand_help(action)) if action.help else ""
 
 
 def _text(words: str | None) -> str:
-    """Help as a user reads it, for a page: nothing in it is markup."""
+    """Help as a user reads it, escaped for Markdown."""
     shown = " ".join((words or "").split())
     for mark in ("*", "_", "[", "]"):
         shown = shown.replace(mark, f"\\{mark}")

@@ -1,4 +1,4 @@
-"""Arguments of the command line that have a form of their own."""
+"""Parsers of command-line arguments with a syntax of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
         is_number = size.lstrip("-").isdigit()
         if not name or not size.strip() or (is_number and int(size) < 1):
             raise StrategyError(
-                f"--dim {entry}: is not NAME=N with N >= 1, nor NAME=SIZE of other symbols"
+                f"--dim {entry}: write NAME=N with N >= 1, or NAME=SIZE of other symbols"
             )
         dims[name] = int(size) if is_number else size
     return dims
@@ -28,6 +28,6 @@ def states_of(entries: Sequence[str]) -> list[tuple[str, str]]:
     for entry in entries:
         source, _, result = entry.partition("=")
         if not source or not result:
-            raise StrategyError(f"--state {entry}: is not INPUT=OUTPUT")
+            raise StrategyError(f"--state {entry}: write INPUT=OUTPUT")
         pairs.append((source, result))
     return pairs

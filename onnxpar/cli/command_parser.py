@@ -14,15 +14,16 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses as argparse does. Errors are one line on standard error, with exit status 2; a command
-    of commands without one prints its help."""
+    """argparse's parser, but errors are one line on standard error with exit status 2, and a group
+    of commands prints its help if no command is given."""
 
     commands: Any = None
     siblings: Mapping[str, argparse.ArgumentParser] = {}
-    """The commands beside this one, by name: one of them may have a flag that this one lacks."""
+    """All commands of the same group, by name, to find those that have a flag which this one
+    lacks."""
 
     def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
-        """As in argparse; of numbers and choices the error says what is due."""
+        """As in argparse; errors about numbers and choices say what is expected."""
         if how.get("type") in _NUMBERS:
             how["type"] = _NUMBERS[how["type"]]
         if how.get("choices") is not None:
@@ -37,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As in argparse, but what is not known is an error of this command."""
+        """As in argparse, but an unknown argument is an error of this command."""
         args = sys.argv[1:] if args is None else args
         if self.commands is not None and not args:
             self.print_help()
@@ -45,11 +46,11 @@ class CommandParser(argparse.ArgumentParser):
         self._check_names(args)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"{rest[0]!r} is one argument too many; leave it out")
+            self.error(f"unexpected argument {rest[0]!r}; leave it out")
         return found, rest
 
     def _check_names(self, args: Sequence[str]) -> None:
-        """Looks at flags and the name of a command before anything else is missed."""
+        """Reports an unknown flag or command before argparse reports what is missing."""
         for arg in args:
             if arg == "--":
                 return
@@ -67,8 +68,7 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"there is no {name}{self._hint(name)}")
 
     def _hint(self, name: str) -> str:
-        """The commands that have a flag which this one lacks, or else its flag that is most like
-        it."""
+        """The commands that have this flag, or else the most similar flag of this command."""
         having = [
             command
             for command, other in self.siblings.items()
@@ -81,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
     def _is_flag(self, name: str) -> bool:
         known = self._option_string_actions
         if name.startswith("--"):
-            return any(flag.startswith(name) for flag in known)  # one that fits several is an error
+            return any(flag.startswith(name) for flag in known)  # argparse reports ambiguity
         return any(name.startswith(flag) for flag in known if len(flag) == 2)
 
     def error(self, message: str) -> NoReturn:
@@ -92,12 +92,12 @@ class CommandParser(argparse.ArgumentParser):
             message = f"give {missing}"
         elif message.startswith("argument "):
             message = message.removeprefix("argument ")
-        said = f"{command}: {message}" if command else message
-        self.exit(2, f"onnxpar: error: {' '.join(said.split())}; see `{self.prog} --help`\n")
+        text = f"{command}: {message}" if command else message
+        self.exit(2, f"onnxpar: error: {' '.join(text.split())}; see `{self.prog} --help`\n")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """The names that are most like one."""
+    """A hint at the most similar name; empty if none is similar."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
 
@@ -107,7 +107,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
         if text in choices:
             return text
         near = _nearest(text, choices) or f"; give {', '.join(choices)}"
-        raise argparse.ArgumentTypeError(f"{text!r} is no choice{near}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a choice{near}")
 
     return parse
 

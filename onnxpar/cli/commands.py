@@ -1,4 +1,4 @@
-"""What the commands of the command line do."""
+"""The commands of the command line, except the training commands."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def shard(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Prints what shard would do."""
+    """Prints the plan that shard would follow."""
     if (args.save_strategy or args.dump) and (args.compare or args.candidates or args.html):
         flag = "--save-strategy" if args.save_strategy else "--dump"
         raise StrategyError(f"{flag}: leave out --compare, --candidates and --html")
     if args.compare and (args.candidates or args.html):
-        raise StrategyError("--compare is of one plan that ran; leave out --candidates and --html")
+        raise StrategyError("--compare needs one plan that ran; leave out --candidates and --html")
     if args.compare:
         return _print(compare_with_trace(args.model, _options(args), args.compare), args.json)
     if args.candidates or args.html:
@@ -87,7 +87,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    """Prints what each strategy that applies would take, and writes the page of one."""
+    """Prints the predicted time of each strategy that applies, and writes the page of one."""
     options = replace(_options(args), verify=False)
     if args.candidates:
         _print(compare_strategies(args.model, options, args.html, _with_bar), args.json)
@@ -114,7 +114,7 @@ def _print(result: Candidates | Comparison | SavedPlan, as_json: bool) -> int:
 
 
 def annotate(args: argparse.Namespace) -> int:
-    """Writes the model with the plan in it."""
+    """Writes the model annotated with the plan."""
     made = pipeline.annotate(args.model, args.output, _options(args, LayoutOptions))
     _print_plan(made, full=False)
     print(f"written to {args.output}")
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     if rank is not None:
         redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
     if args.repeat < 1:
-        raise InputError(f"--repeat {args.repeat}: at least 1")
+        raise InputError(f"--repeat {args.repeat}: must be at least 1")
     feeds = read_feeds(args.inputs, input_specs(args.par))
     if args.profile:
         check_place(args.profile)
@@ -169,11 +169,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Shards, runs and compares; 1 on a mismatch."""
+    """Shards, runs and compares; returns 1 on a mismatch."""
     way = Way(**{field.name: getattr(args, field.name) for field in fields(Way)})
     with _progress("weights", _weight_bytes(args.model)) as progress:
-        tell = progress_line("check")
-        found = check_model(args.model, _options(args), way, progress, tell)
+        found = check_model(args.model, _options(args), way, progress, progress_line("check"))
     print(found)
     if way.train and found.plan.step is not None:
         warn_of(found.plan.step)
@@ -181,14 +180,14 @@ def check(args: argparse.Namespace) -> int:
 
 
 def opt(args: argparse.Namespace) -> int:
-    """Runs the passes named, on a model or a dump, and prints the graph after the last, or after
-    those asked for."""
+    """Runs the named passes on a model or a dump, and prints the graph after the last one or after
+    those of --print-after."""
     options = _options(args, LayoutOptions)
     if args.passes == LIST:
         print("\n".join(pass_lines()))
         return 0
     if args.model is None:
-        raise InputError("opt: which model? give model.onnx, or a file that --dump has written")
+        raise InputError("opt: no model is given; give model.onnx, or a file that --dump wrote")
     show = partial(print, end="")
     run_named(args.model, options, args.passes, args.print_after, args.dump, args.output, show)
     if args.output:
@@ -234,7 +233,7 @@ def _weight_bytes(model: Path) -> int:
         return 0
     try:
         proto = onnx.load(str(model), load_external_data=False)
-    except Exception:  # the command itself says what is wrong with it
+    except Exception:  # the command itself reports what is wrong with it
         return 0
     return sum(
         int(np.prod(t.dims, dtype=np.int64))
@@ -245,7 +244,7 @@ def _weight_bytes(model: Path) -> int:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over bytes, on a terminal only."""
+    """A progress bar over bytes, on a terminal only."""
     with tqdm(
         total=total, desc=what, unit="B", unit_scale=True, disable=not _is_terminal(), leave=False
     ) as bar:

@@ -1,4 +1,4 @@
-"""Turns any failure of a command into one line that names the thing and the remedy."""
+"""Reports any failure of a command in one line that names its cause and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxpar.runtime.launch import tell_of_all, tell_terminal
 
 
 def error_line(error: BaseException) -> str:
-    """What a user is told of an error: one line."""
+    """The line that reports an error to the user."""
     text = str(error)
     if isinstance(error, RankError):
         first, _, rest = text.partition("\n")
@@ -32,7 +32,7 @@ def error_line(error: BaseException) -> str:
         pass
     elif isinstance(error, OSError):
         named = isinstance(error.filename, (str, bytes, os.PathLike))
-        # All other writes are named where they happen.
+        # Writes to other files name the file where they happen.
         where = f"the standard output, or a file in {tempfile.gettempdir()}"
         text = f"{os.fsdecode(error.filename) if named else where}: {cause(error)}"
     elif isinstance(error, MemoryError):
@@ -44,7 +44,7 @@ def error_line(error: BaseException) -> str:
 
 
 def report(error: BaseException) -> None:
-    """Prints the line of an error, and its traceback where the user asked for it."""
+    """Prints the line of an error, and its traceback if the user asked for it."""
     if wants_traceback():
         traceback.print_exception(error)
     line = error_line(error)
@@ -54,9 +54,10 @@ def report(error: BaseException) -> None:
 
 @contextmanager
 def quiet_ends() -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP raise Terminated and SIGINT KeyboardInterrupt, one of them and
-    once, and what goes wrong in other threads and in destructors is one line, too. At its end, the
-    folders of this process are removed; those of others that were killed before it begins."""
+    """While it is active, the first of SIGTERM, SIGHUP (Terminated) and SIGINT (KeyboardInterrupt)
+    raises its exception, later ones are ignored, and a failure in another thread or in a
+    destructor is reported in one line, too. On entry, it removes temporary folders of processes
+    that were killed; on exit, those of this process."""
     remove_left(Path(tempfile.gettempdir()), OwnFolder.PREFIX)
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: _report_aside(args.exc_value)
@@ -66,11 +67,11 @@ def quiet_ends() -> Iterator[None]:
     ours = [number for number, handler in before.items() if handler in _UNTOUCHED]
 
     try:
-        with _ends_if_deaf(ours) as reacted:
+        with _ends_if_stuck(ours) as reacted:
 
             def end(number: int, frame: FrameType | None) -> None:
                 reacted.set()
-                for each in ours:  # once is enough; cleaning up takes a moment
+                for each in ours:  # cleaning up takes a moment and must not be interrupted
                     signal.signal(each, signal.SIG_IGN)
                 raise_for(number)
 
@@ -85,41 +86,41 @@ def quiet_ends() -> Iterator[None]:
 
 
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
-"""Handlers that nobody has set for a reason of their own."""
+"""Handlers that may be replaced, as no other program has set them."""
 
 
-_DEAF = 2.0
-"""Seconds after a signal in which Python may react."""
+_PATIENCE = 2.0
+"""Seconds after a signal within which Python must handle it."""
 
 
 @contextmanager
-def _ends_if_deaf(ours: Collection[int]) -> Iterator[threading.Event]:
-    """Within it, one of these signals ends the process also where Python does not set the event
-    upon it, as a library computes, or waits for other ranks."""
+def _ends_if_stuck(ours: Collection[int]) -> Iterator[threading.Event]:
+    """While it is active, a thread ends the process after one of these signals if Python does not
+    set the event in time, for example because a library computes or waits for other ranks."""
     reacted = threading.Event()
     if not ours:
         yield reacted
         return
 
     def watch() -> None:
-        with heard:
-            while number := heard.recv(1):
-                if number[0] in ours and not reacted.wait(_DEAF):
+        with receiver:
+            while number := receiver.recv(1):
+                if number[0] in ours and not reacted.wait(_PATIENCE):
                     word, status = STATUSES[signal.Signals(number[0])]
                     tell_of_all(word)
                     remove_all()
                     os.write(2, f"onnxpar: {word}\n".encode())
                     os._exit(status)
 
-    told, heard = socket.socketpair()
-    told.setblocking(False)
+    sender, receiver = socket.socketpair()
+    sender.setblocking(False)
     threading.Thread(target=watch, daemon=True, name="onnxpar-signals").start()
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield reacted
     finally:
         signal.set_wakeup_fd(before)
-        told.close()
+        sender.close()
 
 
 def _report_aside(error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""What the training commands of the command line do."""
+"""The training commands of the command line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def grad(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Trains; under mpirun as one of the ranks."""
+    """Trains; under a launcher, as one of its ranks."""
     run = Run(
         args.epochs,
         args.lr,
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
-    """Trains, in the folder of checkpoints that is held."""
+    """Trains with a lock on the folder of checkpoints."""
     logs = Path(args.log_dir)
     rank = launched_rank()
     if rank is not None:
@@ -112,21 +112,21 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
 
 
 def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs: Path) -> None:
-    """Prints each step's loss, and leaves the metrics and a picture in the folder of logs."""
+    """Prints each step's loss, and writes the metrics and a picture to the log folder."""
     metrics = logs / "metrics.jsonl"
     total = run.epochs * data.batches
     left = data.count % data.batch
     if left:
         print(f"{left} of {data.count} samples are left over in each epoch")
-    told = records(trainer, data, run, held_out)
-    first = list(islice(told, 1))  # a run that cannot start forgets nothing
+    steps = records(trainer, data, run, held_out)
+    first = list(islice(steps, 1))  # a run that cannot start must keep the old metrics
     if first:
         _forget(metrics, first[0].total)
     with (
         metrics.open("a", encoding="utf-8") as sink,
         tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar,
     ):
-        for record in chain(first, told):
+        for record in chain(first, steps):
             bar.update(record.total - bar.n)
             loss = record.values[trainer.spec.loss]
             bar.write(f"epoch: {record.epoch} step: {record.step}, loss is {loss:.6g}", sys.stdout)
@@ -147,7 +147,8 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
 
 
 def _forget(metrics: Path, first: int) -> None:
-    """Takes the rows from this step on out of a file of metrics: they are told anew."""
+    """Removes the rows of this step and later ones from a file of metrics: they will be written
+    again."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
     with whole_file(metrics) as sink:
@@ -155,26 +156,26 @@ def _forget(metrics: Path, first: int) -> None:
 
 
 def merge(args: argparse.Namespace) -> int:
-    """Puts the weights of a checkpoint into a model."""
+    """Writes a model with the weights of a checkpoint."""
     count = merge_checkpoint(args.checkpoint, args.model, args.output, training=args.training)
     print(f"{count} weights of {args.checkpoint} are in {args.output}")
     return 0
 
 
 def _hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given, by the names of an optimizer's fields."""
+    """The optimizer's fields that were given, by name."""
     known = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
     return {name: value for name in known if (value := getattr(args, name, None)) is not None}
 
 
 def warn_of(step: Step) -> None:
-    """Prints on stderr what a step trains otherwise than the network that was exported."""
+    """Prints on stderr where the trained network differs from the exported one."""
     for caution in step.cautions:
         print(f"onnxpar: warning: {caution}", file=sys.stderr)
 
 
 def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
-    """The list of what is trained."""
+    """A table of the trained weights."""
     rows = [
         (t.name, "x".join(map(str, t.tensor.shape)), f"{t.node.op} operand {t.operand}")
         for t in trained
@@ -190,7 +191,8 @@ def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
 
 
 def _left_lines(weights: Weights) -> Iterator[str]:
-    """The list of what is not trained; of numbers, and of what the user has left out, how many."""
+    """A table of the weights that are not trained; only the counts of scalars and of those that
+    the user excluded."""
     by_choice = (FROZEN, UNNAMED)
     listed = [w for w in weights.left if _elements(w) != 1 and w.reason not in by_choice]
     if listed:
@@ -214,7 +216,7 @@ def _elements(left: Left) -> int:
 
 
 def _step_lines(step: Step) -> Iterator[str]:
-    """What a step takes and tells."""
+    """The inputs and outputs of a step."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each: {', '.join(kinds) or 'none'}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar.cli.command_line import main, parser
+from onnxpar.cli.command_line import main
 from onnxpar.cli.command_parser import CommandParser
+from onnxpar.cli.parser import parser
 
 Capture = pytest.CaptureFixture[str]
 WRONG = {
@@ -39,7 +40,7 @@ WRONG = {
     "missing": ("shard", "shard: give model.onnx"),
     "missing flags": ("grad m.onnx", "grad: give -o/--output, --loss, --optimizer"),
     "no value": ("train s.par --data", "--data: expected one argument"),
-    "too many": ("plan a.onnx b.onnx", "'b.onnx' is one argument too many"),
+    "too many": ("plan a.onnx b.onnx", "unexpected argument 'b.onnx'"),
 }
 
 

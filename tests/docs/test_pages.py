@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from docs.blocks import ROOT, SHOWN, blocks, matches, run, shown_commands
 
-from onnxpar.cli.command_line import parser
+from onnxpar.cli.parser import parser
 
 PAGES = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 RUN = ("README.md", *(page for page in PAGES if blocks(ROOT / page)))

@@ -17,7 +17,7 @@ import pytest
 from docs.blocks import ROOT
 
 import onnxpar
-from onnxpar.cli.command_line import parser
+from onnxpar.cli.parser import parser
 
 REFERENCE = ROOT / "docs" / "reference"
 SHOWN_OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)

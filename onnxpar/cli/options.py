@@ -1,0 +1,261 @@
+"""Options that several commands share, in groups."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onnxpar.errors import OnnxparError
+from onnxpar.layout.mesh import Mesh
+from onnxpar.lowering.compression import THRESHOLD
+from onnxpar.passes.fuse_all_reduces import FUSIONS
+from onnxpar.presets.presets import PRESETS
+from onnxpar.runtime.launch import HELP as LAUNCH_HELP
+from onnxpar.search.objective import LATENCY, OBJECTIVES
+from onnxpar.search.search import SEARCHES
+
+
+def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """The model, and the options that decide its layouts."""
+    to.add_argument("model", metavar="model.onnx", type=Path, nargs=nargs)
+    to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
+    to.add_argument("--mesh", type=mesh, metavar="dp=2,tp=4", help="named axes and their sizes")
+    _add_choice_of_strategy(to)
+    _add_search(to)
+    _add_strategy_files(to)
+    _add_sizes(to)
+    _add_states(to)
+    to.add_argument(
+        "--strict", action="store_true", help="report an op without a sharding rule as an error"
+    )
+    add_plugin(to)
+
+
+def _add_choice_of_strategy(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="a fixed strategy instead of the search: data-parallel, tensor-parallel; hybrid for a "
+        "mesh of dp and another axis, and so on. manual: the model is the program of one rank and "
+        "already contains onnxpar's collectives, like the body of JAX's shard_map; the tensors of "
+        "--strategy say how to shard inputs and weights and how to put outputs together, and all "
+        "others stay whole",
+    )
+    to.add_argument(
+        "--search",
+        choices=SEARCHES,
+        help="auto, the default without --preset, --strategy and annotations: find the fastest "
+        "strategy by the cost model of --topology, and the mesh if none is given; the search keeps "
+        "to what a strategy file asks for. The other choices are for comparison: a preset; "
+        "exhaustive, which tries all strategies of a small model; propagation, which shards only "
+        "what was asked for and what follows from it",
+    )
+
+
+def _add_search(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="most bytes that a rank may hold at any time, such as 16GB: weights, states and the "
+        "results of nodes. The search keeps to it; it is an error if no strategy does, or if "
+        "the given one does not",
+    )
+    to.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default=LATENCY,
+        help="what the search minimizes. latency: the time of a run; throughput: the time from one "
+        "run to the next where several runs overlap, so that communication and compute overlap. "
+        "Default: %(default)s",
+    )
+    to.add_argument(
+        "--untied",
+        action="store_true",
+        help="let the search decide each of several repeated blocks by itself. It takes longer; "
+        "worth it if a memory limit binds and only some layers need to pay for it",
+    )
+
+
+def _add_strategy_files(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--strategy",
+        metavar="FILE",
+        help="YAML with mesh, shard (by node) and tensors; a preset decides what it leaves open",
+    )
+    to.add_argument(
+        "--configuration",
+        metavar="NAME",
+        help="which multi-device annotations of the model to follow, or 'none'; default: those for "
+        "N devices. A strategy adds to them and must not contradict them; a preset decides what "
+        "they leave open. Pipeline stages in them are ignored",
+    )
+    to.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="YAML with the levels of links between ranks and the speed and memory of a rank, as "
+        "calibrate writes it; or a rank table of MindSpore or HCCL. Default: one host of slow "
+        "cores",
+    )
+
+
+def _add_sizes(to: argparse.ArgumentParser) -> None:
+    add_dims(to)
+    to.add_argument(
+        "--typical",
+        action="append",
+        default=[],
+        metavar="NAME=N,..",
+        help="for open sizes, those that runs usually have: batch=1,seq=128. The search and "
+        "all costs are for these; any size still runs. Give it several times, with weights, for "
+        "a mix: batch=1,seq=1:0.9. Default: a batch of 1, and lengths of 128 or what the model "
+        "allows",
+    )
+
+
+def add_dims(to: argparse.ArgumentParser) -> None:
+    """Sizes of symbolic dimensions."""
+    to.add_argument(
+        "--dim",
+        dest="dims",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="size of a symbolic dimension: a number, or an expression of other symbols, which "
+        "ties them: s74=s2, total=past+seq",
+    )
+
+
+def _add_states(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--state",
+        dest="states",
+        action="append",
+        default=[],
+        metavar="IN=OUT",
+        help="an output that is fed back as an input, in addition to the pairs found by ops and by "
+        "names",
+    )
+    to.add_argument(
+        "--only-given-states",
+        dest="find_states",
+        action="store_false",
+        help="use only the state pairs given by --state; look for no others",
+    )
+
+
+def add_plugin(to: argparse.ArgumentParser) -> None:
+    """Passes and rules of the user's own."""
+    to.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import passes and sharding rules of your own: a module, or a file x.py; installed "
+        "packages add theirs by entry points (see docs/how-to/pass.md)",
+    )
+
+
+def add_lowering(to: argparse.ArgumentParser) -> None:
+    """How collectives run, and passes besides onnxpar's own."""
+    to.add_argument(
+        "--fusion",
+        choices=FUSIONS,
+        help="how to join collectives that do not wait for each other. size: up to --bucket-mb "
+        "(default for training steps); cost: as far as compute hides them; or none",
+    )
+    to.add_argument(
+        "--bucket-mb",
+        type=float,
+        metavar="X",
+        help="largest fused collective, in MiB; default: 64 for all-reduces, 8 for reduce-scatters "
+        "and all-gathers",
+    )
+    to.add_argument(
+        "--compression",
+        metavar="KIND",
+        help="format in which ranks send gradients of a training step: float16 or bfloat16, added "
+        "up in float32; 2bit:T, where a rank sends T, 0 or -T for each element and keeps the rest "
+        f"for later steps (T should be near the largest elements; default {THRESHOLD}); or none",
+    )
+    to.add_argument(
+        "--add-pass",
+        dest="passes",
+        action="append",
+        default=[],
+        metavar="PASS",
+        help="also run a pass of a plugin: 'NAME{option=value}' for one that rewrites the model, "
+        "'NAME before PASS' or 'NAME after PASS' for any place; `opt --passes list` shows all",
+    )
+
+
+def add_save(to: argparse.ArgumentParser) -> None:
+    """What to write besides the result: dumps and the strategy."""
+    add_dump(to)
+    to.add_argument(
+        "--save-strategy",
+        metavar="FILE",
+        help="write the strategy that was found (by --search, a preset, ...) for reading and "
+        "editing: a few entries, from which the rest follows; `--strategy FILE` alone gives the "
+        "same plan",
+    )
+
+
+def add_dump(to: argparse.ArgumentParser) -> None:
+    """The graph after every pass."""
+    to.add_argument(
+        "--dump",
+        metavar="DIR",
+        help="write the graph after every pass, even after one that fails: as text, "
+        "01-NAME.onnxtxt, and up to localize-ops as a model, 01-NAME.onnx, which opt reads back",
+    )
+
+
+def add_runtime(to: argparse.ArgumentParser) -> None:
+    """How ranks run."""
+    add_timeout(to)
+    to.add_argument("--log-dir", metavar="DIR", help="write the output of ranks to rank.N/ in DIR")
+
+
+def add_timeout(to: argparse.ArgumentParser) -> None:
+    """How long to wait for a rank."""
+    to.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="longest wait for a rank, in seconds; default %(default)g",
+    )
+
+
+def add_launcher_help(to: argparse.ArgumentParser) -> None:
+    """How to run the command under a launcher."""
+    to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
+
+
+def add_verify(to: argparse.ArgumentParser) -> None:
+    """Comparison of files with their digests."""
+    to.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every byte of the folder with the SHA-256 that shard wrote; without it, only "
+        "8 parts of 1 MiB each are read of files above 8 MiB",
+    )
+
+
+def add_profile(to: argparse.ArgumentParser, runs: str) -> None:
+    """A trace of all ranks; `runs` is the word for what is recorded."""
+    to.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="write what each rank did to a file for Perfetto or chrome://tracing: each node that "
+        f"onnxruntime ran, and each collective with its waiting time, of all {runs}; if there are "
+        "several, the first is a warm-up and left out",
+    )
+
+
+def mesh(text: str) -> Mesh:
+    """A mesh, from an argument."""
+    try:
+        return Mesh.parse(text)
+    except OnnxparError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,287 @@
+"""The commands of the command line and their arguments, a function for each command."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from onnxpar.base.version import versions_text
+from onnxpar.calibration import command as calibration
+from onnxpar.cli import commands, training_commands
+from onnxpar.cli.command_parser import CommandParser
+from onnxpar.cli.options import (
+    add_dump,
+    add_launcher_help,
+    add_lowering,
+    add_model,
+    add_plugin,
+    add_profile,
+    add_runtime,
+    add_save,
+    add_timeout,
+    add_verify,
+)
+from onnxpar.cli.training_parser import add_grad, add_merge, add_train
+from onnxpar.pipeline.pass_list import passes_help
+
+EXAMPLES = """examples:
+  onnxpar shard gpt2.onnx --devices 4                  # writes gpt2.par
+  onnxpar run gpt2.par --inputs in.npz --outputs out.npz
+  onnxpar check gpt2.onnx --mesh dp=2,tp=2 --dim batch=4
+
+exit status: 0 success, 1 mismatch, 2 bad input or failed run. With ONNXPAR_TRACEBACK=1 in the
+environment, an error also prints Python's traceback."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = CommandParser(
+        prog="onnxpar",
+        description="Shards an ONNX model over ranks that each run a stock onnxruntime.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=versions_text())
+    to = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _shard(to)
+    _plan(to)
+    _annotate(to)
+    _run(to)
+    _check(to)
+    _inspect(to)
+    _grad(to)
+    _train(to)
+    _checkpoint(to)
+    _opt(to)
+    _calibrate(to)
+    _ops(to)
+    return top
+
+
+def _shard(to: Any) -> None:
+    shard = _command(to, "shard", "write a sharded model", commands.shard)
+    add_model(shard)
+    add_lowering(shard)
+    add_save(shard)
+    shard.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="folder to write; default: the model's name with .par, in the current folder",
+    )
+
+
+def _plan(to: Any) -> None:
+    plan = _command(
+        to, "plan", "show the plan that shard would follow; no model is written", commands.plan
+    )
+    add_model(plan)
+    add_lowering(plan)
+    add_save(plan)
+    plan.add_argument(
+        "--compare",
+        metavar="TRACE",
+        help="instead of the plan, show the time of each op and collective: predicted by the cost "
+        "model (give --topology) and measured in this file of `onnxpar run --profile`. All other "
+        "options must be those that shard was given",
+    )
+    plan.add_argument(
+        "--candidates",
+        action="store_true",
+        help="instead of the plan, show for each strategy that applies the time by the cost model "
+        "(give --topology), the bytes that ranks send and hold, and why the fastest one wins",
+    )
+    plan.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a self-contained page: nodes by block with layouts, reshards and their costs, "
+        "and the time and memory of a rank. With --candidates, it also has the candidates, and "
+        "shows the fastest one (or the one that --preset or --search names)",
+    )
+    plan.add_argument("--json", action="store_true", help="print any of these as JSON")
+
+
+def _annotate(to: Any) -> None:
+    annotate = _command(
+        to,
+        "annotate",
+        "write the model with its plan as ONNX's multi-device annotations",
+        commands.annotate,
+    )
+    add_model(annotate)
+    annotate.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="model to write: annotated.onnx"
+    )
+
+
+def _run(to: Any) -> None:
+    run = _command(to, "run", "run a sharded model, one process per rank", commands.run)
+    run.add_argument("par", metavar="model.par", help="folder that shard wrote")
+    run.add_argument("--inputs", required=True, metavar="NPZ", help="arrays by input name")
+    run.add_argument("--outputs", metavar="NPZ", help="file for the arrays, by output name")
+    add_verify(run)
+    run.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="run N times and print the times"
+    )
+    add_profile(run, "runs")
+    add_launcher_help(run)
+    add_runtime(run)
+
+
+def _check(to: Any) -> None:
+    check = _command(
+        to,
+        "check",
+        "shard and run a model, and compare its outputs with those of onnxruntime on the unsplit "
+        "model; of a manual program, compare the replicas of each output with each other",
+        commands.check,
+    )
+    add_model(check)
+    add_lowering(check)
+    check.add_argument(
+        "--inputs",
+        metavar="NPZ",
+        help="arrays by input name; those missing are random, in the sizes of --typical",
+    )
+    check.add_argument("--seed", type=int, default=0, help="seed of random inputs")
+    _add_tolerances(check)
+    check.add_argument(
+        "--each",
+        action="store_true",
+        help="compare not only the outputs but every tensor that both models have, and name the "
+        "first that differs; tensors in the bodies of If, Loop and Scan are left out",
+    )
+    check.add_argument(
+        "--train",
+        action="store_true",
+        help="for a training step: take many steps, and compare the losses and the updated "
+        "parameters and states; --inputs may have any number of samples then",
+    )
+    check.add_argument(
+        "--steps", type=int, default=50, metavar="N", help="steps with --train; default 50"
+    )
+    check.add_argument(
+        "--lr", type=float, default=0.01, metavar="X", help="learning rate with --train"
+    )
+    add_runtime(check)
+
+
+def _add_tolerances(to: argparse.ArgumentParser) -> None:
+    for name, term in (("rtol", "X * |reference|"), ("atol", "X")):
+        to.add_argument(
+            f"--{name}",
+            type=_tolerance,
+            metavar="X",
+            help=f"allow each element to differ by {term}, as numpy.allclose does; --rtol and "
+            "--atol add up. Without both, the tolerance depends on the dtype and is relative to "
+            "the largest element",
+        )
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number that is not below 0")
+    return value
+
+
+def _inspect(to: Any) -> None:
+    inspect = _command(to, "inspect", "show the plan of a sharded model", commands.inspect)
+    inspect.add_argument("par", metavar="model.par", help="folder that shard wrote")
+    inspect.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_verify(inspect)
+
+
+def _grad(to: Any) -> None:
+    text = "write the training step of a model as a graph"
+    add_grad(_command(to, "grad", text, training_commands.grad))
+
+
+def _train(to: Any) -> None:
+    add_train(
+        _command(to, "train", "run a sharded training step over data", training_commands.train)
+    )
+
+
+def _checkpoint(to: Any) -> None:
+    checkpoint = to.add_parser("checkpoint", help="work with checkpoints of a training run")
+    of_checkpoints = checkpoint.add_subparsers(required=True, metavar="COMMAND")
+    text = "write a model with the weights of a checkpoint"
+    add_merge(_command(of_checkpoints, "merge", text, training_commands.merge))
+
+
+def _opt(to: Any) -> None:
+    opt = _command(to, "opt", "run passes on a model or a dump, and print the graph", commands.opt)
+    add_model(opt, nargs="?")
+    opt.add_argument("--passes", required=True, metavar="LIST", help=passes_help())
+    opt.add_argument(
+        "--print-after",
+        action="append",
+        default=[],
+        metavar="PASS",
+        help="print the graph after this pass, or after 'all', instead of after the last one",
+    )
+    add_dump(opt)
+    opt.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write the graph after the last pass as a model instead of printing it; its metadata "
+        "holds the decisions of passes, which opt reads back",
+    )
+
+
+def _calibrate(to: Any) -> None:
+    calibrate = _command(
+        to,
+        "calibrate",
+        "measure the speed of ranks and of each collective on this machine, which should do "
+        "nothing else, and write a topology file",
+        calibration.command,
+    )
+    calibrate.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="file for --topology, such as cluster.yaml",
+    )
+    calibrate.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks that run at once; default: one for each core, but at most "
+        f"{calibration.MOST_RANKS}",
+    )
+    calibrate.add_argument(
+        "--seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="approximate duration; default %(default)g",
+    )
+    add_timeout(calibrate)
+
+
+def _ops(to: Any) -> None:
+    ops = _command(to, "ops", "show each op's sharding rule and how it is proved", commands.ops)
+    ops.add_argument(
+        "pattern",
+        nargs="?",
+        default="*",
+        metavar="PATTERN",
+        help="glob of op names, such as '*Conv*'",
+    )
+    ops.add_argument("--json", action="store_true", help="print the table as JSON")
+    add_plugin(ops)
+
+
+def _command(to: Any, name: str, text: str, command: Any) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = to.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + "."
+    )
+    made.set_defaults(command=command)
+    return made

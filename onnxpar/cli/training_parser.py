@@ -1,0 +1,227 @@
+"""Arguments of the training commands."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onnxpar.cli.options import add_dims, add_launcher_help, add_profile, add_runtime, mesh
+from onnxpar.manual.manual import MANUAL
+from onnxpar.trainer.rates import SCHEDULES
+from onnxpar.training.batch_norm import STATISTICS
+from onnxpar.training.losses import IGNORED, LOSSES
+from onnxpar.training.optimizers import NONE, OPTIMIZERS
+from onnxpar.training.precision import PRECISIONS
+
+
+def add_grad(to: argparse.ArgumentParser) -> None:
+    """Arguments of `grad`."""
+    to.add_argument("model", metavar="model.onnx", type=Path)
+    to.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="step to write: step.onnx"
+    )
+    _add_loss(to)
+    _add_optimizer(to)
+    _add_batch_norm(to)
+    _add_step(to)
+    _add_trained(to)
+    add_dims(to)
+    _add_manual(to)
+
+
+def _add_loss(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--loss",
+        required=True,
+        metavar="LOSS",
+        help=f"{', '.join(LOSSES)}, or an output that is the loss itself. Labels are class "
+        f"numbers; the label {IGNORED} does not count. bce is computed from scores; if the model "
+        "ends in a Sigmoid, from the input of the Sigmoid",
+    )
+    to.add_argument(
+        "--loss-of",
+        metavar="OUTPUT",
+        help="output to compute the loss from, if the model has several",
+    )
+    to.add_argument(
+        "--class-axis",
+        type=int,
+        metavar="N",
+        help="dimension of the classes; default: the last, or the second of four or more",
+    )
+
+
+def _add_optimizer(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--optimizer",
+        required=True,
+        choices=[*OPTIMIZERS, NONE],
+        help=f"{NONE}: the gradients are outputs, NAME.grad, and nothing is updated",
+    )
+    for name in ("weight-decay", "momentum", "beta1", "beta2", "epsilon"):
+        to.add_argument(f"--{name}", type=float, metavar="X", help="of the optimizer")
+    to.add_argument("--nesterov", action="store_true", default=None, help="of the optimizer")
+
+
+def _add_batch_norm(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--batch-norm",
+        choices=STATISTICS,
+        help="samples over which a BatchNormalization computes its statistics: the whole batch "
+        "(global), those of a host (node) or of a rank (local; give --groups for both); "
+        "default: as the model says, over the whole batch",
+    )
+    to.add_argument(
+        "--groups",
+        type=int,
+        metavar="N",
+        help="number of hosts or ranks over which the batch is sharded, for --batch-norm",
+    )
+
+
+def _add_step(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--clip-norm",
+        type=float,
+        metavar="X",
+        help="scale the gradients down if the norm of all of them exceeds X",
+    )
+    to.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="type in which the model computes; parameters and their states keep their types",
+    )
+    to.add_argument(
+        "--loss-scale",
+        metavar="X",
+        help="factor of all gradients during the backward pass, against underflow: dynamic "
+        "(default in float16), a number, or none",
+    )
+    to.add_argument(
+        "--recompute",
+        action="store_true",
+        help="compute activations within blocks again for the backward pass instead of keeping "
+        "them",
+    )
+    to.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="K",
+        help="number of batches of the model's size that a step takes, one after the other",
+    )
+
+
+def _add_trained(to: argparse.ArgumentParser) -> None:
+    for name, text in (
+        ("params", "train the weights of these names instead of those that are found"),
+        ("frozen", "do not train the weights of these names"),
+    ):
+        to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=text)
+    to.add_argument(
+        "--untie",
+        action="store_true",
+        help="give each node that reads a vector as its scale or bias a copy of its own. Exporters "
+        "store equal vectors only once, and without this they would be trained as one",
+    )
+
+
+def _add_manual(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--preset",
+        choices=[MANUAL],
+        help="the model is the program of one rank, and so is the step: its loss is the mean over "
+        "all ranks, and it sums the gradients of replicated weights over the ranks",
+    )
+    to.add_argument("--devices", type=int, metavar="N", help="number of ranks of a manual program")
+    to.add_argument(
+        "--mesh", type=mesh, metavar="dp=2,tp=4", help="mesh of a manual program: named axes"
+    )
+    to.add_argument(
+        "--strategy",
+        metavar="FILE",
+        help="YAML with the mesh and the sharded tensors of a manual program; all others are whole",
+    )
+
+
+def add_train(to: argparse.ArgumentParser) -> None:
+    """Arguments of `train`."""
+    to.add_argument("par", metavar="step.par", help="a sharded training step")
+    to.add_argument("--data", required=True, metavar="NPZ", help="arrays of samples, by input name")
+    to.add_argument("--eval", metavar="NPZ", help="samples on which each epoch is evaluated")
+    to.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="number of samples in a step; only checked, as the step fixes it",
+    )
+    to.add_argument("--epochs", type=int, default=1, metavar="N", help="passes over the data")
+    to.add_argument("--lr", type=float, required=True, metavar="X", help="learning rate")
+    to.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="constant",
+        help="learning-rate schedule after warm-up",
+    )
+    to.add_argument(
+        "--warmup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="warm-up steps, in which the learning rate rises from 0",
+    )
+    to.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order of samples")
+    to.add_argument(
+        "--no-shuffle",
+        dest="shuffle",
+        action="store_false",
+        help="take samples in the order of the file",
+    )
+    _add_checkpoints(to)
+    add_profile(to, "steps")
+    add_launcher_help(to)
+    add_runtime(to)
+    to.set_defaults(log_dir="log")
+
+
+def _add_checkpoints(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="folder for checkpoints, one of which is written at the end; no other training may "
+        "use the folder at the same time",
+    )
+    to.add_argument(
+        "--every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also write a checkpoint after every N steps",
+    )
+    to.add_argument(
+        "--keep",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep only the newest N complete checkpoints; 0: keep all",
+    )
+    to.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest complete checkpoint; start anew if there is none",
+    )
+
+
+def add_merge(to: argparse.ArgumentParser) -> None:
+    """Arguments of `checkpoint merge`."""
+    to.add_argument("checkpoint", metavar="DIR", help="a checkpoint, or a folder of them")
+    to.add_argument("model", metavar="model.onnx", help="the model that was trained")
+    to.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="model to write: trained.onnx"
+    )
+    to.add_argument(
+        "--training",
+        action="store_true",
+        help="keep Dropout and BatchNormalization in training mode; by default, they are switched "
+        "to inference mode",
+    )
