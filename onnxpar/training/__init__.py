@@ -1,5 +1,7 @@
 """Training steps as ONNX graphs.
 
+Write a step, shard it, train, and merge the trained weights into the model:
+
 step = onnxpar.training.grad(
     "gpt2.onnx", "step.onnx", loss="softmax-cross-entropy", optimizer="adamw", clip_norm=1.0
 )

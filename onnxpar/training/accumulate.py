@@ -1,5 +1,5 @@
-"""Gradients of a large batch, a part at a time: the forward and the backward pass become the body
-of a Scan, which carries the sums."""
+"""Gradient accumulation: the forward and the backward pass become the body of a Scan, which runs
+once per micro-batch and carries the sums of the gradients."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from onnxpar.ir.training_spec import SEED
 from onnxpar.training.backward import Backward
 
 MOST = 1 << 20
-"""Batches in a step: sizes of the inputs that are as many times as long must stay int64."""
+"""Limit of micro-batches in a step: the inputs grow by this factor, and sizes must fit an int64."""
 
 
-def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], parts: int) -> Backward:
-    """Makes the inputs `data` of a graph with gradients `parts` times as long: loss and gradients
-    become the means over as many batches of the length that they were, statistics run through them,
-    and what is random differs between them.
+def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int) -> Backward:
+    """Makes a step take `count` micro-batches: the inputs `data` become that many times as long,
+    loss and gradients become means over the micro-batches, and running statistics are updated by
+    one after the other. Random numbers differ between micro-batches.
 
-    Inputs without a first dimension of the batch's length are the same for all parts. Errors:
-    StrategyError.
+    Each micro-batch has the size that the batch had before. An input whose first dimension is not
+    the batch is the same for all of them. Errors: StrategyError.
     """
-    if not 2 <= parts <= MOST:
-        raise StrategyError(f"accumulate {parts}: from 2 to {MOST} parts")
+    if not 2 <= count <= MOST:
+        raise StrategyError(
+            f"--accumulate {count}: give a number of micro-batches from 2 to {MOST}"
+        )
     by_name = {t.name: t for t in graph.inputs}
     first = by_name[data[0]]
     if not first.shape:
-        raise StrategyError(f"accumulate: input {first.name!r} has no batch")
+        raise StrategyError(
+            f"--accumulate {count}: input {first.name!r} has no batch dimension; leave it out"
+        )
     batch = int(first.shape[0])
     split = [by_name[n] for n in data if by_name[n].shape and by_name[n].shape[0] == batch]
-    iterations = _Iterations(graph, split, by_name.get(SEED), parts)
+    iterations = _Iterations(graph, split, by_name.get(SEED), count)
     names = list(back.gradients)
     sums = [back.loss, *back.gradients.values()]
     results = iterations.scan("accumulate", sums, back.running)
@@ -45,37 +49,37 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], parts: int)
     ]
     evaluated = iterations.scan("evaluate", list(back.evaluated.values()), [])
     iterations.finish()
-    means = [value * (1 / parts) for value in results[: len(sums)]]
+    means = [value * (1 / count) for value in results[: len(sums)]]
     return replace(
         back,
         loss=means[0],
         gradients=dict(zip(names, means[1:], strict=True)),
         evaluated={
-            name: value * (1 / parts) for name, value in zip(back.evaluated, evaluated, strict=True)
+            name: value * (1 / count) for name, value in zip(back.evaluated, evaluated, strict=True)
         },
         running=running,
     )
 
 
 class _Iterations:
-    """Scans whose bodies are made of the nodes of a graph."""
+    """Builds Scans whose bodies are copies of a graph's nodes."""
 
     def __init__(
         self,
         graph: gs.Graph,
         split: Sequence[gs.Variable],
         seed: gs.Variable | None,
-        parts: int,
+        count: int,
     ) -> None:
         self.graph = graph
         self.split = split
         self.seed = seed
-        self.parts = parts
+        self.count = count
         self.nodes = list(graph.nodes)
         self.added: list[gs.Node] = []
         self.long: dict[str, gs.Variable] = {}
         for tensor in split:
-            shape = [parts * int(tensor.shape[0]), *tensor.shape[1:]]
+            shape = [count * int(tensor.shape[0]), *tensor.shape[1:]]
             self.long[tensor.name] = gs.Variable(tensor.name, tensor.dtype, shape)
 
     def scan(
@@ -84,7 +88,8 @@ class _Iterations:
         sums: Sequence[Value],
         running: Sequence[tuple[gs.Variable, gs.Variable]],
     ) -> list[Value]:
-        """Adds a Scan that sums up values of the graph, and hands on what runs."""
+        """Adds a Scan that sums up values of the graph, and carries running statistics from one
+        iteration to the next."""
         self.graph.nodes = list(self.nodes)
         targets = [v.tensor.name for v in sums] + [after.name for _, after in running]
         body = gs.Graph(name=name, opset=self.graph.opset)
@@ -94,10 +99,10 @@ class _Iterations:
         totals = [outside.zeros(v.shape, v.dtype) for v in sums]
         given = [*totals, *(outside.value(before) for before, _ in running)]
         sequences = [
-            outside.value(long).reshape([self.parts, *tensor.shape])
+            outside.value(long).reshape([self.count, *tensor.shape])
             for tensor, long in zip(self.split, self.long.values(), strict=True)
         ]
-        sequences.append(outside.constant(np.arange(self.parts, dtype=np.int64)))
+        sequences.append(outside.constant(np.arange(self.count, dtype=np.int64)))
         shapes = [*(v.shape for v in given), *(v.shape[1:] for v in sequences)]
         for value, shape in zip((*given, *sequences), shapes, strict=True):
             body.inputs.append(gs.Variable(inside.fresh("given"), value.dtype, list(shape)))
@@ -110,7 +115,7 @@ class _Iterations:
             for (before, _), state in zip(running, states[len(sums) :], strict=True)
         }
         if self.seed is not None:
-            iteration = inside.value(self.seed) * self.parts + inside.value(elements[-1])
+            iteration = inside.value(self.seed) * self.count + inside.value(elements[-1])
             instead[id(self.seed)] = iteration.tensor
         instead |= self._read_inside(inside, old, instead)
         copies, tensors = clone_nodes(old, f"{name}/", instead)
@@ -134,14 +139,14 @@ class _Iterations:
     def _read_inside(
         self, inside: Builder, nodes: Sequence[gs.Node], known: Mapping[int, gs.Tensor]
     ) -> dict[int, gs.Tensor]:
-        """Parameters that nodes read, through an Identity of the body: what ranks hold in parts may
-        be gathered there, rather than once for all turns."""
+        """Identities in the body for the parameters that nodes read: a sharded parameter may be
+        gathered there in each iteration, rather than once before the loop."""
         weights = {id(t): t for t in self.graph.inputs if getattr(t, "onnx_default", None)}
         read = {id(t): t for n in nodes for t in n.inputs if id(t) in weights.keys() - known.keys()}
         return {key: inside.value(tensor).op("Identity").tensor for key, tensor in read.items()}
 
     def finish(self) -> None:
-        """Leaves the graph with the Scans in place of what they are made of."""
+        """Replaces the graph's nodes by the Scans."""
         for node in self.nodes:
             node.inputs.clear()
             node.outputs.clear()

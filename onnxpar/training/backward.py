@@ -1,4 +1,4 @@
-"""Turns the graph of a model into its loss and the gradients of what is trained."""
+"""Appends a loss and the gradients of the trained parameters to the graph of a model."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from onnxpar.training.rewrite import as_constant
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
 ENDINGS = (".next", ".grad", ".again", f"{EVALUATION}.loss", f"{EVALUATION}.accuracy")
-"""Names of what a step adds to a model."""
+"""Suffixes of the names of tensors that a step adds to a model."""
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What is differentiated, and by what.
+    """The loss, the weights to differentiate it by, and how the backward pass computes.
 
     loss        one of LOSSES, or an output of the model that is the loss itself
-    output      the output that the loss is of, where the model has several
-    class_axis  which dimension counts classes; the last by default, of four or more the second
-    params      globs of weights: these are trained instead of those that are found
+    output      the output that the loss compares with the target, where the model has several
+    class_axis  the dimension of classes: by default the last, or the second of four or more
+    params      globs of the weights to train, instead of those that are found
     frozen      globs of weights that are not trained
-    statistics  of which samples BatchNormalizations take statistics, one of STATISTICS
-    groups      parts of a batch that have statistics of their own
+    statistics  the samples over which BatchNormalization takes statistics, one of STATISTICS
+    groups      number of groups of a batch that have statistics of their own
     precision   one of PRECISIONS, in which the model computes; its weights keep their types
-    scale       what gradients are multiplied by on their way
-    recompute   whether activations within blocks are computed again rather than kept
+    scale       factor of the loss, and so of the gradients until they are divided by it
+    recompute   True to compute activations again in the backward pass instead of keeping them
     """
 
     loss: str
@@ -66,10 +66,13 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Backward:
-    """A loss and its gradients, by parameter; parameters are inputs with default values. `running`
-    are statistics, such inputs too, and what they become; `evaluated` what tells how good the model
-    is when it is used: the loss and other metrics without what only training does; `scale` is what
-    gradients must be divided by."""
+    """A loss and its gradients, by parameter.
+
+    parameters  inputs with default values
+    evaluated   the loss and other metrics of the model as it is used, without dropout and the like
+    running     pairs of a running statistic, which is such an input too, and its next value
+    scale       the factor by which gradients must be divided
+    """
 
     loss: Value
     evaluated: dict[str, Value]
@@ -81,14 +84,16 @@ class Backward:
 
 
 def add_backward(model: Model, options: LossOptions, program: Program | None = None) -> Backward:
-    """Appends a loss and the gradients of what is trained to the graph of a model that was loaded
-    for training; its outputs are left as they are. Errors: StrategyError, ModelError."""
+    """Appends a loss and the gradients of the trained weights to the graph of a model that was
+    loaded for training; the graph's outputs do not change. Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
     program.check(options)
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
-        raise ModelError(f"{model.path}: sizes are open ({symbols}); bind them with --dim")
+        raise ModelError(
+            f"{model.path}: these sizes are open: {symbols}; set each with --dim NAME=SIZE"
+        )
     renamed = _free_names(graph)
     ends = _ends(graph, renamed, options)
     weights = find_trained(model, options.params, options.frozen, ends)
@@ -100,19 +105,20 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     if options.precision is not None:
         lower_precision(graph, options.precision, {t.name for t in weights.trained})
     norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
-    talks = any(is_message(node) for node in graph.nodes)  # which no part of a step can do alone
-    used = None if talks else copy_for_use(graph, bool(options.statistics))
+    # Send and Recv run once in a step: no copy of them, and no part of the step by itself.
+    has_messages = any(is_message(node) for node in graph.nodes)
+    used = None if has_messages else copy_for_use(graph, bool(options.statistics))
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, norms, options.statistics, options.groups)
     targets = Targets(graph)
     outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.class_axis
-    told = add_loss(Builder(graph, "loss"), outputs, *which, targets)
-    loss = told.loss
+    metrics = add_loss(Builder(graph, "loss"), outputs, *which, targets)
+    loss = metrics.loss
     if used is not None:
         used = {renamed.get(name, name): t for name, t in used.items()}
-        told = add_loss(Builder(graph, "evaluation"), used, *which, targets)
-    evaluated = {} if talks else {"loss": told.loss, **told.metrics}
+        metrics = add_loss(Builder(graph, "evaluation"), used, *which, targets)
+    evaluated = {} if has_messages else {"loss": metrics.loss, **metrics.others}
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in weights.trained]
     share = loss.builder.constant(np.full((), 1 / program.count, loss.dtype))
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
@@ -121,8 +127,8 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     values = _add_gradients(graph, loss.tensor, share, parameters, options.recompute)
     weights = _settle_lost(graph, weights, values, parts)
     parameters = [p for p in parameters if p.name in values]
-    told_of = [loss, *evaluated.values(), *values.values()]
-    merge_equal(graph, [*(v.tensor for v in told_of), *(after for _, after in running)])
+    results = [loss, *evaluated.values(), *values.values()]
+    merge_equal(graph, [*(v.tensor for v in results), *(after for _, after in running)])
     befores = {before.name: before for before, _ in running}  # several nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
@@ -136,8 +142,8 @@ def _add_gradients(
     parameters: list[gs.Variable],
     recomputes: bool,
 ) -> dict[str, Value]:
-    """Appends the gradients of a loss times a seed, by parameter; those that no gradient reaches
-    are left out. Errors: StrategyError."""
+    """Appends the gradients of `loss` times `seed`, by parameter; a parameter on which the loss
+    does not depend has none. Errors: StrategyError."""
     forward = len(graph.nodes)
     names = [p.name for p in parameters]
     blocks = find_blocks(needed(graph, [loss.name]), names, loss.name) if recomputes else []
@@ -151,7 +157,8 @@ def _add_gradients(
 
 
 def _ends(graph: gs.Graph, renamed: Mapping[str, str], options: LossOptions) -> list[str] | None:
-    """The output that the loss is of, None where the model has one only, or has no such output."""
+    """The output from which the loss is computed; None where the model has a single one, or none of
+    this name."""
     outputs = {renamed.get(t.name, t.name): str(t.name) for t in graph.outputs}
     for name in (options.loss, options.output):
         if name in outputs:
@@ -162,14 +169,17 @@ def _ends(graph: gs.Graph, renamed: Mapping[str, str], options: LossOptions) -> 
 def _settle_lost(
     graph: gs.Graph, weights: Weights, reached: Collection[str], parts: Collection[str]
 ) -> Weights:
-    """Makes weights that no gradient has reached constants again; `parts` stay inputs. Errors:
-    StrategyError where the user has named one of them, or where none is left."""
+    """Makes weights without a gradient constants again; `parts` stay inputs. Errors: StrategyError
+    where the user has named one of them, or where no weight is left."""
     lost = [t for t in weights.trained if t.name not in reached]
     asked = [t.name for t in lost if t.name in weights.asked]
     if asked or len(lost) == len(weights.trained):
         name, more = (asked or [t.name for t in lost])[0], len(asked or lost) - 1
         others = f", nor on {more} others" if more else ""
-        raise StrategyError(f"the loss does not depend on {name!r}{others}; use --frozen")
+        raise StrategyError(
+            f"the loss does not depend on {name!r}{others}, which cannot be trained; give --frozen "
+            "for weights that stay as they are"
+        )
     inputs = {t.name: t for t in graph.inputs}
     for weight in lost:
         variable = inputs[weight.name]
@@ -181,8 +191,8 @@ def _settle_lost(
 
 
 def _free_names(graph: gs.Graph) -> dict[str, str]:
-    """Renames what nodes make where a step has ports of these names; returns what they were, by
-    what they are. Errors: ModelError where an input or a weight has such a name."""
+    """Renames results of nodes whose names the step needs for its own ports; returns the old name
+    by the new one. Errors: ModelError where an input or a weight has such a name."""
     for tensor in (*graph.inputs, *constants(graph)):
         if tensor.name == LOSS:
             raise ModelError(f"the model has a tensor {LOSS!r}, which the step needs; rename it")
@@ -200,8 +210,8 @@ def _free_names(graph: gs.Graph) -> dict[str, str]:
 def _as_input(
     graph: gs.Graph, tensor: gs.Constant, shape: Sequence[int] | None = None
 ) -> gs.Variable:
-    """Makes a weight an input whose default is its value; `shape` is that of the part of it that
-    the graph has."""
+    """Makes a weight an input whose default is its value; `shape` is that of the graph's shard of
+    it."""
     if isinstance(tensor, gs.Variable):  # several nodes share it
         return tensor
     variable = gs.Variable(tensor.name, tensor.dtype, list(shape or tensor.shape))
@@ -214,8 +224,9 @@ def _as_input(
 
 
 def _read_again(graph: gs.Graph, forward: int, parameters: list[gs.Variable]) -> None:
-    """Lets the backward pass, the nodes behind so many, read parameters through an Identity: what
-    ranks hold in parts may be gathered anew there, rather than kept since the forward pass."""
+    """Lets the backward pass, the nodes after the first `forward`, read parameters through an
+    Identity: a sharded parameter may be gathered again there, instead of staying gathered since the
+    forward pass."""
     again: dict[str, gs.Variable] = {}
     names = {str(p.name): p for p in parameters}
     nodes = list(graph.nodes[:forward])
@@ -235,7 +246,7 @@ def _read_again(graph: gs.Graph, forward: int, parameters: list[gs.Variable]) ->
 
 
 def add_output(graph: gs.Graph, value: Value, name: str) -> None:
-    """Makes a value a result of the graph."""
+    """Makes a value an output of the graph."""
     result = gs.Variable(name, value.dtype, list(value.shape))
     graph.nodes.append(gs.Node("Identity", f"output/{name}", {}, [value.tensor], [result]))
     graph.outputs.append(result)

@@ -1,4 +1,4 @@
-"""BatchNormalization in training: over which samples it takes its statistics, and what becomes of
+"""BatchNormalization in training: the samples over which it takes its statistics, and the update of
 the running ones."""
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from onnxpar.load.load import Model
 from onnxpar.training.rewrite import replace_node
 
 STATISTICS = ("global", "node", "local")
-"""Over all samples of a batch, over those of a host, or over those of a rank."""
+"""Over all samples of a batch, the samples of a host, or the samples of a rank."""
 
 
 def settle_batch_norms(
     model: Model, nodes: Sequence[gs.Node], statistics: str | None, groups: int | None
 ) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """Lets BatchNormalizations of a model take the statistics asked for; returns the running ones,
-    what they are and what they become.
+    """Sets the samples over which BatchNormalizations take their statistics; returns pairs of a
+    running statistic and its next value.
 
-    Those that are in training mode take them over the batch; where nothing is asked for,
-    others keep using the running ones. With `groups`, the batch `(g b)` has statistics for each g,
-    so that a batch that is split over g needs no talk between ranks, and still is one program.
-    Errors: StrategyError, ModelError where the model has none.
+    With `statistics` None, nodes in training mode take statistics over the batch, and the others
+    keep using the running ones. With `groups`, the batch `(g b)` has statistics for each g, so that
+    ranks that split the batch over g need not communicate, and the model is still one program.
+    Errors: StrategyError; ModelError where the model has no BatchNormalization.
     """
     if statistics is None and groups is not None:
-        raise StrategyError("--groups is for --batch-norm node or local")
+        raise StrategyError("--groups needs --batch-norm node or --batch-norm local")
     if statistics is not None:
         _check(model, nodes, statistics, groups)
     running = []
@@ -46,28 +46,31 @@ def settle_batch_norms(
 
 def _check(model: Model, nodes: Sequence[gs.Node], statistics: str, groups: int | None) -> None:
     if statistics not in STATISTICS:
-        raise StrategyError(f"batch-norm {statistics!r}: there are {', '.join(STATISTICS)}")
+        raise StrategyError(f"--batch-norm {statistics!r}: give one of {', '.join(STATISTICS)}")
     if not nodes:
         raise ModelError(
-            f"{model.path}: has no BatchNormalization, be it that it was folded into the weights; "
-            "export it with torch.onnx.export(..., dynamo=False, "
+            f"{model.path} has no BatchNormalization. If the export folded it into the weights, "
+            "export the model again with torch.onnx.export(..., dynamo=False, "
             "training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False)"
         )
     if (statistics == "global") != (groups is None):
         raise StrategyError(
-            "batch-norm node and local need --groups N, the number of hosts or of ranks; global "
-            "has none"
+            "--batch-norm node needs --groups with the number of hosts, --batch-norm local needs "
+            "it with the number of ranks; --batch-norm global takes no --groups"
         )
     if groups is not None and groups < 1:
-        raise StrategyError(f"--groups {groups}: at least 1")
+        raise StrategyError(f"--groups {groups}: must be at least 1")
     for node in nodes:
         batch = node.inputs[0].shape[0]
         if groups is not None and batch % groups:
-            raise StrategyError(f"a batch of {batch} does not fall into {groups} equal groups")
+            raise StrategyError(
+                f"--groups {groups}: a batch of {batch} cannot be divided into {groups} equal "
+                "groups; choose a divisor of the batch"
+            )
 
 
 def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """The running mean and variance of a node, with the outputs that update them."""
+    """Pairs of the running mean and variance of a node, and the outputs that update them."""
     while len(node.outputs) < 3:
         index = len(node.outputs)
         tensor = node.inputs[index + 2]
@@ -77,7 +80,7 @@ def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
 
 
 def _regroup(graph: gs.Graph, node: gs.Node, groups: int) -> None:
-    """Puts a normalization over each of so many groups in the place of a node."""
+    """Replaces a node by a normalization of each group of samples by itself."""
     epsilon, momentum = node.attrs.get("epsilon", 1e-5), node.attrs.get("momentum", 0.9)
 
     def make(builder: Builder, inputs: Sequence[gs.Tensor]) -> Sequence[Value]:

@@ -1,4 +1,4 @@
-"""Cautions to print before a run: what a training step does not train as torch would."""
+"""Warnings about weights that a training step does not train as PyTorch would."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOVED = re.compile(
     r"val_\d+$|(t|transpose|permute|view|reshape|(un)?squeeze|expand|slice|select|embedding|clone)"
     r"(_\d+)?$"
 )
-"""Names that the exporter gives to parameters whose elements it has only moved."""
+"""Names that the exporter gives to parameters that it reshaped, transposed or sliced."""
 _FOLDED = re.compile(r"onnx::Conv_\d+$")
-"""Names that the exporter gives to weights of a Conv that a batch-norm was multiplied into."""
+"""Names that the exporter gives to weights of a Conv into which it folded a batch-norm."""
 _STATISTICS = ".running_mean"
 
 
 def cautions_of(model: Model, weights: Weights) -> list[str]:
-    """Sentences on weights that a step does not train as the network would that was exported."""
+    """Sentences about weights that a step does not train as the exported network would."""
     return [
         *(_of_left(left) for left in weights.left if _is_missed(left)),
         *_of_folded(model, weights),
@@ -35,7 +35,7 @@ def cautions_of(model: Model, weights: Weights) -> list[str]:
 
 
 def _is_missed(left: Left) -> bool:
-    """Whether a tensor that is not trained could be a weight: one of two dimensions or more."""
+    """True if a tensor that is not trained may be a weight: it has two dimensions or more."""
     if left.reason in (FROZEN, UNNAMED) or len(left.tensor.shape) < 2:
         return False
     return left.reason != HELD or left.in_role
@@ -53,34 +53,36 @@ def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
     ]
     if missing and computed:
         yield (
-            f"{_list(computed)}: the exporter has computed these from parameters that the file "
-            f"does not have (it lacks {_list(missing)}). They train as they are, not as those "
-            f"parameters would; to keep the parameters, export with {_PLAIN}"
+            f"{_list(computed)}: the exporter computed these from parameters that are not in the "
+            f"file ({_list(missing)}). The computed tensors are trained instead, so training "
+            f"differs from PyTorch's; to keep the parameters, export with {_PLAIN}"
         )
 
 
 def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
-    """An exporter that stores equal tensors once makes parameters of a fresh network one."""
+    """A sentence about vectors that several nodes read: an exporter that stores equal tensors once
+    merges the parameters of an untrained network."""
     tied = {t.name: shared[t.name] for t in weights.trained if t.name in shared}
     if tied:
         texts = [f"{name} (read by {count} nodes)" for name, count in tied.items()]
         yield (
-            f"{_list(texts)}: several nodes read one tensor as their scale or bias, so they train "
-            "one together. An exporter that stores equal tensors once does this to a network that "
-            f"is not trained yet; --untie gives each node its own, as does {_PLAIN}"
+            f"{_list(texts)}: several nodes read the same tensor as their scale or bias, so they "
+            "share one parameter. An exporter that stores equal tensors once does this to an "
+            f"untrained network. To give each node its own parameter, use --untie, or export with "
+            f"{_PLAIN}"
         )
 
 
 def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str]:
-    """A sentence on statistics that are folded into the weights of a model, or that are not of the
-    batch; `statistics` are what the user asks for."""
+    """A sentence about statistics that were folded into the weights of a model, or that are not
+    taken over the batch; `statistics` is what the user asked for."""
     nodes = list(all_nodes(model.graph))
     norms = [n for n in nodes if n.op == "BatchNormalization"]
     idle = [str(n.name) for n in norms if not n.attrs.get("training_mode")]
     if idle and statistics is None:
         yield (
-            f"{_list(idle)}: BatchNormalization normalizes by its running statistics, as exported "
-            "for inference, and never updates them; --batch-norm global takes those of the batch"
+            f"{_list(idle)}: BatchNormalization was exported for inference: it uses its running "
+            "statistics and never updates them; --batch-norm global takes statistics of the batch"
         )
     if norms:
         return
@@ -88,11 +90,11 @@ def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str
     folded += [n.removesuffix(_STATISTICS) for n in model.exported if n.endswith(_STATISTICS)]
     if folded:
         is_gone = all(node.op != "Dropout" for node in nodes)
-        gone = ". Dropout is gone, too, if the network had any" if is_gone else ""
+        gone = " If the network had Dropout, the export has removed it, too." if is_gone else ""
         yield (
-            f"{_list(folded)}: a batch-norm was folded into the weights, so its statistics stay as "
-            "they were exported, and no scale and shift of its own is trained"
-            f"{gone}. To keep both, export after network.train() with {_TRAINING}"
+            f"{_list(folded)}: a batch-norm was folded into the weights, so its statistics never "
+            f"change, and its scale and shift are not trained.{gone} To keep them, export after "
+            f"network.train() with {_TRAINING}"
         )
 
 
@@ -101,6 +103,6 @@ def _text(shape: Sequence[int]) -> str:
 
 
 def _list(names: Sequence[str]) -> str:
-    """The first few names."""
+    """The first three names, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

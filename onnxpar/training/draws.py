@@ -1,9 +1,9 @@
-"""Random numbers that a seed decides: what a node draws for an element follows from the seed, the
-node and the element's place.
+"""Reproducible random numbers: each one is a hash of the seed, the node and the element's index.
 
-onnxruntime draws from a generator of its own, which no two ranks share and no run repeats. Here a
-hash of integers takes its place, in ops that are split like any other: the parts that ranks draw
-are those of what one would draw, and a run that goes on from a checkpoint draws what it would have.
+onnxruntime draws from a generator of its own, which ranks do not share and no run can repeat. The
+hash that replaces it is made of ops that are sharded like any other: each rank draws its shard of
+the numbers that one rank would draw, and a run that resumes from a checkpoint draws what it would
+have drawn without the interruption.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from onnxpar.training.rewrite import replace_node
 _BITS = 32
 _MASK = (1 << _BITS) - 1
 _FACTOR = 0x45D9F3B
-"""Of the 32-bit integer hash of Mueller, stackoverflow.com/a/12996028; a product with it fits into
-63 bits."""
+"""The factor of Mueller's 32-bit integer hash, stackoverflow.com/a/12996028; its product with 32
+bits fits into 63 bits."""
 _STEP = 0x9E3779B9
 
 
 def seed_draws(graph: gs.Graph, seed: str) -> bool:
-    """Lets all that a graph draws follow from an input of that name, a number, and adds it where
-    anything does; returns whether it did.
+    """Makes all random numbers of a graph depend on an int64 input of that name; returns False, and
+    adds no input, where the graph draws none.
 
     Dropout that is not in training becomes an Identity. Errors: ModelError for draws in the body of
-    a loop, which would be the same in each turn.
+    a loop, which would be the same in each iteration.
     """
     nodes = [n for n in all_nodes(graph) if n.op in _MAKERS]
     looped = {
@@ -50,8 +50,9 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
     for number, node in enumerate(nodes):
         if id(node) in looped and not is_off(node):
             raise ModelError(
-                f"{node.op} '{node.name}' draws in the body of a loop: it would draw the same in "
-                "each turn; move it out of the loop, or export the model without it"
+                f"{node.op} '{node.name}' draws random numbers in the body of a loop, where they "
+                "would be the same in each iteration; move it out of the loop, or export the model "
+                "without it"
             )
         draws += not is_off(node)
         attrs, op = dict(node.attrs), node.op
@@ -76,7 +77,7 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
 
 
 def is_off(node: gs.Node) -> bool:
-    """Whether a Dropout hands on what it gets."""
+    """True if a node is a Dropout that returns its input."""
     if node.op != "Dropout":
         return False
     training = node.inputs[2] if len(node.inputs) > 2 else None
@@ -86,12 +87,12 @@ def is_off(node: gs.Node) -> bool:
 
 
 def _is_zero(tensor: gs.Tensor) -> bool:
-    """Whether a number is known to be zero, or false."""
+    """True if a tensor is a constant 0, or false."""
     return isinstance(tensor, gs.Constant) and not np.any(tensor.values)
 
 
 class _Source:
-    """Numbers for the elements of one tensor."""
+    """Random numbers for the elements of one tensor."""
 
     def __init__(self, builder: Builder, seed: Value, node: int, shape: Sequence[int]) -> None:
         self.builder = builder
@@ -101,7 +102,7 @@ class _Source:
         self._drawn = 0
 
     def integers(self) -> Value:
-        """Whole numbers from 0 to before 2**32, others at each call."""
+        """Integers from 0 to 2**32 - 1, different ones at each call."""
         self._drawn += 1
         total = _mixed(self._start + self._drawn)
         for axis, size in enumerate(self.shape):
@@ -112,7 +113,7 @@ class _Source:
         return _round(_low(total)).expand(self.shape)
 
     def uniform(self, dtype: np.dtype[Any]) -> Value:
-        """Numbers between 0 and 1, neither included."""
+        """Uniform numbers between 0 and 1, both excluded."""
         return ((self.integers().cast(np.float64) + 0.5) / 2.0**_BITS).cast(dtype)
 
     def normal(self, dtype: np.dtype[Any]) -> Value:
@@ -127,18 +128,18 @@ def _low(x: Value) -> Value:
 
 
 def _round(x: Value) -> Value:
-    """A round of the hash of numbers of 32 bits; its high bits depend on all of them."""
+    """One round of the hash of 32-bit numbers; the high bits of the result depend on all bits."""
     return _low(x.op("BitwiseXor", x / (1 << 16)) * _FACTOR)
 
 
 def _mixed(x: Value) -> Value:
-    """The hash of numbers."""
+    """The hash of a tensor's numbers."""
     x = _round(_round(_low(x)))
     return x.op("BitwiseXor", x / (1 << 16))
 
 
 def _hashed(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The hash of numbers that are known."""
+    """The hash of constant numbers."""
     x = numbers & _MASK
     for _ in range(2):
         x = (x ^ x >> 16) * _FACTOR & _MASK

@@ -1,4 +1,4 @@
-"""Nodes that compute the same twice become one, before layouts are decided for both."""
+"""Common subexpression elimination, before layouts are decided for each copy of a node."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.subgraphs import bodies, is_random, replace_reads
 
 _LARGEST = 1024
-"""Elements of a constant up to which it is compared by value."""
+"""Constants of at most so many elements are compared by value."""
 
 
 def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
-    """Lets readers of a node read the first one that does the same to the same operands, in place.
+    """Merges nodes that apply the same op to the same operands into the first of them, in place.
 
-    Rules of several readers of a tensor repeat what they need of it (the rows of a matrix, its
-    transpose); each would be gathered on its own. Identities stay apart: they say that something is
-    to be read, or computed, again. Outputs and `kept_tensors` keep their nodes.
+    The gradient rules of a tensor's readers repeat what they need of it (the rows of a matrix, its
+    transpose), and each copy would be gathered by itself. Identities are not merged: they mark a
+    tensor that is to be read or computed again. Outputs and `kept_tensors` keep their nodes.
     """
     first: dict[Hashable, gs.Node] = {}
     outputs = {id(t) for t in (*graph.outputs, *kept_tensors)}
@@ -37,7 +37,7 @@ def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
 
 
 def _key(node: gs.Node) -> Hashable | None:
-    """What equal nodes have in common, None for one that is like no other."""
+    """A key that equal nodes share; None for a node that is never merged."""
     if node.op == "Identity" or node.domain or bodies(node) or is_random(node):
         return None
     names = tuple(bool(t.name) for t in node.outputs)

@@ -1,4 +1,4 @@
-"""A model as it is used, beside the same as it is trained."""
+"""A copy of the model in inference mode, beside the one that is trained."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from onnxpar.training.draws import is_off
 
 
 def copy_for_use(graph: gs.Graph, takes_statistics: bool) -> dict[str, gs.Tensor] | None:
-    """Appends copies of a model's nodes in which Dropout hands on what it gets and batch-norm uses
-    its running statistics; returns the copies' outputs by name, None where the model has nothing
-    that training does otherwise (`takes_statistics`: each BatchNormalization will)."""
+    """Appends copies of a model's nodes, in which Dropout returns its input and batch-norm uses its
+    running statistics. Returns the copies' outputs by name; None where no node of the model behaves
+    differently in training. `takes_statistics` is True if each BatchNormalization will do so."""
     if not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
         return None
     copies, tensors = clone_nodes(list(graph.nodes), "evaluation/")

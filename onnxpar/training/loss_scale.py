@@ -1,4 +1,4 @@
-"""A factor that keeps gradients of float16 from vanishing: Micikevicius et al., "Mixed Precision
+"""Loss scaling, which keeps float16 gradients from underflow: Micikevicius et al., "Mixed Precision
 Training" (2018)."""
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.training_spec import SCALE
 
 GOOD = f"{SCALE}.good_steps"
-"""The input of a step that says how many in a row have had finite gradients with the factor."""
+"""The input that counts the steps with finite gradients since the factor last changed."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by before it is differentiated.
+    """The factor by which the loss is multiplied before it is differentiated.
 
-    dynamic   halved where a gradient is not finite, which skips the update, and doubled after
-              `interval` steps without
+    dynamic   True if a step with a gradient that is not finite halves the factor and skips the
+              update, and `interval` steps without one double it
     """
 
     initial: float = 65536.0
@@ -31,8 +31,8 @@ class LossScale:
 
     @staticmethod
     def parse(text: str | None, precision: str | None) -> LossScale | None:
-        """What `--loss-scale` says: dynamic (the default in float16), a number, or none. Errors:
-        StrategyError."""
+        """Reads the value of `--loss-scale`: dynamic (the default in float16), a number, or none.
+        Errors: StrategyError."""
         if text is None:
             text = "dynamic" if precision == "float16" else "none"
         if text == "none":
@@ -44,11 +44,11 @@ class LossScale:
         except ValueError:
             number = 0.0
         if not 0 < number < float("inf"):
-            raise StrategyError(f"loss scale {text!r}: is not dynamic, none or a number above 0")
+            raise StrategyError(f"--loss-scale {text!r}: give dynamic, none or a number above 0")
         return LossScale(number, dynamic=False)
 
     def factor(self, builder: Builder) -> Value:
-        """The factor, as an input of the graph where it changes."""
+        """The factor: an input of the graph where it is dynamic, else a constant."""
         if not self.dynamic:
             return builder.constant(self.initial, np.float32)
         tensor = gs.Variable(SCALE, np.dtype(np.float32), [])
@@ -57,7 +57,7 @@ class LossScale:
         return builder.value(tensor)
 
     def following(self, factor: Value, good: Value, finite: Value) -> tuple[Value, Value]:
-        """The factor and the count of good steps after a step."""
+        """The factor, and the count of steps with finite gradients, after a step."""
         enough = (good + 1).op("GreaterOrEqual", self.interval)
         grown = enough.where(factor * 2.0, factor)
         count = enough.where(0, good + 1)
@@ -65,5 +65,5 @@ class LossScale:
 
 
 def is_finite(total: Value) -> Value:
-    """Whether a number, into which every gradient has gone, is one."""
+    """True if a sum over all gradients is finite."""
     return total.op("IsNaN").op("Or", total.op("IsInf")).op("Not")

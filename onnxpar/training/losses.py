@@ -1,4 +1,4 @@
-"""Losses as nodes behind the output of a model."""
+"""Losses as nodes after an output of a model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from onnxpar.ir.tensors import is_float
 
 BY_CLASS = ("softmax-cross-entropy", "nll")
 IGNORED = -100
-"""A label that does not count, as in PyTorch."""
+"""A label that the loss and the accuracy skip, as in PyTorch."""
 
 
 @dataclass
 class Targets:
-    """Inputs that losses compare with; each is added to the graph once."""
+    """Inputs of labels and targets; each is added to the graph once."""
 
     graph: gs.Graph
     made: dict[str, gs.Variable] = field(default_factory=dict)
 
     def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
-        """The input of that name, or of one like it that is not taken."""
+        """The input of that name, with underscores appended where the graph has that name."""
         if name not in self.made:
             free, taken = name, self.graph.tensors().keys()
             while free in taken:
@@ -37,11 +37,11 @@ class Targets:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A mean loss, and what else tells how good an output is, by name."""
+class Metrics:
+    """The mean loss of an output, and other metrics by name."""
 
     loss: Value
-    metrics: Mapping[str, Value]
+    others: Mapping[str, Value]
 
 
 def add_loss(
@@ -51,54 +51,70 @@ def add_loss(
     output: str | None,
     class_axis: int | None,
     targets: Targets,
-) -> Told:
-    """Appends a loss to a graph, and inputs for what it is told from.
+) -> Metrics:
+    """Appends a loss to a graph, and inputs for its labels or targets.
 
-    outputs     those of the model, by name
+    outputs     outputs of the model, by name
     kind        one of LOSSES, or the name of an output that is the loss itself
-    output      the output that it is of; may be left out where there is one only
-    class_axis  which dimension counts classes: by default the last, of four or more the second
+    output      the output to compare with the target; None where the model has a single one
+    class_axis  the dimension of classes: by default the last, or the second of four or more
     Errors: StrategyError.
     """
     names = ", ".join(outputs)
     if kind not in LOSSES:
         if kind not in outputs:
             raise StrategyError(
-                f"loss {kind!r}: is neither one of {', '.join(LOSSES)} nor an output of the "
-                f"model, which has {names}"
+                f"loss {kind!r}: give one of {', '.join(LOSSES)}, or an output of the model that "
+                f"is the loss itself; the outputs are {names}"
             )
         for option, given in (("--loss-of", output), ("--class-axis", class_axis)):
             if given is not None:
-                raise StrategyError(f"{option}: loss {kind!r} is an output itself; leave it out")
+                raise StrategyError(
+                    f"{option}: the loss {kind!r} is an output of the model itself; leave {option} "
+                    "out"
+                )
         value = builder.value(outputs[kind])
         if value.size != 1:
-            raise StrategyError(f"loss {kind!r}: has shape {list(value.shape)}; one number is due")
-        return Told(value.reshape([]), {})
+            raise StrategyError(
+                f"loss {kind!r}: this output has the shape {list(value.shape)}, but a loss must be "
+                "a single number"
+            )
+        return Metrics(value.reshape([]), {})
     if output is None and len(outputs) > 1:
-        raise StrategyError(f"loss {kind}: of which output? give --loss-of, one of {names}")
+        raise StrategyError(
+            f"loss {kind}: the model has several outputs; give --loss-of with one of {names}"
+        )
     if output is not None and output not in outputs:
-        raise StrategyError(f"output {output!r}: the model has {names}")
+        raise StrategyError(f"output {output!r}: the model has no such output; it has {names}")
     made = builder.value(outputs[output] if output else next(iter(outputs.values())))
     if not is_float(made.tensor):
         raise StrategyError(
-            f"loss {kind}: output {made.tensor.name!r} holds {made.dtype}, which has no gradient"
+            f"loss {kind}: output {made.tensor.name!r} is of type {made.dtype}, which has no "
+            "gradient; choose an output of floating-point numbers with --loss-of"
         )
     if class_axis is not None and kind not in BY_CLASS:
-        raise StrategyError(f"loss {kind} has no class axis; {' and '.join(BY_CLASS)} have")
+        raise StrategyError(
+            f"class axis {class_axis}: the loss {kind} has no classes; only "
+            f"{' and '.join(BY_CLASS)} have"
+        )
     return LOSSES[kind](made, class_axis, targets)
 
 
-LossFunction = Callable[[Value, "int | None", Targets], Told]
+LossFunction = Callable[[Value, "int | None", Targets], Metrics]
 
 
 def _by_class(op: str) -> LossFunction:
-    def loss(y: Value, class_axis: int | None, targets: Targets) -> Told:
+    def loss(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
         if y.rank < 2:
-            raise StrategyError(f"output {y.tensor.name!r} has no dimension of classes")
+            raise StrategyError(
+                f"output {y.tensor.name!r} has the shape {list(y.shape)}; a loss over classes "
+                "needs a dimension of samples and one of classes"
+            )
         axis = (y.rank - 1 if y.rank < 4 else 1) if class_axis is None else class_axis
         if not -y.rank <= axis < y.rank:
             raise StrategyError(
-                f"class axis {axis}: output {y.tensor.name!r} has {y.rank} dimensions"
+                f"class axis {axis}: output {y.tensor.name!r} has {y.rank} dimensions; give a "
+                f"number from {-y.rank} to {y.rank - 1}"
             )
         axis %= y.rank
         rest = [a for a in range(y.rank) if a != axis]
@@ -110,25 +126,25 @@ def _by_class(op: str) -> LossFunction:
         elif axis != 1:
             y = y.transpose([rest[0], axis, *rest[1:]])
         value = y.op(op, labels, ignore_index=IGNORED, reduction="mean")
-        return Told(value, {"accuracy": accuracy})
+        return Metrics(value, {"accuracy": accuracy})
 
     return loss
 
 
 def _accuracy(y: Value, labels: Value, axis: int) -> Value:
-    """The share of labels that count which have the highest score."""
+    """The share of samples whose label has the highest score, without those of IGNORED labels."""
     right = y.op("ArgMax", axis=axis, keepdims=0).equal(labels).cast(np.float32)
     counts = labels.equal(IGNORED).where(0.0, y.builder.constant(1, np.float32))
     return right.sum() / counts.sum().op("Max", 1.0)
 
 
-def _mean_square(y: Value, class_axis: int | None, targets: Targets) -> Told:
+def _mean_square(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
     difference = y - y.builder.value(targets.tensor("target", y.dtype, y.shape))
-    return Told((difference * difference).mean(), {})
+    return Metrics((difference * difference).mean(), {})
 
 
-def _binary(y: Value, class_axis: int | None, targets: Targets) -> Told:
-    """Of what stands before a Sigmoid where the model ends in one, else of scores."""
+def _binary(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
+    """Binary cross-entropy of scores: the input of the Sigmoid in which the model ends, if any."""
     scores, made = y, _maker(y.tensor)
     while made is not None and made.op == "Cast":
         made = _maker(made.inputs[0])
@@ -138,7 +154,7 @@ def _binary(y: Value, class_axis: int | None, targets: Targets) -> Told:
     # log(1 + exp(x)) - t x, with no exponential of a positive number
     value = scores.op("Relu") - scores * target + (1.0 + (-scores.op("Abs")).exp()).log()
     right = (scores > 0.0).op("Equal", target > 0.5).cast(np.float32)
-    return Told(value.mean(), {"accuracy": right.mean()})
+    return Metrics(value.mean(), {"accuracy": right.mean()})
 
 
 def _maker(tensor: gs.Tensor) -> gs.Node | None:

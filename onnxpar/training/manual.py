@@ -1,8 +1,8 @@
-"""What training does otherwise where the model is each rank's own program.
+"""Training of a model that is a program per rank.
 
-The ranks' programs tell as many losses; what is differentiated and told is their mean, which is
-shard_map's meaning of a result that all ranks have alike. What ranks hold alike stays alike: the
-gradient of such a parameter is the sum of the ranks', such a statistic becomes the mean of theirs.
+Each rank's program computes a loss; the loss of the step is their mean, as JAX's shard_map defines
+a result that is replicated. Replicated tensors stay equal on all ranks: the gradient of a
+replicated parameter is the sum over the ranks, and a replicated statistic becomes their mean.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from onnxpar.training.rewrite import as_constant
 
 @dataclass(frozen=True)
 class RankProgram(Program):
-    """The program of each rank; `manual` says what it has parts of."""
+    """The program of each rank; `manual` says which tensors are sharded."""
 
     manual: Manual
 
     @property
     def count(self) -> int:
-        """How many programs make a loss of their own."""
+        """Number of programs that compute a loss: one per rank."""
         return self.manual.mesh.size
 
     def check(self, options: LossOptions) -> None:
-        """Errors: StrategyError for what such a program has no use for."""
+        """Refuses statistics over more samples than a rank has. Errors: StrategyError."""
         if options.statistics not in (None, "local"):
             raise StrategyError(
-                f"--batch-norm {options.statistics}: the program of a rank takes statistics of "
-                "what the rank has; use --batch-norm local --groups 1"
+                f"--batch-norm {options.statistics}: the program of a rank takes statistics over "
+                "the samples of that rank; use --batch-norm local --groups 1"
             )
 
     def is_part(self, name: str) -> bool:
-        """Whether the program has only a part of a weight."""
+        """True if each rank has a shard of this weight."""
         return self.manual.is_dealt(name)
 
     def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what the program has of a weight. Errors: StrategyError."""
+        """The shape of a rank's shard of a weight. Errors: StrategyError."""
         return self.manual.part_shape(name, shape)
 
     def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """Losses, gradients and statistics of all programs, by those of this one."""
+        """The mean loss, the summed gradients and the mean statistics over all ranks, by those of
+        this rank."""
         builder, everywhere = Builder(graph, "ranks"), self.manual.copies_over("")
 
         def summed(value: Value, over: Axes) -> Value:
@@ -77,11 +78,11 @@ class RankProgram(Program):
         )
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
-        """One for what becomes of a parameter."""
+        """A builder for the update of a parameter, which reduces over its shards."""
         return _OfParts(graph, prefix, self.manual.split_over(parameter), self.manual.mesh)
 
     def total(self, builder: Builder, sums: Mapping[str, Value]) -> Value:
-        """The sum of what has been summed up over each parameter, by name: each part once."""
+        """The total over all ranks of sums by parameter; each shard is counted once."""
         found: dict[Axes, Value] = {}
         for name, value in sums.items():
             over = self.manual.split_over(name)
@@ -91,14 +92,14 @@ class RankProgram(Program):
         return super().total(builder, whole)
 
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Notes in a step how the tensors of its graph are dealt; `shapes` are those of tensors
-        that the model had before. Errors: StrategyError for an entry that matches none."""
+        """Notes in a step how the tensors of its graph are sharded; `shapes` are those of the
+        model's own tensors. Errors: StrategyError for an entry that matches no tensor."""
         if step.turns > 1:
             _refuse_inner(graph)
         kept = {*step.gradients, *(slot.input for slot in step.slots)}
         for tensor in list(graph.inputs):
             default = default_of(tensor)
-            if default is not None:  # which is stored whole
+            if default is not None:  # defaults are stored whole
                 tensor.shape = list(default.dims)
                 if tensor.name not in kept:
                     as_constant(graph, tensor, default)
@@ -117,19 +118,18 @@ class RankProgram(Program):
 
 
 def _refuse_inner(graph: gs.Graph) -> None:
-    """Errors: StrategyError where collectives have come to stand in a loop over parts of a
-    batch."""
+    """Refuses collectives in the loop over micro-batches. Errors: StrategyError."""
     for node in all_nodes(graph):
         for inner in (n for body in subgraphs(node) for n in body.nodes):
             if inner.domain == DOMAIN and inner.inputs:
                 raise StrategyError(
-                    f"{inner.op} '{inner.name}' would run for each part of a batch, which no loop "
-                    "lets it do: leave --accumulate out"
+                    f"{inner.op} '{inner.name}' would run in the loop over micro-batches, where "
+                    "collectives cannot run; leave --accumulate out"
                 )
 
 
 class _OfParts(Builder):
-    """A builder for tensors that are split over axes."""
+    """A builder for values that are sharded over axes of the mesh."""
 
     def __init__(self, graph: gs.Graph, prefix: str, over: Axes, mesh: Mesh) -> None:
         super().__init__(graph, prefix)
@@ -137,12 +137,12 @@ class _OfParts(Builder):
         self._mesh = mesh
 
     def over_parts(self, number: Value) -> Value:
-        """A sum over a tensor, by those over its parts."""
+        """The sum of a scalar over all shards."""
         return _sum(self, number, self._over, self._mesh)
 
 
 def _sum(builder: Builder, value: Value, over: Axes, mesh: Mesh) -> Value:
-    """The sum over the ranks along some axes, by a collective as a person would write it."""
+    """The sum over the ranks along some axes: an AllReduce, as in a hand-written program."""
     if parts_over(over) == 1:
         return value
     name = builder.fresh("AllReduce")

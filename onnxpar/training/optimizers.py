@@ -1,4 +1,4 @@
-"""Optimizers as nodes: from a parameter, its gradient and its state to the next ones.
+"""Optimizers as nodes: a parameter, its gradient and its state to the next parameter and state.
 
 All follow PyTorch's classes of the same names; LAMB follows You et al., "Large Batch Optimization
 for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's bias correction.
@@ -16,16 +16,16 @@ from onnxpar.grad.value import Value
 
 State = Mapping[str, Value]
 DECAYS = ("beta1", "beta2")
-"""Hyperparameters that are what is left of a mean after a step."""
+"""Hyperparameters that are decay rates of moving averages: below 1."""
 Update = tuple[Value, dict[str, Value]]
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How parameters are updated. Fields are hyperparameters; the learning rate is fed.
+    """An update rule of parameters. Fields are hyperparameters; the learning rate is an input.
 
-    slots   names of the state that each parameter has, zeros at first
-    counts  whether updates depend on how many there have been
+    slots   names of the state tensors of each parameter, which start as zeros
+    counts  True if an update depends on the number of steps so far
     """
 
     weight_decay: float = 0.0
@@ -34,20 +34,20 @@ class Optimizer:
     counts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError for a hyperparameter out of its range."""
+        """Checks the ranges of hyperparameters. Errors: StrategyError."""
         for field in fields(self):
             value, most = getattr(self, field.name), 1 if field.name in DECAYS else math.inf
             if not 0 <= value < most:
                 known = "from 0 to below 1" if most == 1 else "0 or more"
                 name = type(self).__name__.lower()
-                raise StrategyError(f"{name}: {field.name} is {value}, but must be {known}")
+                raise StrategyError(f"{name}: {field.name} is {value}; it must be {known}")
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        """The next parameter and its next state; `step` is 1 at the first update, a float64."""
+        """The next parameter and its next state; `step`, a float64, is 1 at the first update."""
         raise NotImplementedError
 
     def _decayed(self, p: Value, g: Value) -> Value:
-        """The gradient with that of half the squared weights."""
+        """The gradient with weight decay added (L2 regularization)."""
         return g + p * self.weight_decay if self.weight_decay else g
 
 
@@ -71,7 +71,7 @@ class Momentum(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
-            raise StrategyError("momentum: nesterov needs a momentum above 0")
+            raise StrategyError("momentum: nesterov needs a momentum above 0; it is 0")
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         g = self._decayed(p, g)
@@ -82,7 +82,7 @@ class Momentum(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam; weight decay is part of the gradient."""
+    """Adam; weight decay is added to the gradient."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -96,7 +96,7 @@ class Adam(Optimizer):
         return p - direction * rate, following
 
     def _direction(self, g: Value, state: State, step: Value | None) -> Update:
-        """The mean gradient over the root of the mean square, both without the bias of zeros."""
+        """The mean gradient over the root of the mean square, both with bias correction."""
         assert step is not None
         mean = state["exp_avg"] * self.beta1 + g * (1 - self.beta1)
         square = state["exp_avg_sq"] * self.beta2 + g * g * (1 - self.beta2)
@@ -110,7 +110,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with weight decay apart from the gradient."""
+    """Adam with decoupled weight decay."""
 
     weight_decay: float = 0.01
 
@@ -123,7 +123,7 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class Lamb(Adam):
-    """Adam whose step is as long as the parameter's norm says."""
+    """Adam with steps in proportion to the parameter's norm."""
 
     weight_decay: float = 0.01
     epsilon: float = 1e-6
@@ -152,7 +152,7 @@ class Adagrad(Optimizer):
 
 
 NONE = "none"
-"""No optimizer: a step only tells gradients."""
+"""No optimizer: the step returns gradients, and updates nothing."""
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     "sgd": Sgd,
     "momentum": Momentum,
@@ -167,11 +167,13 @@ def make_optimizer(name: str, **options: Any) -> Optimizer | None:
     """An optimizer by name, with hyperparameters by the names of its fields; None for NONE. Errors:
     StrategyError."""
     if name not in (*OPTIMIZERS, NONE):
-        raise StrategyError(f"optimizer {name!r}: there are {', '.join((*OPTIMIZERS, NONE))}")
+        raise StrategyError(f"--optimizer {name!r}: give one of {', '.join((*OPTIMIZERS, NONE))}")
     kind = OPTIMIZERS.get(name)
     known = [f.name for f in fields(kind)] if kind else []
     for option in options:
         if option not in known:
-            have = ", ".join(known) or "no hyperparameters"
-            raise StrategyError(f"{name} has no {option!r}; it has {have}")
+            have = ", ".join(known) or "none"
+            raise StrategyError(
+                f"optimizer {name} has no hyperparameter {option!r}; its hyperparameters: {have}"
+            )
     return kind(**options) if kind else None

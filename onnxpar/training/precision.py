@@ -1,10 +1,10 @@
-"""Mixed precision: tensors of 16 bits between the nodes of a model, whose weights stay as they are.
+"""Mixed precision: the tensors between the nodes of a model have 16 bits; its weights keep their
+types.
 
-Each node works on what it reads in one of two ways: `plain`, in 16 bits itself, or `widened`: it
-reads 32 bits, and what it makes is rounded. Sums, exponentials and normalizations are widened, as
-in PyTorch's autocast; so is all but movement in bfloat16, for which onnxruntime's CPU has no
-kernels.
-Gradients follow, as a Cast is differentiated like any other op.
+A node is either `plain`: it computes in 16 bits, or `widened`: it reads 32 bits and rounds its
+results to 16. Sums, exponentials and normalizations are widened, as in PyTorch's autocast. In
+bfloat16, all nodes but those that only move elements are widened, because onnxruntime has no such
+kernels for the CPU. Gradients follow: a Cast is differentiated like any other op.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _CURVES = """
     Exp Log Pow Sqrt Reciprocal Div Erf Softplus SoftmaxCrossEntropyLoss
     NegativeLogLikelihoodLoss"""
 _SENSITIVE = frozenset(f"{_NORMALIZATIONS} {_SUMS} {_CURVES}".split())
-"""What loses too much in 16 bits."""
+"""Ops that lose too much precision in 16 bits."""
 _CONTRACTIONS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
-"""Whose weights are rounded too."""
+"""Ops whose weights are rounded to 16 bits, too."""
 _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat")
 _CREATES = ("ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
 
 
 def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -> None:
-    """Lets a graph compute in 16 bits; its inputs, its outputs and the constants named `weights`
-    keep their types. Errors: StrategyError for an unknown precision."""
+    """Makes a graph compute in 16 bits; its inputs, its outputs and the constants named in
+    `weights` keep their types. Errors: StrategyError for an unknown precision."""
     if precision not in PRECISIONS:
-        raise StrategyError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
+        raise StrategyError(f"precision {precision!r}: give one of {', '.join(PRECISIONS)}")
     half = np.dtype(ml_dtypes.bfloat16 if precision == "bfloat16" else np.float16)
     _Lowering(graph, half, weights).run()
 
@@ -70,7 +70,7 @@ class _Lowering:
         self.names = 0
 
     def run(self) -> None:
-        """Rewrites all scopes, the outermost first."""
+        """Rewrites the graph and all bodies, the outermost first."""
         made = [t for node in all_nodes(self.graph) for t in node.outputs]
         given = [t for s in scopes(self.graph) if s is not self.graph for t in s.inputs]
         found = [t for t in (*made, *given) if _is_single(t)]
@@ -86,7 +86,7 @@ class _Lowering:
             tensor.dtype = self.half
 
     def _keep_output(self, index: int, tensor: gs.Variable) -> None:
-        """Lets an output be made by a Cast of what took its place."""
+        """Keeps the type of an output: a Cast makes it from the 16-bit tensor."""
         output = gs.Variable(tensor.name, tensor.dtype, tensor.shape)
         tensor.name = f"{tensor.name}/half"
         self.graph.nodes.append(self._cast(tensor, output, TensorProto.FLOAT))
@@ -114,7 +114,7 @@ class _Lowering:
         scope.nodes = nodes
 
     def _is_plain(self, node: gs.Node) -> bool:
-        """Whether a node works in 16 bits itself."""
+        """True if a node computes in 16 bits."""
         if self.half != np.float16:
             return node.op in (*_MOVES, *_CREATES, "Cast")
         if node.op in _SENSITIVE:
@@ -132,7 +132,7 @@ class _Lowering:
         return True
 
     def _retype(self, node: gs.Node) -> None:
-        """Lets a node that creates numbers create them in 16 bits."""
+        """Changes the type attributes of a node that creates or casts numbers to 16 bits."""
         for key in ("to", "dtype"):
             if node.attrs.get(key) == TensorProto.FLOAT:
                 node.attrs[key] = self.code
@@ -162,21 +162,21 @@ class _Lowering:
             node.inputs[i] = known[id(tensor)]
 
     def _narrowed(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
-        """What a plain node reads instead of a tensor."""
+        """The 16-bit replacement of an operand of a plain node, with the nodes that make it."""
         if isinstance(tensor, gs.Constant) and not self._is_weight(tensor):
             self.names += 1
             name = f"{tensor.name}/half.{self.names}"
             return [], gs.Constant(name, self._bounded(np.asarray(tensor.values)).astype(self.half))
         if not isinstance(tensor, gs.Constant) and not is_input:
-            return None  # it is one of 16 bits itself
+            return None  # it has 16 bits already
         return self._converted(tensor, self.half, self.code)
 
     def _is_weight(self, constant: gs.Constant) -> bool:
-        """Whether a constant stays as it is stored."""
+        """True if a constant is a stored weight, which keeps its type."""
         return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
 
     def _widened(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
-        """What a widened node reads instead of a tensor."""
+        """The 32-bit replacement of an operand of a widened node, with the nodes that make it."""
         is_weight = isinstance(tensor, gs.Constant)
         if is_weight and not self._is_weight(tensor):
             values = np.asarray(tensor.values)
@@ -199,7 +199,7 @@ class _Lowering:
         return [self._cast(tensor, result, code)], result
 
     def _rounded(self, node: gs.Node) -> list[gs.Node]:
-        """Lets the results of a widened node be rounded."""
+        """Casts that round the results of a widened node to 16 bits."""
         casts = []
         for i, tensor in enumerate(node.outputs):
             if id(tensor) in self.lowered:
@@ -210,6 +210,6 @@ class _Lowering:
         return casts
 
     def _bounded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Finite numbers stay finite, as those of masks must."""
+        """The values, clipped so that finite numbers (such as those of masks) stay finite."""
         bounded = np.clip(values, -self.largest, self.largest)
         return np.where(np.isinf(values), values, bounded).astype(np.float32)

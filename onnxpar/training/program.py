@@ -1,4 +1,5 @@
-"""What training asks of the program that a model is: of a global one there is nothing to say."""
+"""Where the training of a program per rank differs from that of one global program: this class is
+the global one, `training/manual.py` has the other."""
 
 from __future__ import annotations
 
@@ -17,36 +18,36 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """One program, be it that compiling splits it over ranks."""
+    """One global program, which `onnxpar shard` may split over ranks."""
 
     @property
     def count(self) -> int:
-        """How many programs make a loss of their own."""
+        """Number of programs that compute a loss."""
         return 1
 
     def check(self, options: LossOptions) -> None:
-        """Errors: StrategyError for what such a program has no use for."""
+        """Refuses options that such a program cannot follow. Errors: StrategyError."""
 
     def is_part(self, name: str) -> bool:
-        """Whether the program has only a part of a weight."""
+        """True if each rank has a shard of this weight."""
         return False
 
     def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what the program has of a weight."""
+        """The shape of a weight in this program."""
         return tuple(shape)
 
     def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """Losses, gradients and statistics of all programs, by those of this one."""
+        """The loss, gradients and statistics over all programs, by those of this one."""
         return back
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
-        """One for what becomes of a parameter."""
+        """A builder for the update of a parameter."""
         return Builder(graph, prefix)
 
     def total(self, builder: Builder, sums: Mapping[str, Value]) -> Value:
-        """The sum of what has been summed up over each parameter, by name."""
+        """The total of sums by parameter."""
         return reduce(add, sums.values())
 
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Notes in a step how the tensors of its graph are dealt; `shapes` are those of tensors
-        that the model had before."""
+        """Notes in a step how the tensors of its graph are sharded; `shapes` are those of the
+        model's own tensors."""

@@ -1,5 +1,5 @@
-"""Activations that are computed again for the backward pass, rather than kept since the forward
-one: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016)."""
+"""Activation recomputation: the backward pass computes activations again, instead of keeping them
+since the forward pass. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from onnxpar.ir.tensors import numpy_dtype
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes of a forward pass, from the one tensor that they go on from, to the one
-    that is gone on from behind them."""
+    """Consecutive nodes of a forward pass, with the only activation that they read and the only one
+    that later nodes read."""
 
     nodes: list[gs.Node]
     before: gs.Tensor
@@ -29,16 +29,19 @@ class Block:
 
 
 def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str) -> list[Block]:
-    """The blocks of a forward pass whose results are worth computing again.
+    """Blocks of a forward pass that save memory if the backward pass computes them again.
 
-    They end where a single activation, a tensor that depends on parameters, is all that later nodes
-    read. There are as many as make what is kept and the largest block the least. Errors:
-    StrategyError where there is no such place.
+    A block ends where later nodes read a single activation (a tensor that depends on parameters).
+    The number of blocks minimizes the bytes that are kept plus those of the largest block. Errors:
+    StrategyError where fewer than two such places exist.
     """
     active = reached_from(nodes, parameters) - set(parameters)
     ends = _single(nodes, active)
     if len(ends) < 2:
-        raise StrategyError("recompute: the model has no two places that all paths go through")
+        raise StrategyError(
+            "--recompute: the model cannot be cut into blocks, because no two activations are "
+            "on all paths to the loss; leave it out"
+        )
     sizes = [_bytes(node, active) for node in nodes]
     total = [0]
     for size in sizes:
@@ -55,7 +58,7 @@ def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
 
 
 def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.Tensor]:
-    """Positions behind which one activation is all that is read, and that activation."""
+    """Positions after which nodes read a single activation, with that activation."""
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
         for tensor in node.inputs:
@@ -78,8 +81,8 @@ def _bytes(node: gs.Node, active: Collection[str]) -> int:
 
 
 def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> list[int]:
-    """Positions that cut what lies between the first and the last into so many parts of about the
-    same bytes."""
+    """Positions that cut the nodes between the first and the last end into `count` blocks of about
+    the same number of bytes."""
     places = list(ends)
     first, last = total[places[0]], total[places[-1]]
     cuts = [places[0]]
@@ -92,7 +95,7 @@ def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> 
 
 
 def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int]) -> int:
-    """Bytes that are kept, and those of the largest block."""
+    """Bytes of the tensors that are kept, plus those of the largest block."""
     kept = sum(math.prod(ends[c].shape) * numpy_dtype(ends[c]).itemsize for c in cuts)
     return int(kept) + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
 
@@ -100,8 +103,9 @@ def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int])
 def recompute(
     graph: gs.Graph, forward: int, blocks: Sequence[Block], gradients: dict[str, Value]
 ) -> None:
-    """Lets the backward pass, the nodes of a graph behind the first ones, read what blocks compute
-    again; `gradients` has those of the tensors behind the blocks, by name."""
+    """Adds copies of blocks that the backward pass, the nodes after the first `forward`, reads
+    instead of the forward pass's activations; `gradients` has those of the blocks' `after` tensors,
+    by name."""
     backward = list(graph.nodes[forward:])
     first = list(graph.nodes[:forward])
     makers = {id(t): node for node in backward for t in node.outputs}

@@ -1,8 +1,8 @@
 """The training step as one graph: forward, backward and the update of every parameter.
 
-Inputs are the model's own, what the loss is compared with, the learning rate, the parameters (their
-present values are defaults) and the optimizer's state; outputs the loss, the next parameters and
-the next state. What is what stands in the model's metadata, under `onnxpar.training`.
+Inputs: the model's own, labels or targets, the learning rate, the parameters (their present values
+are defaults) and the optimizer's state. Outputs: the loss, the next parameters and the next state.
+The model's metadata says, under `onnxpar.training`, which port is which.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ from onnxpar.training.program import Program
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a training step does beside the gradients: `clip_norm` bounds the norm of all
-    gradients; without an optimizer they are outputs themselves."""
+    """The part of a training step after the gradients.
+
+    optimizer   updates the parameters; None makes the gradients outputs
+    clip_norm   limit of the norm over all gradients
+    accumulate  number of micro-batches in a step
+    """
 
     optimizer: Optimizer | None
     clip_norm: float | None = None
@@ -51,15 +55,15 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise StrategyError(f"clip_norm {self.clip_norm}: must be above 0")
+            raise StrategyError(f"--clip-norm {self.clip_norm}: must be above 0")
 
 
 def make_step(
     model: Model, loss: LossOptions, options: StepOptions, program: Program | None = None
 ) -> Weights:
     """Turns the graph of a model that was loaded for training into a training step, in place; the
-    model's `step` says what is what. Returns what is trained, and what is not.
-    Errors: StrategyError, ModelError."""
+    model's `step` describes its ports. Returns the weights that are trained, and those that are
+    not. Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
     stored = [t for t in constants(graph) if t.name in model.stored]
@@ -120,7 +124,7 @@ class _Update:
         self.number = np.result_type(np.float32, *(g.dtype for g in back.gradients.values()))
 
     def run(self) -> None:
-        """Adds the next value of every parameter and of all state."""
+        """Adds the next values of parameters, statistics and optimizer state."""
         optimizer = self.options.optimizer
         if self.scale is not None:
             self._unscale(self.scale)
@@ -153,8 +157,8 @@ class _Update:
                 self._slot(state[name], value, name, parameter.name)
 
     def _unscale(self, scale: Value) -> None:
-        """Divides all gradients by the factor of the loss, and keeps the factor such that they are
-        finite."""
+        """Divides all gradients by the loss scale; a dynamic scale is adapted so that gradients
+        stay finite."""
         self.gradients = {
             n: g / self.builder.value(scale.tensor).cast(g.dtype) for n, g in self.gradients.items()
         }
@@ -175,7 +179,7 @@ class _Update:
         return self.program.total(self.builder, squares)
 
     def _clip(self, most: float) -> None:
-        """Scales all gradients so that their norm is at most this."""
+        """Scales all gradients so that their norm is at most `most`."""
         norm = self._squares().sqrt()
         factor = (most / (norm + 1e-6)).op("Min", 1.0)
         self.gradients = {n: g * factor.cast(g.dtype) for n, g in self.gradients.items()}
@@ -190,7 +194,7 @@ class _Update:
         return self.builder.value(tensor)
 
     def _slot(self, before: Value, after: Value, kind: str, of: str) -> None:
-        """Hands a value to the next step, or what it was where gradients are not finite."""
+        """Passes a value to the next step; where gradients are not finite, the value before."""
         if self.finite is not None:
             after = self.builder.value(self.finite.tensor).where(after, before)
         self._add_slot(before, after, kind, of)

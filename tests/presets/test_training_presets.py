@@ -307,12 +307,12 @@ def test_frozen_statistics_say_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"batch_norm": "all"}, "batch-norm 'all': there are global, node, local"),
-        ({"batch_norm": "node"}, "node and local need --groups N"),
-        ({"batch_norm": "global", "groups": 2}, "global has none"),
-        ({"groups": 2}, "--groups is for --batch-norm node or local"),
-        ({"batch_norm": "local", "groups": 3}, "a batch of 8 does not fall into 3 equal groups"),
-        ({"batch_norm": "local", "groups": 0}, "--groups 0: at least 1"),
+        ({"batch_norm": "all"}, "--batch-norm 'all': give one of global, node, local"),
+        ({"batch_norm": "node"}, "--batch-norm node needs --groups with the number of hosts"),
+        ({"batch_norm": "global", "groups": 2}, "--batch-norm global takes no --groups"),
+        ({"groups": 2}, "--groups needs --batch-norm node or --batch-norm local"),
+        ({"batch_norm": "local", "groups": 3}, "a batch of 8 cannot be divided into 3 equal"),
+        ({"batch_norm": "local", "groups": 0}, "--groups 0: must be at least 1"),
     ],
 )
 def test_statistics_that_do_not_fit(how: dict[str, object], message: str, tmp_path: Path) -> None:

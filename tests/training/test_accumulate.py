@@ -117,5 +117,5 @@ def test_evaluation_takes_as_many(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [0, -1, 1 << 70])
 def test_parts_that_do_not_fit(parts: int, tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=f"accumulate {parts}: from 2 to"):
+    with pytest.raises(StrategyError, match=f"--accumulate {parts}: .* micro-batches from 2 to"):
         write_step(LINEAR, tmp_path, "mse", accumulate=parts)

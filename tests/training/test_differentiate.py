@@ -78,8 +78,8 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("passes", "message"),
     [
         ("differentiate{params=v}", "--params v: matches no weight"),
-        ("differentiate{loss=hinge}", "'hinge': is neither"),
-        ("differentiate{output=z}", "output 'z': the model has y"),
+        ("differentiate{loss=hinge}", "'hinge': give one of softmax-cross-entropy"),
+        ("differentiate{output=z}", "output 'z': the model has no such output; it has y"),
         ("differentiate{rate=1}", "rate"),
     ],
 )
@@ -96,6 +96,6 @@ def test_open_sizes_are_refused(tmp_path: Path) -> None:
     options = Options(devices=2, preset="data-parallel")
     model = pipeline.load_model(path, options, for_training=True)
     ctx = pipeline.make_context(model, options)
-    with pytest.raises(Exception, match=r"sizes are open \(n\); bind them with --dim") as caught:
+    with pytest.raises(Exception, match="these sizes are open: n; set each with --dim") as caught:
         pipeline.run_passes(model, ctx, parse_passes("differentiate"))
     assert not isinstance(caught.value, StrategyError)

@@ -191,19 +191,19 @@ def test_a_name_that_the_model_has_is_not_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "how", "message"),
     [
-        (scores(4, 5), {"loss": "hinge"}, "'hinge': is neither one of softmax-cross-entropy, nll"),
-        (scores(4, 5), {"loss": "y"}, r"'y': has shape \[4, 5\]; one number is due"),
-        (TWO, {"loss": "mse"}, "mse: of which output. give --loss-of, one of y, z"),
-        (TWO, {"loss": "mse", "loss_of": "q"}, "output 'q': the model has y, z"),
-        (scores(4), {"loss": "nll"}, "output 'y' has no dimension of classes"),
+        (scores(4, 5), {"loss": "hinge"}, "'hinge': give one of softmax-cross-entropy, nll"),
+        (scores(4, 5), {"loss": "y"}, r"'y': .* \[4, 5\], but a loss must be a single number"),
+        (TWO, {"loss": "mse"}, "mse: .* several outputs; give --loss-of with one of y, z"),
+        (TWO, {"loss": "mse", "loss_of": "q"}, "'q': the model has no such output; it has y, z"),
+        (scores(4), {"loss": "nll"}, r"'y' has the shape \[4\]; a loss over classes needs"),
         (scores(4, 5), {"loss": "nll", "class_axis": 2}, "class axis 2: .* 'y' has 2 dimensions"),
         (scores(4, 5), {"loss": "nll", "class_axis": -3}, "class axis -3: .* 'y' has 2 dimensions"),
-        (scores(4, 5), {"loss": "mse", "class_axis": 1}, "mse has no class axis"),
+        (scores(4, 5), {"loss": "mse", "class_axis": 1}, "class axis 1: the loss mse has no class"),
         (
             "whole (float[4,3] x, float[3] w) => (int64[4] y) "
             "{ s = Mul(x, w)  y = ArgMax<axis = 1, keepdims = 0>(s) }",
             {"loss": "mse"},
-            "'y' holds int64",
+            "'y' is of type int64, which has no gradient",
         ),
     ],
 )

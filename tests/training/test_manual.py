@@ -222,7 +222,7 @@ def test_memory(case: str, how: Mapping[str, Any], tmp_path: Path) -> None:
 
 
 def test_collectives_do_not_run_in_parts(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=r"AllReduce '.*' would run for each part of a batch"):
+    with pytest.raises(StrategyError, match=r"AllReduce '.*' would run in the loop over micro-"):
         shard(tmp_path, CASES["slices"], accumulate=2)
 
 

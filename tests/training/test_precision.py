@@ -118,12 +118,12 @@ def test_factors_that_are_given(text: str, factor: float | None, tmp_path: Path)
 
 @pytest.mark.parametrize("text", ["much", "0", "-2", "inf", "nan"])
 def test_factors_that_do_not_fit(text: str) -> None:
-    with pytest.raises(StrategyError, match=f"loss scale '{text}': is not dynamic, none or"):
+    with pytest.raises(StrategyError, match=f"--loss-scale '{text}': give dynamic, none or"):
         LossScale.parse(text, None)
 
 
 def test_an_unknown_precision(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match="precision 'float8': there are float16, bfloat16"):
+    with pytest.raises(StrategyError, match="precision 'float8': give one of float16, bfloat16"):
         write_step(MLP, tmp_path, precision="float8")
 
 
