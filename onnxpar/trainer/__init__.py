@@ -1,1 +1,1 @@
-"""Training runs: the loop, data, checkpoints, merging."""
+"""Training runs: the loop, its data, checkpoints, and merging a checkpoint into the model."""

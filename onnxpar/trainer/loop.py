@@ -17,17 +17,23 @@ from onnxpar.trainer.trainer import Trainer
 
 _SEEDS = 1 << 31
 _STRIDE = 1 << 32
-"""Seeds of steps of two runs of different seeds have nothing in common."""
+"""Factor of a run's seed, such that runs with different seeds have no seed of a step in common."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is to do.
+    """The options of a training run.
 
-    every       a checkpoint after so many steps, and at the end; 0: at the end alone
-    checkpoint  the folder of checkpoints, None for none
-    keep        so many of them are left, the newest; 0: all
-    resume      goes on from the newest of them that is whole, if there is any
+    epochs      times that all samples are used
+    rate        the learning rate: its peak, where it changes
+    schedule    of the learning rate after the warm-up, one of SCHEDULES
+    warmup      steps in which the learning rate rises linearly
+    seed        decides the order of samples, and the random numbers of a step
+    shuffle     False to use samples in the order of the file
+    checkpoint  the folder of checkpoints; None to save none
+    every       number of steps between checkpoints; 0 to save one at the end only
+    keep        number of checkpoints to keep, the newest; 0 to keep all
+    resume      True to go on from the newest complete checkpoint, if there is one
     """
 
     epochs: int
@@ -44,8 +50,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """One step: numbers of epoch and of the step in it, from 1, the steps in all, and what it
-    told."""
+    """One step of a run.
+
+    epoch       number of the epoch, from 1
+    step        number of the step in its epoch, from 1
+    total       number of steps so far
+    rate        learning rate of the step
+    seconds     time of the step
+    values      the loss before the update, and other metrics, by name
+    evaluation  metrics on held-out data; None but after the last step of an epoch
+    """
 
     epoch: int
     step: int
@@ -59,21 +73,11 @@ class Record:
 def records(
     trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
 ) -> Iterator[Record]:
-    """Trains, and yields a record after each step; that of an epoch's last step also says how good
-    the model is on held-out data. A step's checkpoint is saved after its record is consumed: a
-    killed run has a record of each step that a checkpoint includes. Errors: InputError, ModelError,
-    RankError, DivergenceError."""
-    if run.epochs < 1:
-        raise InputError(f"{run.epochs} epochs: at least 1")
-    if not 0 <= run.seed < _SEEDS:
-        raise InputError(f"--seed {run.seed}: from 0 to {_SEEDS - 1}")
-    if run.every < 0:
-        raise InputError(f"a checkpoint every {run.every} steps: 0 is none but the last")
-    if run.keep < 0:
-        raise InputError(f"--keep {run.keep}: 0 keeps all checkpoints")
-    for option, given in (("--every", run.every), ("--keep", run.keep)):
-        if given and run.checkpoint is None:
-            raise InputError(f"{option} {given}: of which checkpoints? give --checkpoint DIR")
+    """Trains, and yields a record after each step; that of an epoch's last step has an evaluation
+    on held-out data, if any is given. A step's checkpoint is saved after its record is consumed, so
+    that a killed run has a record of each step that a checkpoint includes. Errors: InputError,
+    ModelError, RankError, DivergenceError."""
+    _check_options(run)
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
     progress = _start(trainer, run)
@@ -86,8 +90,8 @@ def records(
             values = trainer.step(batch, at, run.seed * _STRIDE + progress.step)
             seconds = time.perf_counter() - start
             number = progress.in_epoch + 1
-            _check(values[trainer.spec.loss], values, epoch + 1, number)
-            progress = progress.behind(data.batches)
+            _check_loss(values[trainer.spec.loss], values, epoch + 1, number)
+            progress = progress.after_step(data.batches)
             evaluation = None
             if held_out is not None and number == data.batches:
                 evaluation = evaluate(trainer, held_out)
@@ -99,37 +103,60 @@ def records(
                     trainer.keep(run.checkpoint, progress, run.keep)
 
 
-def _check(loss: float, values: dict[str, float], epoch: int, step: int) -> None:
-    """Errors: DivergenceError where the loss is no number, and went into the parameters."""
+def _check_options(run: Run) -> None:
+    """Checks the numbers of a run. Errors: InputError."""
+    if run.epochs < 1:
+        raise InputError(f"--epochs {run.epochs}: must be at least 1")
+    if not 0 <= run.seed < _SEEDS:
+        raise InputError(f"--seed {run.seed}: must be from 0 to {_SEEDS - 1}")
+    if run.every < 0:
+        raise InputError(
+            f"--every {run.every}: give the number of steps between checkpoints, or 0 to save one "
+            "at the end only"
+        )
+    if run.keep < 0:
+        raise InputError(
+            f"--keep {run.keep}: give the number of checkpoints to keep, or 0 to keep all"
+        )
+    for option, given in (("--every", run.every), ("--keep", run.keep)):
+        if given and run.checkpoint is None:
+            raise InputError(
+                f"{option} {given}: this run saves no checkpoints; give --checkpoint DIR"
+            )
+
+
+def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) -> None:
+    """Refuses a loss that is not finite, unless the step has skipped the update. Errors:
+    DivergenceError."""
     if not math.isfinite(loss) and not values.get(SKIPPED):
         raise DivergenceError(
-            f"epoch {epoch}, step {step}: the loss is {loss}; take a lower --lr or a longer "
-            "--warmup, or write the step with --clip-norm, and go on from an earlier checkpoint"
+            f"epoch {epoch}, step {step}: the loss is {loss}; resume from an earlier checkpoint "
+            "with a lower --lr or a longer --warmup, or write the step again with --clip-norm"
         )
 
 
 def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
-    """How good the model is on whole batches of data: means over them, by metric."""
-    told = [trainer.evaluate(batch) for batch in data.epoch(0, None)]
-    return {name: sum(t[name] for t in told) / len(told) for name in told[0]}
+    """Metrics of the model, as means over the full batches of data."""
+    metrics = [trainer.evaluate(batch) for batch in data.epoch(0, None)]
+    return {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]}
 
 
 def _has_checkpoint(folder: Path, may: bool) -> bool:
-    """Whether a folder has any checkpoint, whole or not. Errors: InputError where it may not."""
+    """True if a folder has a checkpoint, complete or damaged. Errors: InputError if it may not."""
     each = list(checkpoints(folder).values())
     if each and not may:
         raise InputError(
-            f"{each[-1]}: is of an earlier run; go on from it with --resume, or choose another "
-            "folder with --checkpoint"
+            f"{each[-1]} belongs to an earlier run; continue that run with --resume, or choose "
+            "another folder with --checkpoint"
         )
     return bool(each)
 
 
 def _start(trainer: Trainer, run: Run) -> Progress:
-    """Loads the newest whole checkpoint where a run is to go on; a new one must not mix its own
-    with those of another."""
+    """Loads the newest complete checkpoint of a run that is resumed; a new run must not save into a
+    folder with checkpoints of another."""
     if run.resume and run.checkpoint is None:
-        raise InputError("--resume: from which folder? give --checkpoint DIR")
+        raise InputError("--resume: the folder to resume from is missing; give --checkpoint DIR")
     if run.checkpoint is None:
         return Progress(seed=run.seed)
     folder = run.checkpoint
@@ -140,8 +167,9 @@ def _start(trainer: Trainer, run: Run) -> Progress:
     found = checkpoint.path
     if checkpoint.progress.seed != run.seed:
         raise InputError(
-            f"{found}: is of a run with seed {checkpoint.progress.seed}, this one has {run.seed}: "
-            "its batches would come in another order"
+            f"{found} belongs to a run with --seed {checkpoint.progress.seed}; with --seed "
+            f"{run.seed}, the batches would come in another order; give --seed "
+            f"{checkpoint.progress.seed}"
         )
     trainer.load(checkpoint)
     return checkpoint.progress

@@ -1,4 +1,4 @@
-"""A checkpoint and the model that it trains become a plain model again."""
+"""Merges the weights of a checkpoint into the model that was trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxpar.model.write_model import write_model
 from onnxpar.trainer.checkpoint import Checkpoint
 
 IN_MODEL = ("parameter", "statistic")
-"""Kinds of slots that are weights of the model, by the same name."""
+"""Kinds of slots that are weights of the model, with the same names."""
 
 
 def merge(
@@ -28,13 +28,16 @@ def merge(
     *,
     training: bool = False,
 ) -> int:
-    """Writes a model with the weights that a checkpoint has, be it of any mesh; returns how many.
+    """Writes the model with the weights of a checkpoint, of any mesh; returns their number.
 
-    `checkpoint` may be a folder of them: the newest counts. `model` is a file, an onnx.ModelProto,
-    or its bytes. Vectors that were untied for training
-    become as many weights. Dropout and batch-norm are put to use,
-    unless they are to stay in `training`. Errors: ModelError where the model lacks a weight of the
-    checkpoint or has it in another shape.
+    checkpoint  a checkpoint, or a folder of them, of which the newest is taken
+    model       the model that was trained: a file, an onnx.ModelProto, or its bytes
+    output      the file to write
+    training    True to leave Dropout and batch-norm in training mode; by default they are switched
+                to inference
+
+    A vector that was untied for training becomes several weights. Errors: ModelError where the
+    model lacks a weight of the checkpoint, or has it in another shape.
     """
     with model_file(model) as path:
         return _merge(Checkpoint.load(checkpoint), path, Path(output), training)
@@ -45,7 +48,7 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
     if not target.parent.is_dir():
         raise OnnxparError(f"{target.parent}: no such folder for the output")
     if not training:
-        _put_to_use(proto.graph)
+        _to_inference(proto.graph)
     trained = [slot.input for slot in found.slots if slot.kind in IN_MODEL]
     known = {t.name for t in proto.graph.initializer}
     apart = {name.rpartition("@")[0] for name in trained if name not in known}
@@ -54,7 +57,10 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
     tensors = {t.name: t for t in stored_tensors(proto.graph)}
     for name in trained:
         if name not in tensors:
-            raise ModelError(f"{path}: has no weight {name!r}, which {found.path} has trained")
+            raise ModelError(
+                f"{path} has no weight {name!r}, which the checkpoint {found.path} has; give the "
+                "model from which the step was written"
+            )
     for tensor in tensors.values():
         check_stored(tensor, path)
 
@@ -64,8 +70,8 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
         array = found.states.read(name)
         if list(array.shape) != list(tensors[name].dims):
             raise ModelError(
-                f"{path}: {name!r} is {list(tensors[name].dims)}, {found.path} has "
-                f"{list(array.shape)}"
+                f"{path}: {name!r} has the shape {list(tensors[name].dims)}, but "
+                f"{list(array.shape)} in the checkpoint {found.path}"
             )
         return array
 
@@ -73,8 +79,8 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
     return len(trained)
 
 
-def _put_to_use(graph: GraphProto) -> None:
-    """Lets Dropout hand on what it gets, and batch-norm use its running statistics."""
+def _to_inference(graph: GraphProto) -> None:
+    """Makes Dropout return its input, and batch-norm use its running statistics."""
     flags: set[str] = set()
     for node in _nodes(graph):
         if node.op_type == "Dropout":
@@ -95,7 +101,7 @@ def _put_to_use(graph: GraphProto) -> None:
 
 
 def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """The nodes of a graph, and those of all bodies in it."""
+    """The nodes of a graph and of all bodies in it."""
     for scope in _graphs(graph):
         yield from scope.node
 

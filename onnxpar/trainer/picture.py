@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 FEW = 30
-"""Steps up to which each is marked: a line through one point is not seen."""
+"""With at most so many steps, each is marked: a line through a single point is invisible."""
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draws the loss over the steps, and the loss of evaluations where there are any, from a file
-    of metrics, one JSON object a line."""
+    """Draws the loss of steps, and of evaluations if there are any, from a file of metrics with one
+    JSON object per line."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure_of(rows).savefig(picture, dpi=120)
 
 
 def figure_of(rows: Sequence[Mapping[str, float]]) -> Any:
-    """The same as a figure of matplotlib."""
+    """The picture as a matplotlib figure, from the rows of the file."""
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate that rises linearly over `warmup` steps to `peak`, and from there to the end
-    of `steps` stays, or falls to zero along a line or half a cosine."""
+    """A learning rate that rises linearly to `peak` over `warmup` steps. For the rest of `steps`,
+    it stays there (constant), or falls to zero along a line (linear) or half a cosine (cosine)."""
 
     peak: float
     steps: int
@@ -22,14 +22,17 @@ class Rate:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise InputError(f"schedule {self.schedule!r}: there are {', '.join(SCHEDULES)}")
+            raise InputError(f"--schedule {self.schedule!r}: give one of {', '.join(SCHEDULES)}")
         if not 0 <= self.peak < math.inf:
-            raise InputError(f"a learning rate of {self.peak}: must be 0 or more, and finite")
+            raise InputError(f"--lr {self.peak}: the learning rate must be finite, and 0 or more")
         if not 0 <= self.warmup <= self.steps:
-            raise InputError(f"a warmup of {self.warmup} steps in a run of {self.steps}")
+            raise InputError(
+                f"--warmup {self.warmup}: the run has {self.steps} steps; give a number from 0 to "
+                f"{self.steps}"
+            )
 
     def at(self, step: int) -> float:
-        """The rate of a step; the first is 0."""
+        """The rate of a step, counted from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)

@@ -1,4 +1,4 @@
-"""The processes of a training act as one: what the first decides or fails at, all do."""
+"""Agreement between the processes of a run: a decision or an error of rank 0 is that of all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _KINDS = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, OnnxparError) and "__init__" not in vars(kind)
 }
-"""Errors that a text alone makes, by name: what another process names is one of these, or none."""
+"""Errors that can be made from a message alone, by name: rank 0 sends the name and the message."""
 
 
 class Together:
-    """All processes of a training: one, or under a launcher one for each rank. All make the same
-    calls. `exchange` gives each process the bytes of all, by rank."""
+    """All processes of a run: a single one, or one per rank under a launcher. All must make the
+    same calls. `exchange` gives each process the bytes of all, by rank."""
 
     def __init__(
         self,
@@ -33,28 +33,28 @@ class Together:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first."""
+        """True if this process is rank 0."""
         return self.rank == 0
 
     def each(self, own: Any) -> list[Any]:
-        """What every process gives, by rank; it travels as JSON. Errors: RankError."""
+        """The values that all processes give, by rank; they are sent as JSON. Errors: RankError."""
         return [json.loads(text) for text in self._exchange(json.dumps(own).encode())]
 
     def first(self, make: Callable[[], Any]) -> Any:
-        """What the first process makes; the others only wait for it. It travels as JSON. Where it
-        fails with an error of `onnxpar.errors`, all processes raise that."""
+        """The result of `make` on rank 0, sent to the others as JSON. If it raises an error of
+        `onnxpar.errors` there, all processes raise that."""
         if not self.leads:
-            told = self.each(None)[0]
-            if "error" in told:
-                raise _KINDS.get(told["kind"], OnnxparError)(told["error"])
-            return told["made"]
+            result = self.each(None)[0]
+            if "error" in result:
+                raise _KINDS.get(result["kind"], OnnxparError)(result["error"])
+            return result["made"]
         try:
-            told = {"made": make()}
+            result = {"made": make()}
         except OnnxparError as error:
             self.each({"error": str(error), "kind": type(error).__name__})
             raise
-        return self.each(told)[0]["made"]
+        return self.each(result)[0]["made"]
 
 
 ALONE = Together()
-"""A process by itself."""
+"""A single process."""

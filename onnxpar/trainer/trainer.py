@@ -1,4 +1,4 @@
-"""Runs a sharded training step again and again; parameters and state stay on their ranks."""
+"""A session of a sharded training step; parameters and optimizer state stay on their ranks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ from onnxpar.trainer.write_checkpoint import begin, discard, finish, remove
 class Trainer(Closing):
     """A session of a sharded training step (`onnxpar shard step.onnx`).
 
-    It holds the lock of each folder that it saves to until it is closed; `held` is one that its
-    caller holds. `options` are those of `InferenceSession`. Errors: ModelError where the folder is
-    no sharded training step.
+    par      the folder of the sharded step
+    held     the lock of a checkpoint folder that the caller holds already
+    options  those of `InferenceSession`
+
+    It locks each folder to which it saves until it is closed. Errors: ModelError where `par` is not
+    a sharded training step.
     """
 
     def __init__(
@@ -46,16 +49,16 @@ class Trainer(Closing):
         self.bundle = Bundle.load(par)
         if self.bundle.step is None:
             raise ModelError(
-                f"{par}: is no training step; write one with `onnxpar grad`, then shard that"
+                f"{par} is not a training step; write one with `onnxpar grad`, then shard that"
             )
         self.spec: Step = self.bundle.step
         if self.spec.rate not in self.bundle.inputs:
             raise ModelError(
-                f"{par}: updates nothing, it only tells gradients; give `onnxpar grad` an "
-                "--optimizer"
+                f"{par} has no optimizer: it returns gradients and updates nothing; give `onnxpar "
+                "grad` an --optimizer"
             )
         self.checkpoint: Path | None = None
-        """The last one that it has saved or loaded."""
+        """The checkpoint that was saved or loaded last."""
         self._is_whole: dict[Path, bool] = {}
         self._held: set[Path] = set()
         self._locks: list[FolderLock] = []
@@ -67,18 +70,19 @@ class Trainer(Closing):
 
     @property
     def leads(self) -> bool:
-        """Whether this process tells of all."""
+        """True if this process is rank 0, which prints and writes for all."""
         return self.together.leads
 
     @property
     def data(self) -> list[NodeArg]:
-        """The inputs that each batch feeds."""
+        """The inputs that a batch has arrays for."""
         by_name = {port.name: port for port in self.session.get_inputs()}
         return [by_name[name] for name in self.spec.data]
 
     def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> dict[str, float]:
-        """Takes one step on a global batch; returns the loss before it, and the metrics. What is
-        random follows from the seed. Errors: InputError, RankError."""
+        """Takes one step on a global batch at learning rate `rate`; returns the loss before the
+        update, and other metrics, by name. `seed` decides the random numbers of the step. Errors:
+        InputError, RankError."""
         names = [self.spec.loss, *self.spec.metrics]
         values = self.run(names, batch, rate, seed)
         return {name: float(value) for name, value in zip(names, values, strict=True)}
@@ -86,7 +90,7 @@ class Trainer(Closing):
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int = 0
     ) -> list[Array]:
-        """Takes one step, and returns these of its outputs."""
+        """Takes one step, and returns the outputs `names`, as global arrays."""
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**batch, self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:
@@ -94,16 +98,16 @@ class Trainer(Closing):
         return self.session.run(names, feeds, keep_states=True)
 
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
-        """How good the model is on a batch, as it is used; nothing changes. Errors: InputError,
-        RankError."""
+        """The loss and other metrics of the model in inference mode on a batch; changes nothing.
+        Errors: InputError, RankError."""
         names = self.spec.evaluation
         values = self.session.run(names, batch)
         start = len(EVALUATION) + 1
         return {name[start:]: float(v) for name, v in zip(names, values, strict=True)}
 
     def hold(self, folder: str | os.PathLike[str]) -> None:
-        """Makes a folder of checkpoints where it is not there, and locks it until `close`: no other
-        training writes there. Errors: InputError where one does; OnnxparError."""
+        """Makes a folder for checkpoints, if it does not exist, and locks it until `close`, so that
+        no other run writes there. Errors: InputError where another run holds it; OnnxparError."""
         place = Path(folder)
         if place not in self._held:
             self.together.first(lambda: self._lock(place))
@@ -115,8 +119,8 @@ class Trainer(Closing):
             self._locks.append(FolderLock(folder))
 
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
-        """Writes a checkpoint into a folder of them, to stay: each rank its own parts, all or
-        nothing. Errors: OnnxparError."""
+        """Writes a checkpoint durably into a folder of them: each rank writes its own shards, and
+        an incomplete checkpoint is never seen. Errors: OnnxparError."""
         folder = Path(folder)
         self.hold(folder)
         written = folder / self.together.first(lambda: begin(folder, progress))
@@ -133,8 +137,8 @@ class Trainer(Closing):
         self._is_whole[self.checkpoint] = True
 
     def keep(self, folder: str | os.PathLike[str], progress: Progress, count: int) -> None:
-        """Removes the checkpoints of a folder up to this progress but for the newest so many that
-        are whole; what is damaged between those stays. Errors: OnnxparError."""
+        """Removes old checkpoints of a folder, of at most the steps of `progress`: those older than
+        the newest `count` complete ones. Errors: OnnxparError."""
         folder = Path(folder)
         names = self.together.first(lambda: _names(folder, progress.step))
         at = 0
@@ -144,8 +148,8 @@ class Trainer(Closing):
         self.together.first(lambda: remove(folder / name for name in names[at:]))
 
     def _check_whole(self, path: Path) -> bool:
-        """Tells whether a checkpoint is whole: those that it has saved or loaded are, others are
-        compared with their digests once."""
+        """True if a checkpoint is complete: those that this trainer has saved or loaded are, others
+        are compared with their digests once."""
         if path not in self._is_whole:
             reason = damage(path, self.together)
             self._is_whole[path] = not reason
@@ -154,13 +158,13 @@ class Trainer(Closing):
         return self._is_whole[path]
 
     def find(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """`Checkpoint.load`; under a launcher all processes open the same one."""
+        """`Checkpoint.load`; under a launcher, all processes open the same checkpoint."""
         return load_together(Path(path), self.together)
 
     def load(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
-        """Goes on from a checkpoint, by itself or by its place, whatever mesh it was written on and
-        however gradients travelled there. Errors: ModelError where it is one of another step, or
-        processes give different ones."""
+        """Loads a checkpoint, or the newest of a folder, from a run on any mesh and with any
+        compression of gradients. Errors: ModelError where it belongs to another step, or the
+        processes give different checkpoints."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = self.find(checkpoint)
         each = self.together.each([checkpoint.digest, str(checkpoint.path)])
@@ -168,7 +172,7 @@ class Trainer(Closing):
         if odd is not None:
             raise ModelError(
                 f"{each[0][1]} was given to rank 0, but {each[odd][1]} to rank {odd}; give load() "
-                "the folder, and all ranks load the same one"
+                "the folder of checkpoints, so that all ranks load the same one"
             )
         self._load(checkpoint)
         self.checkpoint = checkpoint.path
@@ -181,7 +185,7 @@ class Trainer(Closing):
         for name in self.bundle.states:
             if name not in known | unsent:
                 raise ModelError(
-                    f"{checkpoint.path}: has no {name!r}; it is a checkpoint of another training "
+                    f"{checkpoint.path} has no {name!r}; it is a checkpoint of another training "
                     "step"
                 )
         inputs, states = self.bundle.inputs, checkpoint.states
@@ -211,8 +215,9 @@ class Trainer(Closing):
 
 @contextmanager
 def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
-    """The lock of a folder of checkpoints, if any, in the process that leads: for a Trainer, taken
-    before anything is written. Errors: InputError where another process holds it; OnnxparError."""
+    """On rank 0, the lock of a folder of checkpoints, if there is one; None on the other ranks. To
+    be taken before anything is written, and given to a Trainer. Errors: InputError where another
+    process holds it; OnnxparError."""
     rank = launched_rank()
     if folder is None or (rank is not None and rank.rank):
         yield None
@@ -222,6 +227,6 @@ def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
 
 
 def _names(folder: Path, most: int) -> list[str]:
-    """Of the checkpoints of at most so many steps, the newest first."""
+    """Names of the checkpoints of at most so many steps, the newest first."""
     each = checkpoints(folder)
     return [path.name for step, path in reversed(each.items()) if step <= most]

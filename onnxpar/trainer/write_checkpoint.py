@@ -1,8 +1,10 @@
-"""Writes checkpoints into a folder of them, such that a kill at any moment leaves what was whole.
+"""Writes checkpoints into a folder of them, such that a kill at any moment leaves complete
+checkpoints complete.
 
-A checkpoint is written to `.step_00000100.1f2e3d4c.unfinished`, and takes its name when all of it
-is on disk. One that is removed loses its name first. What has such a name is removed by the next
-process that writes there: only one does at a time (`onnxpar/files/folder_lock.py`).
+A checkpoint is written to `.step_00000100.1f2e3d4c.unfinished`, and renamed when all of it is on
+disk. A checkpoint to be removed is first renamed to such a name. The next process that writes to
+the folder removes all folders with such names; only one process writes at a time
+(`onnxpar/files/folder_lock.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _UNFINISHED = ".unfinished"
 
 
 def begin(folder: Path, progress: Progress) -> str:
-    """Makes a folder in the folder of checkpoints, for ranks to write one to, and removes what was
-    left of others; returns its name. Errors: OnnxparError."""
+    """Makes an unfinished checkpoint in the folder of checkpoints, for the ranks to write to, and
+    removes the remains of others; returns its name. Errors: OnnxparError."""
     with writing(folder):
         for left in folder.glob(f".step_*{_UNFINISHED}"):
             discard(left)
@@ -44,8 +46,9 @@ def begin(folder: Path, progress: Progress) -> str:
 def finish(
     written: Path, progress: Progress, bundle: Bundle, step: Step, files: Mapping[str, Digests]
 ) -> None:
-    """Gives a folder to which all ranks have written their states, with these digests, its final
-    name, to stay. A checkpoint of that name stays whole until then. Errors: OnnxparError."""
+    """Gives its final name, durably, to a folder to which all ranks have written their states, with
+    the digests `files`. A checkpoint of that name stays complete until then. Errors:
+    OnnxparError."""
     layouts = {name: bundle.inputs[name].layout for name in bundle.states}
     data: Mapping[str, Any] = {
         "format": FORMAT,
@@ -55,15 +58,15 @@ def finish(
         "progress": asdict(progress),
         "files": files,
     }
-    for name, said in files.items():
-        check_size(written / name, said, "give --checkpoint a folder that all hosts share")
+    for name, digests in files.items():
+        check_size(written / name, digests, "give --checkpoint a folder that all hosts share")
     final = written.parent / progress.name
     with writing(final):
         with durable_file(written / RECORD) as sink:
             sink.write(sealed(data).encode())
         sync_folder(written)
         take_place(written, final)
-    discard(written)  # it has what was replaced
+    discard(written)  # by now, the checkpoint that was replaced
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -71,12 +74,13 @@ def remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with writing(path):
             left = path.with_name(_unfinished(path.name.removeprefix(".")))
-            path.rename(left)  # from here on it is none, whatever is left
+            path.rename(left)  # from here on it is no checkpoint, even if the next line fails
         discard(left)
 
 
 def discard(left: Path) -> None:
-    """Removes what is no checkpoint, as far as it can; of a link, the link alone."""
+    """Removes a folder or file that is not a checkpoint, and ignores errors; of a link, only the
+    link is removed."""
     if left.is_dir() and not left.is_symlink():
         shutil.rmtree(left, ignore_errors=True)
     elif os.path.lexists(left):
@@ -85,5 +89,5 @@ def discard(left: Path) -> None:
 
 
 def _unfinished(name: str) -> str:
-    """A name that none has had: a rank of a run that was killed may still write to its own."""
+    """A new name each time: a rank of a killed run may still write to the one that it was given."""
     return f".{name}.{secrets.token_hex(4)}{_UNFINISHED}"

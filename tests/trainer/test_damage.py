@@ -105,7 +105,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "longer": (lambda c: (c / "rank_0001.bin").open("ab").write(b"x"), r"rank_0001\.bin has"),
     "missing": (lambda c: (c / "rank_0001.bin").unlink(), r"cannot read .*rank_0001\.bin: No such"),
     "no record": (lambda c: (c / "checkpoint.json").unlink(), r"cannot read .*checkpoint\.json"),
-    "empty record": (lambda c: (c / "checkpoint.json").write_bytes(b""), r"checkpoint\.json is no"),
+    "empty record": (
+        lambda c: (c / "checkpoint.json").write_bytes(b""),
+        r"checkpoint\.json is damaged, or not written by",
+    ),
     "longer record": (
         lambda c: (c / "checkpoint.json").open("ab").write(b" "),
         r"checkpoint\.json is not what was written",
@@ -158,7 +161,7 @@ def test_several_are_damaged_and_then_all(made: Path, folder: Path, capsys: Capt
     assert main([*arguments, "--checkpoint", str(folder), "--resume", *logs]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith(
-        f"onnxpar: error: {folder}: none of its checkpoints (5) is whole; of the newest, "
+        f"onnxpar: error: {folder}: all of its checkpoints (5) are damaged; in the newest, "
         f"{at(folder, 5) / 'rank_0001.bin'} is not what was written"
     )
     assert len(list(folder.iterdir())) == 5
@@ -239,14 +242,16 @@ def test_one_without_digests_is_loaded_with_a_warning(folder: Path, capsys: Capt
     (saved / "checkpoint.json").write_text(json.dumps(data))
     same(values(Checkpoint.load(saved)), wanted)
     said = capsys.readouterr().err
-    assert f"{saved} has no SHA-256" in said and "it is not verified" in said
+    assert f"{saved} was written by an older onnxpar" in said and "it is not verified" in said
 
 
 def test_one_of_a_newer_onnxpar_is_no_damage(folder: Path) -> None:
     """An older one does not take its place."""
     record = at(folder, 5) / "checkpoint.json"
     record.write_text(digests.sealed(json.loads(record.read_text()) | {"format": 3}))
-    with pytest.raises(ModelError, match="has format 3, this onnxpar reads 2; update it"):
+    with pytest.raises(
+        ModelError, match="has format 3, but this onnxpar reads format 2; update onnxpar"
+    ):
         Checkpoint.load(folder)
 
 

@@ -54,11 +54,11 @@ def test_what_has_no_samples_is_fed_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"x": arrays()["x"]}, "npz has no array 'labels'; it has x"),
-        (arrays(3), "npz has 3 samples, a batch has 4"),
+        ({"x": arrays()["x"]}, "npz has no array for the input 'labels'; its arrays: x"),
+        (arrays(3), "npz has 3 samples, but a batch has 4"),
         ({**arrays(), "labels": np.arange(10)}, "numbers of samples: 11 of 'x', 10 of 'labels'"),
-        ({**arrays(), "x": np.zeros((11, 3))}, r"'x' is \[11, 3\], expects \[samples, 2\]"),
-        ({**arrays(), "x": np.zeros(11)}, r"'x' is \[11\], expects \[samples, 2\]"),
+        ({**arrays(), "x": np.zeros((11, 3))}, r"'x' .* \[11, 3\]; the step needs \[samples, 2\]"),
+        ({**arrays(), "x": np.zeros(11)}, r"'x' .* \[11\]; the step needs \[samples, 2\]"),
     ],
 )
 def test_data_that_does_not_fit(given: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_rates() -> None:
 @pytest.mark.parametrize(
     ("schedule", "warmup", "message"),
     [
-        ("steps", 0, "schedule 'steps': there are constant, linear, cosine"),
-        ("constant", 11, "a warmup of 11 steps in a run of 10"),
-        ("constant", -1, "a warmup of -1 steps"),
+        ("steps", 0, "--schedule 'steps': give one of constant, linear, cosine"),
+        ("constant", 11, "--warmup 11: the run has 10 steps; give a number from 0 to 10"),
+        ("constant", -1, "--warmup -1: the run has 10 steps"),
     ],
 )
 def test_rates_that_do_not_fit(schedule: str, warmup: int, message: str) -> None:

@@ -252,7 +252,7 @@ def test_a_loss_that_is_no_number_ends_the_run(
     more = ["--data", str(tmp_path / "bad.npz"), "--no-shuffle", "--every", "1"]
     assert main(arguments(made, tmp_path, *more)) == 2
     error = capsys.readouterr().err
-    assert "onnxpar: error: epoch 1, step 5: the loss is nan; take a lower --lr" in error
+    assert "onnxpar: error: epoch 1, step 5: the loss is nan; resume from an earlier" in error
     assert newest(tmp_path / "c") == tmp_path / "c" / "step_00000004"
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
 
@@ -261,13 +261,13 @@ def test_a_loss_that_is_no_number_ends_the_run(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--batch", "9"], "--batch 9: the step takes 8 samples"),
-        (["--warmup", "20"], "a warmup of 20 steps in a run of 14"),
-        (["--lr", "-1"], "a learning rate of -1.0"),
-        (["--epochs", "0"], "0 epochs: at least 1"),
-        (["--keep", "-1"], "--keep -1: 0 keeps all checkpoints"),
+        (["--batch", "9"], "--batch 9: this step was written for batches of 8 samples"),
+        (["--warmup", "20"], "--warmup 20: the run has 14 steps; give a number from 0 to 14"),
+        (["--lr", "-1"], "--lr -1.0: the learning rate must be finite, and 0 or more"),
+        (["--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["--keep", "-1"], "--keep -1: give the number of checkpoints to keep"),
         (["--data", "none.npz"], "there is no file none.npz"),
-        (["--data", "SHORT"], "short.npz has 7 samples, a batch has 8"),
+        (["--data", "SHORT"], "short.npz has 7 samples, but a batch has 8"),
     ],
 )
 def test_bad_arguments(
@@ -289,8 +289,8 @@ def test_what_is_in_the_way(made: Path, at_once: Path, capsys: pytest.CaptureFix
     """Checkpoints of an earlier run, or of one of another seed; nothing is overwritten."""
     before = metrics(at_once)
     for more, message in (
-        ([], "is of an earlier run; go on from it with --resume"),
-        (["--resume", "--seed", "1"], "is of a run with seed 0, this one has 1"),
+        ([], "belongs to an earlier run; continue that run with --resume"),
+        (["--resume", "--seed", "1"], "belongs to a run with --seed 0; with --seed 1, the batches"),
     ):
         assert main(arguments(made, at_once, *more)) == 2
         assert message in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_what_is_no_step(made: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     par = shard(path, "data-parallel 2")[0]
     files = [str(par), "--data", str(made / "train.npz"), "--log-dir", str(tmp_path / "log")]
     assert main(["train", *files, "--lr", "0.1"]) == 2
-    assert "is no training step; write one with `onnxpar grad`" in capsys.readouterr().err
+    assert "is not a training step; write one with `onnxpar grad`" in capsys.readouterr().err
     assert main(["train", str(tmp_path), *files[1:], "--lr", "0.1"]) == 2
     assert "is not a sharded model" in capsys.readouterr().err
 
@@ -319,4 +319,4 @@ def test_check_train(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*how[:-1], "0"]) == 2
     assert "--steps 0: at least 1" in capsys.readouterr().err
     assert main(["check", str(made / "model.onnx"), "--train", "--devices", "2"]) == 2
-    assert "is no training step" in capsys.readouterr().err
+    assert "is not a training step" in capsys.readouterr().err

@@ -259,9 +259,12 @@ def test_checkpoints_that_lack_something(saved: Path, step: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, r"checkpoint\.json has format 99, this onnxpar reads 2; update it"),
-        ({"mesh": None}, r"checkpoint\.json is no checkpoint of onnxpar's, or damaged"),
-        ({"slots": [{"name": 1}]}, r"checkpoint\.json is no checkpoint of onnxpar's, or damaged"),
+        (
+            {"format": 99},
+            r"checkpoint\.json has format 99, but this onnxpar reads format 2; update onnxpar",
+        ),
+        ({"mesh": None}, r"checkpoint\.json is damaged, or not written by onnxpar"),
+        ({"slots": [{"name": 1}]}, r"checkpoint\.json is damaged, or not written by onnxpar"),
     ],
 )
 def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, saved: Path) -> None:
@@ -280,14 +283,14 @@ def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, s
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (Run(0, 0.1), "0 epochs: at least 1"),
-        (Run(1, 0.1, resume=True), "--resume: from which folder"),
+        (Run(0, 0.1), "--epochs 0: must be at least 1"),
+        (Run(1, 0.1, resume=True), "--resume: the folder to resume from is missing"),
         (Run(1, 0.1, "step"), "schedule 'step'"),
-        (Run(1, 0.1, warmup=6), "a warmup of 6 steps in a run of 5"),
-        (Run(1, float("nan")), "learning rate"),
-        (Run(1, 0.1, every=-1), "every"),
-        (Run(1, 0.1, seed=-1), "--seed -1: from 0 to 2147483647"),
-        (Run(1, 0.1, seed=1 << 31), "--seed 2147483648: from 0 to"),
+        (Run(1, 0.1, warmup=6), "--warmup 6: the run has 5 steps"),
+        (Run(1, float("nan")), "--lr nan: the learning rate must be finite"),
+        (Run(1, 0.1, every=-1), "--every -1: give the number of steps between checkpoints"),
+        (Run(1, 0.1, seed=-1), "--seed -1: must be from 0 to 2147483647"),
+        (Run(1, 0.1, seed=1 << 31), "--seed 2147483648: must be from 0 to"),
     ],
 )
 def test_runs_that_do_not_fit(run: Run, message: str, step: Path) -> None:
@@ -299,13 +302,13 @@ def test_runs_that_do_not_fit(run: Run, message: str, step: Path) -> None:
 def test_another_seed_is_no_resumption(step: Path, tmp_path: Path) -> None:
     par, _ = shard(step, "data-parallel 2")
     train(par, Run(1, 0.1, seed=3, checkpoint=tmp_path / "c"))
-    with pytest.raises(InputError, match="is of a run with seed 3, this one has 4"):
+    with pytest.raises(InputError, match="belongs to a run with --seed 3; with --seed 4, the"):
         train(par, Run(2, 0.1, seed=4, checkpoint=tmp_path / "c", resume=True))
 
 
 def test_what_is_no_training_step(tmp_path: Path) -> None:
     par, _ = shard(write_model(MLP, tmp_path), "data-parallel 2")
-    with pytest.raises(ModelError, match="is no training step; write one with `onnxpar grad`"):
+    with pytest.raises(ModelError, match="is not a training step; write one with `onnxpar grad`"):
         ThreadTrainer(par)
 
 
@@ -361,10 +364,10 @@ def test_models_that_a_checkpoint_does_not_fit(saved: Path, tmp_path: Path) -> N
     other = tmp_path / "other"
     other.mkdir()
     wider = write_model(MLP.replace("9", "7"), other)
-    with pytest.raises(ModelError, match=r"'w1' is \[6, 7\], .* has \[6, 9\]"):
+    with pytest.raises(ModelError, match=r"'w1' .* \[6, 7\], but \[6, 9\] in the checkpoint"):
         merge(saved, wider, other / "out.onnx")
     renamed = write_model(MLP.replace("w3", "wide"), other)
-    with pytest.raises(ModelError, match=r"has no weight 'w3', which .* has trained"):
+    with pytest.raises(ModelError, match=r"has no weight 'w3', which the checkpoint .* has; give"):
         merge(saved, renamed, other / "out.onnx")
     with pytest.raises(OnnxparError, match="no such folder for the output"):
         merge(saved, tmp_path / "model.onnx", tmp_path / "none" / "out.onnx")
