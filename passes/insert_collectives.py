@@ -15,8 +15,8 @@ from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.subgraphs import captured, constants, is_random
 from onnxpar.ir.tensors import element_bytes
 from onnxpar.lowering.schedule import schedule
-from onnxpar.reshard.graph import ReshardStep
 from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, plan_tree
+from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
 from onnxpar.sharding.shard_bytes import mean_bytes

@@ -16,7 +16,7 @@ from onnxpar.lowering.localize import localize_node
 from onnxpar.lowering.lower_bucket import BucketBuilder
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.lowering.unsigned_pairs import exchange_unsigned
-from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.sharding.planned_collectives import collective_of, inner_collective
 
 

@@ -18,7 +18,7 @@ from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
 from onnxpar.passes.fuse_all_reduces import FuseAllReduces
-from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.predict import predict_nodes, predict_on_one
 from onnxpar.sharding.planned_collectives import collective_of
 from onnxpar.sharding.state import ShardingState

@@ -18,7 +18,7 @@ from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.presets.expert_parallel import SplitExperts
 from onnxpar.presets.tensor_parallel import CloseOpen, SplitAlone
 from onnxpar.presets.training_presets import Closed, SplitSums, SplitTogether
-from onnxpar.reshard.graph import ReshardStep
+from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.state import FactorSharding
 from onnxpar.strategy.strategy import NodeAnnotation, TensorAnnotation

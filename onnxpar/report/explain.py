@@ -23,7 +23,7 @@ from onnxpar.layout.layout import Layout
 from onnxpar.manual.manual import MANUAL
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options
-from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 from onnxpar.sharding.planned_collectives import reshards

@@ -1,1 +1,2 @@
-"""How a tensor gets from one layout to another: a graph of placements, and paths through it."""
+"""Reshards of a tensor from one layout to another: shortest paths in a graph of factor
+shardings."""

@@ -1,4 +1,5 @@
-"""From one placement of a tensor to another: which collectives, in which order, at what cost."""
+"""Plans reshards: the collectives from one factor sharding to another, their order, and their
+cost."""
 
 from __future__ import annotations
 
@@ -10,17 +11,20 @@ from itertools import permutations
 from onnxpar.cost.cost import Costs
 from onnxpar.layout.layout import nested_parts
 from onnxpar.layout.mesh import Axes
-from onnxpar.reshard.graph import PartSizes, ReshardGraph, ReshardStep, Unordered
+from onnxpar.reshard.graph import ReshardGraph
+from onnxpar.reshard.shard_sizes import PartSizes
+from onnxpar.reshard.steps import ReshardStep
+from onnxpar.reshard.sub_axes import Unordered
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.state import FactorSharding
 
 Bytes = Callable[[FactorSharding], float]
-"""Bytes that the fullest rank holds under a placement."""
+"""Bytes of the largest shard under a factor sharding."""
 
 
 @dataclass(frozen=True)
 class ReshardedTensor:
-    """What a reshard must know of a tensor; `itemsize` in bytes, of an element."""
+    """A tensor to be resharded; `itemsize` are the bytes of an element."""
 
     factors: TensorFactors
     costs: Costs
@@ -31,17 +35,17 @@ class ReshardedTensor:
 def plan_steps(
     before: FactorSharding, after: FactorSharding, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
-    """The cheapest steps from one placement of a tensor to another.
+    """The cheapest steps from one factor sharding of a tensor to another.
 
-    Where parts do not compose (sub-axes that do not divide each other, 14 over 4 and over 2, sizes
-    by hand) the way leads through the whole tensor.
+    If parts do not compose (sub-axes that do not divide each other, 14 over 4 and over 2, sizes by
+    hand), the steps gather the whole tensor and cut it again.
     """
     if before == after:
         return []
     factors, parts = tensor.factors, tensor.parts
     try:
-        ways = ReshardGraph((before, after), factors, tensor.costs, tensor.itemsize, parts)
-        steps = ways.steps(before, after)
+        graph = ReshardGraph((before, after), factors, tensor.costs, tensor.itemsize, parts)
+        steps = graph.steps(before, after)
         if all(_composes(step, factors, parts) for step in steps):
             return steps
     except Unordered:
@@ -50,7 +54,7 @@ def plan_steps(
 
 
 def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
-    """Reduces what is pending, and gathers one slot after the other."""
+    """Reduces partial values, then gathers one slot after the other."""
     if factor_sharding.partial:
         yield ReshardStep(
             "AllReduce", factor_sharding.partial, factor_sharding, factor_sharding.reduced()
@@ -63,7 +67,7 @@ def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterat
 
 
 def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
-    """Cuts one slot after the other, and selects what is to be pending."""
+    """Cuts one slot after the other, then masks values that must become partial."""
     have = FactorSharding(tuple(() for _ in factor_sharding.leaves))
     for slot, axes in _slots(factor_sharding, factors):
         after = FactorSharding(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
@@ -76,7 +80,7 @@ def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iter
 def _slots(
     factor_sharding: FactorSharding, factors: TensorFactors
 ) -> Iterator[tuple[list[int], Axes]]:
-    """Leaves of a dimension that are split over the same axes."""
+    """The leaves of a dimension that are split over the same axes, with these axes."""
     found: dict[tuple[int, Axes], list[int]] = defaultdict(list)
     for leaf, axes in enumerate(factor_sharding.leaves):
         if axes:
@@ -86,7 +90,7 @@ def _slots(
 
 
 def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None) -> bool:
-    """Whether the fewer parts of each changed leaf are unions of the more."""
+    """True if, of each changed leaf, the larger parts are unions of the smaller ones."""
     for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
         if a == b:
             continue
@@ -106,7 +110,7 @@ def _sizes(
 
 
 def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
-    """Seconds for the steps, by the cost model."""
+    """Seconds of the steps, by the cost model."""
     return sum(
         costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) + costs.rows(s.rows)
         for s in steps
@@ -116,10 +120,9 @@ def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
 def plan_tree(
     start: FactorSharding, wanted: Sequence[FactorSharding], size: Bytes, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
-    """The cheapest steps that make every wanted placement, each from any that is there already.
+    """The cheapest steps that produce every wanted sharding, each from any that exists by then.
 
-    All consumers of a tensor are served together, so that a sum that three nodes read is reduced
-    once.
+    Planning for all readers of a tensor together reduces a sum that three nodes read only once.
     """
     goals = list(dict.fromkeys(w for w in wanted if w != start))
     orders = permutations(goals) if len(goals) <= 3 else [goals]
@@ -130,14 +133,14 @@ def plan_tree(
 def _grow(
     start: FactorSharding, goals: Iterable[FactorSharding], size: Bytes, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
-    made = [start]
+    produced = [start]
     tree: list[ReshardStep] = []
     for goal in goals:
-        if goal in made:
+        if goal in produced:
             continue
-        sources = [s for s in made if not s.partial or goal.partial or s == start]
+        sources = [s for s in produced if not s.partial or goal.partial or s == start]
         paths = [plan_steps(source, goal, tensor) for source in sources]
         best = min(paths, key=lambda steps: cost(steps, size, tensor.costs))
         tree += best
-        made += [s.after for s in best]
+        produced += [s.after for s in best]
     return tree

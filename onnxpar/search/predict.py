@@ -11,7 +11,7 @@ from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.repetitions import repetitions
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.layout.rows import rows_moved
-from onnxpar.reshard.graph import LOCAL_STEPS
+from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.planned_collectives import reshards

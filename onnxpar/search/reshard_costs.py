@@ -13,8 +13,10 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import element_bytes, shape_bytes
-from onnxpar.reshard.graph import LOCAL_STEPS, ReshardGraph, Unordered
+from onnxpar.reshard.graph import ReshardGraph
 from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
+from onnxpar.reshard.steps import LOCAL_STEPS
+from onnxpar.reshard.sub_axes import Unordered
 from onnxpar.search.solver.elimination import Table
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState

@@ -29,8 +29,8 @@ from onnxpar.layout.layout import (
     runs,
 )
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.reshard.graph import ReshardStep
 from onnxpar.reshard.planner import ReshardedTensor, plan_steps
+from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.factors import Leaf, TensorFactors
 from onnxpar.sharding.state import FactorSharding, covered_axes
 

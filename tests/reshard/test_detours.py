@@ -59,4 +59,4 @@ def test_nothing_takes_less_than_no_time_where_sizes_are_not_known() -> None:
     wanted = [FactorSharding(((),)), FactorSharding((tp,)), FactorSharding(((),), tp)]
     found = ReshardGraph(wanted, rows, Costs(Topology.default(), mesh), 4)
     assert (found.graph.data > 0).all()
-    assert found.sizes[0].kinds.max() == 48 * 4
+    assert found.sizes[0].bytes.max() == 48 * 4

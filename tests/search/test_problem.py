@@ -26,8 +26,8 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
-from onnxpar.reshard.graph import LOCAL_STEPS
 from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
+from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.objective import LATENCY, OBJECTIVES, Objective
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy

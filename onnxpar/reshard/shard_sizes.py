@@ -1,0 +1,123 @@
+"""Sizes of a tensor's largest shard in every state of its reshard graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.layout.layout import Dim, estimated_size
+from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes
+from onnxpar.layout.rows import rows_within
+from onnxpar.reshard.sub_axes import Location, Locations, leaves_at
+from onnxpar.sharding.factors import TensorFactors, with_axes
+
+PartSizes = Callable[[int, Axes], tuple[int, ...]]
+"""Sizes of the parts of a leaf that is split over axes."""
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """The largest shard in every state, at one of the sizes for which costs are computed.
+
+    valid    states in which leaves have elements enough for their axes
+    bytes    the different numbers of bytes, in rising order
+    which    for each state, the index of its bytes
+    extents  for each dimension, its elements in each state
+    rows     for each dimension, its rows in each state, as in `rows_within`
+    """
+
+    weight: float
+    valid: Array
+    bytes: Array
+    which: Array
+    extents: list[Array]
+    rows: list[Array]
+
+    def rows_moved(
+        self, source: Location, target: Location, factors: TensorFactors, start: Array, end: Array
+    ) -> Array:
+        """Rows that a step copies between states, as in `rows_moved`; `start` and `end` are the
+        states before and after it."""
+        changed = {factors.dim_of_leaf[leaf] for leaf in leaves_at(source) ^ leaves_at(target)}
+        rows: Array = np.zeros(len(start))
+        outer: Array = np.ones(len(start))
+        for dim in range(max(changed, default=-1) + 1):
+            if dim in changed:
+                rows += outer * np.maximum(self.rows[dim][start], self.rows[dim][end])
+            outer = outer * np.maximum(self.extents[dim][start], self.extents[dim][end])
+        return rows
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """Computes sizes of shards. Each row of `states` has a location of each sub-axis, by number."""
+
+    sub_axes: Sequence[Axis]
+    locations: Locations
+    states: Array
+    factors: TensorFactors
+    parts: PartSizes | None
+    mesh: Mesh
+
+    def of(self, dims: Sequence[Dim], itemsize: float, weight: float) -> StateSizes:
+        """The sizes in all states if the tensor has these dimensions, of elements of `itemsize`
+        bytes."""
+        sizes = np.full(len(self.states), float(itemsize))
+        every_extent, every_rows = [], []
+        first = 0
+        for number, dim in enumerate(dims):
+            count = self.factors.dim_of_leaf.count(number)
+            extents, rows = self._of_dim(dim, range(first, first + count))
+            first += count
+            every_extent.append(extents)
+            every_rows.append(rows)
+            sizes *= extents
+        different, which = np.unique(sizes, return_inverse=True)
+        return StateSizes(weight, ~np.isnan(sizes), different, which, every_extent, every_rows)
+
+    def _of_dim(self, dim: Dim, leaves: Sequence[int]) -> tuple[Array, Array]:
+        """Elements and rows of a dimension with these leaves, computed once for all states that
+        agree on these leaves."""
+        on_leaves = [self._on(i, set(leaves)) for i in range(len(self.sub_axes))]
+        keys = np.zeros(len(self.states), int)
+        for i, places in enumerate(on_leaves):
+            keys = keys * (len(places) + 1) + np.array(places)[self.states[:, i]] + 1
+        _, examples, which = np.unique(keys, return_index=True, return_inverse=True)
+        own = (
+            [places[at] for places, at in zip(on_leaves, state, strict=True)]
+            for state in self.states[examples]
+        )
+        extents, rows = np.array([self._extent(dim, leaves, at) for at in own]).T
+        return extents[which.reshape(-1)], rows[which.reshape(-1)]
+
+    def _on(self, sub_axis: int, leaves: set[int]) -> list[int]:
+        """The numbers of a sub-axis's locations; -1 for one that has none of these leaves."""
+        locations = self.locations[sub_axis]
+        return [i if leaves_at(location) & leaves else -1 for i, location in enumerate(locations)]
+
+    def _extent(self, dim: Dim, leaves: Sequence[int], at: Sequence[int]) -> tuple[float, float]:
+        """Elements of a dimension in the largest shard, NaN if a leaf has too few, and the rows
+        within it; `at` are the locations of the sub-axes by number."""
+        given: list[tuple[Axes, tuple[int, ...] | None]] = []
+        for leaf in leaves:
+            held = [
+                sub_axis
+                for sub_axis, locations, i in zip(self.sub_axes, self.locations, at, strict=True)
+                if i >= 0 and leaf in leaves_at(locations[i])
+            ]
+            axes = merge_axes(tuple(held))
+            given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
+        return _extent_of(dim, tuple(given), self.mesh)
+
+
+@lru_cache(maxsize=1 << 16)
+def _extent_of(
+    dim: Dim, given: tuple[tuple[Axes, tuple[int, ...] | None], ...], mesh: Mesh
+) -> tuple[float, float]:
+    """Elements of a dimension with these axes in the largest shard, and the rows within it."""
+    split = with_axes(dim, iter(given))
+    return estimated_size(split, mesh, 0), rows_within(split, mesh)
