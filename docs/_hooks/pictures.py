@@ -1,4 +1,4 @@
-"""Draws the pictures of the site: `python docs/_hooks/pictures.py` writes them to docs/img.
+"""Draws the pictures of the site: `python docs/_hooks/pictures.py` writes them to docs/images.
 
 A picture of a layout colours the elements that each rank holds, by `Layout.take` itself.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product
 from onnxpar.layout.mesh import Mesh
 
-FOLDER = Path(__file__).parents[1] / "img"
+FOLDER = Path(__file__).parents[1] / "images"
 COLOURS = ("#ffb74d", "#4fc3f7", "#81c784", "#ba68c8")
 """A colour for each rank."""
 REST = "#eceff1"

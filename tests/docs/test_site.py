@@ -112,7 +112,7 @@ def test_the_pictures_show_the_layouts_of_today() -> None:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     for name, drawn in module.pictures().items():
-        assert (ROOT / "docs/img" / name).read_text() == drawn, "run docs/_hooks/pictures.py"
+        assert (ROOT / "docs/images" / name).read_text() == drawn, "run docs/_hooks/pictures.py"
 
 
 def test_plan_json_is_described(tmp_path: Path) -> None:
