@@ -36,28 +36,35 @@ def _blocks(text: str) -> Iterator[list[str]]:
     """The paragraphs of a docstring, each as Markdown and with an empty line after it."""
     for paragraph in re.split(r"\n\s*\n", text):
         lines = paragraph.splitlines()
-        rows = _rows(lines)
-        if rows is not None:
-            yield ["", *(f"- `{name.strip('`')}`: {what}" for name, what in rows), ""]
-        elif len(lines) > 1 and any(line.startswith("    ") for line in lines):
-            first = next(i for i, line in enumerate(lines) if line.startswith("    "))
-            yield [*lines[:first], "", *lines[first:], ""]
-        else:
-            yield [*lines, ""]
+        while lines:
+            rows, count = _rows(lines)
+            if rows:
+                yield ["", *(f"- `{name.strip('`')}`: {what}" for name, what in rows), ""]
+            else:
+                count = next((i for i in range(1, len(lines)) if _rows(lines[i:])[0]), len(lines))
+                yield [*_apart(lines[:count]), ""]
+            lines = lines[count:]
 
 
-def _rows(lines: list[str]) -> list[tuple[str, str]] | None:
-    """(name, text) of a paragraph in two columns; None where it is none."""
-    head = _ROW.fullmatch(lines[0])
-    if head is None:
-        return None
-    column, rows = head.start("text"), []
+def _rows(lines: list[str]) -> tuple[list[tuple[str, str]], int]:
+    """(name, text) of the lines in two columns that come first, and how many lines these are. One
+    row alone is none: two spaces may stand in a sentence."""
+    rows: list[tuple[str, str]] = []
+    column = count = 0
     for line in lines:
         row = _ROW.fullmatch(line)
-        if row is not None and row.start("text") == column:
+        if row is not None and (row.start("text") == column or not rows):
+            column = row.start("text")
             rows.append((row["name"].strip(), row["text"]))
-        elif not line[:column].strip():
+        elif rows and not line[:column].strip() and line.strip():
             rows[-1] = (rows[-1][0], f"{rows[-1][1]} {line.strip()}")
         else:
-            return None
-    return rows
+            break
+        count += 1
+    return (rows, count) if len(rows) > 1 or count > 1 else ([], 0)
+
+
+def _apart(lines: list[str]) -> list[str]:
+    """Lines of which the indented ones become a block of code."""
+    first = next((i for i, line in enumerate(lines) if line.startswith("    ")), 0)
+    return [*lines[:first], "", *lines[first:]] if first else lines

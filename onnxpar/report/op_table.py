@@ -26,12 +26,12 @@ from onnxpar.rules.rule import registered, whole_ops
 
 COUNTS = ("split", "gathered", "refused", "oracle")
 NOTE = """\
-split, gathered and refused count sharded runs of the cases of ONNX's own test-suite, each of which
-gave what the case expects: computed on parts, made whole before the op, or refused with an error
-that says why. oracle counts splits of single nodes that the rule oracle has compared with
-onnxruntime, for ops of which the suite has no case. gradient counts tests that proved the
-gradient of the op, by central differences or by what another program computes. The rule is that of
-one case; other attributes and shapes may give another."""
+split, gathered and refused count runs of ONNX's own test suite on ranks. Every run gave the expected
+result: from shards (split), from inputs that were made whole before the op (gathered), or an error
+that says why (refused). oracle counts splits of single nodes that were compared with onnxruntime, for
+ops that the suite has no case for. gradient counts tests of the op's gradient, against central
+differences or another program. The rule is that of one case; other attributes and shapes may give
+another."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def lines(table: Sequence[OpRow]) -> Iterator[str]:
 def markdown() -> str:
     """All rows as docs/reference/ops.md."""
     head = ("op", "rule", "splits", *COUNTS, "gradient", "whole, and why")
-    out = ["# Ops", "", NOTE, "", "Written by `python tests/peer/run.py --write`.", ""]
+    out = ["# Rules of all ops", "", NOTE, "", "Written by `python tests/peer/run.py --write`.", ""]
     out += [_cells(head), _cells(["---"] * len(head))]
     for row in rows():
         counts = [row.counts[c] or "" for c in COUNTS]
