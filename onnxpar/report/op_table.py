@@ -26,12 +26,12 @@ from onnxpar.rules.rule import registered, whole_ops
 
 COUNTS = ("split", "gathered", "refused", "oracle")
 NOTE = """\
-split, gathered and refused count runs of ONNX's own test suite on ranks. Every run gave the expected
-result: from shards (split), from inputs that were made whole before the op (gathered), or an error
-that says why (refused). oracle counts splits of single nodes that were compared with onnxruntime, for
-ops that the suite has no case for. gradient counts tests of the op's gradient, against central
-differences or another program. The rule is that of one case; other attributes and shapes may give
-another."""
+split, gathered and refused count runs of ONNX's own test suite on ranks. Every run gave the
+expected result: from shards (split), from inputs that were made whole before the op (gathered), or
+an error that says why (refused). oracle counts splits of single nodes that were compared with
+onnxruntime, for ops that the suite has no case for. gradient counts tests of the op's gradient,
+against central differences or another program. The rule is that of one case; other attributes and
+shapes may give another."""
 
 
 @dataclass(frozen=True)
