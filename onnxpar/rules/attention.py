@@ -12,7 +12,7 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Rule, einsum, rule, whole_rule
 
 _ATTENDED = "each score is a sum over all of it"
-_CACHED = "a cache is attended to whole"
+_CACHED = "queries attend to the whole cache"
 
 
 @rule("Attention")
@@ -27,7 +27,7 @@ def attention(node: gs.Node) -> Rule:
     heads = node.attrs.get("q_num_heads") if flat else query[1]
     shared = node.attrs.get("kv_num_heads") if flat else key[1]
     if not heads or not shared or None in (*query, *key, *value, *out) or heads % shared:
-        return whole_rule(node, "heads that only a run can tell")
+        return whole_rule(node, "a data-dependent number of heads")
     width = {"d": query[-1], "e": value[-1]}
     sizes: dict[str, Size] = {"b": query[0], "k": shared, "g": heads // shared}
     sizes |= {"d": (width["d"] or 0) // heads, "e": (width["e"] or 0) // shared} if flat else width
@@ -94,7 +94,7 @@ def rotary_embedding(node: gs.Node) -> Rule:
     shape, cache = (tensor_shape(t) or () for t in node.inputs[:2])
     heads = node.attrs.get("num_heads") if len(shape) == 3 else shape[1]
     if not heads or shape[-1] is None:
-        return whole_rule(node, "heads that only a run can tell")
+        return whole_rule(node, "a data-dependent number of heads")
     flat = len(shape) == 3
     text = "b s (h d)" if flat else "b h s d"
     sizes: dict[str, Size] = {"h": heads, "d": shape[-1] // heads if flat else shape[-1]}

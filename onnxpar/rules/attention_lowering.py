@@ -15,7 +15,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given
-from onnxpar.rules.across import finish, like, places, wanted, widen
+from onnxpar.rules.communicate import finish, has_output, held_positions, like, widen
 from onnxpar.rules.rule import Local, Lowering
 
 _MASK, _LENGTHS = 3, 6
@@ -82,7 +82,7 @@ class AttentionLowering:
             lengths = build.add("Unsqueeze", [build.input(_LENGTHS)], axes=[1, 2, 3])
             found.append(build.add("Less", [columns, lengths]))
         if sees_by_place(self.attrs):
-            rows = places(build, "s", 0, 2)
+            rows = held_positions(build, "s", 0, 2)
             ahead: Any = np.array(self.past, np.int64)
             if lengths is not None:
                 ahead = build.add("Sub", [lengths, np.array(self.queries, np.int64)])
@@ -111,7 +111,7 @@ class AttentionLowering:
     def _columns(self, build: Lowering) -> gs.Tensor:
         """Global positions of the keys that the rank's scores are of."""
         if not self.past:
-            return places(build, "t")
+            return held_positions(build, "t")
         end = build.per_rank(lambda local: np.array(self.past + local.size("t"), np.int64))
         return build.add("Range", [np.array(0, np.int64), end, np.array(1, np.int64)])
 
@@ -133,16 +133,16 @@ class AttentionLowering:
         is_zero = build.add("Equal", [total, like(total, 0)])
         total = build.add("Where", [is_zero, like(total, 1), total])
         result = build.add("Div", [build.add("Slice", [both, ends[0], ends[1], ends[3]]), total])
-        if wanted(build, 3) and self.attrs.get("qk_matmul_output_mode", 0) == 3:
+        if has_output(build, 3) and self.attrs.get("qk_matmul_output_mode", 0) == 3:
             finish(build, "Div", [powers, self._by_row(build, total, _one)], 3)
         self._finish_result(build, result)
         for i in (1, 2):
-            if wanted(build, i):
+            if has_output(build, i):
                 build.finish("Identity", [self._cut_heads(build, i)], i)
 
     def _scores(self, build: Lowering) -> gs.Tensor:
         """Scores of the rank's keys, (batch, heads, queries, keys), capped and masked."""
-        mode = self.attrs.get("qk_matmul_output_mode", 0) if wanted(build, 3) else None
+        mode = self.attrs.get("qk_matmul_output_mode", 0) if has_output(build, 3) else None
         query = self._by_group(build, self._by_head(build, 0), lambda local: local.size("d"))
         query = build.add("Mul", [query, like(query, self.scale)])
         key = build.add("Transpose", [self._by_head(build, 1)], perm=[0, 1, 3, 2])

@@ -9,14 +9,14 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, tensor_shape
-from onnxpar.rules.across import (
-    across,
+from onnxpar.rules.communicate import (
+    communicating,
     finish,
     finish_chain,
+    has_output,
     inverse_root,
     like,
     moments,
-    wanted,
     widen,
 )
 from onnxpar.rules.notation import dims_text
@@ -29,16 +29,18 @@ def batch_normalization(node: gs.Node) -> Rule:
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     if node.attrs.get("spatial", 1) == 0 or len(dims) < 2:
-        return whole_rule(node, "statistics per element")
+        return whole_rule(node, "it has statistics per element")
     results = [dims_text(dims), *["d1" if t.name else "_" for t in node.outputs[1:]]]
     text = f"{dims_text(dims)}, d1, d1, d1, d1 -> {'; '.join(results)}"
     axes = [i for i in range(len(dims)) if i != 1]
     batch, sizes = [dims[i] for i in axes], [shape[i] for i in axes]
     if node.attrs.get("training_mode", 0) == 1:
         lower = _lower_training(node, axes, batch, sizes)
-        return einsum(node, text, **across(node, batch, sizes, lower))
+        return einsum(node, text, **communicating(node, batch, sizes, lower))
     if len(results) > 1:
-        return einsum(node, text, whole=dict.fromkeys(batch, "an opset that trains otherwise"))
+        return einsum(
+            node, text, whole=dict.fromkeys(batch, "training is defined differently in this opset")
+        )
     return einsum(node, text, linear=(frozenset({0, 2, 3}), frozenset({1, 2})))
 
 
@@ -58,7 +60,7 @@ def _lower_training(
         inverse = inverse_root(build, variance, epsilon)
         finish_chain(build, centred, [("Mul", inverse), ("Mul", scale), ("Add", bias)])
         for i, statistic in ((1, middle), (2, variance)):
-            if wanted(build, i):
+            if has_output(build, i):
                 now = build.add("Squeeze", [statistic], axes=axes)
                 moved = build.add("Mul", [now, like(now, 1 - momentum)])
                 before = widen(build, build.input(i + 2))
@@ -87,7 +89,7 @@ def instance_normalization(node: gs.Node) -> Rule:
         inverse = inverse_root(build, variance, epsilon)
         finish_chain(build, centred, [("Mul", inverse), ("Mul", scale), ("Add", bias)])
 
-    fields = across(node, space, shape[2:], lower)
+    fields = communicating(node, space, shape[2:], lower)
     return einsum(node, f"{text}, d1, d1 -> {text}", **fields)
 
 
@@ -97,7 +99,7 @@ def group_normalization(node: gs.Node) -> Rule:
     shape = tensor_shape(node.inputs[0]) or ()
     groups = node.attrs["num_groups"]
     if shape[1] is None:
-        return whole_rule(node, "channels that only a run can tell")
+        return whole_rule(node, "a data-dependent number of channels")
     space = names("h", len(shape) - 2)
     per_channel = tensor_shape(node.inputs[1]) == (shape[1],)
     scale = "(g c)" if per_channel else "g"
@@ -131,7 +133,7 @@ def group_normalization(node: gs.Node) -> Rule:
         f"{text}, {scale}, {scale} -> {text}",
         sizes=sizes,
         local={"num_groups": lambda local: local.size("g")},
-        **across(node, factors, counts, lower),
+        **communicating(node, factors, counts, lower),
     )
 
 
@@ -164,5 +166,5 @@ def local_response_normalization(node: gs.Node) -> Rule:
         node,
         f"{text} -> {text}",
         contiguous=frozenset({"d1"}),
-        **across(node, ["d1"], [shape[1]], lower),
+        **communicating(node, ["d1"], [shape[1]], lower),
     )

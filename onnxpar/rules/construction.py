@@ -7,7 +7,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
-from onnxpar.rules.across import places
+from onnxpar.rules.communicate import held_positions
 from onnxpar.rules.indexing import SELECTED
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text
@@ -67,7 +67,7 @@ def one_hot(node: gs.Node) -> Rule:
     text = f"{dims_text(index)}, _, _ -> {dims_text(dims)}"
     depth = (tensor_shape(node.outputs[0]) or ())[axis]
     if str(dtype_of(node.outputs[0])) not in SELECTED:
-        return einsum(node, text, whole={"o": "no op selects among values of its type"})
+        return einsum(node, text, whole={"o": "no op selects values of this type"})
 
     def lower(build: Lowering) -> None:
         at = build.add("Cast", [build.input(0)], to=onnx.TensorProto.INT64)
@@ -75,7 +75,7 @@ def one_hot(node: gs.Node) -> Rule:
         is_negative = build.add("Less", [at, np.array(0, np.int64)])
         at = build.add("Where", [is_negative, from_end, at])
         at = build.add("Unsqueeze", [at], axes=[axis])
-        is_hot = build.add("Equal", [at, places(build, "o", axis, len(dims))])
+        is_hot = build.add("Equal", [at, held_positions(build, "o", axis, len(dims))])
         off, on = (build.add("Gather", [build.input(2), np.array(i)]) for i in (0, 1))
         build.finish("Where", [is_hot, on, off])
 
@@ -86,12 +86,12 @@ def one_hot(node: gs.Node) -> Rule:
 def range_(node: gs.Node) -> Rule:
     """`_, _, _ -> n`: every rank counts at its own positions."""
     if str(dtype_of(node.outputs[0])) not in _COUNTED:
-        return einsum(node, "_, _, _ -> n", whole={"n": "no op multiplies numbers of its type"})
+        return einsum(node, "_, _, _ -> n", whole={"n": "no op multiplies values of this type"})
 
     def lower(build: Lowering) -> None:
         dtype = dtype_of(build.local.node.outputs[0])
         to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        at = build.add("Cast", [places(build, "n")], to=to)
+        at = build.add("Cast", [held_positions(build, "n")], to=to)
         steps = build.add("Mul", [at, build.input(2)])
         build.finish("Add", [steps, build.input(0)])
 

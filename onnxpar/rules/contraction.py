@@ -70,7 +70,7 @@ def matmul_integer(node: gs.Node) -> Rule:
     """`m k, k n, m, n -> m n`: zero points are subtracted before the product, on every part."""
     points = [given(node, i) for i in (2, 3)]
     if not all(_is_row(point) for point in points):
-        return whole_rule(node, "zero points per matrix")
+        return whole_rule(node, "it has a zero point per matrix")
     left, right, out = _product(node, 0, 1)
     rows = [_row(point, dim) for point, dim in zip(points, "mn", strict=True)]
     operands = ", ".join([left, right, *rows][: len(node.inputs)])
@@ -81,7 +81,7 @@ def matmul_integer(node: gs.Node) -> Rule:
 def qlinear_matmul(node: gs.Node) -> Rule:
     """`m k, m, m, k n, n, n, _, _ -> m n`; sums of 32 bits meet before they are scaled."""
     if not all(_is_row(node.inputs[i]) for i in (1, 2, 4, 5)):
-        return whole_rule(node, "scales per matrix")
+        return whole_rule(node, "it has a scale per matrix")
     left, right, out = _product(node, 0, 3)
     of_a, of_b = (_row(node.inputs[i], dim) for i, dim in ((1, "m"), (4, "n")))
     point_a, point_b = (_row(node.inputs[i], dim) for i, dim in ((2, "m"), (5, "n")))

@@ -14,9 +14,9 @@ from onnxpar.rules.rule import FIRST, Rule, einsum, rule, whole_rule
 DOMAIN = "com.microsoft"
 _ATTENDED = "every query attends to all of it"
 _PROJECTED = "the projection is summed inside the op"
-_OPEN = "heads that only a run can tell"
+_OPEN = "a data-dependent number of heads"
 _STACKED = "it stacks keys and values"
-_POSITIONS = "positions count from its start"
+_POSITIONS = "positions are counted from its start"
 
 
 def _shape(node: gs.Node, index: int) -> tuple[Size, ...]:
@@ -79,7 +79,7 @@ def attention(node: gs.Node) -> Rule:
     hidden = node.attrs.get("qkv_hidden_sizes") or [(weight[1] or 0) // 3] * 3
     sizes: dict[str, Size] = {"n": heads, "d": hidden[0] // heads, "e": hidden[2] // heads}
     if hidden[0] != hidden[1]:
-        return whole_rule(node, "queries and keys of unlike widths")
+        return whole_rule(node, "queries and keys differ in width")
     columns = "(n d) + (n d) + (n e)"
     mask_at, past_at, bias_at = (5, 8, None) if quantized else (3, 4, 5)
     mask = _key_mask(_shape(node, mask_at), image[0]) if given(node, mask_at) else None
@@ -92,7 +92,7 @@ def attention(node: gs.Node) -> Rule:
         operands |= {i: columns for i in (4, 7) if _shape(node, i) == (weight[1],)}
     whole = {"h": _PROJECTED, "z": _STACKED, **dict.fromkeys("sdeptumw", _ATTENDED)}
     if given(node, mask_at) is not None and mask is None:
-        whole["b"] = "its mask counts through the whole batch"
+        whole["b"] = "its mask has positions in the whole batch"
     local: dict[str | int, Any] = {"num_heads": lambda at: at.size("n")}
     if "qkv_hidden_sizes" in node.attrs:
         local["qkv_hidden_sizes"] = lambda at: [size // heads * at.size("n") for size in hidden]
@@ -118,7 +118,7 @@ def multi_head_attention(node: gs.Node) -> Rule:
     if given(node, 4) is not None:
         mask = _key_mask(_shape(node, 4), query[0])
         if mask is None:
-            whole["b"] = "its mask counts through the whole batch"
+            whole["b"] = "its mask has positions in the whole batch"
         else:
             past = _shape(node, 6)
             operands[4] = mask.replace("t", "u") if past else mask
@@ -153,7 +153,7 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
     results = {0: "b s (n e)", 1: f"b n {cached} d", 2: f"b n {cached} e", 3: "b n s v"}
     whole = dict.fromkeys("demptuvxy", _ATTENDED)
     if given(node, 8) is not None or given(node, 9) is not None:
-        whole["b"] = "beams are rows of the whole batch"
+        whole["b"] = "beams refer to rows of the whole batch"
     local: dict[str | int, Any] = {"num_heads": lambda at: at.size("n")}
     return _stated(node, operands, results, whole, sizes=sizes, local=local)
 
@@ -169,7 +169,7 @@ def group_query_attention(node: gs.Node) -> Rule:
     if None in (query[2], out[2]):
         return whole_rule(node, _OPEN)
     if any(node.attrs.get(key, "NONE") != "NONE" for key in ("k_quant_type", "v_quant_type")):
-        return whole_rule(node, "a quantized cache")
+        return whole_rule(node, "the cache is quantized")
     packed = given(node, 1) is None
     sizes: dict[str, Size] = {"k": shared, "g": heads // shared, "d": (out[2] or 0) // heads}
     operands = {0: "b s (k g d) + (k d) + (k d)" if packed else "b s (k g d)"}

@@ -11,8 +11,8 @@ from onnxpar.rules.notation import Cat, Expr, Spec, Var, dims_text
 from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
 
 DOMAIN = "com.microsoft"
-_ROW = "the op computes over its rows"
-_COUNTED = "positions count from its start"
+_ROW = "the op computes over whole rows"
+_COUNTED = "positions are counted from its start"
 
 
 @rule("Gelu FastGelu QuickGelu BiasGelu ScaledSiLU GatedAdd LinearAttentionGate", domain=DOMAIN)
@@ -104,7 +104,7 @@ def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1
     else:
         operands = [*operands, "1 s" if (tensor_shape(places) or ())[0] == 1 else "b s"]
     if given(node, mask) is not None:
-        whole["s"] = "the mask is counted along it"
+        whole["s"] = "the op counts the mask along it"
     operands += ["_"] * (len(node.inputs) - len(operands))
     used = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=False)]
     results = ["b s h", "b", "b s h"]
@@ -135,7 +135,7 @@ def gather_blocks(node: gs.Node) -> Rule:
 @rule("CDist", domain=DOMAIN)
 def distances(node: gs.Node) -> Rule:
     """`m k, n k -> m n`, k whole: a root follows the sum."""
-    return einsum(node, "m k, n k -> m n", whole={"k": "a root may follow the sum"})
+    return einsum(node, "m k, n k -> m n", whole={"k": "a square root may follow the sum"})
 
 
 @rule("NGramRepeatBlock", domain=DOMAIN)
@@ -149,7 +149,7 @@ def expand_dims(node: gs.Node) -> Rule:
     """`a b, _ -> a 1 b`."""
     axis = constant(node.inputs[1])
     if axis is None:
-        return whole_rule(node, "an axis that only a run can tell")
+        return whole_rule(node, "a data-dependent axis")
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     at = int(axis.reshape(-1)[0]) % (len(dims) + 1)
     out = dims_text([*dims[:at], "1", *dims[at:]])

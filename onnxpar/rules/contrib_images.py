@@ -9,8 +9,8 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Rule, einsum, names, rule, whole_rule
 
 DOMAIN = "com.microsoft"
-_WINDOW = "a window over it reads its neighbours"
-_BLOCKS = "channels lie in blocks of the machine's vectors"
+_WINDOW = "windows need neighbouring elements"
+_BLOCKS = "channels are stored in blocks of the CPU's vector width"
 _ROUNDED = "the sum is rounded to the quantized type"
 
 
@@ -88,14 +88,14 @@ def blocked(node: gs.Node) -> Rule:
 @rule("GridSample", domain=DOMAIN)
 def grid_sample(node: gs.Node) -> Rule:
     """`n c h w, n y x z -> n c y x`: h and w whole."""
-    whole = dict.fromkeys("hwz", "positions point anywhere in it")
+    whole = dict.fromkeys("hwz", "sampling positions may lie anywhere in it")
     return einsum(node, "n c h w, n y x z -> n c y x", whole=whole)
 
 
 @rule("CropAndResize", domain=DOMAIN)
 def crop_and_resize(node: gs.Node) -> Rule:
     """`n c h w, r z, r, _ -> r c y x`: regions r and channels c pass."""
-    whole = dict.fromkeys("nhwzyx", "regions lie anywhere in it")
+    whole = dict.fromkeys("nhwzyx", "regions may lie anywhere in it")
     return einsum(node, "n c h w, r z, r, _ -> r c y x", whole=whole)
 
 
@@ -103,7 +103,7 @@ def crop_and_resize(node: gs.Node) -> Rule:
 def transposed_convolution(node: gs.Node) -> Rule:
     """`n c h w, c o _ _, _, o -> n o y x`; c is reduced and the bias added once, space whole."""
     if node.attrs.get("group", 1) > 1:
-        return whole_rule(node, "groups of channels")
+        return whole_rule(node, "its channels are grouped")
     rank = len(tensor_shape(node.inputs[0]) or ())
     window = names("w", rank - 2)
     bias = frozenset({3}) if given(node, 3) is not None else frozenset[int]()

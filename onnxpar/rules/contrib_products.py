@@ -23,7 +23,7 @@ _INTEGERS = 4
 def fused_matmul(node: gs.Node) -> Rule:
     """As MatMul, with either matrix transposed."""
     if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
-        return whole_rule(node, "transposed batches")
+        return whole_rule(node, "its batch dimensions are transposed")
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     shapes = [tensor_shape(t) or () for t in (*node.inputs[:2], node.outputs[0])]
@@ -48,13 +48,17 @@ def matmul_bits(node: gs.Node) -> Rule:
     a sum are not passed through, and weights not gathered.
     """
     if given(node, 4) is not None:
-        return whole_rule(node, "groups by index")
+        return whole_rule(node, "its groups are given by index")
     block, width = node.attrs["block_size"], node.attrs["K"]
     points = given(node, 3)
     packed = points is not None and str(dtype_of(points)) == "uint8"
     shared = 8 // node.attrs.get("bits", 4) if packed else 1
     sizes: dict[str, Size] = {"n": node.attrs["N"], "i": block, "z": shared}
-    whole = {"w": _PACKED, "i": "a block has one scale", "z": "their zero points share a byte"}
+    whole = {
+        "w": _PACKED,
+        "i": "a block has a single scale",
+        "z": "several zero points share a byte",
+    }
     if width % (block * shared):
         columns, blocks, bytes_ = "c", "b", "y"
         whole = dict.fromkeys("cbyw", "its last block is not full")
@@ -108,10 +112,13 @@ def quantized_gemm(node: gs.Node) -> Rule:
 def experts(node: gs.Node) -> Rule:
     """`t h, t e, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t pass, f leaves a sum."""
     fused = node.attrs.get("swiglu_fusion", 0)
-    whole = {"h": "it is contracted before an activation", "e": "experts are picked by rank"}
+    whole = {
+        "h": "it is contracted before an activation",
+        "e": "experts are chosen by their scores",
+    }
     inner = {0: "f", 1: "(f z)", 2: "(z f)"}[fused]
     if fused:
-        whole["z"] = "a gate and its value"
+        whole["z"] = "it holds a gate and its value"
     shape, width = tensor_shape(node.inputs[0]) or (), (tensor_shape(node.inputs[4]) or ())[2]
     sizes: dict[str, Size] = {"f": width, "z": 2}
     tokens = "b s" if len(shape) == 3 else "t"
@@ -130,7 +137,10 @@ def quantized_experts(node: gs.Node) -> Rule:
     """Tokens t pass; experts, packed in bytes, are whole."""
     shape = tensor_shape(node.inputs[0]) or ()
     tokens, router = ("b s", "(b s)") if len(shape) == 3 else ("t", "t")
-    whole = {"h": "it is contracted before an activation", "e": "experts are picked by rank"}
+    whole = {
+        "h": "it is contracted before an activation",
+        "e": "experts are chosen by their scores",
+    }
     rest = [router + " e" if i == 14 and t.name else "_" for i, t in enumerate(node.inputs)]
     operands = [f"{tokens} h", f"{router} e", *rest[2:]]
     return einsum(node, f"{', '.join(operands)} -> {tokens} h", whole=whole)

@@ -7,9 +7,7 @@ from onnxpar.rules.rule import whole_op
 DOMAIN = "com.microsoft"
 
 REASONS = {
-    "it is taken apart when the model is loaded": (
-        "FusedConv FusedGemm DynamicQuantizeMatMul MatMulIntegerToFloat"
-    ),
+    "the loader decomposes it": ("FusedConv FusedGemm DynamicQuantizeMatMul MatMulIntegerToFloat"),
     "onnxruntime has no CPU kernel for it": (
         "BiasAdd BiasDropout BiasSoftmax BiasSplitGelu BitmaskBiasDropout BitmaskDropout"
         " ComplexMul ComplexMulConj ConvStateReplay DecoderAttention DecoderMaskedSelfAttention"
@@ -27,25 +25,25 @@ REASONS = {
         " SparseAttentionIndexer SparsePagedAttention SpeculativePrefixCommit SwiGLU"
         " TorchEmbedding"
     ),
-    "it runs a model of its own": "BeamSearch GreedySearch Sampling WhisperBeamSearch",
-    "it belongs to another device": "EPContext Snpe",
-    "its rows are packed in formats of their own": "GatherPacked",
-    "it may project, score and select at once": "MoEGroupRouter",
-    "its blocks run on from row to row": "MatMulBnb4 MatMulFpQ4",
-    "its range is that of all elements at each step": "DynamicQuantizeLSTM",
-    "every step needs all that came before": (
+    "it runs a model inside the op": "BeamSearch GreedySearch Sampling WhisperBeamSearch",
+    "it runs on another kind of device": "EPContext Snpe",
+    "its rows are packed in special formats": "GatherPacked",
+    "it may project, score and select in one op": "MoEGroupRouter",
+    "its blocks continue from one row to the next": "MatMulBnb4 MatMulFpQ4",
+    "its quantization range covers all elements of a step": "DynamicQuantizeLSTM",
+    "every step needs all earlier steps": (
         "AttnLSTM BifurcationDetector CausalConvWithState DynamicTimeWarping GatedDeltaNet"
         " LinearAttention NGramHashMapping VarlenCausalConvWithState VarlenNGramHashMapping"
     ),
-    "which elements it makes depends on their values": "Tokenizer Unique SparseToDenseMatMul",
+    "the elements of its result are data-dependent": "Tokenizer Unique SparseToDenseMatMul",
     "its values are global positions": "Range",
-    "it counts positions and looks up tables at once": "QEmbedLayerNormalization",
+    "it counts positions and looks up tables in one op": "QEmbedLayerNormalization",
     "its pads may be computed by other nodes": "Pad",
-    "its masks and caches count through the whole batch and all heads": (
+    "its masks and caches refer to the whole batch and all heads": (
         "MRotaryEmbedding SparseAttention"
     ),
-    "its branches are mixed": "EngramGate HyperConnectionPostMix HyperConnectionPreMix",
-    "a word's characters make one row": "WordConvEmbedding",
+    "it mixes its branches": "EngramGate HyperConnectionPostMix HyperConnectionPreMix",
+    "the characters of a word form one row": "WordConvEmbedding",
 }
 """Ops by the reason that a plan gives."""
 

@@ -16,7 +16,7 @@ from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, rule, whole_rule
 from onnxpar.rules.windows import KERNEL, lower_windows, windows
 
 ROUNDED = "the sum is rounded to the quantized type"
-UNKNOWN = "channels that only a run can tell"
+UNKNOWN = "a data-dependent number of channels"
 
 
 @dataclass(frozen=True)

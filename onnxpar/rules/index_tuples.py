@@ -23,7 +23,7 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 from onnxpar.rules.scattering import can_pad, meeting_updates, scatter_padded
 
-_PICKED = "it is picked from by indices that do not count along it"
+_PICKED = "the indices into it are not consecutive"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def gather_nd(node: gs.Node) -> Rule:
             node,
             f"{dims_text([*shared, *columns.dims, *rest])}, {dims_text([*at, 'w'])} -> {out}",
             sizes=columns.sizes,
-            whole={"w": "a tuple of indices"},
+            whole={"w": "it holds tuples of indices"},
             contiguous=frozenset(columns.dims),
             lowered=frozenset(columns.dims),
             lower=_lower_gather(columns.dims, batch, len(rest)),
@@ -137,7 +137,7 @@ def gather_nd(node: gs.Node) -> Rule:
         f"{dims_text([*shared, *columns.dims, *rest])}, {index} -> {out}",
         sizes=columns.sizes,
         reduce={},
-        whole=columns.picked | ({} if columns.local else {"w": "a tuple of indices"}),
+        whole=columns.picked | ({} if columns.local else {"w": "it holds tuples of indices"}),
         local=columns.local,
         **PERMUTES,
     )
@@ -205,11 +205,11 @@ def scatter_nd(node: gs.Node) -> Rule:
     if columns.local:
         fields |= {"whole": whole | columns.picked, "local": columns.local}
     elif None in data or not can_pad(node.inputs[0]):
-        picked = dict.fromkeys(columns.dims, "there is no room for others' updates")
-        fields["whole"] = whole | picked | {"w": "a tuple of indices"}
+        picked = dict.fromkeys(columns.dims, "there is no room for the updates of other shards")
+        fields["whole"] = whole | picked | {"w": "it holds tuples of indices"}
     else:
         fields |= {
-            "whole": whole | {"w": "a tuple of indices"},
+            "whole": whole | {"w": "it holds tuples of indices"},
             "contiguous": frozenset(columns.dims),
             "lowered": frozenset(columns.dims),
             "lower": _lower_scatter(columns.dims),

@@ -12,14 +12,14 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import Size, constant, dtype_of, numel, tensor_shape
-from onnxpar.rules.across import like
+from onnxpar.rules.communicate import like
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 SELECTED = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "uint32")
 """Types that Where selects among."""
-_PICKED = "which elements are picked only a run can tell"
+_PICKED = "the choice of elements is data-dependent"
 _CAST = ("int16", "uint16", "uint64", "bfloat16")
 """Types that are selected as another, which holds all their values."""
 
@@ -112,7 +112,7 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
     """
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
     if rows is None or not is_summable(node.inputs[0]):
-        return {"whole": {"v": "its elements have no sum"}, **PERMUTES}
+        return {"whole": {"v": "its elements cannot be summed"}, **PERMUTES}
     lower = lower_lookup(rows, axis, at, trailing)
     return {"lowered": frozenset({"v"}), "lower": lower, **joined_by(node, ["v"]), **PERMUTES}
 

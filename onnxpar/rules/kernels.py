@@ -1,7 +1,8 @@
-"""Kernels of onnxruntime that do not take empty parts: they fail, crash, or leave results as they
-were in memory. Found by running each op on parts without elements (1.32), as the oracle does.
+"""Kernels of onnxruntime that do not accept empty tensors: they fail, crash, or return
+uninitialized memory. Found by running each op on empty shards (1.32), as the oracle does.
 
-Not listed are factors over which an op is lowered with collectives: what stands there sees to it.
+Factors over which an op is lowered with collectives are not listed: their lowering handles empty
+shards.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
-from onnxpar.rules.across import across, finish, like, number, total, wanted, widen
+from onnxpar.rules.communicate import communicating, finish, has_output, like, number, total, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
@@ -35,7 +35,7 @@ def class_loss(node: gs.Node) -> Rule:
         f"{', '.join([scores, labels, *weights, *rest])} -> {'; '.join(results)}",
         contiguous=frozenset("c"),
         reduce={},
-        **across(node, ["c", *rows], shape if rows else shape[1:2], lower, since=12),
+        **communicating(node, ["c", *rows], shape if rows else shape[1:2], lower, since=12),
     )
 
 
@@ -55,7 +55,7 @@ class _Loss:
         scores = widen(build, build.input(0))
         if self.op == "SoftmaxCrossEntropyLoss":
             scores = _log_softmax(build, scores)
-            if wanted(build, 1):
+            if has_output(build, 1):
                 finish(build, "Identity", [scores], 1)
         label, held = self._local_labels(build)
         at = build.add("Unsqueeze", [label], axes=[1])

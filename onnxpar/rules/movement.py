@@ -81,9 +81,9 @@ def reshape(node: gs.Node) -> Rule:
     """`(b h) s d -> b h s d`: the factors that both shapes have in common."""
     before, after = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     if None in before or None in after or 0 in before:
-        return whole_rule(node, "a size that only a run can tell")
+        return whole_rule(node, "a data-dependent size")
     left, right, sizes, alone = regroup(_known(before), _known(after))
-    whole = dict.fromkeys(alone, "the two shapes cut the elements differently")
+    whole = dict.fromkeys(alone, "the two shapes divide the elements differently")
     rest: list[Spec | None] = [None] * (len(node.inputs) - 1)
     local: Any = {1: output_shape} if node.op == "Reshape" else {}
     return Rule((left, *rest), (right,), sizes, whole=whole, local=local, **PERMUTES)
@@ -125,7 +125,7 @@ def transpose(node: gs.Node) -> Rule:
 def expand(node: gs.Node) -> Rule:
     """As broadcasting against the target shape, which follows the local result."""
     if None in (tensor_shape(node.outputs[0]) or ()):
-        return whole_rule(node, "a shape that only a run can tell")
+        return whole_rule(node, "a data-dependent shape")
     aligned = broadcast(node)
     return Rule(
         (aligned.inputs[0], None),
@@ -141,7 +141,7 @@ def tile(node: gs.Node) -> Rule:
     """`d -> (r d)`: a repeated dimension is a product with the repeats as its major factor."""
     repeats = constant(node.inputs[1])
     if repeats is None:
-        return whole_rule(node, "repeats that only a run can tell")
+        return whole_rule(node, "data-dependent repeats")
     left: list[Expr] = []
     right: list[Expr] = []
     sizes: dict[str, Size] = {}
@@ -164,7 +164,7 @@ def tile(node: gs.Node) -> Rule:
 def constant_of_shape(node: gs.Node) -> Rule:
     """`_ -> d0 d1`: every rank fills its own part."""
     if constant(node.inputs[0]) is None:
-        return whole_rule(node, "a shape that only a run can tell")
+        return whole_rule(node, "a data-dependent shape")
     shape = tensor_shape(node.outputs[0]) or ()
     spec = tuple(ONE if s == 1 else Var(f"d{i}") for i, s in enumerate(shape))
     sizes = {f"d{i}": s for i, s in enumerate(shape) if s != 1}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
-from onnxpar.rules.across import (
-    across,
+from onnxpar.rules.communicate import (
+    communicating,
     finish,
     finish_chain,
+    has_output,
     inverse_root,
     like,
     mean,
     moments,
     total,
-    wanted,
     widen,
 )
 from onnxpar.rules.notation import dims_text
@@ -49,7 +49,7 @@ def softmax(node: gs.Node) -> Rule:
         else:
             finish(build, "Div", [powers, whole])
 
-    fields = across(node, normalised, (), lower)
+    fields = communicating(node, normalised, (), lower)
     return einsum(node, f"{text} -> {text}", **fields)
 
 
@@ -79,11 +79,11 @@ def layer_normalization(node: gs.Node) -> Rule:
                 steps.append((op, widen(build, build.input(i))))
         finish_chain(build, centred, steps)
         for i, statistic in ((1, middle), (2, scale)):
-            if wanted(build, i):
+            if has_output(build, i):
                 finish(build, "Identity", [statistic], i)
 
     text = f"{', '.join(operands)} -> {'; '.join(results)}"
-    return einsum(node, text, **across(node, factors, sizes, lower))
+    return einsum(node, text, **communicating(node, factors, sizes, lower))
 
 
 def _aligned(dims: list[str], tensor: gs.Tensor) -> str:
@@ -99,7 +99,7 @@ def _aligned(dims: list[str], tensor: gs.Tensor) -> str:
 def skip_layer_normalization(node: gs.Node) -> Rule:
     """`b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h`, h whole."""
     if any(t.name for t in node.outputs[1:3]):
-        return whole_rule(node, "its statistics are wanted")
+        return whole_rule(node, "its statistics are outputs")
     dims = _dims(node)
     operands = [dims_text(dims), *(_aligned(dims, t) for t in node.inputs[1:])]
     outputs = [dims_text(dims) if t.name else "_" for t in node.outputs]
@@ -123,7 +123,9 @@ def lp_normalization(node: gs.Node) -> Rule:
         is_zero = build.add("Equal", [norm, like(x, 0)])
         finish(build, "Div", [x, build.add("Where", [is_zero, like(x, 1), norm])])
 
-    return einsum(node, f"{text} -> {text}", **across(node, [dims[axis]], (), lower, since=11))
+    return einsum(
+        node, f"{text} -> {text}", **communicating(node, [dims[axis]], (), lower, since=11)
+    )
 
 
 @rule("MeanVarianceNormalization")
@@ -144,4 +146,4 @@ def mean_variance_normalization(node: gs.Node) -> Rule:
             deviation = build.add("Add", [deviation, like(deviation, epsilon)])
         finish(build, "Div", [centred, deviation])
 
-    return einsum(node, f"{text} -> {text}", **across(node, factors, sizes, lower))
+    return einsum(node, f"{text} -> {text}", **communicating(node, factors, sizes, lower))

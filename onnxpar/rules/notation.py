@@ -1,4 +1,4 @@
-"""The text of a sharding rule's dimensions, and what it parses to.
+"""The notation of sharding rules, and its parser.
 
 m k, k n -> m n          a factor per index; k, absent from the result, is reduced
 (b h) s -> b h s         factors merged into one dimension, the major one first
@@ -69,7 +69,7 @@ def expr_vars(expr: Expr) -> Iterator[str]:
 
 
 def parse_spec(text: str) -> Spec | None:
-    """Parses the dimensions of one operand; see the module's text for the form."""
+    """Parses the dimensions of one operand; the module's docstring has the notation."""
     tokens = re.findall(r"[A-Za-z_]\w*|[()+]|1", text)
     if tokens == ["_"]:
         return None

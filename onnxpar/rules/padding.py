@@ -53,7 +53,7 @@ def pad(node: gs.Node) -> Rule:
     """`a h -> a y`, h tied to y where it is padded; linear if the padding is zero or copied."""
     found = _padding(node)
     if found is None:
-        return whole_rule(node, "padding that only a run can tell")
+        return whole_rule(node, "data-dependent padding")
     pads, is_zero = found
     mode = node.attrs.get("mode", "constant")
     shape = tensor_shape(node.inputs[0]) or ()

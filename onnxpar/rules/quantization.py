@@ -14,7 +14,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.ir.tensors import Size, constant, dtype_of, given, tensor_shape
-from onnxpar.rules.across import where_held
+from onnxpar.rules.communicate import where_held
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule
 
@@ -45,7 +45,7 @@ def quantize(node: gs.Node) -> Rule:
             whole = dict.fromkeys((dims[axis], "n"), "its last block is not full")
         else:
             dims[axis] = "(n b)"
-            sizes, whole = {"n": size // block, "b": block}, {"b": "a block has one scale"}
+            sizes, whole = {"n": size // block, "b": block}, {"b": "a block has a single scale"}
     text = dims_text(dims)
     stored = frozenset(range(len(node.inputs)) if node.op == "DequantizeLinear" else ())
     operands = ", ".join([text, *rest])

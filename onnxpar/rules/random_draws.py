@@ -12,11 +12,11 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, tensor_shape
-from onnxpar.rules.across import finish, is_short_float, like, own_part, wanted, widen
+from onnxpar.rules.communicate import finish, has_output, is_short_float, like, own_shard, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule, whole_rule
 
-_UNSEEDED = "without a seed one rank draws for all"
+_UNSEEDED = "without a seed, one rank draws for all"
 
 
 @rule("RandomNormalLike RandomUniformLike")
@@ -32,7 +32,7 @@ def random_like(node: gs.Node) -> Rule:
 
     def lower(build: Lowering) -> None:
         drawn = build.add(node_op, [], **attrs)
-        build.finish("Identity", [own_part(build, drawn, dims)])
+        build.finish("Identity", [own_shard(build, drawn, dims)])
 
     node_op = node.op.removesuffix("Like")
     return einsum(node, f"{text} -> {text}", lowered=frozenset(dims), lower=lower)
@@ -59,11 +59,11 @@ def training_dropout(node: gs.Node) -> Rule:
         ones = build.add("Expand", [one, np.array(shape, np.int64)])
         controls = [build.input(i) for i in range(1, len(build.local.node.inputs))]
         scale, mask = build.add_each("Dropout", [ones, *controls], 2, **attrs)
-        if build.is_graph_output(0) or wanted(build, 1):
+        if build.is_graph_output(0) or has_output(build, 1):
             scale = build.add("Where", [mask, scale, like(scale, 0)])
-        finish(build, "Mul", [widen(build, x), own_part(build, scale, dims)])
-        if wanted(build, 1):
-            build.finish("Identity", [own_part(build, mask, dims)], 1)
+        finish(build, "Mul", [widen(build, x), own_shard(build, scale, dims)])
+        if has_output(build, 1):
+            build.finish("Identity", [own_shard(build, mask, dims)], 1)
 
     return einsum(node, f"{text}{rest} -> {results}", lowered=frozenset(dims), lower=lower)
 
@@ -71,5 +71,5 @@ def training_dropout(node: gs.Node) -> Rule:
 @rule("Bernoulli Multinomial RandomNormal RandomUniform")
 def random_draw(node: gs.Node) -> Rule:
     """Everything whole: with a seed every rank draws it all, else one rank for the others."""
-    seeded = "with a seed every rank draws all of it"
+    seeded = "with a seed, every rank draws all of it"
     return whole_rule(node, seeded if "seed" in node.attrs else _UNSEEDED)

@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import constant, dtype_of, is_float, tensor_shape
 from onnxpar.layout.layout import ReduceOp, neutral
-from onnxpar.rules.across import across, like, places, positions, widen
+from onnxpar.rules.communicate import communicating, global_positions, held_positions, like, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
@@ -37,7 +37,7 @@ def extreme_position(
     if build.local.may_be_empty(factor):
         is_best = build.add("And", [is_best, _holds(build, factor)])
     none = np.array(-1 if last else extent, np.int64)
-    found = build.add("Where", [is_best, positions(build, index, factor), none])
+    found = build.add("Where", [is_best, global_positions(build, index, factor), none])
     return build.all_reduce(found, [factor], "max" if last else "min")
 
 
@@ -52,7 +52,7 @@ def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest:
     if not is_float(x):
         return x
     greatest = np.inf if largest else -np.inf
-    at = places(build, factor, axis, len(x.shape))
+    at = held_positions(build, factor, axis, len(x.shape))
     is_first = build.add("Equal", [at, np.array(0, np.int64)])
     stand_in = build.add("Where", [is_first, like(x, greatest), like(x, -greatest)])
     return build.add("Where", [build.add("IsNaN", [x]), stand_in, x])
@@ -75,7 +75,7 @@ def arg_extremum(node: gs.Node) -> Rule:
         else:
             build.finish("Squeeze", [found], axes=[axis])
 
-    fields = across(node, [dims[axis]], [shape[axis]], lower, since=11)
+    fields = communicating(node, [dims[axis]], [shape[axis]], lower, since=11)
     return einsum(node, f"{dims_text(dims)} -> {dims_text(kept)}", **fields)
 
 
@@ -93,11 +93,13 @@ def hardmax(node: gs.Node) -> Rule:
     def lower(build: Lowering) -> None:
         dtype = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(build.local.node.outputs[0]))
         found = extreme_position(build, axis, dims[axis], shape[axis] or 0)
-        at = places(build, dims[axis], axis, len(dims))
+        at = held_positions(build, dims[axis], axis, len(dims))
         build.finish("Cast", [build.add("Equal", [at, found])], to=dtype)
 
     return einsum(
-        node, f"{text} -> {text}", **across(node, [dims[axis]], [shape[axis]], lower, since=11)
+        node,
+        f"{text} -> {text}",
+        **communicating(node, [dims[axis]], [shape[axis]], lower, since=11),
     )
 
 
@@ -110,11 +112,11 @@ def top_k(node: gs.Node) -> Rule:
     factor = dims[axis]
     out = dims_text([*dims[:axis], "k", *dims[axis + 1 :]])
     text = f"{dims_text(dims)}{', _' * (len(node.inputs) - 1)} -> {out}; {out}"
-    whole = {"k": "the best are in order"}
+    whole = {"k": "its elements are sorted"}
     by_attribute = len(node.inputs) == 1
     operand = None if by_attribute else constant(node.inputs[1])
     if operand is None and not by_attribute:
-        return einsum(node, text, whole=whole | {factor: "a k that only a run can tell"})
+        return einsum(node, text, whole=whole | {factor: "a data-dependent k"})
     k = node.attrs["k"] if operand is None else int(operand.reshape(-1)[0])
     attrs = {key: node.attrs[key] for key in ("largest",) if key in node.attrs}
 
@@ -129,7 +131,7 @@ def top_k(node: gs.Node) -> Rule:
             return min(k, local.size(factor))
 
         own, index = best(build, build.input(0), offered)
-        index = positions(build, index, factor)
+        index = global_positions(build, index, factor)
         values = build.all_gather(own, factor, axis, offered)
         places = build.all_gather(index, factor, axis, offered)
         result, chosen = best(build, values, lambda _: k)
@@ -137,6 +139,6 @@ def top_k(node: gs.Node) -> Rule:
         if build.local.node.outputs[1].name:
             build.finish("GatherElements", [places, chosen], 1, axis=axis)
 
-    fields = across(node, [factor], [shape[axis]], lower, since=11)
+    fields = communicating(node, [factor], [shape[axis]], lower, since=11)
     fields["whole"] = {**whole, **fields.get("whole", {})}
     return einsum(node, text, contiguous=frozenset({factor}), **fields)

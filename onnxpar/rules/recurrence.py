@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import tensor_shape
 from onnxpar.rules import recurrence_lowering
-from onnxpar.rules.across import across
+from onnxpar.rules.communicate import communicating
 from onnxpar.rules.recurrence_lowering import GATES
 from onnxpar.rules.rule import Local, Rule, einsum, rule
 
@@ -38,7 +38,7 @@ def recurrence(node: gs.Node) -> Rule:
     if {"activation_alpha", "activation_beta"} & node.attrs.keys():
         whole["d"] = "the slopes of its activations are listed for all directions together"
     units = node.attrs.get("hidden_size") or (tensor_shape(node.inputs[2]) or (None,))[-1]
-    fields = across(node, "h", [units], recurrence_lowering.lower)
+    fields = communicating(node, "h", [units], recurrence_lowering.lower)
     return einsum(
         node,
         f"{', '.join(operands)} -> {'; '.join(results)}",

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import given
-from onnxpar.rules.across import like, places, wanted
 from onnxpar.rules.cell_activations import Activation, activations_of
+from onnxpar.rules.communicate import has_output, held_positions, like
 from onnxpar.rules.rule import Local, Lowering
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -61,11 +61,11 @@ class _Network:
             scan_input_directions=lambda local: self._directions(local, each),
             scan_output_directions=lambda local: self._directions(local, 1),
         )
-        if wanted(build, 0):
+        if has_output(build, 0):
             y = self._joined([build.add("Unsqueeze", [y], axes=[1]) for y in ys], 1)
             build.finish("Transpose", [y], perm=[2, 0, 1, 3] if self.by_batch else [0, 1, 2, 3])
         for output, end in enumerate(ends, 1):
-            if wanted(build, output):
+            if has_output(build, output):
                 self._finish_end(end, lengths, output)
 
     def _directions(self, local: Local, each: int) -> list[int]:
@@ -136,7 +136,7 @@ class _Network:
             bias = beside_w if is_apart else build.add("Add", [beside_w, beside_r])
         masks: list[gs.Tensor] = []
         if lengths is not None:
-            masks = [build.add("Less", [places(build, "s", 0, 3), lengths])]
+            masks = [build.add("Less", [held_positions(build, "s", 0, 3), lengths])]
         found: list[gs.Tensor] = []
         for way in range(self.ways):
             weight = build.add("Transpose", [self._of_way(build.input(1), way)], perm=[1, 0])

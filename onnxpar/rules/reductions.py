@@ -11,7 +11,15 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, numel, tensor_shape
-from onnxpar.rules.across import across, finish, is_short_float, like, number, total, widen
+from onnxpar.rules.communicate import (
+    communicating,
+    finish,
+    is_short_float,
+    like,
+    number,
+    total,
+    widen,
+)
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
 
@@ -47,7 +55,7 @@ def reduce_(node: gs.Node) -> Rule:
     """`a b c -> a 1 c`, b pending; a mean of parts counts by their sizes."""
     axes = reduced_axes(node)
     if axes is None:
-        return whole_rule(node, "axes that only a run can tell")
+        return whole_rule(node, "data-dependent axes")
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     gone = [dims[a] for a in axes]
     one = ["1"] if node.attrs.get("keepdims", 1) else []
@@ -62,12 +70,14 @@ def reduce_(node: gs.Node) -> Rule:
     operands = [np.array(axes)] if len(node.inputs) > 1 else []
     if node.op == "ReduceMean" and not is_linear:
         return einsum(
-            node, text, **across(node, gone, sizes, _lower_integer_mean(axes, gone, sizes))
+            node, text, **communicating(node, gone, sizes, _lower_integer_mean(axes, gone, sizes))
         )
     if node.op not in _PENDING:
         if node.op == "ReduceLogSumExp" and not is_float(node.outputs[0]):
-            return einsum(node, text, whole=dict.fromkeys(gone, "integers are rounded on the way"))
-        return einsum(node, text, **across(node, gone, (), _ACROSS[node.op](axes, gone)))
+            return einsum(
+                node, text, whole=dict.fromkeys(gone, "integers are rounded before the last step")
+            )
+        return einsum(node, text, **communicating(node, gone, (), _ACROSS[node.op](axes, gone)))
     reduce = dict.fromkeys(gone, _PENDING[node.op])
     if node.op != "ReduceMean":
         lowering: dict[str, Any] = {}
@@ -195,7 +205,7 @@ def cumulate(node: gs.Node) -> Rule:
     """`a b, _ -> a b` across b: each part goes on from the total of those before it."""
     operand = constant(node.inputs[1])
     if operand is None:
-        return whole_rule(node, "an axis that only a run can tell")
+        return whole_rule(node, "a data-dependent axis")
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = int(operand.reshape(-1)[0]) % len(dims)
     factor, text, attrs = dims[axis], dims_text(dims), dict(node.attrs)
@@ -223,5 +233,5 @@ def cumulate(node: gs.Node) -> Rule:
         f"{text}, _ -> {text}",
         contiguous=frozenset({factor}),
         linear=(FIRST,) if node.op == "CumSum" else (),
-        **across(node, [factor], (), lower),
+        **communicating(node, [factor], (), lower),
     )

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
-from onnxpar.rules.across import finish, like, widen
+from onnxpar.rules.communicate import finish, like, widen
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.interpolation import Scaling, Taps, taps
 from onnxpar.rules.movement import PERMUTES, int64
@@ -34,7 +34,7 @@ def resize(node: gs.Node) -> Rule:
     by_size = _has_values(given(node, 3))
     changed = scalings(node)
     if changed is None:
-        return whole_rule(node, "scales that only a run can tell")
+        return whole_rule(node, "data-dependent scales")
     before, after = names("d", len(shape)), names("d", len(shape))
     sizes: dict[str, Size] = {}
     whole: dict[str, str] = {}
@@ -99,11 +99,11 @@ def _refusal(node: gs.Node, resized: Collection[Scaling]) -> str | None:
     """Why dimensions that are resized must be whole."""
     crops = node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize"
     if not all(s.size and s.out for s in resized):
-        return "a size that only a run can tell"
+        return "a data-dependent size"
     if crops and (_policy(node) != "stretch" or any(s.scale == 1 for s in resized)):
-        return "its region is cropped at a scale that is not its own"
+        return "its scale is not that of the cropped region"
     if _MODES[node.attrs.get("mode", "nearest")] != "nearest" and not is_float(node.inputs[0]):
-        return "integers are interpolated in the kernel's own fixed-point numbers"
+        return "the kernel interpolates integers in its own fixed-point format"
     return None
 
 
@@ -238,5 +238,5 @@ def _blocks(node: gs.Node, text: str, deep: gs.Tensor, shallow: gs.Tensor) -> Ru
     _, _, h, w = tensor_shape(deep) or ()
     block = node.attrs["blocksize"]
     sizes: dict[str, Size] = {"c": c, "h": h, "w": w, "i": block, "j": block}
-    whole = dict.fromkeys("ij", "the block size belongs to the op")
+    whole = dict.fromkeys("ij", "the block size is fixed by the op")
     return einsum(node, text, sizes=sizes, whole=whole, **PERMUTES)

@@ -18,62 +18,61 @@ FIRST = frozenset({0})
 
 
 class Local(Protocol):
-    """A node as one rank sees it; what `Rule.local` computes new constants and attributes from.
+    """A rank's view of a node, from which `Rule.local` computes new constants and attributes.
 
-    `node` is still the global one: its tensors have global shapes.
+    `node` is still the global node: its tensors have global shapes.
     """
 
     node: gs.Node
 
     def input_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the rank's part of an operand."""
+        """The shape of the rank's shard of an operand."""
         ...
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of the rank's part of a result."""
+        """The shape of the rank's shard of a result."""
         ...
 
     def size(self, factor: str) -> int:
-        """How many values of a factor the rank computes."""
+        """The size of the rank's shard of a factor."""
         ...
 
     def positions(self, factor: str) -> np.ndarray[Any, Any]:
-        """The global values of a factor that the rank computes, in its order."""
+        """The global indices of the rank's shard of a factor, in the rank's order."""
         ...
 
     def is_run(self, factor: str) -> bool:
-        """Whether those are consecutive on every rank."""
+        """True if the shards of a factor are contiguous on every rank."""
         ...
 
     def interval(self, factor: str) -> tuple[int, int]:
-        """The first global value of a factor that the rank computes, and the one behind the last;
-        they are consecutive."""
+        """The global start and end (exclusive) of the rank's shard of a factor, which must be
+        contiguous."""
         ...
 
     def member(self, factor: str) -> int:
-        """The rank's place among those that hold the parts of a factor."""
+        """The rank's index among those that hold the shards of a factor."""
         ...
 
     def is_split(self, factor: str) -> bool:
-        """Whether the ranks hold parts of a factor."""
+        """True if a factor is sharded."""
         ...
 
     def may_be_empty(self, factor: str) -> bool:
-        """Whether some rank may hold nothing of a factor: its size is open, or below the number of
-        parts."""
+        """True if a rank's shard of a factor may be empty: its size is open, or smaller than the
+        number of shards."""
         ...
 
 
 Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], Sequence[gs.Tensor]]]
-"""Builds the body of a Scan: from states and elements, the new ones."""
+"""Builds the body of a Scan: takes states and elements, returns new states and result elements."""
 
 
 class Lowering(Protocol):
-    """Builds a rank's own nodes in place of one node; see `lowering/rank_view.py`.
+    """Builds the nodes that a rank runs in place of one node; see `lowering/lowering_builder.py`.
 
-    Operands may be tensors or arrays, which become constants; opset differences in how axes are
-    given (Unsqueeze, Squeeze, ReduceSum ...), and the sizes of a Split, are taken care of by `add`
-    and `finish`.
+    Operands may be tensors or arrays, which become constants. `axes=` of Unsqueeze, Squeeze,
+    ReduceSum and the like, and `split=` of Split, become attributes or operands as the opset wants.
     Functions given to `per_rank` run after the node is gone: they must not read `local.node`.
     """
 
@@ -81,7 +80,7 @@ class Lowering(Protocol):
     opset: int
 
     def input(self, index: int) -> gs.Tensor:
-        """An operand of the node, now the rank's part."""
+        """The rank's shard of an operand of the node."""
         ...
 
     def per_rank(self, value: Callable[[Local], Any]) -> gs.Tensor:
@@ -99,61 +98,59 @@ class Lowering(Protocol):
         ...
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
-        """The reduction of the ranks' `x` over the parts of these factors; `x` where none is
-        split."""
+        """The reduction of `x` over the shards of these factors; `x` itself if none is split."""
         ...
 
     def all_gather(
         self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Local], int]
     ) -> gs.Tensor:
-        """What the holders of the factor's parts have as `x`, joined along `axis` in the order of
-        the parts; `extent` is what each has there."""
+        """The `x` of all ranks that hold shards of the factor, concatenated along `axis` in the
+        order of the shards; `extent` is the size of a rank's `x` along that axis."""
         ...
 
     def gathered(self, factor: str) -> np.ndarray[Any, Any]:
-        """The global values of a factor in the order in which `all_gather` joins its parts."""
+        """The global indices of a factor, in the order in which `all_gather` joins its shards."""
         ...
 
     def scan(
         self, step: Step, states: Sequence[gs.Tensor], sequences: Sequence[gs.Tensor], **attrs: Any
     ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-        """Adds a Scan along the first dimension of sequences, in whose body `step` adds nodes, and
-        collectives. Returns the last states and the sequences of results."""
+        """Adds a Scan along the first dimension of `sequences`; returns its last states and its
+        results. `step` adds the nodes of its body, which may be collectives."""
         ...
 
     def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
-        """`x`, whose dimension `axis` is the factor, with one element of `value` there where the
-        rank's part is empty."""
+        """`x`, or one element of `value` along `axis` where the rank's shard is empty; dimension
+        `axis` of `x` is the factor."""
         ...
 
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Local], tuple[int, int]]
     ) -> gs.Tensor:
-        """The elements from `wanted[0]` to before `wanted[1]` of a dimension, which is the factor
-        and split in runs, wherever they are held."""
+        """Elements `wanted[0]` up to (not including) `wanted[1]` of dimension `axis` of `x`, from
+        the ranks that hold them. The dimension is the factor, in contiguous shards."""
         ...
 
     def is_open(self, factor: str) -> bool:
-        """Whether only a run knows the factor's size: what follows from it must be computed by
-        nodes."""
+        """True if the factor's size differs between runs: nodes must compute what depends on it."""
         ...
 
     def fetch_between(
         self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
     ) -> gs.Tensor:
-        """As `fetch`, of bounds that nodes compute: int64 [2], within the dimension. `extent` is
-        how many these are on rank 0."""
+        """As `fetch`, with bounds that nodes compute: int64 [2], within the dimension. `extent` is
+        the number of fetched elements on rank 0."""
         ...
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-        """Adds the node that makes the rank's part of result `output`."""
+        """Adds the node that computes the rank's shard of result `output`."""
         ...
 
     def make(
         self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
     ) -> gs.Variable:
-        """Adds a node whose result is of this type, (dtype, shape on rank 0), which inference
-        cannot tell."""
+        """Adds a node whose result has this type, (dtype, shape on rank 0), for ops whose type
+        cannot be inferred."""
         ...
 
     def shape(self, x: gs.Tensor) -> list[int]:
@@ -161,34 +158,35 @@ class Lowering(Protocol):
         ...
 
     def is_graph_output(self, output: int) -> bool:
-        """Whether a result is a result of the whole graph."""
+        """True if a result is also an output of the graph."""
         ...
 
     def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
-        """Adds the node that makes the rank's parts of all results."""
+        """Adds the node that computes the rank's shards of all results."""
         ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the dimensions of a node's operands and results share factors. It knows no mesh.
+    """The factors that the dimensions of a node's operands and results share, for any mesh.
 
-    reduce         factors whose split leaves partial results, and the reduction they then need
-    whole          factors that must not be split, and why
+    reduce         factors that leave partial results if they are split, with the reduction to apply
+    whole          factors that must not be split, with the reason
     linear         groups of operands in which the results are jointly linear: Add {0,1}, Mul {0}
                    and {1}
     monotone       operands through which a partial max or min passes
-    additive       operands added after the reduction (a bias): they must count once
-    local          new attributes ("group") or input constants (1) of a shard, from its local shapes
-    lower          replaces the node where one of `lowered` factors is split
+    additive       operands added after the reduction (a bias), which must be counted once
+    local          new attributes ("group") or constant operands (1) of a shard, computed from the
+                   rank's view of the node
+    lower          replaces the node if one of the `lowered` factors is split
     communicating  lowered factors over whose shards the ranks communicate inside the op, so that
                    the results are not partial
-    contiguous     factors of which each rank must hold consecutive values
+    contiguous     factors whose shards must be contiguous
     co_sharded     factors that are split over the same axes or not at all, each into shards of its
                    own: the rows before and after a window
-    nonempty       factors whose shards the kernel does not take empty: it gets a stand-in there
-    constants      operands that must be stored weights, as the kernel computes otherwise with
-                   results of nodes: a run never gathers them
+    nonempty       factors whose empty shards the kernel does not accept: they get a stand-in
+    constants      operands that must be stored weights, never gathered in a run: the kernel
+                   computes differently if they are results of nodes
     """
 
     inputs: tuple[Spec | None, ...]
@@ -222,11 +220,11 @@ class Rule:
 
 
 _RENAMED = {"across": "communicating", "runs": "contiguous", "ties": "co_sharded"}
-"""Fields of Rule by their old names, which rules from outside may still give."""
+"""New names of Rule's fields by old name; plugins may still use the old ones."""
 
 
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields by their names of today, with a warning for each old one."""
+    """The fields by their new names; warns about each old name."""
     for old in _RENAMED.keys() & fields.keys():
         warnings.warn(f"{old}= is now {_RENAMED[old]}=", DeprecationWarning, stacklevel=3)
     return {_RENAMED.get(name, name): value for name, value in fields.items()}
@@ -242,8 +240,7 @@ def einsum(
 ) -> Rule:
     """The rule that `text` states for the node; factor sizes come from the node's shapes.
 
-    Factors that stand in no result are reduced by sum unless `reduce`, `communicating` or `whole`
-    says otherwise.
+    Factors that no result has are summed, unless `reduce`, `communicating` or `whole` names them.
     """
     fields = _renamed(fields)
     left, right = text.split("->")
@@ -279,17 +276,19 @@ _NO_EMPTY_PARTS: dict[tuple[str, str], tuple[str, ...]] = {}
 def rule(
     *ops: str, domain: str = "", ranks_known: bool = True, replace: bool = False
 ) -> Callable[[RuleFunction], RuleFunction]:
-    """Registers a rule for one op or a family of them: `@rule("Sin Cos", "Tan")`. It is asked only
-    where all `ranks_known`, or always. Errors: StrategyError where an op has a rule already, unless
-    this one shall `replace` it."""
+    """Registers a rule for one or more ops: `@rule("Sin Cos", "Tan")`.
+
+    With `ranks_known`, it is called only for nodes whose tensors all have known ranks. Errors:
+    StrategyError if an op already has a rule and `replace` is False.
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in " ".join(ops).split():
             have = _RULES.get((domain, op))
             if have is not None and not replace:
                 raise StrategyError(
-                    f"{function.__module__}.{function.__name__}: {op} has a rule already, "
-                    f"{have.__module__}.{have.__name__}; give replace=True"
+                    f"{function.__module__}.{function.__name__}: {op} already has a rule, "
+                    f"{have.__module__}.{have.__name__}; give replace=True to replace it"
                 )
             _RULES[domain, op] = function
             if not ranks_known:
@@ -305,27 +304,27 @@ def registered() -> Mapping[tuple[str, str], RuleFunction]:
 
 
 def whole_op(ops: str, reason: str, domain: str = "") -> None:
-    """Says why ops have no rule: `whole_op("NonZero Unique", "the size ... depends on data")`."""
+    """Registers why ops have no rule: `whole_op("NonZero Unique", "the size of its ...")`."""
     for op in ops.split():
         assert (domain, op) not in _WHOLE, f"two reasons for {op}"
         _WHOLE[domain, op] = reason
 
 
 def whole_ops() -> Mapping[tuple[str, str], str]:
-    """Why ops without a rule have none, by (domain, op)."""
+    """The reasons why ops have no rule, by (domain, op)."""
     return _WHOLE
 
 
 def no_empty_parts(ops: str, factors: str = "", domain: str = "") -> None:
-    """Says of which factors the kernels of these ops take no empty parts: those that begin with
-    these letters, or all."""
+    """Registers ops whose kernels do not accept empty shards of factors that begin with these
+    letters; of any factor if there are none."""
     for op in ops.split():
         assert (domain, op) not in _NO_EMPTY_PARTS, f"twice {op}"
         _NO_EMPTY_PARTS[domain, op] = tuple(factors.split()) or ("",)
 
 
 def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
-    """The rule, told what the op's kernel does not take."""
+    """The rule, with the `nonempty` factors of the op's kernel."""
     letters = _NO_EMPTY_PARTS.get((domain, op))
     if letters is None:
         return rule
@@ -336,7 +335,8 @@ def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
 
 
 def whole_rule(node: gs.Node, reason: str) -> Rule:
-    """The rule of an op that must see its operands whole, with the reason a plan gives for it."""
+    """The rule of an op whose operands and results must stay whole, for a reason that plans
+    print."""
     sizes: dict[str, Size] = {}
 
     def spec(tensor: gs.Tensor, prefix: str) -> Spec | None:
@@ -353,24 +353,24 @@ def whole_rule(node: gs.Node, reason: str) -> Rule:
 
 
 def rule_of(node: gs.Node) -> Rule:
-    """The rule for this node: the registered one, or the whole op with its reason."""
+    """The registered rule for a node; without one, the whole op with the reason."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     function = _RULES.get((domain, node.op))
     if function is None:
         lack = f"no rule for {domain + '.' if domain else ''}{node.op}"
         return whole_rule(node, _WHOLE.get((domain, node.op), lack))
     if (domain, node.op) in _ANY_RANK:
-        return _answer(function, node)
+        return _called(function, node)
     tensors = [t for t in [*node.inputs, *node.outputs] if t.name]
     if any(str(t.dtype) == "object" for t in tensors):
-        return whole_rule(node, "collectives carry no strings")
+        return whole_rule(node, "collectives cannot send strings")
     if any(tensor_shape(t) is None for t in tensors):
         return whole_rule(node, "an operand of unknown rank")
-    return _with_kernel(_answer(function, node), domain, node.op)
+    return _with_kernel(_called(function, node), domain, node.op)
 
 
-def _answer(function: RuleFunction, node: gs.Node) -> Rule:
-    """What a rule says of a node. Errors: StrategyError where a rule from outside fails."""
+def _called(function: RuleFunction, node: gs.Node) -> Rule:
+    """The function's rule for a node. Errors: StrategyError if a plugin's function fails."""
     if function.__module__.startswith(f"{__name__.partition('.')[0]}."):
         return function(node)
     try:
@@ -382,7 +382,7 @@ def _answer(function: RuleFunction, node: gs.Node) -> Rule:
     else:
         if isinstance(found, Rule):
             return found
-        reason = f"it returns {type(found).__name__}, not a Rule"
+        reason = f"it returned {type(found).__name__}, not a Rule"
     raise StrategyError(
         f"the rule {function.__module__}.{function.__name__} fails on {node.op} '{node.name}': "
         f"{reason}; correct the plugin"

@@ -11,12 +11,12 @@ from onnxpar.rules.movement import int64
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
 
-_SAMPLED = "where it is sampled only a run can tell"
+_SAMPLED = "sampling positions are data-dependent"
 _POINT = "the coordinates of one point"
-_REGION = "every cell is a part of its whole region"
+_REGION = "each cell depends on the whole region"
 _CENTRE = "it is cropped or padded around its centre"
-_BLOCKS = "neighbouring blocks add up"
-_MATRIX = "a determinant needs all of its matrix"
+_BLOCKS = "overlapping blocks are summed"
+_MATRIX = "a determinant needs the whole matrix"
 
 
 @rule("GridSample")
@@ -38,13 +38,13 @@ def affine_grid(node: gs.Node) -> Rule:
     """`n _ _, _ -> n y x _`; the size that is asked for follows n."""
     size = constant(node.inputs[1])
     if size is None:
-        return whole_rule(node, "a size that only a run can tell")
+        return whole_rule(node, "a data-dependent size")
     space = names("o", len(size) - 2)
     return einsum(
         node,
         f"n r t, _ -> {dims_text(['n', *space, 'k'])}",
         whole={
-            **dict.fromkeys(("r", "t"), "a transformation needs all of its matrix"),
+            **dict.fromkeys(("r", "t"), "a transformation needs the whole matrix"),
             **dict.fromkeys(space, "its values are global positions"),
             "k": _POINT,
         },
@@ -77,7 +77,7 @@ def deform_conv(node: gs.Node) -> Rule:
     image, weight = (tensor_shape(t) or () for t in node.inputs[:2])
     group = node.attrs.get("group", 1)
     if image[1] is None or weight[0] is None:
-        return whole_rule(node, "channels that only a run can tell")
+        return whole_rule(node, "a data-dependent number of channels")
     shared = node.attrs.get("offset_group", 1) == 1
     c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
     operands = [f"n {c} h w", f"{o} c u v", "n e y x", o, "n f y x"]
@@ -95,7 +95,7 @@ def deform_conv(node: gs.Node) -> Rule:
         sizes={"g": group, "c": image[1] // group, "o": weight[0] // group},
         whole={
             **dict.fromkeys("hw", _SAMPLED),
-            **dict.fromkeys("yx", "its windows count from the start"),
+            **dict.fromkeys("yx", "window positions are counted from its start"),
             **dict.fromkeys("uv", "the weights of one window"),
             **dict.fromkeys("e" + "f" * (given(node, 4) is not None), "offsets of one window"),
             **own,
@@ -112,7 +112,7 @@ def max_unpool(node: gs.Node) -> Rule:
     indices, which count through the whole result, are rebased."""
     shape = tensor_shape(node.outputs[0]) or ()
     if None in shape[1:] or (len(node.inputs) > 2 and constant(node.inputs[2]) is None):
-        return whole_rule(node, "a size that only a run can tell")
+        return whole_rule(node, "a data-dependent size")
     before, after = (names(p, len(shape) - 2) for p in ("h", "y"))
     image, channels = math.prod(s or 0 for s in shape[2:]), shape[1] or 0
     attrs = dict(node.attrs)
@@ -135,7 +135,7 @@ def max_unpool(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{text}, {text}{rest} -> {dims_text(['n', 'c', *after])}",
-        whole=dict.fromkeys(after, "an element may go anywhere in its image"),
+        whole=dict.fromkeys(after, "an element may be written anywhere in its image"),
         lowered=frozenset(["n", "c", *before]),
         lower=lower,
         contiguous=frozenset("nc"),
@@ -153,7 +153,7 @@ def col2im(node: gs.Node) -> Rule:
     """`n (c _) _, _, _ -> n c y x`."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
     if shape[1] is None or not out[1]:
-        return whole_rule(node, "blocks that only a run can tell")
+        return whole_rule(node, "data-dependent block sizes")
     space = names("o", len(out) - 2)
     return einsum(
         node,

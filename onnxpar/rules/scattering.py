@@ -9,13 +9,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
-from onnxpar.rules.across import places
+from onnxpar.rules.communicate import held_positions
 from onnxpar.rules.indexing import SELECTED, local_rows, uncovered
 from onnxpar.rules.movement import output_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
-_MEETS = "its updates meet in the same elements, where the last one wins"
+_MEETS = "several updates may hit one element, and the last one wins"
 _JOINS = {"add": "sum", "max": "max", "min": "min"}
 _PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint32", "bool")
 """Types that Pad pads."""
@@ -25,7 +25,9 @@ def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
     """The fields of a rule for factors of updates that may meet: the data counts once."""
     reduction = node.attrs.get("reduction", "none")
     if reduction not in _JOINS:
-        reason = _MEETS if reduction == "none" else "the data would have to count once in a product"
+        reason = (
+            _MEETS if reduction == "none" else "in a product, each shard would count the data once"
+        )
         return {"whole": dict.fromkeys(factors, reason), "reduce": {}}
     return {
         "reduce": dict.fromkeys(factors, _JOINS[reduction]),
@@ -71,7 +73,10 @@ def scatter_elements(node: gs.Node) -> Rule:
     rows = data[axis]
     fields = meeting_updates(node, ["i"])
     if rows is None or node.op == "Scatter" or not can_pad(node.inputs[0]):
-        fields["whole"] = {**fields.get("whole", {}), "v": "there is no room for others' updates"}
+        fields["whole"] = {
+            **fields.get("whole", {}),
+            "v": "there is no room for the updates of other shards",
+        }
 
     def lower(build: Lowering) -> None:
         found, _ = local_rows(build, rows or 0, lambda local: local.size("v"))
@@ -102,7 +107,7 @@ def tensor_scatter(node: gs.Node) -> Rule:
     circular = node.attrs.get("mode", "linear") == "circular"
 
     def lower(build: Lowering) -> None:
-        at = places(build, factor, axis, len(shape))
+        at = held_positions(build, factor, axis, len(shape))
         if given(build.local.node, 2) is not None:
             others = [i for i in range(len(shape)) if i != 0]
             start = build.add("Unsqueeze", [build.input(2)], axes=others)
@@ -116,9 +121,9 @@ def tensor_scatter(node: gs.Node) -> Rule:
         written = build.add("GatherElements", [build.input(1), row], axis=axis)
         build.finish("Where", [inside, written, build.input(0)])
 
-    whole = {"u": "where it is written only a run can tell"}
+    whole = {"u": "the write position is data-dependent"}
     if None in (length, count) or str(dtype_of(node.inputs[0])) not in SELECTED:
-        whole[factor] = "where it is written only a run can tell"
+        whole[factor] = "the write position is data-dependent"
     rest = ", d0" * (len(node.inputs) - 2)
     return einsum(
         node,

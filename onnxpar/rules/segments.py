@@ -1,8 +1,9 @@
-"""Ops that join segments to a dimension, or cut it into segments: Concat, Split, Slice."""
+"""Ops that join segments to a dimension, or divide it into segments: Concat, Split, Slice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def concat(node: gs.Node) -> Rule:
 
 @rule("Split")
 def split(node: gs.Node) -> Rule:
-    """`(a + b) d -> a d ; b d`: the inverse of Concat; sizes follow the local parts."""
+    """`(a + b) d -> a d ; b d`: the inverse of Concat; its sizes are those of the shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     axis = node.attrs.get("axis", 0) % len(shape)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(shape))]
@@ -65,11 +66,11 @@ def split(node: gs.Node) -> Rule:
 
 
 def _drop(local: Local) -> None:
-    """The attribute goes: explicit sizes stand in its place."""
+    """Removes the attribute, as a rank gets explicit sizes."""
 
 
 def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
-    """(start, stop, step) by axis, clamped as ONNX does; None where they are not constant."""
+    """(start, stop, step) by axis, clamped as in ONNX; None if they are not constant."""
     shape = tensor_shape(node.inputs[0]) or ()
     if "starts" in node.attrs:
         parts: list[Any] = [node.attrs.get(k) for k in ("starts", "ends", "axes", "steps")]
@@ -93,80 +94,104 @@ def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
 
 @rule("Slice")
 def slice_(node: gs.Node) -> Rule:
-    """`(before + kept + after) d -> kept d`; strided dimensions `x -> d`, x tied to d."""
+    """`(before + kept + after) d -> kept d`; strided dimensions `x -> d`, x and d co-sharded."""
     bounds = slice_bounds(node)
     if bounds is None:
-        return whole_rule(node, "bounds that only a run can tell")
+        return whole_rule(node, "data-dependent bounds")
+    kept = _Kept(bounds)
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
-    sizes: dict[str, Size] = {}
-    whole: dict[str, str] = {}
-    left: list[Expr] = []
-    right: list[Expr] = []
-    strided: dict[int, IndexMap] = {}
-    for i, (size, kept) in enumerate(zip(shape, out, strict=True)):
-        start, _, step = bounds.get(i, (0, 0, 1))
-        if kept == 1 and step != 1:
-            bounds[i], step = (start, start + 1, 1), 1
-        sizes[f"d{i}"] = kept
-        right.append(Var(f"d{i}"))
-        if size == kept and step == 1:
-            left.append(Var(f"d{i}"))
-        elif step != 1 or kept is None or size is None:
-            sizes[f"x{i}"] = size
-            left.append(Var(f"x{i}"))
-            if kept and size:
-                strided[i] = IndexMap(f"x{i}", f"d{i}", start + step * np.arange(kept))
+    for i, (size, count) in enumerate(zip(shape, out, strict=True)):
+        kept.add_dimension(i, size, count)
+    rest: list[Spec | None] = [None] * (len(node.inputs) - 1)
+    return Rule(
+        (tuple(kept.left), *rest),
+        (tuple(kept.right),),
+        kept.sizes,
+        whole=kept.whole,
+        local=kept.local_attributes() if "starts" in node.attrs else kept.local_operands(),
+        lower=kept.lower,
+        **tied_fields(kept.strided),
+        **PERMUTES,
+    )
+
+
+@dataclass(eq=False)
+class _Kept:
+    """The dimensions before and after a Slice as rule text, and the bounds for a rank's shard.
+
+    `bounds` are (start, stop, step) by axis; `strided` maps axes with a step to the elements kept.
+    """
+
+    bounds: dict[int, tuple[int, int, int]]
+    left: list[Expr] = field(default_factory=list)
+    right: list[Expr] = field(default_factory=list)
+    sizes: dict[str, Size] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    strided: dict[int, IndexMap] = field(default_factory=dict)
+
+    def add_dimension(self, i: int, size: Size, count: Size) -> None:
+        """Adds dimension i, of which `count` elements of `size` are kept."""
+        start, _, step = self.bounds.get(i, (0, 0, 1))
+        if count == 1 and step != 1:
+            self.bounds[i], step = (start, start + 1, 1), 1
+        self.sizes[f"d{i}"] = count
+        self.right.append(Var(f"d{i}"))
+        if size == count and step == 1:
+            self.left.append(Var(f"d{i}"))
+        elif step != 1 or count is None or size is None:
+            self.sizes[f"x{i}"] = size
+            self.left.append(Var(f"x{i}"))
+            if count and size:
+                self.strided[i] = IndexMap(f"x{i}", f"d{i}", start + step * np.arange(count))
             else:
-                whole |= dict.fromkeys((f"d{i}", f"x{i}"), "a strided slice")
+                self.whole |= dict.fromkeys((f"d{i}", f"x{i}"), "a strided slice")
         else:
-            sizes |= {f"p{i}": start, f"q{i}": size - start - kept}
-            left.append(Cat((Var(f"p{i}"), Var(f"d{i}"), Var(f"q{i}"))))
+            self.sizes |= {f"p{i}": start, f"q{i}": size - start - count}
+            self.left.append(Cat((Var(f"p{i}"), Var(f"d{i}"), Var(f"q{i}"))))
 
-    def starts(local: Local) -> list[int]:
-        return [local.size(f"p{i}") if f"p{i}" in sizes else b[0] for i, b in bounds.items()]
+    def local_attributes(self) -> dict[str | int, Callable[[Local], Any]]:
+        """The attributes of a rank's Slice, before opset 10."""
+        return {"starts": self._starts, "ends": self._ends, "axes": lambda _: list(self.bounds)}
 
-    def ends(local: Local) -> list[int]:
-        return [
-            s + local.size(f"d{i}") if step == 1 else node_end(i)
-            for s, (i, (_, _, step)) in zip(starts(local), bounds.items(), strict=True)
-        ]
-
-    def node_end(axis: int) -> int:
-        stop = bounds[axis][1]
-        return stop if stop >= 0 else -(2**31)
-
-    axes, steps = list(bounds), [b[2] for b in bounds.values()]
-    if "starts" in node.attrs:
-        local: Any = {"starts": starts, "ends": ends, "axes": lambda _: axes}
-    else:
-        local = {
-            1: lambda at: int64(starts(at)),
-            2: lambda at: int64(ends(at)),
-            3: lambda _: int64(axes),
-            4: lambda _: int64(steps),
+    def local_operands(self) -> dict[str | int, Callable[[Local], Any]]:
+        """The operands of a rank's Slice."""
+        return {
+            1: lambda local: int64(self._starts(local)),
+            2: lambda local: int64(self._ends(local)),
+            3: lambda _: int64(list(self.bounds)),
+            4: lambda _: int64(self._steps()),
         }
 
-    def lower(builder: Lowering) -> None:
+    def lower(self, builder: Lowering) -> None:
+        """Fetches along split strided dimensions, and slices the others."""
         x = builder.input(0)
-        at = {i for i, m in strided.items() if m.is_split(builder.local)}
+        at = {i for i, m in self.strided.items() if m.is_split(builder.local)}
         for i in sorted(at):
-            x = strided[i].take(builder, x, i)
-        rest = [k for k, axis in enumerate(bounds) if axis not in at]
+            x = self.strided[i].take(builder, x, i)
+        rest = [k for k, axis in enumerate(self.bounds) if axis not in at]
 
         def of(values: Callable[[Local], list[int]]) -> gs.Tensor:
             return builder.per_rank(lambda local: int64([values(local)[k] for k in rest]))
 
-        fixed = [int64([values[k] for k in rest]) for values in (axes, steps)]
-        builder.finish("Slice", [x, of(starts), of(ends), *fixed])
+        fixed = [int64([values[k] for k in rest]) for values in (list(self.bounds), self._steps())]
+        builder.finish("Slice", [x, of(self._starts), of(self._ends), *fixed])
 
-    rest: list[Spec | None] = [None] * (len(node.inputs) - 1)
-    return Rule(
-        (tuple(left), *rest),
-        (tuple(right),),
-        sizes,
-        whole=whole,
-        local=local,
-        lower=lower,
-        **tied_fields(strided),
-        **PERMUTES,
-    )
+    def _starts(self, local: Local) -> list[int]:
+        bounds = self.bounds.items()
+        return [local.size(f"p{i}") if f"p{i}" in self.sizes else b[0] for i, b in bounds]
+
+    def _ends(self, local: Local) -> list[int]:
+        return [
+            start + local.size(f"d{i}") if step == 1 else self._strided_end(i)
+            for start, (i, (_, _, step)) in zip(
+                self._starts(local), self.bounds.items(), strict=True
+            )
+        ]
+
+    def _strided_end(self, axis: int) -> int:
+        """The node's own end; one before the first element (-1) would count from the last."""
+        stop = self.bounds[axis][1]
+        return stop if stop >= 0 else -(2**31)
+
+    def _steps(self) -> list[int]:
+        return [step for _, _, step in self.bounds.values()]

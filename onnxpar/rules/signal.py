@@ -9,8 +9,8 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
 
 _FREQUENCY = "every frequency needs all of it"
-_COMPLEX = "the parts of one complex number"
-_UNKNOWN_AXIS = "an axis that only a run can tell"
+_COMPLEX = "the real and imaginary parts of one number"
+_UNKNOWN_AXIS = "a data-dependent axis"
 
 
 @rule("DFT")
@@ -55,5 +55,8 @@ def tfidf_vectorizer(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{dims_text([*batch, 't'])} -> {dims_text([*batch, 'o'])}",
-        whole={"t": "an n-gram would cross the cut", "o": "every count needs the whole sequence"},
+        whole={
+            "t": "an n-gram may cross the boundary of shards",
+            "o": "every count needs the whole sequence",
+        },
     )

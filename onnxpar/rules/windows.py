@@ -1,4 +1,4 @@
-"""Windows over space: which of an op's spatial dimensions are split, and what a part must read."""
+"""Windows over space: which spatial dimensions of an op are split, and what each shard reads."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.rule import Local, Lowering
 
 KERNEL = "the weights of one window"
-WINDOW = "a window over it reads its neighbours"
-IN_PADDING = "some of its windows hold nothing but padding"
+WINDOW = "windows need neighbouring elements"
+IN_PADDING = "some windows read only padding"
 NEGATIVE = "its padding is negative"
-SINGLE = "a single window reads all of it"
+SINGLE = "a single window covers it"
 Interval = tuple[int, int]
 _PADS_ARE_INPUT = 11
-"""The first opset in which nodes may compute how much a Pad adds."""
+"""The first opset in which nodes may compute the pads of a Pad."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Windows of `width` elements, `dilation` apart, `stride` from one to the next, over `size`
-    elements with `pads` before and behind, which are the same for any size if it `has_fixed_pads`;
-    the last window may reach beyond them if it `exceeds`."""
+    """Windows over one dimension of `size` elements with `pads` before and after.
+
+    A window has `width` elements, `dilation` apart; the next window begins `stride` later.
+    `has_fixed_pads` if the pads are the same for any size; `exceeds` if the last window may reach
+    beyond the padding.
+    """
 
     size: int
     width: int
@@ -39,37 +42,36 @@ class Window:
 
     @property
     def span(self) -> int:
-        """From the first element of a window to behind its last."""
+        """The extent of a window: from its first element to its last, inclusive."""
         return (self.width - 1) * self.dilation + 1
 
     def reach(self, out: Interval) -> Interval:
-        """From the first element that the windows of these results read to behind the last, padding
-        included."""
+        """The range that the windows of these results read, padding included."""
         return self._read(out)
 
     @property
     def is_plain(self) -> bool:
-        """Whether no window reads padding."""
+        """True if no window reads padding."""
         return not any(self.pads) and not self.exceeds
 
-    def is_told(self, can_pad: bool) -> bool:
-        """Whether what its windows read follows from the size alone, each window reading some
-        element."""
+    def follows_size(self, can_pad: bool) -> bool:
+        """True if the range that its windows read depends on the size alone, and each window reads
+        an element."""
         fits = self.pads[0] < self.span and self.pads[1] < self.span
         return type(self) is Window and self.has_fixed_pads and fits and (can_pad or self.is_plain)
 
     def covers(self, out: int) -> bool:
-        """Whether a single window is all of the dimension."""
+        """True if a single window covers the whole dimension."""
         return out == 1 < self.size == self.width and self.dilation == 1 and not any(self.pads)
 
     def held(self, out: Interval) -> Interval:
-        """The elements that the windows of these results read, padding left out, and those behind
-        up to where another window would begin."""
+        """The range that the windows of these results read, without padding, and on to where the
+        next window would begin."""
         first, end = self._read(out)
         return max(first, 0), min(max(end, first + (out[1] - out[0]) * self.stride), self.size)
 
     def padding(self, out: Interval) -> Interval:
-        """How much padding they read before and behind."""
+        """The padding that they read before and after."""
         first, end = self._read(out)
         return max(-first, 0), min(max(end - self.size, 0), self.pads[1])
 
@@ -80,22 +82,23 @@ class Window:
 
 @dataclass(frozen=True)
 class Spread(Window):
-    """As Window, of an op that adds each of `size` elements, times the window, to its results."""
+    """As Window, for an op that adds each of `size` elements, times the window, to its results
+    (ConvTranspose)."""
 
     def held(self, out: Interval) -> Interval:
-        """The elements that add to these results; one that does not, where none does."""
+        """The range of elements that add to these results; if none does, one other element."""
         start, stop = out[0] + self.pads[0], out[1] + self.pads[0]
         first = min(-(-(start - self.span + 1) // self.stride), start // self.stride)
         first = min(max(first, 0), self.size - 1)
         return first, min(max((stop - 1) // self.stride, first), self.size - 1) + 1
 
     def padding(self, out: Interval) -> Interval:
-        """How much of what those elements make is cropped before and behind."""
+        """The number of results of those elements that are cropped before and after."""
         begin, end, made = self._made(out)
         return begin, max(made - end, 0)
 
     def growth(self, out: Interval) -> int:
-        """How many results there are behind what those elements make."""
+        """The number of results after the last one to which those elements add."""
         _, end, made = self._made(out)
         return max(end - made, 0)
 
@@ -107,12 +110,12 @@ class Spread(Window):
 
 @dataclass(frozen=True)
 class Windows:
-    """How spatial dimensions stand before and after an op, as rule text.
+    """The spatial dimensions before and after an op, as rule text.
 
-    A window of one element passes its dimension through; one that covers all of it is a product
-    with the whole window (`h` before, `1` after, in `covered`). Others are `h` and `y`, tied to
-    each other: a rank fetches what the windows of its results read, which costs nothing where
-    windows lie side by side and the parts of both line up.
+    A window of one element passes its dimension through. A window that covers the dimension is a
+    product with the whole window (`h` before, `1` after; listed in `covered`). Any other dimension
+    is `h` before and `y` after, co-sharded: a rank fetches the elements that the windows of its
+    results read. That costs nothing if windows lie side by side and the shards of both line up.
     """
 
     before: list[str]
@@ -124,7 +127,7 @@ class Windows:
     covered: list[int] = field(default_factory=list)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a rule that let tied dimensions be split."""
+        """The fields of a rule that allow co-sharded dimensions to be split."""
         pairs = tuple((f"h{i}", f"y{i}") for i in self.tied)
         both = frozenset(f for pair in pairs for f in pair)
         return {
@@ -136,23 +139,23 @@ class Windows:
 
     @property
     def inner(self) -> list[str]:
-        """The tied dimensions before the op."""
+        """The co-sharded dimensions before the op."""
         return [f"h{i}" for i in self.tied]
 
     def give_up(self, reason: str) -> None:
-        """Leaves all tied dimensions whole."""
+        """Makes all co-sharded dimensions whole, for a reason."""
         self.whole.update((f, reason) for i in self.tied for f in (f"h{i}", f"y{i}"))
         self.tied.clear()
 
     def split(self, local: Local) -> list[int]:
-        """The tied dimensions of which ranks hold parts."""
+        """The co-sharded dimensions that are split."""
         return [i for i in self.tied if local.is_split(f"h{i}")]
 
     def fetch(
         self, builder: Lowering, x: gs.Tensor, first: int = 2, but: Collection[int] = ()
     ) -> gs.Tensor:
-        """What the rank's results read of `x`, whose spatial dimensions begin at `first`, along all
-        of these `but` some."""
+        """The elements of `x` that the rank's results read; its spatial dimensions begin at
+        `first`, and those in `but` stay as they are."""
         for i in self.split(builder.local):
             if i not in but:
                 x = builder.fetch(x, f"h{i}", first + i, self._held(i))
@@ -161,27 +164,28 @@ class Windows:
     def read(
         self, builder: Lowering, x: gs.Tensor, blank: Any, first: int = 2
     ) -> tuple[gs.Tensor, list[int]]:
-        """What the rank's results read of `x`, and the dimensions along which that has its padding
-        already: those of which only a run knows the size, if padding is as good there as elements
-        of value `blank`, an array or the number of an operand."""
+        """The elements of `x` that the rank's results read, and the dimensions along which these
+        include the padding: those of open size, if padding may be elements of value `blank` (an
+        array, or the index of an operand)."""
         value = builder.input(blank) if isinstance(blank, int) else blank
-        told = self._told_in_a_run(builder, value)
-        x = self.fetch(builder, x, first, told)
-        for i in told:
+        padded = self._computed_in_a_run(builder, value)
+        x = self.fetch(builder, x, first, padded)
+        for i in padded:
             x = self._fetch_padded(builder, x, i, first, value)
-        return x, told
+        return x, padded
 
-    def _told_in_a_run(self, builder: Lowering, blank: Any) -> list[int]:
+    def _computed_in_a_run(self, builder: Lowering, blank: Any) -> list[int]:
         """The split dimensions of open size for which nodes can compute in each run what a rank
         reads: those without padding, or where padding may be elements of value `blank`."""
         split = [i for i in self.split(builder.local) if builder.is_open(f"h{i}")]
         can_pad = blank is not None and builder.opset >= _PADS_ARE_INPUT
-        return [i for i in split if self.tied[i].is_told(can_pad)]
+        return [i for i in split if self.tied[i].follows_size(can_pad)]
 
     def _fetch_padded(
         self, builder: Lowering, x: gs.Tensor, i: int, first: int, blank: Any
     ) -> gs.Tensor:
-        """The same along one dimension of which only a run knows the size, with its padding."""
+        """The elements that the rank's results read along one dimension of open size, with its
+        padding."""
         window, before, after = self.tied[i], f"h{i}", f"y{i}"
         axis = first + i
         start = builder.per_rank(lambda local: _number(local.interval(after)[0]))
@@ -210,7 +214,7 @@ class Windows:
         return lambda local: self.tied[i].held(local.interval(f"y{i}"))
 
     def attributes(self, node: gs.Node, padded: Collection[int] = ()) -> dict[str, Any]:
-        """The node's attributes for what `fetch` gives: padding is spelled out, but along those
+        """The node's attributes for an operand from `fetch`: explicit pads, which are 0 along
         dimensions that are `padded` already."""
         gone = {"auto_pad", "output_shape", "output_padding", "pads"}
         if self.covered:
@@ -240,14 +244,17 @@ class Windows:
 def lower_windows(
     windows: Windows, image: int = 0, first: int = 2, blank: Any = None, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """Runs the op on what its windows read; operand `image` has space from dimension `first`, and
-    padding is as good as elements of value `blank`, where that is given (`Windows.read`)."""
+    """Lowers the op to itself, on the elements that the rank's windows read.
+
+    Spatial dimensions of operand `image` begin at `first`; if `blank` is given, padding may be
+    elements of that value (`Windows.read`).
+    """
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
         inputs = [builder.input(i) for i in range(len(node.inputs))]
-        inputs[image], told = windows.read(builder, inputs[image], blank, first)
-        builder.finish(node.op, inputs, **{**windows.attributes(node, told), **attrs})
+        inputs[image], padded = windows.read(builder, inputs[image], blank, first)
+        builder.finish(node.op, inputs, **{**windows.attributes(node, padded), **attrs})
 
     return lower
 
@@ -257,21 +264,21 @@ def _number(value: Any) -> Any:
 
 
 def _within(builder: Lowering, at: gs.Tensor, size: gs.Tensor) -> gs.Tensor:
-    """The place, or the end of the dimension that it is beyond."""
+    """A position clamped to the dimension, [0, size]."""
     zero = np.zeros(1, np.int64)
     at = builder.add("Where", [builder.add("Less", [at, zero]), zero, at])
     return builder.add("Where", [builder.add("Less", [size, at]), size, at])
 
 
 def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 0) -> Windows:
-    """The windows of a convolution or pool of that kernel, over dimensions from `first` on."""
+    """The windows of a convolution or pool with that kernel, over dimensions from `first` on."""
     found = Windows([], [], {}, {})
     shapes = [tensor_shape(t) or () for t in (node.inputs[image], node.outputs[0])]
     for i, width in enumerate(kernel):
         size, out = (shape[first + i] for shape in shapes)
         _add_dimension(found, node.op, i, width, size, out, _Geometry(node, i, len(kernel)))
     if None in [*shapes[0][first:], *shapes[1][first:]]:
-        found.give_up(WINDOW)  # padding cannot be spelled out
+        found.give_up(WINDOW)  # padding cannot be made explicit
     if any(p < 0 for pads in found.pads for p in pads):
         found.give_up(NEGATIVE)
     return found
@@ -293,13 +300,13 @@ class _Geometry:
         self.exceeds = bool(attrs.get("ceil_mode"))
 
     def padding(self, op: str, width: int, size: int, out: int) -> tuple[int, int]:
-        """The padding before and behind, spelled out."""
+        """The explicit padding before and after."""
         span = (width - 1) * self.dilation + 1
         if op == "ConvTranspose":
             total = max((size - 1) * self.stride + span + self.grown - out, 0)
             spelled = self.auto in ("NOTSET", "VALID") and not self.by_shape
         else:
-            is_pool = op.endswith("Pool")  # onnxruntime's leave the dilation out of account
+            is_pool = op.endswith("Pool")  # onnxruntime's ignore the dilation here
             reach = width if is_pool else span
             total = (-(-size // self.stride) - 1) * self.stride + reach - size
             total = total if is_pool else max(total, 0)
@@ -320,8 +327,8 @@ def _add_dimension(
     else:
         pads = geometry.padding(op, width, size, out)
         kind = Spread if op == "ConvTranspose" else Window
-        told = geometry.has_fixed_pads, geometry.exceeds
-        window = kind(size, width, stride, geometry.dilation, pads, *told)
+        flags = geometry.has_fixed_pads, geometry.exceeds
+        window = kind(size, width, stride, geometry.dilation, pads, *flags)
         if isinstance(window, Spread):  # an output_shape may lie beyond what the windows reach
             growth = max(growth, out + sum(pads) - (size - 1) * stride - window.span)
         if width == stride == 1 and not any(pads) and size == out:
@@ -340,7 +347,7 @@ def _add_dimension(
 
 
 def _refusal(window: Window, out: int) -> str | None:
-    """Why parts of the dimension cannot be computed from parts."""
+    """Why the dimension cannot be split; None if it can."""
     if 1 in (window.size, out):
         return SINGLE
     if isinstance(window, Spread):

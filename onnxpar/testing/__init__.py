@@ -1,1 +1,1 @@
-"""For people who write rules and gradients: oracles, proofs, simulated ranks."""
+"""Oracles, proofs and simulated ranks, for people who write rules and gradients."""

@@ -1,4 +1,4 @@
-"""One node with concrete operands, and how to run it in onnxruntime: what the oracle works on."""
+"""The oracle's cases: a node with concrete operands, and programs that run it in onnxruntime."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Operand = tuple[int, ...] | Array | None
 class Case:
     """One node with concrete operands.
 
-    An operand is a shape (random floats are fed), an array (a constant of the model, or fed where
-    its position is in `fed`), or None where it is left out.
+    An operand is a shape (random floats are fed), an array (a constant of the model; fed if its
+    index is in `fed`), or None if it is absent.
     """
 
     op: str
@@ -46,7 +46,7 @@ class Case:
         return values
 
     def graph(self, results: Sequence[Array] = ()) -> gs.Graph:
-        """The one-node graph; its results have the shapes of those given."""
+        """The one-node graph; its results get the types and shapes of `results`."""
         feeds = [self._operand(i) for i in range(len(self.operands))]
         made = [gs.Variable(f"y{i}") for i in range(self.outputs)]
         for tensor, value in zip(made, results, strict=False):
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension of a tensor that another op would cut into atoms: `(2 n)` or `k + n`."""
+    """A dimension of a tensor that another op divides into atoms: `(2 n)` or `k + n`."""
 
     factor: str
     tensor: str
@@ -83,7 +83,7 @@ class Cut:
     kind: str
 
     def apply(self, graph: gs.Graph) -> None:
-        """Adds the op that cuts it."""
+        """Adds the op that divides it."""
         tensor = graph.tensors()[self.tensor]
         shape = list(tensor.shape)
         if self.kind == "product":
@@ -101,21 +101,24 @@ _SESSIONS: dict[bytes, ort.InferenceSession] = {}
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A graph ready to run: constants are operands too, with values by default."""
+    """A graph ready to run; constants are operands, too, with their values as defaults."""
 
     session: ort.InferenceSession
     operands: frozenset[str]
     values: Mapping[str, Array]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The graph's results for operands by name."""
+        """The graph's results; `feeds` are operands by name."""
         given = {**self.values, **feeds}
         return list(self.session.run(None, {k: np.asarray(given[k]) for k in self.operands}))
 
 
 def compiled(graph: gs.Graph) -> Program:
-    """Makes a session for a graph of any sizes; the same nodes share a session, unless they draw
-    random numbers: a session goes on from where its seed has led."""
+    """Makes a session for a graph, for operands of any sizes.
+
+    Equal graphs share a session, unless they draw random numbers: a session's generator continues
+    from run to run.
+    """
     tensors = {t.name: t for node in graph.nodes for t in node.inputs if t.name}
     values = {name: t.values for name, t in tensors.items() if isinstance(t, gs.Constant)}
     bare = {name: gs.Variable(name) for name in tensors}
@@ -152,7 +155,7 @@ def compiled(graph: gs.Graph) -> Program:
 
 
 def _open_shape(tensor: gs.Tensor) -> list[int | str]:
-    """Every size open, but for what inference insists on: tables, and what Resize asks for."""
+    """All sizes open, except those that shape inference needs: tables, and operands of a Resize."""
     if isinstance(tensor, gs.Constant) and any(
         n.op == "EmbedLayerNormalization" for n in tensor.outputs
     ):
@@ -163,5 +166,5 @@ def _open_shape(tensor: gs.Tensor) -> list[int | str]:
 
 
 def run(graph: gs.Graph, feeds: Mapping[str, Array]) -> list[Array]:
-    """The graph's results for operands by name."""
+    """The graph's results; `feeds` are operands by name."""
     return compiled(graph).run(feeds)

@@ -1,8 +1,8 @@
-"""Proves gradient rules: those of one node in float64 against central differences, and in float32
-on onnxruntime against those in float64.
+"""Proves gradient rules, one node at a time.
 
-In float64 a graph runs on onnxruntime where it has the kernels, else on ONNX's reference
-implementation.
+Gradients in float64 are compared with central differences, and gradients in float32 (onnxruntime)
+with those in float64. In float64, a graph runs on onnxruntime if it has the kernels, else on ONNX's
+reference implementation.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from onnxpar.testing.gradient_reference import REFERENCE_OPS
 
 Array = npt.NDArray[Any]
 STEP = 1e-5
-"""Half the distance between the two points of a difference."""
+"""Half the distance between the two points of a central difference."""
 DOUBLE, SINGLE, LINEAR = 1e-7, 1e-4, 1e-5
-"""Largest error as a share of the gradient's largest value: of float64 against differences, of
+"""Largest error relative to the gradient's largest value: of float64 against differences, of
 float32 against float64, and of float32 against wide differences."""
 _ORT = ort.capi.onnxruntime_pybind11_state
 _EXPANDED = ("Attention",)
-"""Ops that onnxruntime takes apart in float64 by a definition that has been corrected since."""
+"""Ops that onnxruntime expands in float64, by a function body that ONNX has corrected since."""
 
 
 class Erf(OpRun):
-    """The error function in the type of its operand; that of the reference is of float32."""
+    """The error function in the type of its operand; the reference's is in float32."""
 
     def _run(self, x: Array) -> tuple[Array]:
         return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
 
 
 class Gelu(OpRun):
-    """The activation in the type of its operand; the reference takes it for float32, too."""
+    """The activation in the type of its operand; the reference's is in float32."""
 
     op_domain = ""
 
@@ -55,8 +55,8 @@ class Gelu(OpRun):
 
 
 class Program:
-    """A graph ready to run: on onnxruntime, or where that lacks kernels for float64 on ONNX's
-    reference implementation."""
+    """A graph ready to run on onnxruntime, or on ONNX's reference implementation if onnxruntime
+    lacks kernels for float64."""
 
     def __init__(self, graph: gs.Graph, reference: bool) -> None:
         self.outputs = [t.name for t in graph.outputs]
@@ -86,9 +86,9 @@ class Program:
 class Gradient:
     """A node with concrete operands of one floating-point type, and the graph of its gradients.
 
-    `wrt` are operands to differentiate by, those of floating-point numbers where it is None; others
-    that are arrays stay constants, unless they are fed. Gradients flow into the first `results`
-    results.
+    `wrt` are the indices of operands to differentiate by, all of floating-point type if None; other
+    operands that are arrays stay constants, unless they are fed. The first `results` results have
+    incoming gradients.
     """
 
     def __init__(self, case: Case, dtype: Any, wrt: Sequence[int] | None, results: int) -> None:
@@ -110,7 +110,7 @@ class Gradient:
         self.program = Program(self._differentiated(), reference=is_double)
 
     def seeds(self) -> dict[str, Array]:
-        """Gradients for the results, the same in any type."""
+        """The incoming gradients of the results, the same values in any type."""
         rng = np.random.default_rng(100)  # not that of an operand
         return {
             f"d{y}": _as(rng.standard_normal(self.whole[y].shape), self.whole[y].dtype)
@@ -118,13 +118,13 @@ class Gradient:
         }
 
     def run(self) -> dict[str, Array]:
-        """The gradients by operand, `d0`; zeros where there is none."""
+        """The gradients by name (`d0` of operand 0); zeros if an operand has none."""
         given = {k: v for k, v in {**self.feeds, **self.seeds()}.items() if k in self.read}
         found = self.program.run(given) if self.program.outputs else {}
         return {f"d{i}": found.get(f"d{i}", np.zeros_like(self.feeds[f"x{i}"])) for i in self.wrt}
 
     def differences(self, step: float = STEP) -> dict[str, Array]:
-        """The same by central differences, of points that are two steps apart."""
+        """The same by central differences, between points two steps apart."""
         return {f"d{i}": self._difference(f"x{i}", step) for i in self.wrt}
 
     def _difference(self, name: str, step: float) -> Array:
@@ -142,7 +142,7 @@ class Gradient:
         return found
 
     def _graph(self, whole: Mapping[str, Array]) -> gs.Graph:
-        """The node alone; its results have the shapes of `whole`."""
+        """The graph of the node; its results get the types and shapes of `whole`."""
         graph = self.case.graph()
         node = graph.nodes[0]
         for i, tensor in enumerate(node.inputs):
@@ -158,7 +158,7 @@ class Gradient:
         return graph
 
     def _differentiated(self) -> gs.Graph:
-        """The node and what its rule appends."""
+        """The graph of the node and the gradient nodes that its rule appends."""
         graph = self._graph(self.whole)
         graph.outputs = []
         builder = Builder(graph, "seed")
@@ -182,7 +182,8 @@ class Gradient:
 
 
 def prove_gradient(case: Case, wrt: Sequence[int] | None = None, results: int = 1) -> list[str]:
-    """What is wrong with the gradients of a node; nothing where all is right. See `Gradient`."""
+    """Messages on wrong gradients of a node; empty if all are right. `Gradient` has the
+    arguments."""
     double = Gradient(case, np.float64, wrt, results)
     single = Gradient(case, np.float32, wrt, results)
     found = double.run()
@@ -194,8 +195,8 @@ def prove_gradient(case: Case, wrt: Sequence[int] | None = None, results: int = 
 def prove_linear_gradient(
     case: Case, wrt: Sequence[int] | None = None, results: int = 1
 ) -> list[str]:
-    """The same of a node that is linear in the operands, where onnxruntime has no kernel for
-    float64: wide differences are exact."""
+    """As `prove_gradient`, for a node that is linear in its operands and has no float64 kernel in
+    onnxruntime: wide differences are exact."""
     single = Gradient(case, np.float32, wrt, results)
     wrong = _compare(single.run(), single.differences(1.0), LINEAR, "wide differences")
     return [f"{case.op}: {w}" for w in wrong]

@@ -1,5 +1,5 @@
-"""Convolutions, pools and the like in the type of their operands, for proofs: ONNX's reference
-implementation lacks them, or has them wrong or in float32."""
+"""Reference convolutions, pools and the like in the type of their operands, for gradient proofs:
+ONNX's reference implementation lacks them, has bugs in them, or computes in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Slices = tuple[Any, ...]
 
 
 class Taps:
-    """Windows over space: window i has its element k at `i * stride + k * dilation - before`."""
+    """Windows over space: element k of window i is at `i * stride + k * dilation - before`."""
 
     def __init__(self, kernel: Sequence[int], attrs: Mapping[str, Any]) -> None:
         rank = len(kernel)
@@ -30,17 +30,17 @@ class Taps:
 
     @property
     def spans(self) -> list[int]:
-        """From the first element of a window to behind its last."""
+        """The extent of a window along each dimension."""
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
 
     def divide(self, totals: Sequence[int]) -> None:
-        """Pads by so much, the smaller half first where it is SAME_UPPER."""
+        """Sets the padding to these totals, the smaller half before for SAME_UPPER, else after."""
         self.before = [t // 2 if self.auto == "SAME_UPPER" else -(-t // 2) for t in totals]
         self.after = [t - b for t, b in zip(totals, self.before, strict=True)]
 
     def over(self, sizes: Sequence[int], reaches: Sequence[int], by_ceil: Any = 0) -> list[int]:
-        """The number of windows over these sizes; `reaches` are what automatic padding counts as
-        the windows' extents."""
+        """The number of windows over these sizes; `reaches` are the extents of windows that
+        automatic padding assumes."""
         if self.auto.startswith("SAME"):
             every = zip(sizes, self.strides, reaches, strict=True)
             self.divide([max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in every])
@@ -54,11 +54,12 @@ class Taps:
         return found
 
     def reach(self, out: Sequence[int]) -> list[int]:
-        """From the first element of the first of so many windows to behind the last's last."""
+        """The extent of `out` windows together, along each dimension."""
         return [(n - 1) * s + w for n, s, w in zip(out, self.strides, self.spans, strict=True)]
 
     def each(self, out: Sequence[int]) -> Iterator[tuple[Slices, Slices]]:
-        """Each element of a kernel, and where so many windows have it."""
+        """Each element of the kernel, as an index, with the positions at which `out` windows have
+        it."""
         for tap in np.ndindex(*self.kernel):
             element: Slices = (..., *tap)
             starts = [k * d for k, d in zip(tap, self.dilations, strict=True)]
@@ -66,7 +67,7 @@ class Taps:
             yield element, (..., *(slice(a, a + (n - 1) * s + 1, s) for a, n, s in every))
 
     def padded(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
-        """What so many windows read, padding included: `fill`, and zeros behind that."""
+        """`x` as `out` windows read it: padded with `fill`, and zeros after that."""
         lead = [(0, 0)] * (x.ndim - len(out))
         pads = [*lead, *zip(self.before, self.after, strict=True)]
         x = np.pad(x, pads, constant_values=fill)
@@ -74,7 +75,7 @@ class Taps:
         return np.pad(x, [*lead, *((0, b) for b in behind)])
 
     def total(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
-        """The sum of each window."""
+        """The sum over each of `out` windows."""
         wide = self.padded(x, out, fill)
         return sum((wide[at] for _, at in self.each(out)), np.zeros((), x.dtype))
 
@@ -129,7 +130,7 @@ class ConvTranspose(OpRun):
 
 
 class AveragePool(OpRun):
-    """The mean of each window; padding counts where it is asked to."""
+    """The mean of each window, with padding if `count_include_pad`."""
 
     def _run(self, x: Array, **attrs: Any) -> tuple[Array]:
         taps = Taps(attrs["kernel_shape"], attrs)
@@ -163,7 +164,7 @@ class GlobalMaxPool(OpRun):
 
 
 class LRN(OpRun):
-    """Each channel by a power of the squares of those around it."""
+    """Each channel divided by a power of the sum of squares of its neighbours."""
 
     def _run(self, x: Array, alpha: float, beta: float, bias: float, size: int) -> tuple[Array]:
         before = (size - 1) // 2
@@ -173,7 +174,7 @@ class LRN(OpRun):
 
 
 class MeanVarianceNormalization(OpRun):
-    """Less the mean over axes, by the deviation."""
+    """The operand minus its mean over axes, divided by its standard deviation."""
 
     def _run(self, x: Array, axes: Sequence[int]) -> tuple[Array]:
         over = tuple(axes)

@@ -1,9 +1,9 @@
 """Proves rules: runs one node whole and on simulated ranks, and compares.
 
-For every factor that a rule lets be split, over 2 and 3 ranks, in even and uneven parts, and for
-every pair of factors at once: operands are cut by the layouts that the rule implies, the node is
-rewritten by `localize_node`, each rank's node runs in onnxruntime, and each part of a result must
-be that part of the whole result (or, where it is pending, reduce to it).
+The oracle splits every factor that the rule allows, over 2 and 3 ranks, into even and uneven
+shards, and every pair of factors at once. It shards the operands by the layouts that the rule
+implies, rewrites the node by `localize_node`, and runs each rank's node in onnxruntime. Each shard
+of a result must equal that shard of the whole result; partial results must reduce to it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from onnxpar.testing.case import Case, Cut, compiled
 from onnxpar.testing.simulate import run_ranks
 
 TOLERANCE = {"float16": 4e-3, "float32": 2e-5, "float64": 1e-12}
-"""Largest error as a share of the largest value, by dtype; integers must be equal."""
+"""Largest error relative to the largest value, by dtype; integers must be equal."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Axes and parts for some leaves of a node."""
+    """Axes and shard sizes (None: even) for some leaves of a node."""
 
     mesh: Mesh
     leaves: Mapping[int, tuple[Axes, tuple[int, ...] | None]]
 
 
 class Oracle:
-    """A case, what it computes whole, and its rule over atoms, as cut by another op if any."""
+    """A case, its unsplit results, and its rule over atoms; another op may cut a dimension."""
 
     def __init__(self, case: Case, cut: Cut | None = None) -> None:
         self.case = case
@@ -63,9 +63,10 @@ class Oracle:
         return graph, factors
 
     def splits(self) -> Iterator[Split]:
-        """Leaves alone over 2 and 3 ranks, and pairs of leaves over 2 x 2.
+        """Each leaf over 2 and 3 ranks, and each pair of leaves over 2 x 2.
 
-        Where the case is cut, only the leaves that were cut; segments over one axis, too.
+        If the case is cut, only the leaves of the cut dimension; all its segments over one axis,
+        too.
         """
         tied = {i for group in self.op.co_sharded for i in group}
         leaves = [
@@ -92,8 +93,8 @@ class Oracle:
                 yield from self._pairs(mesh, i, j)
 
     def _pairs(self, mesh: Mesh, i: int, j: int) -> Iterator[Split]:
-        """Two leaves, with elements on every rank, and with none of the one or the other on half of
-        them."""
+        """Splits of two leaves: with elements on every rank, and with empty shards of either leaf
+        on half of the ranks."""
         axes = {i: (mesh.axis("x"),), j: (mesh.axis("y"),)}
         yield Split(mesh, {k: (over, None) for k, over in axes.items()})
         for empty in (i, j):
@@ -104,7 +105,8 @@ class Oracle:
             yield Split(mesh, {k: (a, none if k == empty else None) for k, a in axes.items()})
 
     def _tied_splits(self) -> Iterator[Split]:
-        """Leaves that are split together, each in parts of its own; with others over 2 x 2."""
+        """Splits of co-sharded leaves, each into shards of its own; with other leaves over
+        2 x 2."""
         for group in self.op.co_sharded:
             for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
@@ -124,7 +126,7 @@ class Oracle:
             yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
 
     def cuts(self) -> Iterator[Cut]:
-        """Each factor that may be split, cut into a product and into segments."""
+        """Cuts of each factor that may be split, into a product and into segments."""
         node, rule = self.op.node, self.op.rule
         operands = zip(node.inputs, rule.inputs, strict=False)
         for tensor, spec in chain(operands, zip(node.outputs, rule.outputs, strict=False)):
@@ -137,18 +139,18 @@ class Oracle:
                         yield Cut(expr.name, tensor.name, dim, (2, size // 2), "product")
 
     def wrong_while_open(self, split: Split) -> str | None:
-        """The same, lowered as if only a run knew the sizes of all that may be split."""
+        """As `wrong`, with the node lowered as if the sizes of all its leaves were open."""
         return self.wrong(split, frozenset(leaf.atom for leaf in self.op.leaves))
 
     def wrong(self, split: Split, open_atoms: frozenset[int] = frozenset()) -> str | None:
-        """What is wrong under the split, None where every part is right."""
+        """The first error under a split, None if every shard is right."""
         graph, factors = self._analysed()
         op = factors.ops[0]
         layouts = self._layouts(op, split)
         for name, layout in layouts.items():
             over = [axis for dim in layout.dims for axis in dim_axes(dim)]
             if len(set(over)) < len(over):
-                return f"{self.case.op} [{op.rule.text()}] splits {name} twice over one axis"
+                return f"{self.case.op} [{op.rule.text()}] splits {name} over one axis twice"
         if NodeView.of(op, layouts, split.mesh).breach(op.rule):
             return None
         per_rank = PerRank()
@@ -182,14 +184,14 @@ class Oracle:
             given = iter([split.leaves.get(-1 if k is None else k, ((), None)) for k in links])
             tree: TensorFactors = self.factors.tensors[tensor.name]
             dims = tuple(with_axes(dim, given) for dim in tree.dims)
-            pending = own if i >= count or i in op.rule.additive else ()
-            layouts[tensor.name] = Layout(dims, pending, reduce)
+            partial = own if i >= count or i in op.rule.additive else ()
+            layouts[tensor.name] = Layout(dims, partial, reduce)
         return layouts
 
     def _run_ranks(
         self, graph: gs.Graph, layouts: Mapping[str, Layout], mesh: Mesh, per_rank: PerRank
     ) -> list[list[Array]]:
-        """Every rank's parts of the results."""
+        """Every rank's shards of the results."""
         feeds = [
             {
                 name: layouts[name].take(value, mesh, rank) if name in layouts else value
@@ -214,12 +216,12 @@ class Oracle:
 
 
 def compare_parts(layout: Layout, expected: Array, parts: list[Array], mesh: Mesh) -> str | None:
-    """What is wrong with the ranks' parts of a result."""
+    """The first error in the ranks' shards of a result, None if there is none."""
     for rank, part in enumerate(parts):
         if part.shape != layout.local_shape(mesh, rank):
-            return f"rank {rank} makes {part.shape}, not {layout.local_shape(mesh, rank)}"
+            return f"rank {rank} computes {part.shape}, not {layout.local_shape(mesh, rank)}"
         if not layout.partial and not close(part, layout.take(expected, mesh, rank), expected):
-            return f"rank {rank} makes other values than {layout.text(mesh)} of the whole"
+            return f"rank {rank} computes values that differ from {layout.text(mesh)} of the whole"
     if layout.partial and not close(layout.assemble(parts, mesh), expected):
         return f"{layout.text(mesh)} does not reduce to the whole"
     return None
@@ -228,7 +230,7 @@ def compare_parts(layout: Layout, expected: Array, parts: list[Array], mesh: Mes
 def close(
     have: Array, want: Array, scale: Array | None = None, tolerance: float | None = None
 ) -> bool:
-    """Whether two arrays agree up to rounding, relative to the largest value."""
+    """True if two arrays agree up to rounding, relative to the largest value."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return False
     if tolerance is None:

@@ -1,7 +1,8 @@
-"""Proves the rule of a case: its splits, what it claims beside them, and what it misses.
+"""Proves the rule of a case: its splits, its claims about linearity, and splits that it misses.
 
-A group of operands that is said to be jointly linear must let a sum pass, an operand that is said
-to be monotone a max and a min; and what is said to be whole must not split in halves after all.
+A sum must pass through a group of operands that the rule calls jointly linear, a max and a min
+through an operand that it calls monotone. A factor that it calls whole must not be splittable into
+halves.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from onnxpar.testing.oracle import TOLERANCE, Oracle, close
 
 Terms = tuple[list[Array], list[Array]]
 Cut = tuple[int | None, ...]
-"""For each operand the dimension that is halved, None where it is whole."""
+"""For each operand the dimension that is halved, None if it stays whole."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What became of a rule: its text, how many splits were run, and what is wrong or missed."""
+    """The outcome for a rule: its text, the number of splits that ran, errors and missed splits."""
 
     text: str
     splits: int
@@ -35,7 +36,7 @@ class Proof:
 
 
 def prove(case: Case) -> Proof:
-    """Runs every split that the rule of the case allows, and tries those that it does not."""
+    """Runs every split that the rule of the case allows, and tries splits that it forbids."""
     oracle = Oracle(case)
     cuts = {(cut.factor, cut.kind): cut for cut in oracle.cuts()}.values()
     oracles = [oracle, *(Oracle(case, cut) for cut in cuts)]
@@ -45,7 +46,8 @@ def prove(case: Case) -> Proof:
 
 
 def false_claims(oracle: Oracle) -> list[str]:
-    """Groups that are not jointly linear, and operands that are not monotone, though it is said."""
+    """Messages on groups that are not jointly linear and operands that are not monotone, though the
+    rule says so."""
     rule = oracle.op.rule
     found = []
     numbers = all(v.dtype != np.bool_ for v in oracle.whole)
@@ -57,7 +59,7 @@ def false_claims(oracle: Oracle) -> list[str]:
         reductions: tuple[tuple[ReduceOp, Any], ...] = (("max", np.maximum), ("min", np.minimum))
         for reduce, join in reductions:
             if not all(_joins(oracle, join, t) for t in _extremes(oracle, f"x{i}", reduce)):
-                found.append(f"{oracle.op.node.op} lets no pending {reduce} pass operand {i}")
+                found.append(f"no partial {reduce} passes {oracle.op.node.op} by operand {i}")
     return found
 
 
@@ -70,7 +72,7 @@ def _joins(oracle: Oracle, join: Any, terms: Terms) -> bool:
 
 
 def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
-    """The results for operands that add up to the group's; if not noisy, one of them is zero."""
+    """The results for two addends of the group's operands; one is zero unless `noisy`."""
     rng = np.random.default_rng(0)
     one, other = dict(oracle.feeds), dict(oracle.feeds)
     for name in {f"x{i}" for i in group} & oracle.feeds.keys():
@@ -82,7 +84,7 @@ def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
 
 
 def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
-    """The results for operands of which the max (or min) is the operand."""
+    """The results for two values whose max (or min) is the operand."""
     rng = np.random.default_rng(0)
     value = oracle.feeds[name]
     step = np.abs(rng.standard_normal(value.shape) * 3 + 1).astype(value.dtype)
@@ -95,8 +97,7 @@ def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
 
 
 def missed_splits(oracle: Oracle) -> list[str]:
-    """What `missed_cuts` finds, written as the dimensions that are halved and what becomes of the
-    results."""
+    """The findings of `missed_cuts` as text: the halved dimensions -> how results are joined."""
     return [
         f"{' '.join(f'x{i}.{d}' for i, d in enumerate(cut) if d is not None)} -> "
         f"{' '.join(results)}"
@@ -105,8 +106,9 @@ def missed_splits(oracle: Oracle) -> list[str]:
 
 
 def missed_cuts(oracle: Oracle) -> dict[Cut, list[str]]:
-    """Ways to halve operands, some of them whole by the rule, that give parts of results; with what
-    becomes of each result. Of two ways of which one contains the other, only the smaller."""
+    """Cuts that the rule forbids although the halves of their results join to the whole results,
+    with how each result is joined. Of two cuts of which one contains the other, only the
+    smaller."""
     found: dict[Cut, list[str]] = {}
     for cut in sorted(_cuts(oracle), key=lambda c: len(c) - c.count(None)):
         if not any(_contains(cut, smaller) for smaller in found):
@@ -121,7 +123,7 @@ def _contains(cut: Cut, smaller: Cut) -> bool:
 
 
 def _cuts(oracle: Oracle) -> Iterator[Cut]:
-    """Choices of few dimensions to halve of which one at least is whole by the rule."""
+    """Cuts of up to 4 operands that halve at least one dimension which the rule calls whole."""
     options: list[list[int | None]] = []
     blocked = set()
     for i, (tensor, links) in enumerate(zip(oracle.op.node.inputs, oracle.op.inputs, strict=True)):
@@ -141,7 +143,7 @@ def _cuts(oracle: Oracle) -> Iterator[Cut]:
 
 
 def halved(oracle: Oracle, cut: Cut) -> list[str] | None:
-    """What joins the results of the halves to the whole results; None where nothing does."""
+    """The operation that joins the halves of each result to the whole result; None if none does."""
     parts = []
     for half in (0, 1):
         feeds = dict(oracle.feeds)

@@ -1,7 +1,7 @@
-"""Runs a localized graph on all ranks in step, with the collectives done in NumPy.
+"""Runs a localized graph on all ranks in lockstep, with collectives in NumPy.
 
-What a collective means is written here once more, apart from the plugin: the oracle proves rules
-whose ranks talk inside an op by it.
+This is a second definition of each collective, independent of the plugin: with it, the oracle
+proves rules whose ranks communicate inside an op.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.
 def run_ranks(
     graph: gs.Graph, feeds: Sequence[Mapping[str, Array]], per_rank: PerRank
 ) -> list[list[Array]]:
-    """Every rank's results, for its own feeds by name."""
+    """Every rank's results; `feeds` has each rank's operands by name."""
     values: list[Values] = [
         {**feed, **{name: value(rank) for name, value in per_rank.constants.items()}}
         for rank, feed in enumerate(feeds)
@@ -34,11 +34,11 @@ def run_ranks(
 
 
 def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> None:
-    """Adds what every node makes to what each rank holds."""
+    """Runs all nodes, and adds their results to the values of each rank."""
     for node in graph.nodes:
         attrs = [_attributes(node, per_rank, rank) for rank in range(len(values))]
         if node.domain == DOMAIN:
-            _talk(node, attrs, values)
+            _communicate(node, attrs, values)
             continue
         if node.op == "Scan":
             _scan(node, attrs, values, per_rank)
@@ -56,7 +56,7 @@ def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> 
 def _scan(
     node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values], per_rank: PerRank
 ) -> None:
-    """Runs the body, every step on all ranks before the next; sequences go along dimension 0."""
+    """Runs the body of a Scan, each iteration on all ranks before the next; scan axes are 0."""
     body = node.attrs["body"]
     carried = len(node.inputs) - node.attrs["num_scan_inputs"]
     states = [[held[t.name] for t in node.inputs[:carried]] for held in values]
@@ -88,8 +88,8 @@ def _attributes(node: gs.Node, per_rank: PerRank, rank: int) -> dict[str, Any]:
 
 
 def _program(node: gs.Node, attrs: dict[str, Any], graph: gs.Graph, held: Values) -> Program:
-    """A node alone, for what a rank holds, and for what others do where they have its attributes;
-    its random numbers go on from run to run."""
+    """The program of one node, for the values of a rank; ranks with the same attributes share it.
+    Its random generator continues from run to run."""
     inputs = [
         gs.Variable.empty() if not t.name else _operand(t, held.get(t.name)) for t in node.inputs
     ]
@@ -110,7 +110,9 @@ def _operand(tensor: gs.Tensor, value: Array | None) -> gs.Tensor:
     return gs.Variable(tensor.name, value.dtype, value.shape)
 
 
-def _talk(node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values]) -> None:
+def _communicate(
+    node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values]
+) -> None:
     source, result = node.inputs[0].name, node.outputs[0].name
     held = [own[source] if source in own else np.asarray(node.inputs[0].values) for own in values]
     if node.op == "HaloExchange":

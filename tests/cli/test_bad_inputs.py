@@ -377,7 +377,7 @@ def test_timeouts_that_bound_nothing(seconds: float, place: Path, capsys: Captur
 
 BAD_RULES = {
     "raises": ("raise ZeroDivisionError('mine')", "ZeroDivisionError: mine"),
-    "returns": ("return 7", "it returns int, not a Rule"),
+    "returns": ("return 7", "it returned int, not a Rule"),
     "asserts": ("return einsum(node, 'a, b -> c d e')", "correct the plugin"),
 }
 

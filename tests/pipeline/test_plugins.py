@@ -204,7 +204,7 @@ def test_a_package_imports_its_passes_from_its_modules(
         ("1 / 0", "ZeroDivisionError"),
         (
             "from onnxpar.rules.rule import *\n@rule('MatMul')\ndef f(node): ...",
-            "MatMul has a rule already, onnxpar.rules.contraction.",
+            "MatMul already has a rule, onnxpar.rules.contraction.",
         ),
         (
             "from onnxpar.compiler.pass_ import Pass\n"

@@ -1,4 +1,4 @@
-"""What lowerings share whose ranks talk across a split axis: sums, means, positions.
+"""Building blocks of lowerings that communicate inside an op: sums, means, positions.
 
 16-bit floats are summed in float32.
 """
@@ -16,37 +16,38 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.tensors import Size, dtype_of
 from onnxpar.rules.rule import Local, Lowering
 
-UNKNOWN = "a size that only a run can tell"
+UNKNOWN = "a data-dependent size"
 FLOAT = onnx.TensorProto.FLOAT
 _SHORT = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}
 
 
-def across(
+def communicating(
     node: gs.Node,
     factors: Sequence[str],
     sizes: Sequence[Size],
     lower: Callable[[Lowering], None],
     since: int = 0,
 ) -> dict[str, Any]:
-    """The fields of a rule that is lowered across factors of these sizes, which it must know.
+    """The fields of a rule that `lower` implements by communication over these factors.
 
-    `since` is the first opset that has the ops it is lowered to.
+    The factors stay whole if one of their `sizes` is unknown, or if the node's opset is older than
+    `since`, the first that has the ops that `lower` adds.
     """
     if None in sizes:
         return {"whole": dict.fromkeys(factors, UNKNOWN)}
     if node.attrs.get("onnxpar.opset", 13) < since:
-        return {"whole": dict.fromkeys(factors, f"ops of opset {since} would be needed")}
+        return {"whole": dict.fromkeys(factors, f"it needs ops of opset {since}")}
     over = frozenset(factors)
     return {"communicating": over, "lowered": over, "lower": lower}
 
 
 def is_short_float(tensor: gs.Tensor) -> int:
-    """The element type (as ONNX numbers it) of 16-bit floats, else 0."""
+    """ONNX's number of the tensor's element type if that is a 16-bit float, else 0."""
     return _SHORT.get(str(dtype_of(tensor)), 0)
 
 
 def widen(build: Lowering, x: gs.Tensor) -> gs.Tensor:
-    """16-bit floats as float32, anything else as it is."""
+    """16-bit floats cast to float32; any other tensor itself."""
     return build.add("Cast", [x], to=FLOAT) if is_short_float(x) else x
 
 
@@ -55,14 +56,14 @@ def like(x: gs.Tensor, value: Any) -> np.ndarray[Any, Any]:
     return np.array(value, dtype_of(x))
 
 
-def wanted(build: Lowering, output: int) -> bool:
-    """Whether the node makes this result."""
+def has_output(build: Lowering, output: int) -> bool:
+    """True if the node has this result."""
     outputs = build.local.node.outputs
     return output < len(outputs) and bool(outputs[output].name)
 
 
 def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-    """Adds the node that makes a result, rounded to its type where that is not operand 0's."""
+    """Adds the node that computes a result, and a Cast if its type is not that of operand 0."""
     dtype = dtype_of(build.local.node.outputs[output])
     if dtype == dtype_of(inputs[0]):
         build.finish(op, inputs, output, **attrs)
@@ -72,14 +73,14 @@ def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **a
 
 
 def finish_chain(build: Lowering, x: gs.Tensor, steps: Sequence[tuple[str, Any]]) -> None:
-    """Makes result 0 by one op behind the other, each with another operand."""
+    """Computes result 0 from `x` by a chain of binary ops, each given with its second operand."""
     for op, operand in steps[:-1]:
         x = build.add(op, [x, operand])
     finish(build, steps[-1][0], [x, steps[-1][1]])
 
 
 def total(build: Lowering, x: gs.Tensor, axes: Sequence[int], factors: Sequence[str]) -> gs.Tensor:
-    """The sum over axes, which are these factors, of all parts; the axes keep one element."""
+    """The sum over axes, which are these factors, of all shards; the axes keep one element."""
     return build.all_reduce(build.add("ReduceSum", [x], axes=[*axes], keepdims=1), factors)
 
 
@@ -96,8 +97,8 @@ def mean(
 
 
 def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
-    """`x` where the rank holds something of a factor, zero where it does not: for kernels whose sum
-    over nothing is not zero."""
+    """`x`, but zeros on ranks whose shard of a factor is empty: for kernels whose sum over nothing
+    is not zero."""
     if not build.local.may_be_empty(factor):
         return x
     size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
@@ -105,7 +106,7 @@ def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
 
 
 def number(build: Lowering, size: int | Callable[[Local], int], dtype: Any) -> gs.Tensor:
-    """A size as a number of another type; it is computed as a whole number, as open sizes are."""
+    """A size as a scalar of a dtype; an int64 constant and a Cast, as open sizes must be int64."""
 
     def whole(local: Local) -> Any:
         return np.array(size(local) if callable(size) else size, np.int64)
@@ -121,7 +122,7 @@ def moments(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-    """The mean, what is left of x without it, and the variance (of the population, two-pass)."""
+    """The mean, `x` minus the mean, and the variance (of the population, in two passes)."""
     middle = mean(build, x, axes, factors, sizes)
     centred = build.add("Sub", [x, middle])
     squares = build.add("Mul", [centred, centred])
@@ -129,13 +130,13 @@ def moments(
 
 
 def inverse_root(build: Lowering, variance: gs.Tensor, epsilon: float) -> gs.Tensor:
-    """One over the standard deviation."""
+    """1 / sqrt(variance + epsilon)."""
     shifted = build.add("Add", [variance, like(variance, np.float32(epsilon))])
     return build.add("Reciprocal", [build.add("Sqrt", [shifted])])
 
 
-def positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
-    """Global positions along a factor (int64), from those in the rank's part."""
+def global_positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
+    """Global positions along a factor (int64), from positions in the rank's shard."""
     if not build.local.is_split(factor):
         return index
     if build.local.is_run(factor):
@@ -147,15 +148,15 @@ def positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tensor:
 
     def held(local: Local) -> Any:
         found = local.positions(factor).astype(np.int64)
-        return found if len(found) else np.zeros(1, np.int64)  # a stand-in has some position, too
+        return found if len(found) else np.zeros(1, np.int64)  # a stand-in needs a position, too
 
     return build.add("Gather", [build.per_rank(held), index], axis=0)
 
 
-def places(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
-    """The global positions along a factor (int64) that the rank holds, along one of `rank` axes.
+def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
+    """The global positions of the rank's shard of a factor (int64), along `axis` of `rank` axes.
 
-    They are counted up from the first where that can be, so that sizes may stay open.
+    For a contiguous shard they are a Range, so that its size may be open.
     """
     has_range = build.local.node.attrs.get("onnxpar.opset", 13) >= 11
     if has_range and build.local.is_run(factor):
@@ -170,9 +171,9 @@ def places(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Ten
     return build.add("Unsqueeze", [held], axes=others) if others else held
 
 
-def own_part(build: Lowering, x: gs.Tensor, dims: Sequence[str]) -> gs.Tensor:
-    """The rank's part of a tensor that it has whole."""
+def own_shard(build: Lowering, x: gs.Tensor, dims: Sequence[str]) -> gs.Tensor:
+    """The rank's shard of a tensor that it holds whole."""
     for axis, factor in enumerate(dims):
         if build.local.is_split(factor):
-            x = build.add("Gather", [x, places(build, factor)], axis=axis)
+            x = build.add("Gather", [x, held_positions(build, factor)], axis=axis)
     return x
