@@ -43,12 +43,12 @@ def broken(monkeypatch):
 
 def test_a_whole_axis_that_is_let_through(broken):
     proof = broken(Case("Hardmax", [(2, 4, 3)], opset=11), whole={})
-    assert any("other values" in problem for problem in proof.wrong)
+    assert any("values that differ" in problem for problem in proof.wrong)
 
 
-def test_ranks_that_do_not_talk_across_an_axis(broken):
+def test_ranks_that_do_not_communicate_over_an_axis(broken):
     proof = broken(Case("Softmax", [(2, 4)]), lowered=frozenset())
-    assert any("other values" in problem for problem in proof.wrong)
+    assert any("values that differ" in problem for problem in proof.wrong)
 
 
 def test_a_sum_taken_for_a_maximum(broken):
