@@ -19,12 +19,34 @@ from onnxpar.strategy.strategy import Annotation
 
 @dataclass(frozen=True)
 class AnnotateStrategy(Pass):
-    """Turn the strategy and the preset into seeds, in rounds of falling priority.
+    """Turn the strategy and the preset into annotations, in rounds of falling priority.
 
-    Requires nothing. Ensures `ctx.asked`, what the model's annotations and the user ask for, which
-    must agree and be kept; and `ctx.seeds`: first these, each with what that asks of nodes that are
-    derived from those it names; then what the search finds beside that, or the preset, or data
-    parallelism along the batch over the axis `dp`, where the mesh has one.
+    Requires nothing. Ensures `ctx.asked`: the annotations of the model and of the user, which must
+    agree and which the plan must keep. Ensures `ctx.annotations`: in the first rounds those of
+    `ctx.asked`, each with annotations of the nodes that a training step derives from its node; then
+    those that the search finds, or those of the preset, or data parallelism: the batch is split
+    over the axis `dp`, where the mesh has one.
+
+    Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})
+
+        product (float[4,6] x, float[6,8] w) => (float[4,8] y) { y = MatMul(x, w) }
+
+    Before:
+
+        mesh tp=2
+        input  x: float32 4x6 [-, -]
+        const  w: float32 6x8 [-, -]
+        y: float32 4x8 [-, -] = MatMul(x, w)
+        output y: float32 4x8 [-, -]
+
+    After:
+
+        mesh tp=2
+        annotate w: [tp, -] {round=1}
+        input  x: float32 4x6 [-, -]
+        const  w: float32 6x8 [-, -]
+        y: float32 4x8 [-, -] = MatMul(x, w)
+        output y: float32 4x8 [-, -]
     """
 
     name: ClassVar[str] = "annotate-strategy"

@@ -28,18 +28,69 @@ _WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProt
 
 @dataclass(frozen=True)
 class CompressCollectives(Pass):
-    """Let sums of gradients over ranks travel in fewer bits.
+    """Send sums of gradients between ranks in fewer bits.
 
     Requires a training step with reshard nodes (insert-collectives). Ensures the same for float16
-    and bfloat16: casts stand around the reductions, which the plugin adds up in float32 and rounds
-    once, so that only what is too large for the type overflows. With 2bit, reductions become
-    all-gathers of codes, and the model has a state more for each gradient: what its ranks have not
-    sent yet, a sum that stays partial (`lowering/threshold_codes.py`). Gradients of 16 bits stay as
-    they are; 2bit refuses them.
+    and bfloat16: the pass puts casts around the reductions. The plugin adds up in float32 and
+    rounds once, so that only a result that is too large for the type overflows. With 2bit, the
+    pass replaces reductions by all-gathers of codes, and adds a state to the model for each
+    gradient: what its ranks have not sent yet, a sum that stays partial
+    (`lowering/threshold_codes.py`). Gradients of 16 bits stay as they are; 2bit refuses them.
 
     to            none, float16, bfloat16, 2bit or 2bit:THRESHOLD
-    least_bytes   gradients of fewer bytes per rank stay as they are: their latency counts
-    bucket_bytes  bytes per rank of gradients of which 2bit codes travel together
+    least_bytes   gradients of fewer bytes per rank stay as they are: for them, latency dominates
+    bucket_bytes  bytes per rank of gradients whose 2bit codes are sent together
+
+    Example: grad(loss="y", optimizer="none"),
+            shard(mesh="dp=2", preset="data-parallel", compression="float16")
+
+        total (float[4,256] x, float[256,1] w) => (float y)
+        { h = MatMul(x, w)  y = ReduceSum<keepdims = 0>(h) }
+
+    Before:
+
+        mesh dp=2
+        input  x: float32 4x256 [dp, -]
+        input  w: float32 256x1 [-, -]
+        const  ReduceSum_y.grad/Expand.4: float32 4x1 [dp, -]
+        h: float32 4x1 [dp, -] = MatMul(x, w)
+        y: float32 scalar [] sum(dp) = ReduceSum(h) {keepdims=0}
+        y@1: float32 scalar [] = onnxpar.AllReduce(y) {axes=dp}
+        MatMul_h.grad/Transpose.3: float32 256x4 [-, dp] = Transpose(x) {perm=[1, 0]}
+        MatMul_h.grad/MatMul.4: float32 256x1 [-, -] sum(dp) = MatMul(MatMul_h.grad/Transpose.3,
+                ReduceSum_y.grad/Expand.4)
+        MatMul_h.grad/MatMul.4@1: float32 256x1 [-, -] = onnxpar.AllReduce(MatMul_h.grad/MatMul.4)
+                {axes=dp}
+        loss: float32 scalar [] = Identity(y@1)
+        w.grad: float32 256x1 [-, -] = Identity(MatMul_h.grad/MatMul.4@1)
+        evaluation.loss: float32 scalar [] = Identity(y@1)
+        output loss: float32 scalar []
+        output w.grad: float32 256x1 [-, -]
+        output evaluation.loss: float32 scalar []
+
+    After:
+
+        mesh dp=2
+        input  x: float32 4x256 [dp, -]
+        input  w: float32 256x1 [-, -]
+        const  ReduceSum_y.grad/Expand.4: float32 4x1 [dp, -]
+        h: float32 4x1 [dp, -] = MatMul(x, w)
+        y: float32 scalar [] sum(dp) = ReduceSum(h) {keepdims=0}
+        y@1: float32 scalar [] = onnxpar.AllReduce(y) {axes=dp}
+        MatMul_h.grad/Transpose.3: float32 256x4 [-, dp] = Transpose(x) {perm=[1, 0]}
+        MatMul_h.grad/MatMul.4: float32 256x1 [-, -] sum(dp) = MatMul(MatMul_h.grad/Transpose.3,
+                ReduceSum_y.grad/Expand.4)
+        MatMul_h.grad/MatMul.4@2: float16 256x1 [-, -] sum(dp) = Cast(MatMul_h.grad/MatMul.4)
+                {to=10}
+        MatMul_h.grad/MatMul.4@3: float16 256x1 [-, -] = onnxpar.AllReduce(MatMul_h.grad/MatMul.4@2)
+                {axes=dp}
+        loss: float32 scalar [] = Identity(y@1)
+        evaluation.loss: float32 scalar [] = Identity(y@1)
+        MatMul_h.grad/MatMul.4@1: float32 256x1 [-, -] = Cast(MatMul_h.grad/MatMul.4@3) {to=1}
+        w.grad: float32 256x1 [-, -] = Identity(MatMul_h.grad/MatMul.4@1)
+        output loss: float32 scalar []
+        output w.grad: float32 256x1 [-, -]
+        output evaluation.loss: float32 scalar []
     """
 
     name: ClassVar[str] = "compress-collectives"

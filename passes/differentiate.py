@@ -18,8 +18,48 @@ class Differentiate(Pass):
     """Append the backward pass: an output NAME.grad for every weight that is trained.
 
     Requires a model that was loaded for training, before any layout is decided. Ensures that the
-    graph has standard ONNX ops only, and trained weights are inputs with default values. `output`
-    is what the loss is of, where the model has several outputs; `params` and `frozen` are globs.
+    graph has standard ONNX ops only, and that trained weights are inputs with default values.
+
+    loss    as for `onnxpar grad`: softmax-cross-entropy, mse, and so on, or an output
+    output  what the loss is computed of, where the model has several outputs
+    params  a glob: the weights to train
+    frozen  a glob: the weights to leave out
+
+    Example: shard(mesh="dp=1", passes=["differentiate{loss=y}"])
+
+        total (float[4,2] x, float[2,1] w) => (float y)
+        { h = MatMul(x, w)  y = ReduceSum<keepdims = 0>(h) }
+
+    Before:
+
+        mesh dp=1
+        input  x: float32 4x2 [-, -]
+        const  w: float32 2x1 [-, -]
+        h: float32 4x1 [-, -] = MatMul(x, w)
+        y: float32 scalar [] = ReduceSum(h) {keepdims=0}
+        output y: float32 scalar []
+
+    After:
+
+        mesh dp=1
+        input  x: float32 4x2 [-, -]
+        input  w: float32 2x1 [-, -]
+        const  loss/constant.1: float32 scalar [] = 1.0
+        const  ReduceSum_y.grad/constant.1: int64 2 [-] = [1, 1]
+        const  ReduceSum_y.grad/constant.3: int64 2 [-] = [4, 1]
+        h: float32 4x1 [-, -] = MatMul(x, w)
+        y: float32 scalar [] = ReduceSum(h) {keepdims=0}
+        ReduceSum_y.grad/Reshape.2: float32 1x1 [-, -] = Reshape(loss/constant.1,
+                ReduceSum_y.grad/constant.1) {allowzero=1}
+        ReduceSum_y.grad/Expand.4: float32 4x1 [-, -] = Expand(ReduceSum_y.grad/Reshape.2,
+                ReduceSum_y.grad/constant.3)
+        MatMul_h.grad/Transpose.3: float32 2x4 [-, -] = Transpose(x) {perm=[1, 0]}
+        MatMul_h.grad/MatMul.4: float32 2x1 [-, -] = MatMul(MatMul_h.grad/Transpose.3,
+                ReduceSum_y.grad/Expand.4)
+        loss: float32 scalar [] = Identity(y)
+        w.grad: float32 2x1 [-, -] = Identity(MatMul_h.grad/MatMul.4)
+        output loss: float32 scalar []
+        output w.grad: float32 2x1 [-, -]
     """
 
     name: ClassVar[str] = "differentiate"

@@ -25,15 +25,45 @@ FUSIONS = ("size", "cost", "none")
 
 @dataclass(frozen=True)
 class FuseAllReduces(Pass):
-    """Join all-reduces, reduce-scatters and all-gathers over the same ranks that do not wait for
-    each other; while sizes are open, all-reduces only.
+    """Join collectives of the same kind and ranks that do not wait for each other.
 
+    Joins all-reduces, reduce-scatters and all-gathers; while sizes are open, all-reduces only.
     Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives.
 
-    by            size: up to so many bytes together; cost: as many as computing hides; none
+    by            size: up to so many bytes together; cost: as many as overlap with compute; none
     bucket_bytes  bytes per rank of all-reduces in a bucket; with cost, no limit
-    part_bytes    the same of reduce-scatters and all-gathers, with cost, too
+    shard_bytes   bytes per rank of reduce-scatters and all-gathers in a bucket; with cost, too
     tail_us       microseconds that the last bucket may take, with cost
+
+    Example: shard(mesh="tp=2", fusion="size", strategy={"tensors": {"x": [None, "tp"]}})
+
+        two (float[4,6] x, float[6,3] w1, float[6,2] w2) => (float[4,3] y, float[4,2] z)
+        { y = MatMul(x, w1)  z = MatMul(x, w2) }
+
+    Before:
+
+        mesh tp=2
+        input  x: float32 4x6 [-, tp]
+        const  w1: float32 6x3 [tp, -]
+        const  w2: float32 6x2 [tp, -]
+        y@1: float32 4x3 [-, -] sum(tp) = MatMul(x, w1)
+        y: float32 4x3 [-, -] = onnxpar.AllReduce(y@1) {axes=tp}
+        z@1: float32 4x2 [-, -] sum(tp) = MatMul(x, w2)
+        z: float32 4x2 [-, -] = onnxpar.AllReduce(z@1) {axes=tp}
+        output y: float32 4x3 [-, -]
+        output z: float32 4x2 [-, -]
+
+    After:
+
+        mesh tp=2
+        input  x: float32 4x6 [-, tp]
+        const  w1: float32 6x3 [tp, -]
+        const  w2: float32 6x2 [tp, -]
+        y@1: float32 4x3 [-, -] sum(tp) = MatMul(x, w1)
+        z@1: float32 4x2 [-, -] sum(tp) = MatMul(x, w2)
+        y: float32 4x3 [-, -], z: float32 4x2 [-, -] = onnxpar.AllReduce(y@1, z@1) {axes=tp}
+        output y: float32 4x3 [-, -]
+        output z: float32 4x2 [-, -]
     """
 
     name: ClassVar[str] = "fuse-all-reduces"

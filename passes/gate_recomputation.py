@@ -16,11 +16,70 @@ from onnxpar.ir.subgraphs import scopes
 
 @dataclass(frozen=True)
 class GateRecomputation(Pass):
-    """Turn the Identities that frame a recomputation into gates, which hand a token on.
+    """Turn the Identities around a recomputation into gates, which pass a token on.
 
-    In the global program they are Identities: onnxruntime would drop them, see that the same nodes
-    are there twice, and keep the first results. Requires ordered collectives. Ensures that what is
-    behind a gate starts once the gate's gradient is there; a gate talks to nobody.
+    A recomputed node equals the first one: if the gates were Identities, onnxruntime would drop
+    them, find equal nodes, and keep the first results in memory. Requires ordered collectives.
+    Ensures that the nodes after a gate start once the gate's gradient is there. A gate communicates
+    with no other rank.
+
+    Example: grad(loss="y", optimizer="none", recompute=True), shard(mesh="dp=1")
+
+        block (float[4] x, float[4] w) => (float y)
+        { p = Mul(x, w)  q = Exp(p)  r = Exp(q)  y = ReduceSumSquare<keepdims = 0>(r) }
+
+    Before:
+
+        mesh dp=1
+        input  x: float32 4 [-]
+        input  w: float32 4 [-]
+        const  ReduceSumSquare_y.grad/Reshape.2: float32 1 [-]
+        const  ReduceSumSquare_y.grad/constant.4: float32 scalar []
+        p: float32 4 [-] = Mul(x, w)
+        q: float32 4 [-] = Exp(p)
+        r: float32 4 [-] = Exp(q)
+        y: float32 scalar [] = ReduceSumSquare(r) {keepdims=0}
+        ReduceSumSquare_y.grad/Mul.3: float32 4 [-] = Mul(ReduceSumSquare_y.grad/Reshape.2, r)
+        ReduceSumSquare_y.grad/Mul.5: float32 4 [-] = Mul(ReduceSumSquare_y.grad/Mul.3,
+                ReduceSumSquare_y.grad/constant.4)
+        recompute/block.0/gradient: float32 4 [-] = Identity(ReduceSumSquare_y.grad/Mul.5)
+        recompute/block.0/start: float32 4 [-] = Identity(p)
+        recompute/block.0/q: float32 4 [-] = Exp(recompute/block.0/start)
+        Exp_r.grad/Mul.1: float32 4 [-] = Mul(recompute/block.0/gradient, r)
+        Exp_q.grad/Mul.1: float32 4 [-] = Mul(Exp_r.grad/Mul.1, recompute/block.0/q)
+        Mul_p.grad/Mul.2: float32 4 [-] = Mul(Exp_q.grad/Mul.1, x)
+        loss: float32 scalar [] = Identity(y)
+        w.grad: float32 4 [-] = Identity(Mul_p.grad/Mul.2)
+        output loss: float32 scalar []
+        output w.grad: float32 4 [-]
+
+    After:
+
+        mesh dp=1
+        input  x: float32 4 [-]
+        input  w: float32 4 [-]
+        const  ReduceSumSquare_y.grad/Reshape.2: float32 1 [-]
+        const  ReduceSumSquare_y.grad/constant.4: float32 scalar []
+        const  recompute/block.0/gradient::token: bool 0 whole = []
+        p: float32 4 [-] = Mul(x, w)
+        q: float32 4 [-] = Exp(p)
+        r: float32 4 [-] = Exp(q)
+        y: float32 scalar [] = ReduceSumSquare(r) {keepdims=0}
+        ReduceSumSquare_y.grad/Mul.3: float32 4 [-] = Mul(ReduceSumSquare_y.grad/Reshape.2, r)
+        ReduceSumSquare_y.grad/Mul.5: float32 4 [-] = Mul(ReduceSumSquare_y.grad/Mul.3,
+                ReduceSumSquare_y.grad/constant.4)
+        recompute/block.0/gradient: float32 4 [-], recompute/block.0/gradient::passed: bool 0 whole
+                = onnxpar.Gate(ReduceSumSquare_y.grad/Mul.5, recompute/block.0/gradient::token)
+        recompute/block.0/start: float32 4 [-], recompute/block.0/start::passed: bool 0 whole =
+                onnxpar.Gate(p, recompute/block.0/gradient::passed)
+        recompute/block.0/q: float32 4 [-] = Exp(recompute/block.0/start)
+        Exp_r.grad/Mul.1: float32 4 [-] = Mul(recompute/block.0/gradient, r)
+        Exp_q.grad/Mul.1: float32 4 [-] = Mul(Exp_r.grad/Mul.1, recompute/block.0/q)
+        Mul_p.grad/Mul.2: float32 4 [-] = Mul(Exp_q.grad/Mul.1, x)
+        loss: float32 scalar [] = Identity(y)
+        w.grad: float32 4 [-] = Identity(Mul_p.grad/Mul.2)
+        output loss: float32 scalar []
+        output w.grad: float32 4 [-]
     """
 
     name: ClassVar[str] = "gate-recomputation"

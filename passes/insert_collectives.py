@@ -27,11 +27,32 @@ from onnxpar.strategy.strategy import TensorAnnotation
 
 @dataclass(frozen=True)
 class InsertCollectives(Pass):
-    """Turn every layout mismatch into explicit collectives and local cuts.
+    """Turn every layout mismatch into explicit collectives and local slices.
 
-    Requires axes on every leaf that is to be split. Ensures that `ctx.layouts` holds the layout
-    of each tensor and that each node's operands have the layout its rule needs. Shapes stay
-    global: a reshard node is an identity in the global program.
+    Requires axes for every dimension that is to be split. Ensures that `ctx.layouts` holds the
+    layout of each tensor, and that each node's operands have the layout that its rule needs. Shapes
+    stay global: a reshard node is an identity in the global program.
+
+    Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})
+
+        product (float[4,6] x, float[6,8] w) => (float[4,8] y) { y = MatMul(x, w) }
+
+    Before:
+
+        mesh tp=2
+        input  x: float32 4x6 [-, tp]
+        const  w: float32 6x8 [tp, -]
+        y: float32 4x8 [-, -] = MatMul(x, w)
+        output y: float32 4x8 [-, -]
+
+    After:
+
+        mesh tp=2
+        input  x: float32 4x6 [-, tp]
+        const  w: float32 6x8 [tp, -]
+        y@1: float32 4x8 [-, -] sum(tp) = MatMul(x, w)
+        y: float32 4x8 [-, -] = onnxpar.AllReduce(y@1) {axes=tp}
+        output y: float32 4x8 [-, -]
     """
 
     name: ClassVar[str] = "insert-collectives"

@@ -22,13 +22,33 @@ from onnxpar.sharding.shard_bytes import shard_bytes
 
 @dataclass(frozen=True)
 class KeepCollectives(Pass):
-    """Settle groups, tags and peers of collectives that are written by hand, and deal tensors.
+    """Settle groups, tags and peers of collectives that are written by hand, and shard tensors.
 
     Requires `ctx.manual`, and types of tensors as one rank has them. Ensures layouts of inputs,
-    outputs and weights, whose shapes become global; collectives without tokens, in an order that
-    all ranks get through, with what depends on the rank in `ctx.per_rank`.
+    outputs and weights, whose shapes become global. Ensures that collectives have no tokens, that
+    all ranks can run them in their order, and that what depends on the rank is in `ctx.per_rank`.
 
-    compare_replicas  outputs get companions that hold the copies of all ranks that should be equal
+    compare_replicas  each output gets a companion: the copies of all ranks, which should be equal
+
+    Example: shard(mesh="tp=2", preset="manual", strategy={"tensors": {"x": [None, "tp"]}})
+
+        total (float[2,3] x) => (float[2,3] y) { h = Exp(x)  y = onnxpar.AllReduce(h) }
+
+    Before:
+
+        mesh tp=2
+        input  x: float32 2x3 whole
+        h: float32 2x3 whole = Exp(x)
+        y: float32 2x3 whole = onnxpar.AllReduce(h)
+        output y: float32 2x3 whole
+
+    After:
+
+        mesh tp=2
+        input  x: float32 2x6 [-, tp]
+        h: float32 2x3 whole = Exp(x)
+        y: float32 2x3 [-, -] = onnxpar.AllReduce(h) {tag=1}
+        output y: float32 2x3 [-, -]
     """
 
     name: ClassVar[str] = "keep-collectives"

@@ -22,11 +22,38 @@ from onnxpar.sharding.planned_collectives import collective_of, inner_collective
 
 @dataclass(frozen=True)
 class LocalizeOps(Pass):
-    """Rewrite every node for local parts, and every reshard into the runtime's collectives.
+    """Rewrite every node for local shards, and every reshard into the runtime's collectives.
 
     Requires layouts of all tensors and no mismatch (insert-collectives). Ensures that shapes of
     inputs and outputs are rank 0's, that rank-dependent values are in `ctx.per_rank`, and that
     `ctx.collectives` lists the collectives in graph order.
+
+    Example: shard(mesh="dp=2,tp=2", strategy={"shard": {"MatMul_h": [["dp", "tp"], ["tp", None]]}})
+
+        flat (float[4,6] x, float[6,2] w) => (float[8] y) <int64[1] s = {8}>
+        { h = MatMul(x, w)  y = Reshape(h, s) }
+
+    Before:
+
+        mesh dp=2,tp=2
+        input  x: float32 4x6 [dp, tp]
+        const  w: float32 6x2 [tp, -]
+        const  s: int64 1 [-]
+        h: float32 4x2 [dp, -] sum(tp) = MatMul(x, w)
+        h@1: float32 4x2 [dp, -] = onnxpar.AllReduce(h) {axes=tp}
+        y: float32 8 [dp] = Reshape(h@1, s)
+        output y: float32 8 [dp]
+
+    After:
+
+        mesh dp=2,tp=2
+        input  x: float32 2x3 [dp, tp]
+        const  w: float32 6x2 [tp, -]
+        const  Reshape_y::input1: int64 1 whole = [4]
+        h: float32 4x2 [dp, -] sum(tp) = MatMul(x, w)
+        h@1: float32 4x2 [dp, -] = onnxpar.AllReduce(h) {group=[0, 1]/rank, op=sum, tag=1}
+        y: float32 4 [dp] = Reshape(h@1, Reshape_y::input1)
+        output y: float32 4 [dp]
     """
 
     name: ClassVar[str] = "localize-ops"

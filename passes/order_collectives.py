@@ -18,9 +18,46 @@ from onnxpar.manual.collective_shapes import CONSTANTS
 class OrderCollectives(Pass):
     """Chain a token through the collectives in graph order, through bodies too.
 
-    onnxruntime runs independent nodes in an order of its own, which changes with the graph; ranks
+    onnxruntime runs independent nodes in an order of its own, which changes with the graph. Ranks
     that enter overlapping groups in different orders wait for each other for ever. The token is
     an empty tensor and costs nothing.
+
+    Requires rank-local nodes (localize-ops, or keep-collectives). Ensures that each collective
+    reads the token of the one before it.
+
+    Example: shard(mesh="tp=2", strategy={"tensors": {"x": [None, "tp"]}})
+
+        two (float[4,6] x, float[6,3] w1, float[6,2] w2) => (float[4,3] y, float[4,2] z)
+        { y = MatMul(x, w1)  z = MatMul(x, w2) }
+
+    Before:
+
+        mesh tp=2
+        input  x: float32 4x3 [-, tp]
+        const  w1: float32 6x3 [tp, -]
+        const  w2: float32 6x2 [tp, -]
+        y@1: float32 4x3 [-, -] sum(tp) = MatMul(x, w1)
+        y: float32 4x3 [-, -] = onnxpar.AllReduce(y@1) {group=[0, 1]/rank, op=sum, tag=1}
+        z@1: float32 4x2 [-, -] sum(tp) = MatMul(x, w2)
+        z: float32 4x2 [-, -] = onnxpar.AllReduce(z@1) {group=[0, 1]/rank, op=sum, tag=2}
+        output y: float32 4x3 [-, -]
+        output z: float32 4x2 [-, -]
+
+    After:
+
+        mesh tp=2
+        input  x: float32 4x3 [-, tp]
+        const  w1: float32 6x3 [tp, -]
+        const  onnxpar.token: bool 0 whole = []
+        const  w2: float32 6x2 [tp, -]
+        y@1: float32 4x3 [-, -] sum(tp) = MatMul(x, w1)
+        y: float32 4x3 [-, -], AllReduce_y::token: bool 0 whole = onnxpar.AllReduce(y@1,
+                onnxpar.token) {group=[0, 1]/rank, op=sum, tag=1}
+        z@1: float32 4x2 [-, -] sum(tp) = MatMul(x, w2)
+        z: float32 4x2 [-, -], AllReduce_z::token: bool 0 whole = onnxpar.AllReduce(z@1,
+                AllReduce_y::token) {group=[0, 1]/rank, op=sum, tag=2}
+        output y: float32 4x3 [-, -]
+        output z: float32 4x2 [-, -]
     """
 
     name: ClassVar[str] = "order-collectives"

@@ -19,10 +19,31 @@ from onnxpar.sharding.state import ShardingState
 class PropagateLayouts(Pass):
     """Spread annotated layouts over the graph, forwards and backwards.
 
-    Requires annotations (annotate-strategy), as axes on leaves of tensors and nodes, in order of
-    priority. Ensures that every leaf reached has axes that its neighbours share, unless the axes
-    are taken there. The model is OpenXLA Shardy's propagation; there are no partial dimensions to
-    merge, since leaves are atoms.
+    Requires annotations (annotate-strategy): axes for dimensions of tensors and of nodes, in order
+    of priority. Ensures that a dimension and its neighbours are split over the same axes, unless
+    the axes are taken there. The model is OpenXLA Shardy's propagation. Shardy can also split a
+    part of a dimension; here each such part is a dimension of its own, an atom.
+
+    Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})
+
+        product (float[4,6] x, float[6,8] w) => (float[4,8] y) { y = MatMul(x, w) }
+
+    Before:
+
+        mesh tp=2
+        annotate w: [tp, -] {round=1}
+        input  x: float32 4x6 [-, -]
+        const  w: float32 6x8 [-, -]
+        y: float32 4x8 [-, -] = MatMul(x, w)
+        output y: float32 4x8 [-, -]
+
+    After:
+
+        mesh tp=2
+        input  x: float32 4x6 [-, tp]
+        const  w: float32 6x8 [tp, -]
+        y: float32 4x8 [-, -] = MatMul(x, w)
+        output y: float32 4x8 [-, -]
     """
 
     name: ClassVar[str] = "propagate-layouts"

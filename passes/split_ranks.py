@@ -24,9 +24,37 @@ from onnxpar.model.interchange import default_of, export_graph
 class SplitRanks(Pass):
     """Instantiate the coordinates of every rank and write its files to `output`.
 
-    Requires a localized and ordered graph. Ensures `rank_0000.onnx` ... and their weights, and
-    `rank_0000.states.onnx` ... with the first values of states; the folder must exist. `progress`
-    is told bytes of weights as they are read.
+    Requires a localized and ordered graph, and that the folder exists. Ensures `rank_0000.onnx` and
+    so on with their weights, and `rank_0000.states.onnx` and so on with the first values of states.
+    `progress` is called with the number of bytes of weights as they are read.
+
+    Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp"]}})
+
+        scale (float[4] x) => (float[4] y) <float[4] w = {1, 2, 3, 4}> { y = Mul(x, w) }
+
+    Before:
+
+        mesh tp=2
+        input  x: float32 2 [tp]
+        const  w: float32 4 [tp]
+        y: float32 2 [tp] = Mul(x, w)
+        output y: float32 2 [tp]
+
+    After:
+
+        // rank_0000.onnx
+        mesh tp=2
+        input  x: float32 2 [tp]
+        const  w: float32 2 [tp] = [1.0, 2.0]
+        y: float32 2 [tp] = Mul(x, w)
+        output y: float32 2 [tp]
+
+        // rank_0001.onnx
+        mesh tp=2
+        input  x: float32 2 [tp]
+        const  w: float32 2 [tp] = [3.0, 4.0]
+        y: float32 2 [tp] = Mul(x, w)
+        output y: float32 2 [tp]
     """
 
     name: ClassVar[str] = "split-ranks"

@@ -1,8 +1,9 @@
-"""The graph as text, with a layout behind every tensor: what dumps and golden tests show."""
+"""The graph as text, with a layout after every tensor: what dumps and golden tests show."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,50 @@ from onnxpar.ir.subgraphs import constants, subgraphs
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Axis
+from onnxpar.sharding.state import FactorSharding
+from onnxpar.strategy.derived_annotations import DerivedSeed
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
-    """One line per input, weight, node and output; layouts are the placed or the propagated
-    ones."""
+    """One line per input, weight, node and output; layouts are the placed or the propagated ones,
+    and before any is, one line per annotation says what propagation starts from."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 
 
 def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
     mesh = ctx.sharding.mesh
     yield f"mesh {mesh}"
+    yield from _annotation_lines(ctx)
     stored = [f"const  {_typed(t, ctx)}{_value(t, ctx)}" for t in constants(graph)]
     yield from _graph_lines(graph, ctx, stored)
+
+
+def _annotation_lines(ctx: PassContext) -> Iterator[str]:
+    """What annotations ask for, in their rounds, as long as nothing is propagated."""
+    if ctx.layouts or any(map(any, (*ctx.sharding.tensors.values(), *ctx.sharding.ops.values()))):
+        return
+    for number, batch in enumerate(ctx.annotations, 1):
+        for annotation in batch:
+            yield f"annotate {_asked(annotation, ctx)} {{round={number}}}"
+
+
+def _asked(annotation: Annotation, ctx: PassContext) -> str:
+    """The layout of a tensor, the axes of a node's factors, or another kind and its fields."""
+    if isinstance(annotation, TensorAnnotation):
+        asked = FactorSharding(tuple(axes or () for axes in annotation.axes))
+        layout = ctx.sharding.layout(annotation.tensor, asked)
+        return f"{annotation.tensor}: {layout.text(ctx.sharding.mesh)}"
+    if isinstance(annotation, (NodeAnnotation, DerivedSeed)):
+        split = {
+            f"{annotation.op.leaves[leaf].factor}={_attribute(axes, ctx)}"
+            for leaf, axes in annotation.axes.items()
+            if axes
+        }
+        return f"{annotation.op.node.name}: {' '.join(sorted(split)) or 'whole'}"
+    given = {f.name: getattr(annotation, f.name) for f in fields(annotation)}  # type: ignore[arg-type]
+    text = ", ".join(f"{name}={_attribute(value, ctx)}" for name, value in given.items())
+    return f"{type(annotation).__name__}({text})"
 
 
 def _graph_lines(graph: gs.Graph, ctx: PassContext, stored: Iterable[str]) -> Iterator[str]:

@@ -40,7 +40,7 @@ def run_named(
         if dumps is not None:
             dumps.watch(step, model, ctx)
         if "all" in print_after or step.name in print_after:
-            show(f"// behind {step.name}\n{graph_text(model.graph, ctx)}\n")
+            show(f"// after {step.name}\n{graph_text(model.graph, ctx)}\n")
 
     if dumped is not None:
         model, ctx = dumped

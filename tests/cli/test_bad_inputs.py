@@ -82,7 +82,7 @@ def model_commands(model: object, place: Path) -> dict[str, list[object]]:
 
 
 def text_model(file: Path) -> None:
-    file.write_text("// behind insert-collectives\nmesh dp=2\nx: float32[8, 16] [dp, -]\n")
+    file.write_text("// after insert-collectives\nmesh dp=2\nx: float32[8, 16] [dp, -]\n")
 
 
 def not_loaded(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The graph behind every pass, as text, for small models: the files are the specification."""
+"""The graph after every pass, as text, for small models: the files are the specification."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_golden(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> No
     shown: list[str] = []
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        shown.append(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
+        shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
 
     ctx = pipeline.make_context(model, options)
     pipeline.run_passes(model, ctx, parse_passes(passes), watch, check=True)

@@ -40,10 +40,10 @@ def test_golden(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     shown: list[str] = []
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        shown.append(f"// behind {step.name}\n{graph_text(model.graph, ctx)}")
+        shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
 
     pipeline.run_passes(model, ctx, parse_passes(PASSES), watch, check=True)
-    found = "\n".join(text for text in shown if not text.startswith("// behind annotate"))
+    found = "\n".join(text for text in shown if not text.startswith("// after annotate"))
     golden = GOLDEN / "gradients.onnxtxt"
     if request.config.getoption("--update-golden"):
         golden.write_text(found)

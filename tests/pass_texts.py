@@ -1,0 +1,77 @@
+"""Runs all passes over a small model, and tells the text after each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_graphsurgeon as gs
+from small_models import write_text
+
+from onnxpar.compiler.pass_ import Pass, PassContext, Stage
+from onnxpar.compiler.text import graph_text
+from onnxpar.ir.collectives import PerRank
+from onnxpar.load.load import Model
+from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.plan_options import PlanOptions, options_of
+from onnxpar.training import grad
+
+HEAD = '<ir_version: 8, opset_import: ["" : 18, "onnxpar" : 1]>\n'
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model, how its training step is written if it becomes one, and how it is sharded. Inputs
+    of which the name starts with `w` become weights."""
+
+    model: str
+    shard: Mapping[str, Any]
+    grad: Mapping[str, Any] | None = None
+
+    def texts(self, folder: Path) -> dict[str, dict[str, str]]:
+        """The graphs after each pass, those of ranks last, and before the first, by their names;
+        `folder` is empty."""
+        path = write_text(HEAD + self.model, folder / "model.onnx")
+        if self.grad is not None:
+            grad(path, folder / "step.onnx", **self.grad)
+            path = folder / "step.onnx"
+        options = options_of({**self.shard, "verify": True}, kind=PlanOptions)
+        asks_for_gradients = "differentiate" in str(self.shard.get("passes"))
+        model = pipeline.load_model(path, options, asks_for_gradients)
+        texts = {"": _graphs(model, pipeline.prepare(model, options, []))}
+
+        def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+            texts[step.name] = _graphs(model, ctx)
+
+        steps = pipeline.passes_of(options, model)
+        ctx = pipeline.prepare(model, options, steps, watch)
+        later = [step for step in steps if step.stage is not Stage.REWRITE]
+        pipeline.run_passes(model, ctx, later, watch, check=True)
+        (folder / "par").mkdir()
+        SplitRanks(folder / "par").run(model.graph, ctx)
+        files = sorted((folder / "par").glob("rank_*.onnx"))
+        return {**texts, SplitRanks.name: {file.name: _rank_text(file, ctx) for file in files}}
+
+
+def _graphs(model: Model, ctx: PassContext) -> dict[str, str]:
+    """The graph, and those that are computed apart."""
+    apart = {name: graph_text(graph, ctx) for name, graph in ctx.programs.items()}
+    return {"": graph_text(model.graph, ctx), **apart}
+
+
+def _rank_text(file: Path, ctx: PassContext) -> str:
+    """The graph that one rank runs, with the values of its small weights."""
+    graph = gs.import_onnx(onnx.load(file))
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant):
+            tensor.values = tensor.values  # read from its file
+    return graph_text(graph, replace(ctx, per_rank=PerRank()))
+
+
+def joined(graphs: Mapping[str, str]) -> str:
+    """Several graphs in one text; a line above each but the main one has its name."""
+    return "\n".join((f"// {name}\n" if name else "") + text for name, text in graphs.items())
