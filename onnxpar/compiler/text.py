@@ -16,7 +16,7 @@ from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.sharding.state import FactorSharding
-from onnxpar.strategy.derived_annotations import DerivedSeed
+from onnxpar.strategy.derived_annotations import DerivedAnnotation
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
 
@@ -49,7 +49,7 @@ def _asked(annotation: Annotation, ctx: PassContext) -> str:
         asked = FactorSharding(tuple(axes or () for axes in annotation.axes))
         layout = ctx.sharding.layout(annotation.tensor, asked)
         return f"{annotation.tensor}: {layout.text(ctx.sharding.mesh)}"
-    if isinstance(annotation, (NodeAnnotation, DerivedSeed)):
+    if isinstance(annotation, (NodeAnnotation, DerivedAnnotation)):
         split = {
             f"{annotation.op.leaves[leaf].factor}={_attribute(axes, ctx)}"
             for leaf, axes in annotation.axes.items()
