@@ -12,8 +12,8 @@ base         arrays, units, text, interrupts: whatever knows nothing of models
 files        files and folders that appear whole or not at all; digests
 symbols      open sizes in closed form
 layout       meshes and layouts: which elements a rank holds
-cost         topologies; the time of communication, memory traffic and compute
 ir           views of a graph: tensors, collectives, bodies, the ports of a training step
+cost         topologies; the time of communication, memory traffic and compute
 model        protos to graphs and back; shapes, checks, state pairs, annotations
 collapse     rewrites of the loader: functions, branches, sequences, old opsets
 open_sizes   models with open sizes, inferred at several bindings in lockstep

@@ -8,7 +8,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
 from onnxpar.ir.origin import note_origin
 from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.ir.tensors import tensor_shape
@@ -16,7 +16,6 @@ from onnxpar.lowering.localize import localize_node
 from onnxpar.lowering.lower_bucket import BucketBuilder
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.lowering.unsigned_pairs import exchange_unsigned
-from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.sharding.planned_collectives import collective_of, inner_collective
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, RANK_CONSTANTS
 from onnxpar.ir.subgraphs import all_nodes, bodies
-from onnxpar.manual.collective_shapes import CONSTANTS
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class OrderCollectives(Pass):
 def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
     """Hands the token from collective to collective; returns what the last one makes of it."""
     for node in graph.nodes:
-        if node.domain == DOMAIN and node.op not in CONSTANTS:
+        if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
             node.inputs.append(token)
             token = _passed(node.name)
             node.outputs.append(token)

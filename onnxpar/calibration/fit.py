@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from onnxpar.calibration.measure import KINDS, LARGE, Measurements, Talk
+from onnxpar.calibration.measure import LARGE, MEASURED, Measurements, Talk
 from onnxpar.calibration.models import NARROW, PICKED, PIXELS, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
 from onnxpar.cost.topology import Device, Level, Link, Topology
@@ -20,7 +20,7 @@ FASTEST = 1e12
 
 def fit(found: Measurements) -> Topology:
     """One level, for as many ranks as are wanted, with a link for each kind of collective."""
-    links = {kind: fit_link([t for t in found.talk if t.kind == kind]) for kind in KINDS}
+    links = {kind: fit_link([t for t in found.talk if t.kind == kind]) for kind in MEASURED}
     other = fit_link(found.talk)
     launch = _digits(found.work.tiny)
     device = Device(

@@ -15,12 +15,13 @@ import onnx
 
 from onnxpar.calibration import models
 from onnxpar.files.own_folder import OwnFolder
+from onnxpar.ir.collectives import KINDS
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.launch import bind_address
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.timing import WARM_UP
 
-KINDS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast")
+MEASURED = tuple(kind.name for kind in KINDS.values() if kind.is_measured)
 SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
 """Bytes of the tensors: 4 KiB to 4 MiB."""
 LARGE = 32 << 20
@@ -87,7 +88,7 @@ def group_sizes(ranks: int) -> list[int]:
 
 def cases(ranks: int) -> list[tuple[str, int, int]]:
     """(kind, ranks of a group, bytes) of the collectives to be measured."""
-    return [(k, members, s) for members in group_sizes(ranks) for k in KINDS for s in SIZES]
+    return [(k, members, s) for members in group_sizes(ranks) for k in MEASURED for s in SIZES]
 
 
 def measure(

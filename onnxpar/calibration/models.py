@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, KINDS
 
 ROWS, WIDTH = 256, 768
 """Of the products that are measured: tokens, and BERT's width."""
@@ -32,18 +32,16 @@ def collective(kind: str, size: int, group: Sequence[int], turns: int) -> onnx.M
     """
     ranks = len(group)
     part = max(size // (4 * COLUMNS * ranks), 1)
-    fed = part if kind == "AllGather" else part * ranks
-    attributes: dict[str, dict[str, Any]] = {
-        "AllGather": {"axis": 0, "sizes": [part] * ranks},
-        "ReduceScatter": {"axis": 0, "sizes": [part] * ranks},
-        "AllToAll": {
-            "split_axis": 0,
-            "concat_axis": 1,
-            "split_sizes": [part] * ranks,
-            "concat_sizes": [COLUMNS] * ranks,
-        },
-        "Broadcast": {"root": 0},
-    }
+    joins, cuts = KINDS[kind].joins, KINDS[kind].cuts
+    fed = part if joins and not cuts else part * ranks
+    attributes: dict[str, Any] = {}
+    if cuts:
+        attributes |= {cuts.axis: 0, cuts.sizes: [part] * ranks}
+    if joins:
+        joined = (1, COLUMNS) if cuts else (0, part)
+        attributes |= {joins.axis: joined[0], joins.sizes: [joined[1]] * ranks}
+    if KINDS[kind].awaits == "root":
+        attributes["root"] = 0
     nodes = []
     for i in range(turns):
         nodes += [
@@ -56,7 +54,7 @@ def collective(kind: str, size: int, group: Sequence[int], turns: int) -> onnx.M
                 domain=DOMAIN,
                 tag=i + 1,
                 group=list(group),
-                **attributes.get(kind, {}),
+                **attributes,
             ),
         ]
     x = helper.make_tensor_value_info("X", TensorProto.FLOAT, [fed, COLUMNS])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import PerRank
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.layout.layout import Layout
 from onnxpar.load.load import Model
 from onnxpar.manual.manual import Manual

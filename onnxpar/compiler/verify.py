@@ -176,7 +176,11 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
     "Select": (set(), 1),
     "Broadcast": (set(), 0),
 }
-"""Per kind: whether its axes come to (1) and leave (-1) factors, and the pending ones."""
+"""Per kind: whether its axes come to (1) and leave (-1) factors, and the pending ones.
+
+The table of kinds (`ir/collectives.py`) says this too, for the passes. It is not read here: an
+error in it would then be in the check as well, which would prove nothing.
+"""
 
 
 def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:

@@ -7,12 +7,14 @@ decides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from onnxpar.cost.topology import ROW_BYTES, Level, Topology
+from onnxpar.ir.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 
 DIRECT_BYTES = 384 * 1024
@@ -20,41 +22,46 @@ DIRECT_BYTES = 384 * 1024
 SCATTERED_BYTES = 64 * 1024
 """From here on, a broadcast to several ranks has them pass chunks on."""
 
-_TRAFFIC = {
-    "AllReduce": 2.0,
-    "ReduceScatter": 1.0,
-    "AllGather": 1.0,
-    "AllToAll": 1.0,
-    "Broadcast": 1.0,
-}
-
 
 def bytes_sent(kind: str, ranks: int, size: float) -> float:
     """Bytes that each rank sends, of a tensor that takes `size` bytes where it is largest.
 
     Ring algorithms: an all-reduce sends everything but its own part, twice.
     """
-    return _TRAFFIC.get(kind, 0.0) * size * (ranks - 1) / ranks
+    return KINDS[kind].traffic * size * (ranks - 1) / ranks
 
 
 def messages(kind: str, ranks: int, size: float) -> tuple[int, float]:
     """Rounds of messages, one after the other, and the bytes that the busiest rank sends in all, of
     a tensor that takes `size` bytes where it is largest."""
-    others = ranks - 1
-    if kind == "AllReduce":
-        if size * others <= DIRECT_BYTES:
-            return 1, size * others
-        return 2, 2 * size * others / ranks
-    if kind == "Broadcast":
-        if size <= SCATTERED_BYTES or ranks == 2:
-            return 1, size * others
-        return 2, size + size * (ranks - 2) / others
-    if kind in ("Send", "NeighborExchange"):
-        return 1, size
-    if kind == "HaloExchange":  # ranks tell each other what they want first
-        return 2, size
-    assert kind in _TRAFFIC, kind
-    return 1, size * others / ranks
+    return _MESSAGES.get(kind, _of_shards)(ranks, size)
+
+
+def _of_shards(ranks: int, size: float) -> tuple[int, float]:
+    """Every member sends each other one a shard."""
+    return 1, size * (ranks - 1) / ranks
+
+
+def _of_all_reduce(ranks: int, size: float) -> tuple[int, float]:
+    if size * (ranks - 1) <= DIRECT_BYTES:
+        return 1, size * (ranks - 1)
+    return 2, 2 * size * (ranks - 1) / ranks
+
+
+def _of_broadcast(ranks: int, size: float) -> tuple[int, float]:
+    if size <= SCATTERED_BYTES or ranks == 2:
+        return 1, size * (ranks - 1)
+    return 2, size + size * (ranks - 2) / (ranks - 1)
+
+
+_MESSAGES: dict[str, Callable[[int, float], tuple[int, float]]] = {
+    "AllReduce": _of_all_reduce,
+    "Broadcast": _of_broadcast,
+    "Send": lambda ranks, size: (1, size),
+    "NeighborExchange": lambda ranks, size: (1, size),
+    "HaloExchange": lambda ranks, size: (2, size),  # first, ranks say which elements they want
+}
+"""The formulas of kinds whose members do not simply send each other shards."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Costs:
 
     def step(self, kind: str, axes: Axes, size: float) -> float:
         """One step of a reshard: a collective over axes, or a local cut or select."""
-        return self.collective(kind, axes, size) if kind in _TRAFFIC else self.local(kind, size)
+        return self.local(kind, size) if KINDS[kind].is_local else self.collective(kind, axes, size)
 
     def collective(self, kind: str, axes: Axes, size: float) -> float:
         """A collective among the ranks that differ along axes, of a tensor that takes `size` bytes

@@ -15,6 +15,7 @@ from onnxpar.base.units import quantity, text_of
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
 from onnxpar.errors import StrategyError
 from onnxpar.files.write_file import unread
+from onnxpar.ir.collectives import KINDS
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ class Device:
     row: float | None = None
 
 
-KINDS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send",
-         "NeighborExchange", "HaloExchange")  # fmt: skip
-"""Collectives that a level may have links for."""
+_LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
 _DEVICE_UNITS = {
     "flops": "FLOP/s",
     "convolution": "FLOP/s",
@@ -233,7 +232,7 @@ def _level(data: Any, where: str) -> Level:
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise StrategyError(f"{where}: size is {size!r}; it must be a whole number from 1 on")
     own = _link({key: entries.get(key) for key in _LINK_UNITS}, where)
-    kinds = _mapping(entries.get("collectives") or {}, KINDS, f"{where}: collectives")
+    kinds = _mapping(entries.get("collectives") or {}, _LINKED, f"{where}: collectives")
     links = {kind: _link(link, f"{where}: {kind}") for kind, link in kinds.items()}
     return Level(name, size, own.latency, own.bandwidth, links)
 

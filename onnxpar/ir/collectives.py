@@ -1,48 +1,139 @@
-"""What depends on the rank, and the nodes of the plugin's ops."""
+"""The kinds of collectives, in one table: every module that tells kinds apart reads it.
+
+A new kind needs a row here, its op in the plugin (`native/kernels.cc`, `native/op_registry.cc`)
+and its gradient (`grad/collectives.py`). It may need a formula in `cost/cost.py`; if reshards use
+it, it needs a lowering in `lowering/lower_reshard.py`. `compiler/verify.py` and
+`testing/simulate.py` check the other modules, so both say themselves what each kind does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
-import onnx_graphsurgeon as gs
-
-from onnxpar.base.arrays import Array
-from onnxpar.layout.mesh import Axes, Mesh
+from dataclasses import dataclass
+from typing import Literal
 
 DOMAIN = "onnxpar"
-"""The domain of the collective ops."""
+"""The domain of the plugin's ops."""
+
+State = Literal["whole", "split", "partial"]
+"""A tensor over some mesh axes: equal on all ranks, split, or a partial sum (maximum, ...)."""
+WHOLE: State = "whole"
+SPLIT: State = "split"
+PARTIAL: State = "partial"
 
 
-@dataclass
-class PerRank:
-    """Constants (by name) and attributes (by node and attribute) as functions of the rank.
+@dataclass(frozen=True)
+class Along:
+    """Attributes of an op: `axis` names a dimension, `sizes` the size of each member's shard."""
 
-    The graph itself holds the values of rank 0. `stand_ins` are, by constant, sizes and axes whose
-    empty parts count as one element in it.
+    axis: str
+    sizes: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of collective, or of local step between two layouts.
+
+    name           the op
+    change         the tensor's state over the mesh axes of a reshard, before and after it; None if
+                   reshards do not use this kind
+    traffic        bytes that a rank sends in a ring of n ranks, in units of (n-1)/n of the tensor
+                   where it is largest; 0 if there is no ring
+    joins, cuts    the dimensions along which an op joins the members' shards, and cuts its operand
+    awaits         the members without which no rank gets its result: the group, the neighbors, the
+                   root; None if the nodes of two ranks meet, and only these two
+    ends_together  True if all members end at the same moment: profiles set the ranks' clocks by it
+    is_late        True if it runs right before its first reader, and not as early as possible
+    is_fused       True if several tensors may share one such collective
+    is_measured    True if `onnxpar calibrate` measures it
+    has_link       True if a topology may give it a link of its own
+    by_hand        True if a program per rank may have it
     """
 
-    constants: dict[str, Callable[[int], Array]] = field(default_factory=dict)
-    attributes: dict[tuple[str, str], Callable[[int], Any]] = field(default_factory=dict)
-    stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
+    name: str
+    change: tuple[State, State] | None = None
+    traffic: float = 0.0
+    joins: Along | None = None
+    cuts: Along | None = None
+    awaits: Literal["group", "neighbors", "root"] | None = "group"
+    ends_together: bool = False
+    is_late: bool = False
+    is_fused: bool = False
+    is_measured: bool = False
+    has_link: bool = True
+    by_hand: bool = True
+
+    @property
+    def reduces(self) -> bool:
+        """True if it adds up partial sums (or takes their maximum, ...)."""
+        return self.change is not None and self.change[0] == PARTIAL
+
+    @property
+    def makes_whole(self) -> bool:
+        """True if its result is whole, and its operand is not."""
+        return self.change in ((SPLIT, WHOLE), (PARTIAL, WHOLE))
+
+    @property
+    def is_local(self) -> bool:
+        """True if no rank sends anything: each has the whole tensor, and keeps less of it."""
+        return self.change in ((WHOLE, SPLIT), (WHOLE, PARTIAL))
 
 
-def collective_node(
-    kind: str,
-    name: str,
-    x: gs.Tensor,
-    y: gs.Tensor,
-    axes: Axes,
-    mesh: Mesh,
-    per_rank: PerRank,
-    **attrs: Any,
-) -> gs.Node:
-    """A collective over the ranks that differ in these axes only; functions among the attributes
-    are of the rank."""
-    attrs["group"] = lambda rank: list(mesh.group(axes, rank))
-    for key, value in attrs.items():
-        if callable(value):
-            per_rank.attributes[name, key] = value
-    now = {key: value(0) if callable(value) else value for key, value in attrs.items()}
-    return gs.Node(kind, name, now, [x], [y], domain=DOMAIN)
+_ROWS = (
+    Kind(
+        "AllReduce",
+        (PARTIAL, WHOLE),
+        traffic=2.0,
+        ends_together=True,
+        is_fused=True,
+        is_measured=True,
+    ),
+    Kind(
+        "AllGather",
+        (SPLIT, WHOLE),
+        traffic=1.0,
+        joins=Along("axis", "sizes"),
+        ends_together=True,
+        is_late=True,
+        is_fused=True,
+        is_measured=True,
+    ),
+    Kind(
+        "ReduceScatter",
+        (PARTIAL, SPLIT),
+        traffic=1.0,
+        cuts=Along("axis", "sizes"),
+        is_fused=True,
+        is_measured=True,
+    ),
+    Kind(
+        "AllToAll",
+        (SPLIT, SPLIT),
+        traffic=1.0,
+        joins=Along("concat_axis", "concat_sizes"),
+        cuts=Along("split_axis", "split_sizes"),
+        is_measured=True,
+    ),
+    Kind(
+        "Broadcast",
+        (WHOLE, WHOLE),
+        traffic=1.0,
+        awaits="root",
+        is_late=True,
+        is_measured=True,
+    ),
+    Kind("Send", awaits=None),
+    Kind("Recv", awaits=None, has_link=False),  # the link is the sender's
+    Kind("NeighborExchange", awaits="neighbors"),
+    Kind("HaloExchange", by_hand=False),  # takes its bounds as an operand, which lowering computes
+    Kind("LocalSlice", (WHOLE, SPLIT), has_link=False, by_hand=False),
+    Kind("Select", (WHOLE, PARTIAL), has_link=False, by_hand=False),
+)
+KINDS = {kind.name: kind for kind in _ROWS}
+"""All kinds, by the name of their op."""
+
+LOCAL_STEPS = tuple(kind.name for kind in _ROWS if kind.is_local)
+"""Steps of reshards that send nothing: they become ordinary ops, and the plugin does not know
+them."""
+
+RANK_CONSTANTS = ("Rank", "GroupSize")
+"""The plugin's ops that compute a constant of a rank, and communicate with nobody."""

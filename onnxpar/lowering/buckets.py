@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import Costs
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, KINDS, PARTIAL, WHOLE
 from onnxpar.ir.subgraphs import captured
 from onnxpar.layout.layout import local_size
 from onnxpar.layout.mesh import Mesh
@@ -22,8 +22,11 @@ BUCKET_BYTES = 64 << 20
 """Default size of a bucket of all-reduces, in bytes per rank."""
 PART_BYTES = 8 << 20
 """The same for reduce-scatters and all-gathers; less, as tensors stay whole until it is full."""
-REDUCTIONS, PARTS = ("AllReduce",), ("ReduceScatter", "AllGather")
-"""Kinds of collectives that are fused: those of whole tensors, and those of shards."""
+_FUSED = [kind for kind in KINDS.values() if kind.is_fused]
+REDUCTIONS = tuple(kind.name for kind in _FUSED if kind.change == (PARTIAL, WHOLE))
+"""Kinds of collectives that are fused and take whole tensors."""
+PARTS = tuple(kind.name for kind in _FUSED if kind.name not in REDUCTIONS)
+"""The kinds that are fused and take or give shards."""
 Wanted = Mapping[str, object]
 """The purpose of each collective, by name; only collectives with the same purpose are fused."""
 

@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.ir.clone import needed
 from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import KINDS as COLLECTIVES
 from onnxpar.ir.subgraphs import all_nodes, scopes
 from onnxpar.sharding.accumulators import accumulators, source
 
@@ -19,7 +20,6 @@ HALVES = ("float16", "bfloat16")
 KINDS = (NONE, *HALVES, TWO_BIT)
 THRESHOLD = 0.1
 """Default threshold of 2bit: an element is sent as this value, its negative, or 0."""
-REDUCTIONS = ("AllReduce", "ReduceScatter")
 
 _MOVES = frozenset(
     (
@@ -70,7 +70,7 @@ def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[s
     parts = _parts(graph, named)
     found: dict[str, str] = {}
     for node in all_nodes(graph):
-        if node.domain == DOMAIN and node.op in REDUCTIONS:
+        if node.domain == DOMAIN and COLLECTIVES[node.op].reduces:
             parameter = parts.get(node.outputs[0].name)
             if node.name not in backward:
                 parameter = parameter or named.get(source(node.inputs[0]).name)

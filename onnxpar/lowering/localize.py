@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import PerRank
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.lowering_builder import (

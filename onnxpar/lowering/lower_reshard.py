@@ -16,7 +16,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import PerRank, collective_node
+from onnxpar.ir.per_rank import PerRank, collective_node
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import (
     Dim,

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import PerRank, collective_node
 from onnxpar.ir.origin import note_origin
+from onnxpar.ir.per_rank import PerRank, collective_node
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.layout.layout import dim_axes
 from onnxpar.layout.mesh import Axes, in_mesh_order

@@ -19,7 +19,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import OpenSizesError
-from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.ir.collectives import DOMAIN, KINDS
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import captured
 from onnxpar.layout.layout import Factor, Layout, leaves, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh
@@ -342,9 +343,10 @@ def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
     or those of shards that are as equal as possible."""
     if _moved_axis(node) is not None:
         return False
-    if (node.op, key) in (("AllGather", "sizes"), ("AllToAll", "concat_sizes")):
+    kind = KINDS.get(node.op)
+    if kind and kind.joins and key == kind.joins.sizes:
         return True
-    if (node.op, key) in (("ReduceScatter", "sizes"), ("AllToAll", "split_sizes")):
+    if kind and kind.cuts and key == kind.cuts.sizes:
         return all(tuple(v) == nested_parts(sum(v), (len(v),)) for v in values)
     return False
 

@@ -7,10 +7,10 @@ import heapq
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, KINDS
 from onnxpar.ir.subgraphs import read_by, scopes
 
-_GROWS = ("AllGather", "Broadcast")
+_LATE = tuple(kind.name for kind in KINDS.values() if kind.is_late)
 
 
 def schedule(graph: gs.Graph) -> None:
@@ -72,8 +72,8 @@ class _Schedule:
         if id(node) in self.index:
             return self.index[id(node)], 1
         if id(node) not in self.keys:
-            readers = self._readers(node) if node.op in _GROWS else []
-            places = [self._key(n)[0] if n.op in _GROWS else self._earliest(n) for n in readers]
+            readers = self._readers(node) if node.op in _LATE else []
+            places = [self._key(n)[0] if n.op in _LATE else self._earliest(n) for n in readers]
             key = (min(places), 0) if places else (self._earliest(node), 2)
             self.keys[id(node)] = key
         return self.keys[id(node)]

@@ -18,7 +18,8 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Factor, Layout, dim_axes
 from onnxpar.layout.mesh import Axes, Mesh, in_mesh_order, merge_axes, parts_over

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import PerRank
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.lowering.rank_view import NodeView
 from onnxpar.rules.notation import expr_vars
 from onnxpar.sharding.factors import OpFactors

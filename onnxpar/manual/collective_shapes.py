@@ -7,22 +7,10 @@ from collections.abc import Mapping, Sequence
 import onnx
 from onnx import NodeProto, TensorProto, TypeProto
 
-OPS = (
-    "AllReduce",
-    "AllGather",
-    "ReduceScatter",
-    "AllToAll",
-    "Broadcast",
-    "Send",
-    "Recv",
-    "NeighborExchange",
-    "Rank",
-    "GroupSize",
-)
-"""The ops of the plugin that a program per rank may have."""
+from onnxpar.ir.collectives import KINDS, RANK_CONSTANTS
 
-CONSTANTS = ("Rank", "GroupSize")
-"""Those of them that are constants of a rank."""
+OPS = (*(kind.name for kind in KINDS.values() if kind.by_hand), *RANK_CONSTANTS)
+"""The ops of the plugin that a program per rank may have."""
 
 _Dims = list[int | str | None]
 
@@ -37,7 +25,7 @@ def result_types(
     does not divide.
     """
     names = list(node.output)
-    if node.op_type in CONSTANTS:
+    if node.op_type in RANK_CONSTANTS:
         return {names[0]: onnx.helper.make_tensor_type_proto(TensorProto.INT64, [])}
     token = onnx.helper.make_tensor_type_proto(TensorProto.BOOL, [0])
     if node.op_type == "Send":
@@ -62,16 +50,14 @@ def _result_dims(node: NodeProto, x: _Dims, members: int) -> _Dims:
             raise ValueError(f"{name}={at}, but the operand has {len(x)} dimensions")
         return at
 
-    if node.op_type == "AllGather":
-        y[axis("axis")] = _joined(x[axis("axis")], attrs.get("sizes"), members)
-    elif node.op_type == "ReduceScatter":
-        y[axis("axis")] = _cut(x[axis("axis")], attrs.get("sizes"), members)
-    elif node.op_type == "AllToAll":
-        y[axis("concat_axis")] = _joined(x[axis("concat_axis")], attrs.get("concat_sizes"), members)
-        y[axis("split_axis")] = _cut(x[axis("split_axis")], attrs.get("split_sizes"), members)
-        if axis("concat_axis") % len(x) == axis("split_axis") % len(x):
-            y[axis("split_axis")] = None
-    elif node.op_type == "NeighborExchange":
+    joins, cuts = KINDS[node.op_type].joins, KINDS[node.op_type].cuts
+    if joins:
+        y[axis(joins.axis)] = _joined(x[axis(joins.axis)], attrs.get(joins.sizes), members)
+    if cuts:
+        y[axis(cuts.axis)] = _cut(x[axis(cuts.axis)], attrs.get(cuts.sizes), members)
+    if joins and cuts and axis(joins.axis) % len(x) == axis(cuts.axis) % len(x):
+        y[axis(cuts.axis)] = None
+    if node.op_type == "NeighborExchange":
         halos = {a + b for a, b in zip(attrs["before"], attrs["after"], strict=True)}
         extent = x[axis("axis")]
         even = isinstance(extent, int) and len(halos) == 1

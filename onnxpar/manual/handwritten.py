@@ -16,13 +16,11 @@ from typing import NoReturn
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
-from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.ir.collectives import DOMAIN, KINDS, RANK_CONSTANTS
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.manual.collective_shapes import OPS
 from onnxpar.manual.manual import Manual
-
-_CONSTANTS = ("Rank", "GroupSize")
-_MESSAGES = ("Send", "Recv")
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,11 @@ class Handwritten:
         """Makes a collective what the runtime runs. Errors: StrategyError, naming it."""
         if node.op not in OPS:
             self._fail(node, f"no such collective; there are {', '.join(OPS)}")
-        if node.op in _CONSTANTS:
+        if node.op in RANK_CONSTANTS:
             self._group(node)
             return
         self._strip_token(node)
-        if node.op in _MESSAGES:
+        if KINDS[node.op].awaits is None:
             self._message(node)
         else:
             self._group(node)
@@ -77,7 +75,7 @@ class Handwritten:
             for inner in subgraphs(outer):
                 self._refuse_inner(inner)
                 for node in inner.nodes:
-                    if node.domain == DOMAIN and node.op not in _CONSTANTS:
+                    if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
                         self._fail(
                             node,
                             f"stands in a body of {outer.op} '{outer.name}', through which ranks "

@@ -13,12 +13,11 @@ from onnxpar.compiler.plan import Plan, Predicted
 from onnxpar.compiler.replay import replay_typical
 from onnxpar.compiler.summary import summarize
 from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
 from onnxpar.passes.fuse_all_reduces import FuseAllReduces
-from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.predict import predict_nodes, predict_on_one
 from onnxpar.sharding.planned_collectives import collective_of
 from onnxpar.sharding.state import ShardingState

@@ -16,10 +16,9 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.plan import Plan
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.report.trace_comparison import Communicated, Comparison, Computed, sum_known
-from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.runtime.trace import Event, Trace
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.sharding.state import ShardingState

@@ -17,13 +17,12 @@ from onnxpar.compiler.plan import Plan, open_shape
 from onnxpar.compiler.summary import activations
 from onnxpar.errors import StrategyError
 from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
 from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.layout.layout import Layout
 from onnxpar.manual.manual import MANUAL
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pipeline import Options
-from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 from onnxpar.sharding.planned_collectives import reshards

@@ -20,10 +20,11 @@ from scipy.sparse.csgraph import dijkstra
 
 from onnxpar.base.arrays import Array
 from onnxpar.cost.cost import Costs
+from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes, Axis, merge_axes
 from onnxpar.reshard.shard_sizes import PartSizes, ShardSizes
-from onnxpar.reshard.steps import LOCAL_STEPS, Move, ReshardStep, moves, step_kind
+from onnxpar.reshard.steps import Move, ReshardStep, moves, step_kind
 from onnxpar.reshard.sub_axes import (
     Location,
     Unordered,

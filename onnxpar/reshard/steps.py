@@ -13,9 +13,6 @@ from onnxpar.reshard.sub_axes import Location, Locations, Slot, leaves_at
 from onnxpar.sharding.factors import TensorFactors, with_axes
 from onnxpar.sharding.state import FactorSharding, covered_axes
 
-LOCAL_STEPS = ("LocalSlice", "Select")
-"""Steps without communication."""
-
 Move = tuple[str, Axes, Location, Location]
 """A step by its kind, the sub-axes that it moves, their location before, and that after it."""
 

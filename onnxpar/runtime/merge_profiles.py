@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.ir.collectives import KINDS
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.trace import Collective, Event, Span, Trace
 
-_ONE_SIDED = ("Send", "Recv")
-"""Collectives whose members have nodes of their own, which do not tell whom they met."""
 _Run = tuple[str, int]
 """A program, and the how manieth of its runs."""
 _Call = tuple[str, int, int]
@@ -177,7 +176,7 @@ def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
     found: dict[_Call, float] = {}
     for rank in ranks:
         for call, event in _calls(rank.events):
-            if event.collective and event.collective.kind in ("AllReduce", "AllGather"):
+            if event.collective and KINDS[event.collective.kind].ends_together:
                 found[call] = max(found.get(call, event.start), event.start + event.seconds)
     return found
 
@@ -222,7 +221,7 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
     calls = {id(event): call for call, event in _calls(rank.events)}
     for event in rank.events:
         made = event.collective
-        if made is None or made.kind in _ONE_SIDED:
+        if made is None or KINDS[made.kind].awaits is None:
             yield event
             continue
         others = begins[calls[id(event)]]
@@ -234,8 +233,9 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
 def _awaited(event: Event, made: Collective, roots: Mapping[str, int]) -> Sequence[int]:
     """The ranks without which a collective cannot be done on the event's rank."""
     group, me = made.group, made.group.index(event.rank)
-    if made.kind == "NeighborExchange":
+    awaits = KINDS[made.kind].awaits
+    if awaits == "neighbors":
         return group[max(me - 1, 0) : me + 2]
-    if made.kind == "Broadcast":
+    if awaits == "root":
         return [group[roots[event.name]]]
     return group

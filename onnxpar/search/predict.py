@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
 from onnxpar.ir.repetitions import repetitions
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.layout.rows import rows_moved
-from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.planned_collectives import reshards

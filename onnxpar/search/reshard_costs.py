@@ -12,10 +12,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
+from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.tensors import element_bytes, shape_bytes
 from onnxpar.reshard.graph import ReshardGraph
 from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
-from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.reshard.sub_axes import Unordered
 from onnxpar.search.solver.elimination import Table
 from onnxpar.sharding.shard_bytes import mean_bytes

@@ -17,7 +17,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.layout.layout import Layout, dim_axes, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh

@@ -13,7 +13,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.testing.case import Program, compiled
 
 Values = dict[str, Array]

@@ -13,8 +13,8 @@ from native.ranks import on_ranks, session
 from onnxpar.calibration import models
 from onnxpar.calibration.fit import FASTEST, fit, fit_link, lines, predicted
 from onnxpar.calibration.measure import (
-    KINDS,
     LARGE,
+    MEASURED,
     SIZES,
     Measurements,
     Talk,
@@ -36,7 +36,7 @@ def took(kind: str, ranks: int, size: int, latency: float, bandwidth: float) -> 
 
 
 def test_what_follows_the_formula_is_found_again() -> None:
-    links = {kind: (1e-5 * (i + 1), 1e9 * (i + 1)) for i, kind in enumerate(KINDS)}
+    links = {kind: (1e-5 * (i + 1), 1e9 * (i + 1)) for i, kind in enumerate(MEASURED)}
     talk = tuple(took(*case[:3], *links[case[0]]) for case in cases(4))
     product = 2 * 256 * 768**2 / 5e10 + 2e-6
     bottleneck = 2 * 28**2 * (256 * 64 + 9 * 64 * 64 + 64 * 256) / 3e10 + 3 * 2e-6
@@ -88,7 +88,7 @@ def three() -> Iterator[list[World]]:
         world.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEASURED)
 def test_collectives_run_one_after_the_other(kind: str, three: list[World]) -> None:
     size = 3 * 4 * models.COLUMNS * 16
 
@@ -126,7 +126,7 @@ def test_a_file_is_measured_and_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out.splitlines()
     read = Topology.read(file)
     (level,) = read.levels
-    assert level.name == "host" and level.size is None and {*level.collectives} == {*KINDS}
+    assert level.name == "host" and level.size is None and {*level.collectives} == {*MEASURED}
     assert "".join(f"{line}\n" for line in said).count(read.text()) == 1
     text = file.read_text()
     for kind, ranks, size in cases(2):
@@ -173,7 +173,7 @@ def test_ranks_that_are_left_over_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three ranks, two make a pair."""
     monkeypatch.setattr("onnxpar.calibration.measure.SIZES", (4096,))
     found = measure(3, 0.01)
-    assert [(t.kind, t.ranks) for t in found.talk] == [(k, n) for n in (2, 3) for k in KINDS]
+    assert [(t.kind, t.ranks) for t in found.talk] == [(k, n) for n in (2, 3) for k in MEASURED]
     assert all(t.seconds > 0 for t in found.talk)
 
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
-from onnxpar.ir.collectives import DOMAIN, PerRank
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.lowering.lower_reshard import ReshardBuilder

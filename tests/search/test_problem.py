@@ -20,6 +20,7 @@ from tiny_models import model, port, write
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.cost.topology import Topology
+from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.tensors import element_bytes
 from onnxpar.layout.mesh import Mesh
@@ -27,7 +28,6 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
 from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
-from onnxpar.reshard.steps import LOCAL_STEPS
 from onnxpar.search.objective import LATENCY, OBJECTIVES, Objective
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy
