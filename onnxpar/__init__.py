@@ -28,9 +28,9 @@ lowering     from global nodes to a rank's: local attributes, halos, collectives
 search       strategies by cost
 grad         gradients, a file for each family of ops
 training     training steps as graphs: backward pass, optimizers, precision, recomputation
+runtime      ranks, sessions, traces (native/ is the plugin)
 compiler     the pass interface, the plan, verification, text
 passes       one pass a file
-runtime      ranks, sessions, traces (native/ is the plugin)
 pipeline     the order of passes, how they run, dumps, options
 report       tables and pages that people read
 trainer      training runs: the loop, data, checkpoints

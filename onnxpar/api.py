@@ -23,9 +23,10 @@ from onnxpar.open_sizes.typical import sizes_text
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.dump import Dump
 from onnxpar.pipeline.named_passes import run_named
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
 from onnxpar.pipeline.plugins import load_plugin
+from onnxpar.pipeline.run_passes import Watch
 from onnxpar.pipeline.save_strategy import Saver
 from onnxpar.report import compare_trace as comparing
 from onnxpar.report import op_table
@@ -271,7 +272,7 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
     return replace(comparing.compare_trace(recorded, made, nodes), sizes=sizes_text(sizes))
 
 
-def watch_all(saver: Saver, dump: File | None) -> pipeline.Watch:
+def watch_all(saver: Saver, dump: File | None) -> Watch:
     """What is called after each pass: it dumps the graph, and notes the strategy."""
     watching: list[Dump | Saver] = [*([Dump(dump)] if dump is not None else []), saver]
 

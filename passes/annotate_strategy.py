@@ -7,14 +7,10 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.compiler.open_errors import at_open_sizes
 from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
-from onnxpar.errors import SizeError
 from onnxpar.presets.presets import default_rounds, preset_rounds
-from onnxpar.search.search import AUTO, EXHAUSTIVE, solve
-from onnxpar.strategy.annotated_strategy import check_agreement, onnx_annotations
-from onnxpar.strategy.derived_annotations import with_derived
-from onnxpar.strategy.entries import annotations_of
-from onnxpar.strategy.strategy import Annotation
+from onnxpar.strategy.requests import requests
 
 
 @dataclass(frozen=True)
@@ -52,45 +48,15 @@ class AnnotateStrategy(Pass):
     name: ClassVar[str] = "annotate-strategy"
     stage = Stage.DECIDE
     ensures = (ANNOTATIONS,)
+    excludes = (ANNOTATIONS,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        try:
-            self._collect(graph, ctx)
-        except SizeError as error:
-            sizes = ctx.model.sizes
-            if sizes is None:
-                raise
-            imagined = ", ".join(f"{k}={v}" for k, v in sizes.bindings[0].items())
-            raise SizeError(
-                f"{error}; sizes are open (here imagined as {imagined}): give {sizes.flags} to fix "
-                "them"
-            ) from None
+        with at_open_sizes(ctx.model):
+            ctx.asked, ctx.annotations = requests(ctx.annotated, ctx.strategy, ctx.sharding)
+            if ctx.found is not None:
+                ctx.annotations.append(ctx.found)
+            elif ctx.preset is None:
+                ctx.annotations += default_rounds(graph, ctx.sharding, ctx.model.step)
+            else:
+                ctx.annotations += preset_rounds(graph, ctx.sharding, ctx.preset, ctx.model.step)
         return bool(ctx.annotations)
-
-    def _collect(self, graph: gs.Graph, ctx: PassContext) -> None:
-        ctx.annotations, ctx.asked = [], []
-        if ctx.annotated is not None:
-            noted: list[Annotation] = list(onnx_annotations(ctx.annotated, ctx.sharding))
-            ctx.asked += noted
-            ctx.annotations.append(with_derived(noted, ctx.sharding))
-        if ctx.strategy is not None:
-            asked: list[Annotation] = list(annotations_of(ctx.strategy, ctx.sharding))
-            check_agreement(ctx.annotations[0] if ctx.annotations else [], asked, ctx.sharding.mesh)
-            ctx.asked += asked
-            ctx.annotations.append(with_derived(asked, ctx.sharding))
-        if ctx.preset in (AUTO, EXHAUSTIVE):
-            if ctx.found is None:
-                ctx.found = solve(
-                    graph,
-                    ctx.sharding,
-                    ctx.model.states,
-                    given=ctx.annotations,
-                    how=ctx.preset,
-                    objective=ctx.objective,
-                    step=ctx.model.step,
-                ).annotations
-            ctx.annotations.append(ctx.found)
-        elif ctx.preset is None:
-            ctx.annotations += default_rounds(graph, ctx.sharding, ctx.model.step)
-        else:
-            ctx.annotations += preset_rounds(graph, ctx.sharding, ctx.preset, ctx.model.step)

@@ -97,6 +97,7 @@ class CompressCollectives(Pass):
     stage = Stage.LOWER
     requires = (LAYOUTS,)
     excludes = (LOCAL,)
+    plan_after = True
     to: str = "none"
     least_bytes: int = 1024
     bucket_bytes: int = BUCKET_BYTES

@@ -70,6 +70,7 @@ class FuseAllReduces(Pass):
     stage = Stage.LOWER
     requires = (LAYOUTS,)
     excludes = (LOCAL,)
+    costs_after = True
     by: str = "size"
     bucket_bytes: int = BUCKET_BYTES
     shard_bytes: int = PART_BYTES

@@ -59,6 +59,7 @@ class InsertCollectives(Pass):
     stage = Stage.LOWER
     ensures = (LAYOUTS,)
     excludes = (LAYOUTS,)
+    plan_after = True
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         return _Insertion(graph, ctx).run()

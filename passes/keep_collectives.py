@@ -58,6 +58,7 @@ class KeepCollectives(Pass):
         LOCAL,
     )
     excludes = (LAYOUTS,)
+    plan_after = True
     compare_replicas: bool = False
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:

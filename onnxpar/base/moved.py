@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "onnxpar.pass_order": "onnxpar.pipeline.pass_order",
@@ -23,6 +24,15 @@ MOVED = {
 }
 
 
+class _MovedModule(ModuleType):
+    """A module of an old name. Importing `onnxpar.training.merge` puts it in the place of the
+    function of that name in `onnxpar.training`, so it can be called like that."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Calls the function that is named as the module."""
+        return vars(self)[self.__name__.rpartition(".")[2]](*args, **options)
+
+
 class _MovedModules(MetaPathFinder, Loader):
     """Finds the old names; a module of an old name has the attributes of the new one."""
 
@@ -32,11 +42,16 @@ class _MovedModules(MetaPathFinder, Loader):
         """The spec of an old name, None for all others."""
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module, which `exec_module` fills."""
+        return _MovedModule(spec.name)
+
     def exec_module(self, module: ModuleType) -> None:
         """Fills a module of an old name."""
         new = MOVED[module.__name__]
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
         found = vars(importlib.import_module(new))
+        module.__doc__ = found["__doc__"]
         vars(module).update({k: v for k, v in found.items() if not k.startswith("__")})
 
 

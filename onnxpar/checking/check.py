@@ -28,7 +28,8 @@ from onnxpar.manual.manual import MANUAL
 from onnxpar.open_sizes.cache_sizes import settled
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.context import load_model
+from onnxpar.pipeline.options import Options
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_array
@@ -306,7 +307,7 @@ def _usual(
     shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
     fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
     bound = replace(options, dims=None, typical=Typical())
-    graph = pipeline.load_model(model, bound, shapes=fixed).graph
+    graph = load_model(model, bound, shapes=fixed).graph
     return found, integer_ranges(graph)
 
 

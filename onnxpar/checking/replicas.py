@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from onnxpar.base.arrays import Array
 from onnxpar.checking.compare import Closeness, Report, compare_arrays
+from onnxpar.manual.manual import REPLICAS
 from onnxpar.runtime.session import Session
-
-_SUFFIX = "@replicas"
 
 
 def compare_replicas(
@@ -18,11 +17,11 @@ def compare_replicas(
 
     Errors: InputError; RankError.
     """
-    names = [a.name for a in session.get_outputs() if a.name.endswith(_SUFFIX)]
+    names = [a.name for a in session.get_outputs() if a.name.endswith(REPLICAS)]
     outputs = session.run(names, feeds) if names else session.run(None, feeds)[:0]
     rows = []
     for name, copies in zip(names, outputs, strict=True):
-        own = name.removesuffix(_SUFFIX)
+        own = name.removesuffix(REPLICAS)
         found = [compare_arrays(own, copy, copies[0], close=close) for copy in copies[1:]]
         rows.append(max(found, key=lambda row: row.badness))
     return Report(tuple(rows))

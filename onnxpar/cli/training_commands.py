@@ -21,7 +21,7 @@ from onnxpar.files.write_file import whole_file, writing
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.ir.training_spec import Step
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.launch import launched_rank, redirect_output

@@ -133,6 +133,10 @@ class Pass(ABC):
     requires  facts that earlier passes must have ensured
     ensures   facts that hold after it
     excludes  facts that must not hold yet
+
+    plan_after   true if the plan is taken after it: after the first such pass, and after others if
+                 they changed anything
+    costs_after  true if the plan's times are predicted after it
     """
 
     name: ClassVar[str]
@@ -140,6 +144,8 @@ class Pass(ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
     excludes: ClassVar[tuple[str, ...]] = ()
+    plan_after: ClassVar[bool] = False
+    costs_after: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:

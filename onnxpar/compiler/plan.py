@@ -16,13 +16,11 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.cache_sizes import CacheSizes
+from onnxpar.rules.rule import is_lack
+from onnxpar.runtime.bundle import FORMAT
 from onnxpar.sharding.planned_collectives import Collective
 
-FORMAT = 3
 _OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)")
-NO_RULE = "no rule"
-STORED, ZERO = "stored", "zero"
-"""First values of states."""
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:
@@ -97,7 +95,7 @@ class Whole:
     @property
     def is_lack(self) -> bool:
         """Whether it is for want of a rule, rather than by choice."""
-        return self.bytes > 0 or self.reason.startswith(NO_RULE)
+        return self.bytes > 0 or is_lack(self.reason)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.packing import stored_bits
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.compiler.plan import NO_RULE, STORED, ZERO, Plan, Port, Weight, Whole, open_shape
+from onnxpar.compiler.plan import Plan, Port, Weight, Whole, open_shape
 from onnxpar.compiler.ranges import integer_ranges, lookups
 from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
 from onnxpar.ir.tensors import numpy_dtype
@@ -18,6 +18,8 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.model.interchange import declared_shape, default_of, type_text
 from onnxpar.model.state_pairs import missing_states
 from onnxpar.presets.tensor_parallel import is_contraction
+from onnxpar.rules.rule import is_lack
+from onnxpar.runtime.first_states import STORED, ZERO
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import Links, OpFactors
 from onnxpar.sharding.flops import flops, flops_of_ranks
@@ -128,7 +130,7 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
     out = []
     for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
         lost = _gathered(op, ctx)
-        unruled = any(reason.startswith(NO_RULE) for reason in op.whole.values())
+        unruled = any(map(is_lack, op.whole.values()))
         idle = is_contraction(op) and not any(ctx.sharding.op_axes(op))
         shut = bool(bodies(op.node)) and not op.bodies
         if lost or unruled or shut:

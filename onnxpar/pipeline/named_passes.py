@@ -11,10 +11,11 @@ from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
 from onnxpar.load.load import Model
 from onnxpar.passes.differentiate import Differentiate
-from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.dump import Dump, facts, is_dump, read_dump, write_graph
+from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_list import parse_passes
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.run_passes import run_passes
 
 
 def run_named(
@@ -48,10 +49,10 @@ def run_named(
             raise StrategyError(f"{path} is for the mesh {ctx.sharding.mesh}; omit --mesh")
     else:
         for_training = any(isinstance(p, Differentiate) for p in steps)
-        model = pipeline.load_model(path, options, for_training)
-        ctx = pipeline.prepare(model, options, steps, watch)
+        model = load_model(path, options, for_training)
+        ctx = prepare(model, options, steps, watch)
         steps = [p for p in steps if p.stage is not Stage.REWRITE]
-    pipeline.run_passes(model, ctx, steps, watch, check=True)
+    run_passes(model, ctx, steps, watch, check=True)
     if output is not None:
         write_graph(model, ctx, Path(output))
     elif not print_after and dump is None:

@@ -10,7 +10,7 @@ from onnxpar.search.objective import LATENCY
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 
 if TYPE_CHECKING:
-    from onnxpar.pipeline.pipeline import Options
+    from onnxpar.pipeline.options import Options
 
 
 def refuse_for_manual(options: Options) -> None:

@@ -13,7 +13,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import read_proto
 from onnxpar.model.interchange import header_of
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.presets.expert_parallel import EXPERT
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.presets.training_presets import SEQUENCE, ZERO_STAGES

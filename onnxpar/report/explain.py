@@ -22,7 +22,7 @@ from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.layout.layout import Layout
 from onnxpar.manual.manual import MANUAL
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 from onnxpar.sharding.planned_collectives import reshards

@@ -352,12 +352,20 @@ def whole_rule(node: gs.Node, reason: str) -> Rule:
     return Rule(inputs, outputs, sizes, whole=dict.fromkeys(sizes, reason))
 
 
+_NO_RULE = "no rule"
+
+
+def is_lack(reason: str) -> bool:
+    """True if this reason why a node stays whole is that its op has no rule."""
+    return reason.startswith(_NO_RULE)
+
+
 def rule_of(node: gs.Node) -> Rule:
     """The registered rule for a node; without one, the whole op with the reason."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     function = _RULES.get((domain, node.op))
     if function is None:
-        lack = f"no rule for {domain + '.' if domain else ''}{node.op}"
+        lack = f"{_NO_RULE} for {domain + '.' if domain else ''}{node.op}"
         return whole_rule(node, _WHOLE.get((domain, node.op), lack))
     if (domain, node.op) in _ANY_RANK:
         return _called(function, node)

@@ -12,7 +12,8 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
 from onnxpar.runtime.bundle import Bundle
 
-STORED = "stored"
+STORED, ZERO = "stored", "zero"
+"""Kinds of first values: in a file, or zeros."""
 
 
 class FirstStates:

@@ -17,7 +17,8 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.given_model import Source, model_file
 from onnxpar.model.write_model import export_model, write_model
-from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.context import load_model
+from onnxpar.pipeline.options import Options, manual_of
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.data import Data
@@ -99,7 +100,7 @@ def grad(
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)
-    source = pipeline.Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
+    source = Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
     options = StepOptions(optimizer, clip_norm, accumulate)
     with model_file(model) as path:
         made, _ = write_step(path, Path(output), wanted, options, source, untie)
@@ -170,7 +171,7 @@ def write_step(
     output: Path,
     loss: LossOptions,
     options: StepOptions,
-    source: pipeline.Options,
+    source: Options,
     untie: bool = False,
 ) -> tuple[Model, Weights]:
     """Writes a training step; returns it, and what it trains and what not. `source` says what the
@@ -179,13 +180,13 @@ def write_step(
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     if output.exists() and output.samefile(path):
         raise OnnxparError(f"{output}: is the model itself; choose another -o")
-    manual = pipeline.manual_of(source)
+    manual = manual_of(source)
     if manual is None and (source.mesh or source.devices or source.strategy):
         raise StrategyError(
             "a mesh and a strategy are for a program per rank (--preset manual); the step of any "
             "other model is split by `onnxpar shard`"
         )
-    model = pipeline.load_model(path, source, for_training=True, untied=untie)
+    model = load_model(path, source, for_training=True, untied=untie)
     weights = make_step(model, loss, options, None if manual is None else RankProgram(manual))
     write_model(export_model(model.graph, model.header), model.folder, output)
     return model, weights

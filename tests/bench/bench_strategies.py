@@ -36,7 +36,7 @@ from onnxpar.cli.command_line import main as command
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.report.candidates import Candidate, Refused, try_candidate
 from onnxpar.strategy.strategy import Strategy
 

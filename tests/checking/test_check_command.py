@@ -17,7 +17,7 @@ from onnxpar.compiler.plan import write_plan
 from onnxpar.errors import InputError
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.bundle import Bundle
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>

@@ -20,7 +20,9 @@ from onnxpar.load.load import load
 from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.order_collectives import OrderCollectives
-from onnxpar.pipeline.pipeline import DEFAULT_PASSES, make_context, run_passes
+from onnxpar.pipeline.context import make_context
+from onnxpar.pipeline.default_passes import DEFAULT_PASSES
+from onnxpar.pipeline.run_passes import run_passes
 
 TP = Axis("tp", 2)
 

@@ -16,7 +16,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Concat, Dim, Factor, Product
 from onnxpar.layout.mesh import Axes, Axis, Mesh
 from onnxpar.layout.rows import rows_moved, rows_within
-from onnxpar.pipeline.pipeline import Options, load_model, make_context
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import choices_of, partial_kinds
 

@@ -18,7 +18,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.cost.topology import HOST, NETWORK, Device, Level, Link, Topology
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 
 FILE = """
 levels:  # from the inside out

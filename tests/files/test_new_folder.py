@@ -18,7 +18,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.files import new_folder
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.bundle import Bundle
 
 MODEL = MODELS / "llama.dynamo.static.onnx"

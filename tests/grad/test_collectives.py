@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.context import load_model
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
@@ -44,7 +45,7 @@ class Ranks:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
         self.mesh = Mesh.parse(mesh)
         self.inputs, self.outputs = inputs, outputs
-        loaded = pipeline.load_model(self._saved(model, folder / "source.onnx"), self._how(model))
+        loaded = load_model(self._saved(model, folder / "source.onnx"), self._how(model))
         self.model = differentiated(loaded)
         self.forward, self.gradient = (
             self._sharded(m, folder / name) for m, name in ((model, "y"), (self.model, "dx"))

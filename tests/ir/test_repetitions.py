@@ -13,7 +13,9 @@ from onnxpar.ir.repetitions import repetitions
 from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
-from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.search.predict import predict
 from onnxpar.search.search import solve
 

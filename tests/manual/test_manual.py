@@ -17,7 +17,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy

@@ -11,7 +11,7 @@ import pytest
 
 from onnxpar.cli.command_line import main
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]>
 m (int64[batch,seq] ids, int64[batch,seq] mask) => (float[batch,seq,16] y) {

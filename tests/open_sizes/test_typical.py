@@ -20,7 +20,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.typical import Ties, Typical, typical_sizes
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.report.explain import explain
 from onnxpar.search.objective import Objective
 from onnxpar.symbols.symbols import Polynomial

@@ -20,8 +20,10 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.lowering.compression import THRESHOLD, Compression
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_list import parse_passes
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.sharding.planned_collectives import Collective
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -63,14 +65,14 @@ def test_golden(to: str, tmp_path: Path, request: pytest.FixtureRequest) -> None
         f"compress-collectives{{to={to} least-bytes=0}}"
     )
     given = Options(mesh=Mesh.parse("dp=2"), preset="data-parallel")
-    model = pipeline.load_model(write_step(PRODUCT, tmp_path, "mse"), given)
+    model = load_model(write_step(PRODUCT, tmp_path, "mse"), given)
     shown: list[str] = []
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         if step.name == "compress-collectives":
             shown.append(graph_text(model.graph, ctx))
 
-    pipeline.run_passes(model, pipeline.make_context(model, given), passes, watch, check=True)
+    run_passes(model, make_context(model, given), passes, watch, check=True)
     golden = GOLDEN / f"compress-{to.partition(':')[0]}.onnxtxt"
     if request.config.getoption("--update-golden"):
         golden.write_text(shown[0])

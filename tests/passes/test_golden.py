@@ -13,15 +13,17 @@ from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.text import graph_text
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model, load
-from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.context import make_context
+from onnxpar.pipeline.default_passes import DEFAULT_PASSES
+from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_list import parse_passes
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.strategy.strategy import Strategy
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
 OPTIONAL = ("compress-collectives", "fuse-all-reduces", "split-programs", "gate-recomputation")
-ALL = ",".join(p.name for p in pipeline.DEFAULT_PASSES if p.name not in OPTIONAL)
+ALL = ",".join(p.name for p in DEFAULT_PASSES if p.name not in OPTIONAL)
 
 
 def ones(count: int) -> str:
@@ -97,8 +99,8 @@ def test_golden(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> No
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
 
-    ctx = pipeline.make_context(model, options)
-    pipeline.run_passes(model, ctx, parse_passes(passes), watch, check=True)
+    ctx = make_context(model, options)
+    run_passes(model, ctx, parse_passes(passes), watch, check=True)
     found = "\n".join(shown[1:])
     golden = GOLDEN / f"{name}.onnxtxt"
     if request.config.getoption("--update-golden"):

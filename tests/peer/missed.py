@@ -11,14 +11,13 @@ from peer.cases import PeerCase
 from peer.outcome import EXPLAINED, MISSED, Outcome
 from peer.readers import whole_reason
 
-from onnxpar.compiler.plan import NO_RULE
 from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.rules.rule import is_lack
 from onnxpar.testing.case import Case
 from onnxpar.testing.oracle import Oracle
 from onnxpar.testing.proof import REFUSED, Cut, halved, missed_cuts
 
-_LACKS = (NO_RULE, "its dimensions do not line up here")
-"""Reasons that are none."""
+_UNEXPLAINED = "its dimensions do not line up here"
 
 
 def missed_splits(case: PeerCase) -> Iterator[Outcome]:
@@ -49,7 +48,7 @@ def missed_splits(case: PeerCase) -> Iterator[Outcome]:
 
 def _reasons(oracle: Oracle, cut: Cut) -> list[str]:
     found = (whole_reason(oracle.op, i, dim) for i, dim in enumerate(cut) if dim is not None)
-    return list(dict.fromkeys(r for r in found if r and not r.startswith(_LACKS)))
+    return list(dict.fromkeys(r for r in found if r and not is_lack(r) and r != _UNEXPLAINED))
 
 
 def as_rule_case(case: PeerCase) -> Case | None:

@@ -16,8 +16,10 @@ from onnxpar.compiler.plan import write_plan
 from onnxpar.errors import OnnxparError, RankError
 from onnxpar.load.load import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.context import make_context
+from onnxpar.pipeline.default_passes import DEFAULT_PASSES
+from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.runtime.groups import World, thread_worlds
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.sharding.analysis import analyse
@@ -96,9 +98,9 @@ class Trials:
         """Writes the split model; returns whether the op that reads the input computes on parts."""
         model = load_case(self.path)
         shapes = {t.name: t.shape for t in model.graph.inputs}
-        ctx = pipeline.make_context(model, Options(strategy=split.strategy(shapes)))
+        ctx = make_context(model, Options(strategy=split.strategy(shapes)))
         reader = self._reader = Reader.of(split, ctx.sharding.factors)
-        made = pipeline.run_passes(model, ctx, [p() for p in pipeline.DEFAULT_PASSES], check=True)
+        made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], check=True)
         assert made is not None
         SplitRanks(par).run(model.graph, ctx)
         write_plan(par, made.to_json())

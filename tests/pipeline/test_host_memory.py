@@ -11,7 +11,8 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.pipeline import host_memory, memory_limit
 from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
-from onnxpar.pipeline.pipeline import Options, plan
+from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.pipeline import plan
 
 MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
 

@@ -19,7 +19,8 @@ from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
 from onnxpar.search.enough_devices import enough_devices
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
@@ -85,8 +86,8 @@ def test_untied_layers_need_not_all_pay(tmp_path: Path) -> None:
     path = tmp_path / "llama.onnx"
     llama_shape.write(path, layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=128)
     how = Options(mesh=Mesh.parse("tp=2"))
-    loaded = pipeline.load_model(path, how)
-    sharding = pipeline.make_context(loaded, how).sharding
+    loaded = load_model(path, how)
+    sharding = make_context(loaded, how).sharding
     tied, untied = (
         solve(
             loaded.graph,

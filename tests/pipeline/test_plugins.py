@@ -17,9 +17,11 @@ from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.errors import PassError, StrategyError
 from onnxpar.load.load import load
 from onnxpar.pipeline import plugins
+from onnxpar.pipeline.default_passes import DEFAULT_PASSES
+from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_list import parse_passes, parse_placed
 from onnxpar.pipeline.pass_order import Placed, insert
-from onnxpar.pipeline.pipeline import DEFAULT_PASSES, Options, plan
+from onnxpar.pipeline.pipeline import plan
 from onnxpar.rules.rule import registered, rule
 
 MODEL = """<ir_version: 8, opset_import: ["" : 18]>

@@ -19,7 +19,8 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options, load_model, make_context
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.save_strategy import Saver, widest_pattern
 from onnxpar.search.search import solve
 from onnxpar.strategy.entries import annotations_of

@@ -13,7 +13,7 @@ from committed import DYNAMIC, MODELS, ODD, STATIC, dims_of
 import onnxpar
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

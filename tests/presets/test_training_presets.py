@@ -16,7 +16,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.sharding.planned_collectives import Collective
 from onnxpar.training import grad
 

@@ -15,7 +15,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.presets.training_presets import ZERO_STAGES
 from onnxpar.report.candidate_lines import candidate_lines
 from onnxpar.report.candidates import (

@@ -18,7 +18,7 @@ from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.layout.layout import Concat, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.open_sizes.typical import Typical
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.report.charts import TICKS, Bar, memory_curve, merged, ticks, timeline
 from onnxpar.report.explain import COLLECTIVE, NODE, UPDATE, Explained, Operand, explain
 from onnxpar.report.layout_key import MESH, layout_key

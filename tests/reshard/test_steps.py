@@ -12,7 +12,7 @@ from training.steps import write_step
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.report.candidates import Candidate, choices, try_candidate
 
 LAYERS = 8

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, save
 
-from onnxpar.compiler.plan import FORMAT, write_plan
+from onnxpar.compiler.plan import write_plan
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis, Mesh
+from onnxpar.runtime.bundle import FORMAT
 from onnxpar.runtime.session import Session
 
 ELEMENTS = {

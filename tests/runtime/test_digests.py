@@ -20,7 +20,7 @@ from onnxpar.errors import ModelError, OnnxparError, RankError
 from onnxpar.files import digests
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.executor import Executor
 from onnxpar.runtime.groups import thread_worlds

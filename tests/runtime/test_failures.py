@@ -23,7 +23,7 @@ from onnxpar.compiler.plan import write_plan
 from onnxpar.errors import RankError, RunError
 from onnxpar.load import load as model
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime import rank_process
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.processes import Processes

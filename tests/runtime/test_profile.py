@@ -26,7 +26,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.errors import InputError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.fused import Fused

@@ -12,7 +12,8 @@ from search.test_meshes import ONE, TWO, matmuls
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
 from onnxpar.search.given_mesh import best_on_mesh
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.search import solve
@@ -22,8 +23,8 @@ def both(
     path: Path, devices: int, topology: Topology | None, order: int = 1
 ) -> tuple[float, float, Mesh]:
     """Seconds that a search for a mesh finds, and those on that mesh, its axes in order or not."""
-    model = pipeline.load_model(path, Options(devices=devices))
-    ctx = pipeline.make_context(model, Options(devices=devices, search="propagation"))
+    model = load_model(path, Options(devices=devices))
+    ctx = make_context(model, Options(devices=devices, search="propagation"))
     factors = ctx.sharding.factors
 
     def on_mesh(sharding, given, kept):  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.search.meshes import asked_axes
 from onnxpar.strategy.strategy import Strategy
 

@@ -26,7 +26,9 @@ from onnxpar.ir.tensors import element_bytes
 from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
-from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
 from onnxpar.search.objective import LATENCY, OBJECTIVES, Objective
 from onnxpar.search.op_cost import op_cost

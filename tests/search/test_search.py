@@ -18,7 +18,9 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options, load_model, make_context, run_passes
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.search.predict import predict

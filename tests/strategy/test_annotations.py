@@ -21,7 +21,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.model.annotations import TensorSharding, clear_annotations
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.strategy.device_lists import Digit, devices_of, mesh_of_digits, shard_digits
 from onnxpar.strategy.strategy import Strategy
 
@@ -161,7 +161,7 @@ def test_a_preset_decides_what_annotations_leave_open(tmp_path: Path) -> None:
             2,
             {"up": [("w", [0, 1], {5: 2})]},
             {},
-            r"'w': has 2 dimensions, but its annotation \[5\]",
+            r"'w': has 2 dimensions, but its annotation is for \[5\]",
         ),
         (2, {"up": [("w", [0, 1], {1: ((9, 2),)})]}, {}, r"12 elements along axis 1, not \[9\]"),
         (

@@ -15,7 +15,7 @@ from small_models import write_text
 from onnxpar.errors import StrategyError
 from onnxpar.model.annotations import TensorSharding
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 
 HEAD = '<ir_version: 11, opset_import: ["" : 17]>\n'
 

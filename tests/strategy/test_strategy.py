@@ -15,7 +15,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.strategy.strategy import Strategy
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'

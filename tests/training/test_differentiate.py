@@ -16,9 +16,10 @@ from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
-from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_list import parse_passes
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.run_passes import run_passes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXT = """mlp (float[4,3] x) => (float[4,2] y)
@@ -35,14 +36,14 @@ def test_golden(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path = tmp_path / "mlp.onnx"
     onnx.save(onnx.parser.parse_model(HEAD + TEXT), path)
     options = Options(mesh=Mesh.parse("dp=2"), preset="data-parallel")
-    model = pipeline.load_model(path, options, for_training=True)
-    ctx = pipeline.make_context(model, options)
+    model = load_model(path, options, for_training=True)
+    ctx = make_context(model, options)
     shown: list[str] = []
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
 
-    pipeline.run_passes(model, ctx, parse_passes(PASSES), watch, check=True)
+    run_passes(model, ctx, parse_passes(PASSES), watch, check=True)
     found = "\n".join(text for text in shown if not text.startswith("// after annotate"))
     golden = GOLDEN / "gradients.onnxtxt"
     if request.config.getoption("--update-golden"):
@@ -94,8 +95,8 @@ def test_options_that_do_not_fit(
 def test_open_sizes_are_refused(tmp_path: Path) -> None:
     path = write_model(LINEAR.replace("4,", "n,"), tmp_path)
     options = Options(devices=2, preset="data-parallel")
-    model = pipeline.load_model(path, options, for_training=True)
-    ctx = pipeline.make_context(model, options)
+    model = load_model(path, options, for_training=True)
+    ctx = make_context(model, options)
     with pytest.raises(Exception, match="these sizes are open: n; set each with --dim") as caught:
-        pipeline.run_passes(model, ctx, parse_passes("differentiate"))
+        run_passes(model, ctx, parse_passes("differentiate"))
     assert not isinstance(caught.value, StrategyError)

@@ -23,7 +23,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy

@@ -36,7 +36,10 @@ from onnxpar.compiler.verify import verify
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.context import load_model, make_context
+from onnxpar.pipeline.default_passes import passes_of
 from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.run_passes import run_passes
 
 
 def test_collectives_run_in_the_branch_that_is_taken(tmp_path: Path) -> None:
@@ -204,11 +207,11 @@ def test_what_a_branch_captures_is_not_fused_with_what_comes_of_it(
 def placed(model: Path, strategy: Any, behind: str) -> tuple[gs.Graph, PassContext]:
     """The graph behind a pass of the default ones."""
     how = options("tp=2", strategy=strategy)
-    loaded = pipeline.load_model(model, how)
-    ctx = pipeline.make_context(loaded, how)
-    passes = pipeline.passes_of(how, loaded)
+    loaded = load_model(model, how)
+    ctx = make_context(loaded, how)
+    passes = passes_of(how, loaded)
     last = next(i for i, p in enumerate(passes) if p.name == behind)
-    pipeline.run_passes(loaded, ctx, passes[: last + 1], check=True)
+    run_passes(loaded, ctx, passes[: last + 1], check=True)
     return loaded.graph, ctx
 
 

@@ -17,7 +17,7 @@ from agreement import run_unsplit
 from onnx import numpy_helper
 
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.groups import library_path
 from onnxpar.strategy.strategy import Strategy
 

@@ -30,7 +30,10 @@ from onnxpar.load.load import load
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline.pipeline import DEFAULT_PASSES, Options, make_context, run_passes
+from onnxpar.pipeline.context import make_context
+from onnxpar.pipeline.default_passes import DEFAULT_PASSES
+from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.rules.rule import registered
 from onnxpar.strategy.strategy import Strategy
 

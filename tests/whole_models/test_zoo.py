@@ -14,7 +14,7 @@ from agreement import TIMEOUT, check_agrees, check_outputs, feeds_for, options, 
 from committed import DYNAMIC, MODELS, ODD, dims_of
 
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pipeline import Options
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.threads import ThreadSession
 
 BATCHES = (1, 2, 5)

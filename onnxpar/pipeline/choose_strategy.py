@@ -1,0 +1,89 @@
+"""The largest decision: the mesh, and the strategy or the preset that the passes follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnxpar.compiler.open_errors import at_open_sizes
+from onnxpar.errors import StrategyError
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import Model
+from onnxpar.model.annotations import Configuration, choose_configuration
+from onnxpar.pipeline.options import Options, preset_or_search, wanted_mesh
+from onnxpar.pipeline.unused_options import refuse_without_search
+from onnxpar.presets.presets import preset_mesh
+from onnxpar.search.given_mesh import best_on_mesh
+from onnxpar.search.meshes import best_mesh
+from onnxpar.search.op_strategies import Kept
+from onnxpar.search.search import AUTO, EXHAUSTIVE, Solution, solve
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.annotated_strategy import annotated_mesh
+from onnxpar.strategy.requests import requests
+from onnxpar.strategy.strategy import Annotation
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The mesh; the preset or the kind of search, if any; which of the model's annotations to
+    follow; and the annotations that a search has found, None where none was asked for."""
+
+    mesh: Mesh
+    preset: str | None
+    annotated: Configuration | None = None
+    found: list[Annotation] | None = None
+
+
+def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Chosen:
+    """Chooses by the model's annotations, the user's options and, where these leave it open, by
+    search. Errors: StrategyError."""
+    mesh, how = wanted_mesh(options), preset_or_search(options)
+    devices = mesh.size if mesh is not None else options.devices
+    annotated = choose_configuration(model.annotations, options.configuration, devices)
+    if annotated is not None:
+        if how is None:
+            refuse_without_search(options, is_annotated=True)
+        mesh = annotated_mesh(annotated, mesh)
+    elif devices is None:
+        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+    elif how is None and options.strategy is None and options.search is None:
+        how = AUTO
+    if how not in (AUTO, EXHAUSTIVE):
+        if mesh is None:
+            assert devices is not None
+            mesh = preset_mesh(how, devices)
+        return Chosen(mesh, how, annotated)
+    if mesh is not None and options.found is not None:
+        return Chosen(mesh, how, annotated, options.found)
+    best = _search(model, options, factors, annotated, mesh, how)
+    return Chosen(best.mesh, how, annotated, best.annotations)
+
+
+def _search(
+    model: Model,
+    options: Options,
+    factors: GraphFactors,
+    annotated: Configuration | None,
+    mesh: Mesh | None,
+    how: str,
+) -> Solution:
+    """The fastest strategy: beside the model's annotations, on a given mesh, or on any mesh."""
+
+    def on_mesh(
+        sharding: ShardingState, given: Sequence[Sequence[Annotation]], kept: Kept | None
+    ) -> Solution:
+        states, objective = model.states, options.objective
+        return solve(model.graph, sharding, states, given, how, kept, objective, model.step)
+
+    if annotated is not None:
+        assert mesh is not None
+        sharding = ShardingState.open(mesh, factors, options.topology)
+        with at_open_sizes(model):
+            _, given = requests(annotated, options.strategy, sharding)
+        return on_mesh(sharding, given, None)
+    asked = (options.topology, on_mesh, options.strategy, options.objective)
+    if mesh is not None:
+        return best_on_mesh(factors, mesh, *asked)
+    assert options.devices is not None
+    return best_mesh(model, factors, options.devices, *asked)

@@ -1,0 +1,118 @@
+"""What passes begin with: the loaded model, and a context with the mesh and the strategy chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import Pass, PassContext, Stage
+from onnxpar.compiler.replay import opened, variants
+from onnxpar.ir.training_spec import Step
+from onnxpar.load.load import InferTypes, Model, load
+from onnxpar.manual.manual import MANUAL, refuse_collectives
+from onnxpar.pipeline.choose_strategy import choose_strategy
+from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
+from onnxpar.pipeline.plugins import load_entry_points
+from onnxpar.pipeline.run_passes import Watch, run_passes, undecided
+from onnxpar.pipeline.unused_options import refuse_for_manual, refuse_without_search
+from onnxpar.presets.presets import preset_mesh
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import ShardingState
+
+
+def load_model(
+    path: str | Path,
+    options: Options,
+    for_training: bool = False,
+    untied: bool = False,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Model:
+    """The model as its preset sees it: a global program, or that of each rank; `for_training`,
+    `untied` and `shapes` as for `load`."""
+
+    def own_types(step: Step | None) -> InferTypes | None:
+        manual = manual_of(options, step)
+        return None if manual is None else partial(manual.infer, for_training=for_training)
+
+    load_entry_points()
+    least = least_size(options)
+    model = load(
+        path,
+        options.dims,
+        options.states,
+        least=least,
+        own_types=own_types,
+        for_training=for_training,
+        untied=untied,
+        typical=options.typical,
+        find_others=options.find_states,
+        shapes=shapes,
+    )
+    if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
+        slots = model.step.slots if model.step is not None else []
+        model.states = [*((slot.input, slot.output) for slot in slots), *options.states]
+    return model
+
+
+def prepare(
+    model: Model,
+    options: Options,
+    passes: Sequence[Pass],
+    watch: Watch | None = None,
+) -> PassContext:
+    """Runs the passes of the stage REWRITE, at every binding of open sizes, and makes the context
+    of the others. Errors: OnnxparError."""
+    steps = [p for p in passes if p.stage is Stage.REWRITE]
+    if steps:
+        run_passes(model, _undecided(model, options), steps, watch, options.verify)
+    if steps and model.sizes is not None:
+        at = model.sizes.graph
+
+        def rewritten(i: int) -> gs.Graph:
+            other = replace(model, graph=at(i))
+            run_passes(other, _undecided(other, options), steps)
+            return other.graph
+
+        model.sizes = replace(model.sizes, graph=rewritten)
+    if len(steps) == len(passes):
+        return _undecided(model, options)
+    return make_context(model, options)
+
+
+def _undecided(model: Model, options: Options) -> PassContext:
+    """The context of passes that rewrite the global graph: whatever the mesh, nothing is split."""
+    mesh = wanted_mesh(options) or preset_mesh(None, options.devices or 1)
+    manual = manual_of(options, model.step) if options.preset == MANUAL else None
+    return PassContext(model, undecided(model, mesh, options.topology), manual=manual)
+
+
+def make_context(model: Model, options: Options) -> PassContext:
+    """Analyses the model and settles the mesh and the preset. Errors: StrategyError."""
+    manual = manual_of(options, model.step)
+    if manual is not None:
+        refuse_for_manual(options)
+        nothing = ShardingState.open(manual.mesh, GraphFactors({}, []), options.topology)
+        return PassContext(model, nothing, preset=MANUAL, manual=manual)
+    options.objective.check(model.step)
+    if not options.compared:
+        refuse_without_search(options)
+    refuse_collectives(model.graph)
+    factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
+    others = variants(model, factors)
+    factors = opened(model, factors, others)
+    chosen = choose_strategy(model, options, factors)
+    return PassContext(
+        model,
+        ShardingState.open(chosen.mesh, factors, options.topology),
+        strategy=options.strategy,
+        preset=chosen.preset,
+        annotated=chosen.annotated,
+        objective=options.objective,
+        found=chosen.found,
+        variants=others,
+    )

@@ -1,0 +1,71 @@
+"""The default order of passes, and their options."""
+
+from __future__ import annotations
+
+from onnxpar.compiler.pass_ import Pass
+from onnxpar.errors import StrategyError
+from onnxpar.load.load import Model
+from onnxpar.lowering.buckets import BUCKET_BYTES, PART_BYTES
+from onnxpar.lowering.compression import NONE
+from onnxpar.manual.manual import MANUAL
+from onnxpar.passes.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.compress_collectives import CompressCollectives
+from onnxpar.passes.fuse_all_reduces import FUSIONS, FuseAllReduces
+from onnxpar.passes.gate_recomputation import GateRecomputation
+from onnxpar.passes.insert_collectives import InsertCollectives
+from onnxpar.passes.keep_collectives import KeepCollectives
+from onnxpar.passes.localize_ops import LocalizeOps
+from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.passes.split_programs import SplitPrograms
+from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.pass_order import insert
+
+DEFAULT_PASSES: tuple[type[Pass], ...] = (
+    AnnotateStrategy,
+    PropagateLayouts,
+    InsertCollectives,
+    CompressCollectives,
+    FuseAllReduces,
+    LocalizeOps,
+    SplitPrograms,
+    OrderCollectives,
+    GateRecomputation,
+)
+"""Everything between load and split-ranks."""
+MANUAL_PASSES: tuple[type[Pass], ...] = (
+    KeepCollectives,
+    SplitPrograms,
+    OrderCollectives,
+    GateRecomputation,
+)
+"""The same for a model that is each rank's program already."""
+
+
+def passes_of(options: Options, model: Model) -> list[Pass]:
+    """The passes between load and split-ranks, with those from outside in their places."""
+    return insert(_own_passes(options, model), options.passes)
+
+
+def _own_passes(options: Options, model: Model) -> list[Pass]:
+    if options.preset == MANUAL:
+        return [KeepCollectives(options.replicas), *(p() for p in MANUAL_PASSES[1:])]
+    fusion = _fusion(options, model)
+    together = 0 if fusion.by == "none" else fusion.bucket_bytes
+    compression = CompressCollectives(options.compression or NONE, bucket_bytes=together)
+    given: dict[type[Pass], Pass] = {type(p): p for p in (fusion, compression)}
+    return [given.get(p) or p() for p in DEFAULT_PASSES]
+
+
+def _fusion(options: Options, model: Model) -> FuseAllReduces:
+    """Gradients are fused unless something else is asked for; activations wait for each other.
+    Errors: StrategyError."""
+    by = options.fusion or ("none" if model.step is None else "size")
+    if by not in FUSIONS:
+        raise StrategyError(f"fusion {by!r}: there are {', '.join(FUSIONS)}")
+    if options.bucket_bytes is not None and options.bucket_bytes < 1:
+        raise StrategyError(f"buckets of {options.bucket_bytes} bytes: at least 1")
+    if options.bucket_bytes is not None and by != "size":
+        raise StrategyError("--bucket-mb is for --fusion size: give that, or leave it out")
+    given = options.bucket_bytes
+    return FuseAllReduces(by, given or BUCKET_BYTES, given or PART_BYTES)

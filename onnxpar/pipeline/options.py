@@ -1,0 +1,100 @@
+"""Options of `shard`, `plan` and `check`, and what they say together: ranks, mesh, preset."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onnxpar.compiler.pass_ import Pass
+from onnxpar.cost.topology import Topology
+from onnxpar.errors import StrategyError
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.mesh import Mesh, check_ranks
+from onnxpar.manual.manual import MANUAL, Manual
+from onnxpar.open_sizes.typical import Profile, Typical
+from onnxpar.pipeline.pass_order import Placed
+from onnxpar.presets.presets import preset_mesh
+from onnxpar.search.objective import Objective
+from onnxpar.search.search import PROPAGATION, SEARCHES
+from onnxpar.strategy.strategy import Annotation, Strategy
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `shard`, `plan` and `check` have in common; see `onnxpar shard --help`. `found` is what
+    a search has decided on the mesh, which is not searched again then. Costs of what was decided
+    are computed at the sizes of `reckon_at`, if any, else at the `typical` ones."""
+
+    devices: int | None = None
+    mesh: Mesh | None = None
+    preset: str | None = None
+    strategy: Strategy | None = None
+    dims: Mapping[str, int | str] | None = None
+    states: Sequence[tuple[str, str]] = ()
+    find_states: bool = True
+    strict: bool = False
+    verify: bool = False
+    configuration: str | None = None
+    compression: str | None = None
+    replicas: bool = False
+    exposed: Collection[str] = ()
+    fusion: str | None = None
+    bucket_bytes: int | None = None
+    topology: Topology | None = None
+    search: str | None = None
+    objective: Objective = field(default_factory=Objective)
+    passes: Sequence[Pass | Placed] = ()
+    compared: bool = False  # with other strategies, by the objective
+    found: list[Annotation] | None = None
+    typical: Typical = field(default_factory=Typical)
+    reckon_at: Sequence[Profile] = ()
+
+
+def wanted_mesh(options: Options) -> Mesh | None:
+    """The mesh that the user gives, in words or in the strategy."""
+    mesh, strategy = options.mesh, options.strategy
+    if mesh is not None and options.devices not in (None, mesh.size):
+        raise StrategyError(f"mesh {mesh} has {mesh.size} ranks, --devices says {options.devices}")
+    if mesh is None and strategy is not None and strategy.mesh is not None:
+        mesh = strategy.mesh if options.devices in (None, strategy.mesh.size) else None
+    return mesh
+
+
+def preset_or_search(options: Options) -> str | None:
+    """What decides beside the strategy, if anything is named. Errors: StrategyError."""
+    search, preset = options.search, options.preset
+    if search is None:
+        return preset
+    if search not in SEARCHES:
+        raise StrategyError(f"--search {search!r}: there are {', '.join(SEARCHES)}")
+    if preset is not None:
+        raise StrategyError(f"--search {search} and --preset {preset}: give one of them")
+    return None if search == PROPAGATION else search
+
+
+def least_size(options: Options) -> int:
+    """The least number of elements of an open dimension that is split as a large one is."""
+    mesh = wanted_mesh(options)
+    if options.devices is not None:
+        check_ranks(options.devices)
+    return max(2, options.devices or 1, mesh.size if mesh else 1)
+
+
+def manual_of(options: Options, step: Step | None = None) -> Manual | None:
+    """How a manual program's tensors are dealt; None for any other preset. Errors: StrategyError
+    where a training step says otherwise."""
+    deal = step.deal if step is not None else None
+    if options.preset != MANUAL:
+        if deal is not None:
+            raise StrategyError("the training step is a program per rank: give --preset manual")
+        return None
+    mesh = wanted_mesh(options)
+    if deal is not None:
+        own = Mesh.of((name, size) for name, size in deal.mesh)
+        if mesh not in (None, own) or options.devices not in (None, own.size):
+            raise StrategyError(f"the training step was made for the mesh {own}; make another one")
+        return Manual(own, options.strategy or Strategy(), deal)
+    if mesh is None and options.devices is None:
+        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+    mesh = mesh or preset_mesh(MANUAL, options.devices or 1)
+    return Manual(mesh, options.strategy or Strategy())

@@ -1,0 +1,117 @@
+"""Runs passes one after the other: dumps, verification, errors that name the pass, the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import Pass, PassContext, Stage
+from onnxpar.compiler.plan import Plan
+from onnxpar.compiler.summary import summarize
+from onnxpar.compiler.verify import verify
+from onnxpar.cost.topology import Topology
+from onnxpar.errors import OnnxparError, PassError
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import Model
+from onnxpar.model.model_name import model_name
+from onnxpar.pipeline.pass_order import check_rewritten, known_of
+from onnxpar.pipeline.reckoning import Reckon, predicted
+from onnxpar.sharding.analysis import analyse
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import ShardingState
+
+Watch = Callable[[Pass, Model, PassContext], None]
+"""Is called after each pass, also after one that failed, with the graph as that has left it."""
+
+
+def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+    pass
+
+
+def run_passes(
+    model: Model,
+    ctx: PassContext,
+    passes: Iterable[Pass],
+    watch: Watch | None = None,
+    check: bool = False,
+    reckon: Reckon = ignore,
+) -> Plan | None:
+    """Runs passes in order, and takes the plan after those that say so (`Pass.plan_after`).
+
+    `check` verifies the invariants after every pass; `watch` is called before that, for dumps;
+    `reckon` where costs are computed, unless sizes are open. Errors: OnnxparError of a pass;
+    PassError for any other failure, naming the pass and those before it.
+    """
+    plan = None
+    ran: list[str] = []
+    for step in passes:
+        changed = _run(step, model, ctx, ran, watch, check)
+        ran.append(step.name)
+        if step.plan_after and (plan is None or changed):
+            plan = summarize(model.graph, ctx, model_name(model.path), ctx.preset)
+        if step.costs_after and plan is not None and model.sizes is None:
+            plan.predicted = predicted(model.graph, ctx)
+            reckon(1.0, model.graph, ctx)
+    if plan is not None:
+        plan.collectives = list(ctx.collectives)
+    return plan
+
+
+def _run(
+    step: Pass,
+    model: Model,
+    ctx: PassContext,
+    ran: Sequence[str],
+    watch: Watch | None,
+    check: bool,
+) -> bool:
+    """Runs a pass, lets `watch` see what it has left, and checks that; returns whether anything
+    changed."""
+    known = known_of(model.graph) if step.stage is Stage.REWRITE else None
+    with _failures(step, ran):
+        try:
+            changed = step.run(model.graph, ctx)
+            if known is not None:
+                check_rewritten(step, model.graph, known)
+                ctx.sharding = undecided(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
+        except Exception:
+            _show(step, model, ctx, watch)
+            raise
+    if watch is not None:
+        watch(step, model, ctx)
+    if check:
+        with _failures(step, ran):
+            verify(model.graph, ctx)
+    return changed
+
+
+@contextmanager
+def _failures(step: Pass, ran: Sequence[str]) -> Iterator[None]:
+    """Turns a failure that is no error for users into one that names the pass and those before."""
+    try:
+        yield
+    except OnnxparError:
+        raise
+    except Exception as error:
+        before = f" after {', '.join(ran)}" if ran else ""
+        raise PassError(
+            f"pass {step.name} failed{before}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _show(step: Pass, model: Model, ctx: PassContext, watch: Watch | None) -> None:
+    """Shows what a pass that failed has left, as far as it can be shown."""
+    if watch is not None:
+        with suppress(Exception):
+            watch(step, model, ctx)
+
+
+def undecided(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
+    """A sharding of the graph as it is, with nothing decided."""
+    if any(node.domain == DOMAIN for node in model.graph.nodes):
+        return ShardingState.open(mesh, GraphFactors({}, []), topology)  # a program per rank
+    factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
+    return ShardingState.open(mesh, factors, topology)
