@@ -1,4 +1,4 @@
-"""Gradients of ONNX ops: one rule per op family; importing the package registers them all."""
+"""Gradient rules of ONNX ops, a module per family of ops; importing the package registers all."""
 
 from onnxpar.grad import activations as activations
 from onnxpar.grad import attention as attention

@@ -9,7 +9,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 _MICROSOFT = "com.microsoft"
 _LEVEL = 10.0
-"""Where the tanh of Gelu no longer rises, and cubes do not overflow in any type."""
+"""Limit of Gelu's operand: beyond it tanh is 1, and up to it a cube does not overflow any type."""
 
 
 @vjp("Relu")
@@ -56,7 +56,7 @@ def celu(v: Vjp) -> Grads:
 
 
 def falling_exp(x: Value) -> Value:
-    """The exponential of what is negative, 1 of the rest."""
+    """exp(min(x, 0))."""
     return x.op("Min", 0.0).exp()
 
 

@@ -17,7 +17,7 @@ _MASK, _LENGTHS = 3, 6
 
 @vjp("Attention")
 def attention(v: Vjp) -> Grads:
-    """Probabilities are computed anew; query heads that share a key are rows of one product."""
+    """Computes the probabilities again; query heads that share a key are rows of one product."""
     query, keys, values = _heads(v, v.x, "q"), _Sequence(v, 1), _Sequence(v, 2)
     batch, heads, rows, width = query.shape
     _, shared, seen, _ = keys.whole.shape
@@ -48,7 +48,8 @@ def attention(v: Vjp) -> Grads:
 
 
 def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = None) -> Value:
-    """A gradient, and that of the node's last result, where that is of the same tensor."""
+    """A gradient plus that of the node's last result, if `mode` says that this result is the same
+    tensor."""
     dy = v.dys[3] if len(v.dys) > 3 else None
     if dy is None or v.attr("qk_matmul_output_mode") != mode:
         return gradient
@@ -56,7 +57,7 @@ def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = Non
 
 
 class _Sequence:
-    """Keys or values by head, with those cached before them; `operand` is 1 or 2."""
+    """Keys (operand 1) or values (operand 2) by head, after those of the cache."""
 
     def __init__(self, v: Vjp, operand: int) -> None:
         self.v = v
@@ -70,7 +71,7 @@ class _Sequence:
             self.whole = past.op("Concat", self.whole, axis=2)
 
     def gradients(self, whole: Value) -> tuple[Value, Value | None]:
-        """The gradients of the operand and of what was cached, by that of both."""
+        """The gradients of the operand and of the cache, from that of both together."""
         dys = self.v.dys
         present = dys[self.operand] if len(dys) > self.operand else None
         if present is not None:
@@ -80,7 +81,8 @@ class _Sequence:
 
 
 def _heads(v: Vjp, x: Value, role: str) -> Value:
-    """By batch, head, row and element; a tensor of three dimensions has heads side by side."""
+    """The tensor as `batch head row element`; in one of three dimensions, heads are side by
+    side."""
     if x.rank == 4:
         return x
     batch, rows, width = x.shape
@@ -89,7 +91,7 @@ def _heads(v: Vjp, x: Value, role: str) -> Value:
 
 
 def _joined(v: Vjp, x: Value) -> Value:
-    """Heads side by side again, where the node has them so."""
+    """The inverse of `_heads`."""
     if v.x.rank == 4:
         return x
     batch, heads, rows, width = x.shape
@@ -97,7 +99,8 @@ def _joined(v: Vjp, x: Value) -> Value:
 
 
 def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
-    """The softmax of masked scores, and which of them are seen; rows that see nothing are zero."""
+    """The softmax of masked scores, and the mask, None if there is none; fully masked rows are
+    zero."""
     dtype = scores.dtype
     precision = v.node.attrs.get("softmax_precision")
     scores = scores.cast(tensor_dtype_to_np_dtype(precision) if precision else dtype)
@@ -116,7 +119,7 @@ def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
 
 
 def _positions(v: Vjp, scores: Value) -> Value | None:
-    """Which keys each query sees by where they stand; None for all."""
+    """Mask of the keys that each query may see by their positions; None if it may see all."""
     rows, seen = scores.shape[2:]
     lengths, past = v.operand(_LENGTHS), v.operand(4)
     columns, own = np.arange(seen), np.arange(rows)[:, None]
@@ -132,7 +135,7 @@ def _positions(v: Vjp, scores: Value) -> Value | None:
 
 
 def _near(v: Vjp, distance: Any) -> list[Any]:
-    """Which keys are no later than a query, and within its window, by how far they are before."""
+    """Masks of causal attention and of its window, by the distance from a key to a query."""
     left, right = (v.node.attrs.get(f"{side}_window_size", -1) for side in ("left", "right"))
     bounds = [distance >= 0] if v.attr("is_causal") else []
     bounds += [distance <= left] if left >= 0 else []
@@ -141,9 +144,9 @@ def _near(v: Vjp, distance: Any) -> list[Any]:
 
 @vjp("RotaryEmbedding")
 def rotary_embedding(v: Vjp) -> Grads:
-    """Rotated the other way; that of the tables is of a product of complex numbers."""
+    """Rotates back; the tables get the gradient of a product of complex numbers."""
     cosine, sine, positions = v.operands[1], v.operands[2], v.operand(3)
-    turned = v.dy.op("RotaryEmbedding", cosine, -sine, positions, **v.node.attrs)
+    rotated = v.dy.op("RotaryEmbedding", cosine, -sine, positions, **v.node.attrs)
     (x, y), (dx, dy) = _pairs(v, v.x), _pairs(v, v.dy)
     head = 1 if v.x.rank == 4 else 2
     tables = [(dx * x + dy * y).sum([head]), (dy * x - dx * y).sum([head])]
@@ -151,11 +154,11 @@ def rotary_embedding(v: Vjp) -> Grads:
         at = positions.reshape([-1])
         rows = [table.reshape([-1, table.shape[-1]]) for table in tables]
         tables = [scatter_add(row, at, 0, cosine.shape) for row in rows]
-    return [turned, *tables]
+    return [rotated, *tables]
 
 
 def _pairs(v: Vjp, x: Value) -> tuple[Value, Value]:
-    """What is rotated, as two coordinates; heads are a dimension of their own."""
+    """Both coordinates of the rotated pairs of elements; heads are a dimension of their own."""
     width = x.shape[-1]
     if x.rank == 3:
         heads = v.attr("num_heads")

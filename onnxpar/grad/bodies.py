@@ -1,5 +1,5 @@
-"""Bodies of control flow, copied and differentiated: the gradient of a step computes the step anew,
-but for what is drawn at random, which the forward pass hands out."""
+"""Copies of control-flow bodies, which are differentiated: the gradient of an iteration computes
+the iteration again, except random numbers, which the forward pass returns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from onnxpar.ir.subgraphs import draws, scopes
 from onnxpar.ir.tensors import constant
 
 Handed = Callable[[gs.Tensor], gs.Tensor]
-"""Gives the copy of a body what the forward pass hands out of a tensor of the body."""
+"""From a tensor of the body to the value that the forward pass returned, in the body's copy."""
 
 
 class Replay:
-    """A graph that computes a body anew, to which its gradients are appended.
+    """A graph that computes a body again, and then its gradients.
 
-    graph    what is being built; its results are set by `close`
-    builder  adds to it
+    graph    the graph, whose results `close` sets
+    builder  appends nodes to it
     """
 
     def __init__(self, name: str, opset: int) -> None:
@@ -35,15 +35,15 @@ class Replay:
         self._copies: dict[int, gs.Tensor] = {}
 
     def compute(self, body: gs.Graph, given: Mapping[int, gs.Tensor], drawn: Handed) -> None:
-        """Adds copies of a body's nodes, which read `given` in place of the body's operands, by
-        identity. Errors: ModelError where a body within draws random numbers."""
+        """Adds copies of a body's nodes, which read `given` in place of the body's inputs; keys are
+        identities of tensors. Errors: ModelError where a nested body draws random numbers."""
         self._copies.update(given)
         for node in body.nodes:
             for inner in (n for n in _within(node) if draws(n)):
                 raise ModelError(
-                    f"{inner.op} '{inner.name}' draws random numbers in a body within the body "
-                    f"'{body.name}', which the gradient would draw again; move it out of the inner "
-                    f"one"
+                    f"{inner.op} '{inner.name}' draws random numbers in a body nested in the body "
+                    f"'{body.name}', and the gradient would draw other ones; move it out of the "
+                    "nested body"
                 )
             if draws(node):
                 self._redraw(node, drawn)
@@ -51,22 +51,21 @@ class Replay:
                 self.graph.nodes.append(clone_node(node, f"{self.name}/", self._copies))
 
     def copy(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The copy of a body's tensor; the tensor itself where it is none of the body's."""
+        """The copy of a body's tensor; a tensor of another graph is returned as it is."""
         return self._copies.get(id(tensor), tensor)
 
     def differentiate(
         self, seeds: Mapping[int, gs.Tensor], wanted: Sequence[gs.Tensor]
     ) -> list[Value | None]:
-        """Appends the gradients of tensors of the body, or of those around it; `seeds` are those of
-        its results, by identity."""
+        """Appends the gradients of tensors of the body or of the graphs around it; `seeds` are the
+        gradients of its results, by the identity of the result."""
         given = {self._copies[of].name: self.builder.value(t) for of, t in seeds.items()}
         copies = [self.copy(t) for t in wanted]
         found = gradients(self.graph, given, copies, f"{self.name}/grad")
         return [found[t.name] for t in copies]
 
     def close(self, results: Sequence[Value]) -> None:
-        """Ends the graph with these results, each by a node of its own, and drops what they do not
-        need."""
+        """Sets the graph's results, each made by a node of its own, and drops unused nodes."""
         made = {t.name for node in self.graph.nodes for t in node.outputs}
         for value in results:
             if value.tensor.name not in made:
@@ -76,7 +75,7 @@ class Replay:
         drop_unread(self.graph)
 
     def _redraw(self, node: gs.Node, drawn: Handed) -> None:
-        """Takes what a node has drawn from the forward pass: of a Dropout its mask."""
+        """Reuses the random numbers that a node drew in the forward pass: a Dropout's mask."""
         if node.op != "Dropout":
             self._copies.update((id(t), drawn(t)) for t in node.outputs if t.name)
             return
@@ -98,7 +97,7 @@ class Replay:
 
 
 def hand_out(body: gs.Graph, tensor: gs.Tensor) -> None:
-    """Adds a tensor of a body to its results."""
+    """Makes a tensor of a body one of its results."""
     name = f"{tensor.name}/out{len(body.outputs)}"
     result = gs.Variable(name, tensor.dtype, tensor.shape)
     body.nodes.append(gs.Node("Identity", name, {}, [tensor], [result]))
@@ -106,19 +105,20 @@ def hand_out(body: gs.Graph, tensor: gs.Tensor) -> None:
 
 
 def is_true(tensor: gs.Tensor) -> bool:
-    """Whether a tensor is known to be true."""
+    """True if a tensor is a constant of true elements."""
     value = constant(tensor)
     return value is not None and bool(value.all())
 
 
 def read_around(v: Vjp) -> dict[int, gs.Tensor]:
-    """What bodies read of the graphs around them and is wanted, by position among the operands."""
+    """Tensors of outer graphs that bodies read and whose gradients are wanted, by position among
+    the node's operands."""
     reads = operands_of(v.node)
     return {i: reads[i] for i in range(len(v.node.inputs), len(reads)) if v.wanted[i]}
 
 
 def at_positions(v: Vjp, found: Mapping[int, Value]) -> Grads:
-    """Gradients by position, as a rule returns them."""
+    """Gradients by position, as the list that a rule returns."""
     return [found.get(i) for i in range(len(v.wanted))]
 
 
@@ -129,7 +129,7 @@ def zeros_like(builder: Builder, tensor: gs.Tensor) -> Value:
 
 
 def new_like(builder: Builder, tensor: gs.Tensor) -> gs.Tensor:
-    """A new tensor of a type and shape."""
+    """A new tensor of the type and shape of another."""
     return gs.Variable(builder.fresh("of"), tensor.dtype, tensor.shape)
 
 
@@ -140,7 +140,7 @@ def add_with_bodies(
     like: Sequence[gs.Tensor],
     attrs: Mapping[str, Any],
 ) -> list[Value]:
-    """Adds a node with bodies, whose results have the types and shapes of tensors."""
+    """Adds a node with bodies, whose results have the types and shapes of `like`."""
     results = [new_like(builder, tensor) for tensor in like]
     node = gs.Node(op, builder.fresh(op), dict(attrs), list(operands), results)
     builder.graph.nodes.append(node)

@@ -1,12 +1,12 @@
-"""Gradients of collectives that a program per rank has by hand.
+"""Gradients of the collectives of a hand-written program per rank.
 
-The programs of all ranks together are one function, of what each rank is given to what each makes.
-What is differentiated is the sum over ranks of what each makes of its own results, so what reaches
-a rank's copy is the gradient of that copy, also where all ranks have equal ones: of a sum over
-ranks the gradient is a sum over ranks. A parameter that all ranks hold has the sum of their
-gradients, which is for those to take who know that it is held so.
+The programs of all ranks form one function, from the inputs of all ranks to the outputs of all. The
+sum of the ranks' losses is differentiated. A rank's gradient of a tensor is that of its own copy,
+even if all ranks hold equal copies; so the gradient of an all-reduce is an all-reduce. The gradient
+of a replicated parameter is the sum over the ranks, which the caller has to take
+(`training/manual.py`).
 
-Groups stay; tags and tokens are left to be settled, as for any collective without.
+Groups of ranks stay the same; tags and tokens are assigned later, as for any new collective.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def reduce_scatter(v: Vjp) -> Grads:
 
 
 def _of_reduced(v: Vjp, whole: Value, of_whole: Value) -> Value:
-    """The gradient of a rank's summand, factor or candidate, by that of the whole result."""
+    """The gradient of a rank's operand of a reduction, from that of the whole result."""
     op = v.node.attrs.get("op", "sum")
     if op == "sum":
         return of_whole
     x, shape = v.x, v.x.shape
-    if op in ("max", "min"):  # equal ones share it
+    if op in ("max", "min"):  # equal elements share the gradient
         holds = x.equal(whole).cast(x.dtype)
         return of_whole * holds / _add(v, "AllReduce", holds, shape)
     assert op == "prod", op
@@ -68,7 +68,8 @@ def all_gather(v: Vjp) -> Grads:
 
 @vjp("AllToAll", domain=DOMAIN)
 def all_to_all(v: Vjp) -> Grads:
-    """The way back: what was cut is joined. Along one axis the table is turned."""
+    """The all-to-all that undoes it; where it splits and joins the same axis, the table of sizes is
+    transposed."""
     given = v.node.attrs
     split, concat = given["split_axis"], given["concat_axis"]
     sizes, joined = given.get("split_sizes"), given.get("concat_sizes")
@@ -88,14 +89,14 @@ def all_to_all(v: Vjp) -> Grads:
 
 @vjp("Broadcast", domain=DOMAIN)
 def broadcast(v: Vjp) -> Grads:
-    """All to the root, whose the result is."""
+    """The root gets the sum over all ranks, the others zero."""
     total = _add(v, "AllReduce", v.dy, v.x.shape)
     return [_rank(v).equal(v.node.attrs.get("root", 0)).where(total, 0.0)]
 
 
 @vjp("NeighborExchange", domain=DOMAIN)
 def neighbor_exchange(v: Vjp) -> Grads:
-    """What a rank has of its neighbours goes back to their edges, its own part staying."""
+    """Sends the gradient of a rank's halo back to its neighbours, which add it at their edges."""
     before, after = (list(v.node.attrs[key]) for key in ("before", "after"))
     axis, shape, count = v.node.attrs["axis"] % v.x.rank, v.x.shape, len(before)
     extent = shape[axis]
@@ -113,7 +114,7 @@ def neighbor_exchange(v: Vjp) -> Grads:
     at = v.builder.constant([axis], np.int64)
 
     def piece(start: Any, length: Any, edge: int) -> Value:
-        """Elements of each rank, put at that edge of its part."""
+        """A run of elements of `moved`, padded to a rank's shard at its first or last edge."""
         ends = by_rank(start[:, None]), by_rank((start + length)[:, None])
         cut = _node(v, "Slice", [moved, *ends, at], wide)
         rest = extent - length
@@ -126,7 +127,7 @@ def neighbor_exchange(v: Vjp) -> Grads:
 
 @vjp("Send", domain=DOMAIN, message=True)
 def send(v: Vjp) -> Grads:
-    """What the receiver's gradient is; nothing where there is none."""
+    """Receives the gradient from the receiver; zeros where a rank has no receiver."""
     if not is_float(v.x.tensor):
         return []
     none = v.builder.zeros(v.x.shape, v.x.dtype)
@@ -135,7 +136,8 @@ def send(v: Vjp) -> Grads:
 
 @vjp("Recv", domain=DOMAIN, message=True)
 def receive(v: Vjp) -> Grads:
-    """It goes to the sender; where there is none, the operand is what is handed on."""
+    """Sends the gradient to the sender; where a rank has no sender, the operand was the result, and
+    it gets the gradient."""
     if not is_float(v.x.tensor):
         return []
     peers = list(v.node.attrs["peer"])
@@ -153,7 +155,7 @@ def _attrs(v: Vjp, *names: str) -> dict[str, Any]:
 
 
 def _rank(v: Vjp, in_group: bool = True) -> Value:
-    """The rank's place in the node's group, or among all."""
+    """The rank's index in the node's group, or among all ranks."""
     return _node(
         v,
         "Rank",
@@ -181,8 +183,8 @@ def _node(
     domain: str | None = None,
     **attrs: Any,
 ) -> Value:
-    """A node whose result has this shape, of which no inference knows, and which differs by rank
-    where it is open; its type is by default that of the first operand."""
+    """A node whose result has this shape, which shape inference cannot find; sizes that are None
+    differ by rank. The type is by default that of the first operand."""
     name = v.builder.fresh(op)
     tensors = [gs.Variable.empty() if x is None else x.tensor for x in operands]
     dtype = tensors[0].dtype if dtype is None else dtype

@@ -1,5 +1,5 @@
-"""Values that prove a tensor to be a constant of the network, not a parameter: masks, tables of
-sines and cosines, frequencies, grids of whole numbers."""
+"""Tests of values that prove a tensor to be a constant of the network, not a parameter: masks,
+tables of sines and cosines, frequencies, grids of whole numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onnxpar.lowering.weights import read_blocks
 Array = npt.NDArray[Any]
 
 _HIDES = -1e4
-"""A mask adds at most this to a score that it hides,"""
+"""A tensor with an element this low is a mask."""
 _VANISHES = -20.0
-"""or this, if it has no other number than that and 0."""
+"""A tensor of 0 and a single other value, this low, is a mask."""
 _ROWS = 8
-"""Rows of a table that are looked at."""
+"""Rows of a table that are examined."""
 _MOST = 1 << 22
-"""Elements of a tensor that are looked at."""
+"""Elements of a tensor that are examined."""
 
 
 def first_values(constant: gs.Constant, folder: Path) -> Array:
@@ -42,8 +42,8 @@ def first_values(constant: gs.Constant, folder: Path) -> Array:
 
 
 def is_mask(values: Array) -> bool:
-    """Whether the values hide something: large negative numbers, or zeros and one negative number
-    that makes an exponential vanish."""
+    """True if the values are a mask: they have a large negative number, or are zeros and one
+    negative number whose exponential vanishes."""
     if not values.size:
         return False
     least = np.nanmin(values)
@@ -51,20 +51,21 @@ def is_mask(values: Array) -> bool:
 
 
 def is_choice(values: Array) -> bool:
-    """Whether all values are 0 or 1, and both occur."""
+    """True if all values are 0 or 1, and both occur."""
     return {*np.unique(values[:1000])} == {0, 1}
 
 
 def is_filled(values: Array) -> bool:
-    """Whether all values are equal."""
+    """True if all values are equal."""
     return bool(values.size and (values == values.flat[0]).all())
 
 
 def is_sinusoid(values: Array) -> bool:
-    """Whether the rows or the columns are sines and cosines of evenly spaced angles.
+    """True if the rows or the columns are sines and cosines of evenly spaced angles.
 
-    Of such numbers, the sum of both neighbours is a fixed multiple of each one:
-    sin(a - f) + sin(a + f) = 2 cos(f) sin(a). Scaled, shifted and interleaved tables obey it too.
+    In such a series, the sum of an element's neighbours is a fixed multiple of the element:
+    sin(a - f) + sin(a + f) = 2 cos(f) sin(a). This holds for scaled, shifted and interleaved
+    tables, too.
     """
     if is_filled(values):
         return False
@@ -89,7 +90,7 @@ def _has_waves(values: Array) -> bool:
 
 
 def _is_first_rows(rows: Array) -> bool:
-    """Whether three rows are the sines and cosines of 0, f and 2 f."""
+    """True if three rows are the sines and cosines of 0, f and 2 f."""
     if not np.isin(rows[0], (0, 1)).all() or not rows[1].any():
         return False
     a, b = rows[1], rows[2]
@@ -99,8 +100,8 @@ def _is_first_rows(rows: Array) -> bool:
 
 
 def are_frequencies(values: Array, of_angles: bool) -> bool:
-    """Whether the values are a geometric sequence; where they scale `of_angles`, whether they fall
-    or rise from 1, as scaled frequencies of rotary embeddings do."""
+    """True if the values are a geometric sequence. If they scale angles (`of_angles`), it is enough
+    that they fall or rise from 1, as the scaled frequencies of rotary embeddings do."""
     if values.ndim != 1 or values.size < 2 or not (values > 0).all():
         return False
     ratios = values[1:] / values[:-1]
@@ -112,7 +113,7 @@ def are_frequencies(values: Array, of_angles: bool) -> bool:
 
 
 def are_whole(values: Array) -> bool:
-    """Whether the values are whole or half numbers, at least three different ones: a grid, or
+    """True if the values are multiples of one half, at least three different ones: a grid, or
     positions."""
     with np.errstate(invalid="ignore"):
         halves = values * 2
@@ -120,8 +121,8 @@ def are_whole(values: Array) -> bool:
 
 
 def is_scale_factor(value: float) -> bool:
-    """Whether a number is the square root of a multiple of 8, or one over it: the factors by which
-    networks scale embeddings and scores of so many elements."""
+    """True if a number is the square root of a multiple of 8, or its reciprocal: networks scale
+    embeddings and scores by the root of their width."""
     square = value * value
     if value <= 0 or not square:
         return False

@@ -1,4 +1,4 @@
-"""Gradients of ops that make tensors from little."""
+"""Gradients of ops that create tensors from a few numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("OneHot")
 def one_hot(v: Vjp) -> Grads:
-    """By the two values."""
+    """Of the two values: off and on."""
     indices, depth = v.operands[:2]
     hot = indices.op("OneHot", depth, np.array([0, 1], v.dy.dtype), axis=v.attr("axis"))
     off, on = (v.dy * (1.0 - hot)).sum(), (v.dy * hot).sum()
@@ -24,5 +24,5 @@ def range_(v: Vjp) -> Grads:
 
 @vjp("EyeLike RandomNormalLike RandomUniformLike Bernoulli")
 def no_slope(v: Vjp) -> Grads:
-    """Only the shape counts, or what is drawn jumps."""
+    """The result depends on the operand's shape alone, or is a step function of it."""
     return []

@@ -1,4 +1,4 @@
-"""Gradients of products of matrices."""
+"""Gradients of matrix products and determinants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matmul(v: Vjp) -> Grads:
 
 
 def _squeezed(gradient: Value, operand: Value) -> Value:
-    """The gradient of a vector that took part as a matrix."""
+    """The gradient of a vector operand, which was treated as a matrix."""
     if operand.rank > 1:
         return gradient
     return gradient.sum(range(gradient.rank - 2)).reshape(operand.shape)
@@ -41,8 +41,8 @@ def gemm(v: Vjp) -> Grads:
     trans_a, trans_b = v.attr("transA"), v.attr("transB")
     dy = v.dy
 
-    def product(x: Value, y: Value, x_turned: int, y_turned: int) -> Value:
-        return x.op("Gemm", y, alpha=alpha, transA=x_turned, transB=y_turned)
+    def product(x: Value, y: Value, trans_x: int, trans_y: int) -> Value:
+        return x.op("Gemm", y, alpha=alpha, transA=trans_x, transB=trans_y)
 
     da = product(b, dy, trans_b, 1) if trans_a else product(dy, b, 0, 1 - trans_b)
     db = product(dy, a, 1, trans_a) if trans_b else product(a, dy, 1 - trans_a, 0)
@@ -51,7 +51,7 @@ def gemm(v: Vjp) -> Grads:
 
 @vjp("Det")
 def determinant(v: Vjp) -> Grads:
-    """The cofactors: determinants of what is left without a row and a column, which are right for
+    """The cofactors: determinants of the matrix without a row and a column, which exist for
     singular matrices, too."""
     x, size = v.x, v.x.shape[-1]
     dy = v.dy.reshape([*v.dy.shape, 1, 1])

@@ -1,4 +1,4 @@
-"""Gradients of If, Loop and Scan: the same op again, whose bodies are differentiated."""
+"""Gradients of If, Loop and Scan: the same op with differentiated bodies."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def if_(v: Vjp) -> Grads:
 def _branch(
     v: Vjp, key: str, other: str, wanted: Sequence[gs.Tensor]
 ) -> tuple[Replay, list[Value | None]]:
-    """A branch computed anew, and its gradients."""
+    """A copy of a branch, and its gradients of `wanted`."""
     body, none = v.node.attrs[key], v.node.attrs[other]
     replay = Replay(v.builder.fresh(key), body.opset)
     results = zip(body.outputs, v.dys, strict=False)
     seeds = {id(result): dy.tensor for result, dy in results if dy is not None}
 
     def drawn(tensor: gs.Tensor) -> gs.Tensor:
-        """A result of the node, of which the other branch makes zeros."""
+        """A new result of the node for a tensor of this branch; the other branch returns zeros."""
         outer = gs.Variable(v.builder.fresh("drawn"), tensor.dtype, tensor.shape)
         hand_out(body, tensor)
         none.outputs.append(zeros_like(Builder(none, f"{outer.name}/none"), tensor).tensor)
@@ -62,13 +62,13 @@ def _branch(
 
 
 class _Scan(Steps):
-    """A Scan, of which the gradient is handed stacks from the other end."""
+    """A Scan, whose gradient scans its sequences and stacks backwards."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = self.node.inputs[self.count :]
         self.axes: list[int] = self.node.attrs.get("scan_input_axes") or [0] * len(given)
-        self.turned: list[int] = self.node.attrs.get("scan_input_directions") or [0] * len(given)
+        self.reversed: list[int] = self.node.attrs.get("scan_input_directions") or [0] * len(given)
         self.rows: list[tuple[gs.Tensor, gs.Tensor, int, int]] = []
 
     def length(self) -> int | None:
@@ -76,24 +76,26 @@ class _Scan(Steps):
         return None if shape is None else shape[self.axes[0]]
 
     def given(self) -> dict[int, gs.Tensor]:
-        parts = self.body.inputs[self.count :]
+        elements = self.body.inputs[self.count :]
         given = self.node.inputs[self.count :]
         return {
-            id(part): self._read(stack, part, axis, 1 - turned)
-            for part, stack, axis, turned in zip(parts, given, self.axes, self.turned, strict=True)
+            id(element): self._read(sequence, element, axis, 1 - is_reversed)
+            for element, sequence, axis, is_reversed in zip(
+                elements, given, self.axes, self.reversed, strict=True
+            )
         }
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
-        axis, turned = self._stacking()[result] if result is not None else (0, 0)
-        return self._read(stack, like, axis, 1 - turned)
+        axis, is_reversed = self._stacking()[result] if result is not None else (0, 0)
+        return self._read(stack, like, axis, 1 - is_reversed)
 
-    def _read(self, stack: gs.Tensor, like: gs.Tensor, axis: int, turned: int) -> gs.Tensor:
+    def _read(self, stack: gs.Tensor, like: gs.Tensor, axis: int, is_reversed: int) -> gs.Tensor:
         inner = new_like(self.replay.builder, like)
-        self.rows.append((stack, inner, axis, turned))
+        self.rows.append((stack, inner, axis, is_reversed))
         return inner
 
     def _stacking(self) -> list[tuple[int, int]]:
-        """Axis and direction by stacked result."""
+        """Axis and direction of each stacked result."""
         none = [0] * len(self.stacked)
         axes = self.node.attrs.get("scan_output_axes") or none
         return list(zip(axes, self.node.attrs.get("scan_output_directions") or none, strict=True))
@@ -123,11 +125,11 @@ class _Scan(Steps):
             "body": self.replay.graph,
             "num_scan_inputs": len(read),
             "scan_input_axes": [axis for _, _, axis, _ in read],
-            "scan_input_directions": [turned for _, _, _, turned in read],
+            "scan_input_directions": [is_reversed for _, _, _, is_reversed in read],
         }
         if at or rows:
             attrs["scan_output_axes"] = [*(self.axes[i] for i in at), *(0 for _ in rows)]
-            directions = [*(1 - self.turned[i] for i in at), *(1 for _ in rows)]
+            directions = [*(1 - self.reversed[i] for i in at), *(1 for _ in rows)]
             attrs["scan_output_directions"] = directions
         operands = [*(c.start.tensor for c in carried), *(stack for stack, _, _, _ in read)]
         like = [*(c.inner for c in carried), *(self.node.inputs[i] for i in elements)]
@@ -142,13 +144,13 @@ class _Scan(Steps):
 
 
 class _Loop(Steps):
-    """A Loop, of which each turn of the gradient gathers its rows."""
+    """A Loop; each iteration of its gradient gathers its rows of the stacks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         add = self.replay.builder
         self.iterations = self._iterations()
-        self.counter = gs.Variable(add.fresh("turn"), np.int64, [])
+        self.counter = gs.Variable(add.fresh("iteration"), np.int64, [])
         self.iteration = add.value(self.iterations.tensor) - 1 - add.value(self.counter)
 
     def length(self) -> int | None:
@@ -162,14 +164,14 @@ class _Loop(Steps):
         return max(0, int(count.reshape(-1)[0]))
 
     def _goes_on(self) -> bool:
-        """Whether no turn says that it is the last."""
+        """True if the condition that the body returns is always true."""
         tensor = self.body.outputs[0]
         while tensor.inputs and tensor.inputs[0].op == "Identity":
             tensor = tensor.inputs[0].inputs[0]
         return tensor.name == self.body.inputs[1].name or is_true(tensor)
 
     def _iterations(self) -> Value:
-        """How many turns the forward pass took."""
+        """The number of iterations of the forward pass."""
         add, length = self.v.builder, self.length()
         if length is not None:
             return add.constant(length, np.int64)
@@ -177,7 +179,7 @@ class _Loop(Steps):
         if not stacks:
             number = self.body.inputs[0]
             shape = [None, *(tensor_shape(number) or ())]
-            stacks = [gs.Variable(add.fresh("turns"), np.int64, shape)]
+            stacks = [gs.Variable(add.fresh("iterations"), np.int64, shape)]
             self.stack(number, stacks[0])
         return add.value(stacks[0]).op("Shape", start=0, end=1).reshape([])
 
@@ -207,11 +209,11 @@ class _Loop(Steps):
 
 @vjp("Scan")
 def scan(v: Vjp) -> Grads:
-    """A Scan over the same elements from the other end."""
+    """A Scan over the same elements, backwards."""
     return _Scan(v, len(v.node.inputs) - v.node.attrs["num_scan_inputs"], 0, 0).gradients()
 
 
 @vjp("Loop")
 def loop(v: Vjp) -> Grads:
-    """A Loop of as many turns as there were, backwards."""
+    """A Loop over the same iterations, backwards."""
     return _Loop(v, len(v.node.attrs["body"].inputs) - 2, 2, 1).gradients()

@@ -1,4 +1,4 @@
-"""Gradients of convolutions that sample their images at points of their own."""
+"""Gradients of deformable convolutions, which sample their images at computed points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("DeformConv", trained=(1, 3))
 def deform_conv(v: Vjp) -> Grads:
-    """A product of the weights with samples, which a mask scales."""
+    """Of a product of the weights with samples, which a mask scales."""
     net = _Deformed(v)
     samples, rows = net.samples, net.by_row(v.dy, net.weight.shape[1])
     of_columns = net.as_points(rows @ net.weight)
@@ -32,10 +32,12 @@ def deform_conv(v: Vjp) -> Grads:
 
 
 class _Deformed:
-    """The samples of a DeformConv and what it makes of them.
+    """The operands of a DeformConv, its samples, and the layouts of both.
 
-    groups of channels have weights of their own, `shared` ones offsets of their own; there are
-    `taps` in a window, and `places` of it.
+    groups  number of groups of channels with weights of their own
+    shared  number of groups of channels with offsets of their own
+    taps    number of elements in a window
+    places  number of windows
     """
 
     def __init__(self, v: Vjp) -> None:
@@ -52,7 +54,7 @@ class _Deformed:
 
     @cached_property
     def samples(self) -> Samples:
-        """Of the images of all channels that share offsets, `(n s) c (k p)`."""
+        """Samples of images, where channels that share offsets are an image: `(n s) c (k p)`."""
         count, points = self.count * self.shared, self.taps * self.places
         offset = self.v.operands[2].reshape([count, self.taps, len(self.space), self.places])
         taps = []
@@ -64,7 +66,7 @@ class _Deformed:
         return Samples(self.v.x.reshape([count, channels, *self.space]), taps)
 
     def _regular(self, axis: int) -> Array:
-        """Where the taps of all windows are along an axis without offsets, `k p`."""
+        """Positions along an axis of the taps of all windows, without offsets: `k p`."""
         rank = len(self.space)
         stride = (self.v.attr("strides") or [1] * rank)[axis]
         dilation = (self.v.attr("dilations") or [1] * rank)[axis]
@@ -75,16 +77,16 @@ class _Deformed:
 
     @cached_property
     def sampled(self) -> Value:
-        """The images at the points, `(n s) c (k p)`."""
+        """The values of the images at the points, `(n s) c (k p)`."""
         return (self.samples.picked * self.samples.shares).sum([3])
 
     def by_row(self, x: Value, depth: int) -> Value:
-        """What a group has for each place of each image in a row of its own, `g (n p) depth`."""
+        """A row for each group, image and place: `g (n p) depth`."""
         x = x.reshape([self.count, self.groups, depth, self.places]).transpose([1, 0, 3, 2])
         return x.reshape([self.groups, self.count * self.places, depth])
 
     def as_points(self, rows: Value) -> Value:
-        """The inverse of it, `(n s) c (k p)`."""
+        """The inverse of `by_row`, for samples: `(n s) c (k p)`."""
         x = rows.reshape([self.groups, self.count, self.places, self.weight.shape[2]])
         channels = self.channels // self.shared
         points = [self.count * self.shared, channels, self.taps * self.places]

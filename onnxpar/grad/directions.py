@@ -1,4 +1,4 @@
-"""One direction of a recurrent network, and how gradients go back through its steps."""
+"""One direction of a recurrent network, and the backward pass through its steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from onnxpar.grad.vjp import Vjp
 from onnxpar.rules.cell_activations import Activation
 
 
-class Way:
-    """One direction of a node; its tensors are without a dimension for it, and steps come first.
+class Direction:
+    """One direction of a node; its tensors have no dimension for directions, and the dimension of
+    steps comes first.
 
-    acts     its activations, f g h in the standard's letters
-    lengths  how many steps each sequence has, [1, batch, 1]; None where they have all
+    acts     its activations: f, g and h in the letters of the ONNX standard
+    lengths  number of steps of each sequence, [1, batch, 1]; None if all sequences have all steps
     dy dh dc the gradients of its results
     """
 
@@ -36,7 +37,7 @@ class Way:
         self.dh, self.dc = self._end(1), self._end(2)
 
     def _own(self, tensor: Value, axis: int = 0) -> Value:
-        """This direction's part of a tensor."""
+        """This direction's slice of a tensor."""
         shape = [s for a, s in enumerate(tensor.shape) if a != axis]
         return tensor.slice(self.index, self.index + 1, axis).reshape(shape)
 
@@ -45,7 +46,7 @@ class Way:
         return None if found is None else self._own(found)
 
     def _state(self, tensor: Value | None) -> Value:
-        """A state; zeros where it is left out."""
+        """An initial state; zeros if the node has none."""
         if tensor is None:
             return self.v.builder.zeros([self.x.shape[1], self.r.shape[1]], self.x.dtype)
         return self._own(tensor, 1 if self.v.attr("layout") else 0)
@@ -56,8 +57,8 @@ class Way:
         return own.swap(0, 1) if self.v.attr("layout") else own
 
     def _end(self, output: int) -> Value:
-        """The gradient of a last state. Sequences without a step end in zeros, whatever they begin
-        with."""
+        """The gradient of a last state; zeros for sequences of no steps, whose last state is zero
+        whatever the first one is."""
         given = self._state(self.v.dys[output] if output < len(self.v.dys) else None)
         if self.lengths is None:
             return given
@@ -65,26 +66,26 @@ class Way:
 
     @cached_property
     def steps(self) -> Value:
-        """The numbers of the steps."""
+        """The indices of the steps, [steps, 1, 1]."""
         return self.v.builder.constant(np.arange(self.x.shape[0]).reshape(-1, 1, 1), np.int32)
 
     @cached_property
     def valid(self) -> Value | None:
-        """Which sequences have which steps; None where all have all."""
+        """Mask of the steps that each sequence has; None if all sequences have all steps."""
         return None if self.lengths is None else self.steps < self.lengths
 
     def masked(self, x: Value, otherwise: float = 0.0) -> Value:
-        """A number instead of what is computed where there is no step."""
+        """The tensor, with `otherwise` at the steps that a sequence does not have."""
         return x if self.valid is None else self.valid.where(x, otherwise)
 
     @property
     def masks(self) -> list[Value]:
-        """What is true where there is a step, if that is in question."""
+        """`valid` as a list, empty if there is none."""
         return [] if self.valid is None else [self.valid]
 
     @cached_property
     def before(self) -> Value:
-        """The hidden state that each step has read; without meaning where there is no step."""
+        """The hidden state before each step; undefined at steps that a sequence does not have."""
         first = self.h0.unsqueeze([0])
         count = self.y.shape[0]
         if not self.backwards:
@@ -96,14 +97,14 @@ class Way:
 
     @cached_property
     def biases(self) -> tuple[Value | None, Value | None]:
-        """Those beside W, and those beside R."""
+        """The biases that are added to the products with W and with R."""
         if self.bias is None:
             return None, None
         ends = (0, self.w.shape[0], 2 * self.w.shape[0])
         return self.bias.slice(*ends[:2], 0), self.bias.slice(*ends[1:], 0)
 
     def gates(self, x: Value) -> list[Value]:
-        """What belongs to each gate, where all are one behind the other."""
+        """Splits the last dimension by gate."""
         count = x.shape[-1] // self.r.shape[1]
         if count == 1:
             return [x]
@@ -112,8 +113,9 @@ class Way:
     def back(
         self, step: Callable[..., tuple[list[Value], Value]], states: list[Value], *given: Value
     ) -> tuple[Value, list[Value]]:
-        """Goes back through the steps. `step` makes, of the gradients of the states and of what is
-        given for a step, those of the states before and of the gates' operands."""
+        """Goes back through the steps. From the gradients of the states and the elements of `given`
+        for a step, `step` computes those of the states before it and those of the gates' operands.
+        Returns the latter for all steps, and the gradients of the first states."""
 
         def each(ends: list[Value], elements: list[Value]) -> tuple[list[Value], list[Value]]:
             before, gates = step(*ends, *elements)
@@ -125,11 +127,11 @@ class Way:
 
 @dataclass
 class Passed:
-    """What has come back through one direction.
+    """The gradients of one direction.
 
-    gates     the gradient of what X gave to the gates
-    recurrent the gradient of what the state gave to them
-    of_r      the gradient of R
+    gates     of the product with W
+    recurrent of the product with R
+    of_r      of R
     """
 
     gates: Value
@@ -141,27 +143,28 @@ class Passed:
 
 
 def linear(x: Value, weight: Value, bias: Value | None) -> Value:
-    """What a weight makes of all steps."""
+    """The product of all steps with a weight, plus a bias."""
     made = x @ weight.swap()
     return made if bias is None else made + bias
 
 
 def plus(x: Value, y: Value, factor: Value | None) -> Value:
-    """x + y * factor, without a factor x."""
+    """x + y * factor; x if there is no factor."""
     return x if factor is None else x + y * factor
 
 
 def product(a: Value, b: Value) -> Value:
-    """The product of two sequences over all steps and the batch."""
+    """The product of two sequences, summed over the steps and the batch."""
     rows = a.reshape([-1, a.shape[-1]])
     return rows.swap() @ b.reshape([-1, b.shape[-1]])
 
 
 def join(axis: int, *values: Value) -> Value:
-    """Tensors one behind the other."""
+    """The concatenation of tensors."""
     return values[0].builder.add("Concat", *values, axis=axis)
 
 
 def frozen(dh: Value, before: Value, valid: Sequence[Value]) -> Value:
-    """The gradient of the state before a step; that of the state behind it where there is none."""
+    """The gradient of the state before a step; that of the state after it (`dh`) for sequences that
+    do not have the step."""
     return valid[0].where(before, dh) if valid else before

@@ -1,4 +1,4 @@
-"""The gradient of Einsum: another one for each operand."""
+"""The gradient of Einsum: another Einsum for each operand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Term:
         return dict(zip(self.letters, self.value.shape, strict=True))
 
     def without(self, letters: set[str]) -> Term:
-        """The same without dimensions of one element."""
+        """The tensor without the dimensions of some letters, which have one element."""
         kept = [i for i, a in enumerate(self.letters) if a not in letters]
         shape = [self.value.shape[i] for i in kept]
         return Term(self.value.reshape(shape), "".join(self.letters[i] for i in kept))
@@ -51,7 +51,8 @@ def einsum(v: Vjp) -> Grads:
 
 
 def _parse(v: Vjp) -> tuple[list[Term], str]:
-    """The operands and the letters of the result; an ellipsis has letters of its own."""
+    """The operands with their letters, and the letters of the result; an ellipsis becomes unused
+    letters."""
     equation = v.attr("equation").replace(" ", "")
     left, arrow, out = equation.partition("->")
     texts = left.split(",")
@@ -67,8 +68,8 @@ def _parse(v: Vjp) -> tuple[list[Term], str]:
 
 
 def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value:
-    """The product of factors for an operand: what they lack is broadcast, and where a letter
-    repeats it stands on the diagonal alone."""
+    """The gradient of an operand, as a product of factors: it is broadcast over letters that no
+    factor has, and zero off the diagonal of a letter that repeats."""
     unique = "".join(dict.fromkeys(letters))
     product = _product(factors, "".join(a for a in unique if any(a in f.letters for f in factors)))
     lacking = [i for i, a in enumerate(unique) if not any(a in f.letters for f in factors)]
@@ -83,7 +84,7 @@ def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value
 
 
 def _product(factors: list[Term], out: str) -> Value:
-    """An Einsum of those that have dimensions, times the others."""
+    """An Einsum of the factors that have dimensions, times the scalars."""
     scalars = [f.value for f in factors if not f.letters]
     others = [f for f in factors if f.letters]
     if others:

@@ -1,4 +1,4 @@
-"""Gradients of ops that work element by element."""
+"""Gradients of elementwise ops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def div(v: Vjp) -> Grads:
 
 @vjp("Mod")
 def mod(v: Vjp) -> Grads:
-    """a - b * q: of a quotient that is constant in between its jumps."""
+    """Of a - b * q, where the quotient q is a step function."""
     a, b = v.operands
     quotient = (a - v.y) / b
     return v.dy, -v.dy * quotient
@@ -49,7 +49,7 @@ def mean(v: Vjp) -> Grads:
 
 @vjp("Max", "Min")
 def extreme(v: Vjp) -> Grads:
-    """Equal ones share the gradient, as in PyTorch."""
+    """Equal elements share the gradient, as in PyTorch."""
     holds = [x.equal(v.y).cast(v.y.dtype) for x in v.operands]
     count = reduce(lambda a, b: a + b, holds)
     return [v.dy * hold / count for hold in holds]
@@ -57,8 +57,8 @@ def extreme(v: Vjp) -> Grads:
 
 @vjp("Pow")
 def power(v: Vjp) -> Grads:
-    """The 0th power has no slope, nor has a power of 0 by its exponent where that is not negative,
-    as in PyTorch."""
+    """As in PyTorch, zero for the base where the exponent is 0, and for the exponent where the base
+    is 0 and the exponent is not negative."""
     base, exponent = v.operands
     number = v.constant(1)
     if number is not None and number.size == 1 and not v.wanted[1]:
@@ -82,8 +82,8 @@ def where(v: Vjp) -> Grads:
 
 @vjp("Clip")
 def clip(v: Vjp) -> Grads:
-    """Bounds get what they hold back, the upper one all where it is the lower; what equals a bound
-    passes."""
+    """A bound gets the gradient of the elements that it replaces; the upper bound gets all if it is
+    below the lower one. An element that equals a bound keeps its gradient."""
     low, high = v.operand(1), v.operand(2)
     bounded = v.x if low is None else v.x.op("Max", low)
     through, of_low, of_high = v.dy, None, None
@@ -108,7 +108,7 @@ def cast(v: Vjp) -> Grads:
 
 @vjp("Floor Ceil Round Sign")
 def steps(v: Vjp) -> Grads:
-    """Zero in between the jumps."""
+    """Zero: these are step functions."""
     return []
 
 
@@ -209,7 +209,7 @@ def atanh(v: Vjp) -> Grads:
 
 @vjp("Dropout")
 def dropout(v: Vjp) -> Grads:
-    """By its own mask; a Dropout that is not in training hands on what it gets."""
+    """By the mask of the node; a Dropout that is not in training returns its input."""
     training, known = v.operand(2), v.constant(2)
     if training is None or (known is not None and not known):
         return [v.dy]

@@ -1,4 +1,4 @@
-"""Gates of recurrent cells: how gradients pass their activations."""
+"""Gates of recurrent cells, and the gradients of their activations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from onnxpar.rules.cell_activations import Activation
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation's operand and result; on the way every node reads the one before first."""
+    """An activation's operand and result; each node between them has the one before as its first
+    operand."""
 
     x: Value
     y: Value
 
     @staticmethod
     def of(activation: Activation, x: Value) -> Gate:
-        """Adds the activation."""
+        """Appends the nodes of the activation."""
         y = x
         for op, operands, attrs in activation.steps():
             y = y.op(op, *operands, **attrs)

@@ -1,4 +1,4 @@
-"""Gradients of ops that pick elements by index, or by their order."""
+"""Gradients of ops that select elements by index or by order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 
 def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
-    """Zeros of a shape, to which the rows of `dy` along an axis are added where the vector
-    `indices` says.
+    """Zeros of a shape, to which the rows of `dy` along an axis are added at the vector `indices`.
 
-    By elements: onnxruntime adds rows that repeat (ScatterND) wrongly.
+    Adds single elements, because onnxruntime adds repeated rows (ScatterND) wrongly.
     """
     axis %= dy.rank
     at = indices.reshape([-1 if a == axis else 1 for a in range(dy.rank)])
@@ -24,7 +23,8 @@ def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> V
 
 
 def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
-    """The same by an index for each element, or for several that it broadcasts to."""
+    """`scatter_add` with an index for each element of `dy`, to whose shape `indices` is
+    broadcast."""
     wide = dy.wide()  # onnxruntime adds no 16-bit floats
     zeros = dy.builder.zeros(shape, wide.dtype)
     at = indices.expand(dy.shape)
@@ -67,8 +67,7 @@ def gather_nd(v: Vjp) -> Grads:
 
 
 def linear(indices: Value, sizes: Sequence[int]) -> Value:
-    """Tuples of indices, along the last dimension, as positions among all elements of these
-    sizes."""
+    """Tuples of indices, along the last dimension, as flat indices into a tensor of these sizes."""
     if len(sizes) == 1:
         return indices.reshape(indices.shape[:-1])
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -78,14 +77,14 @@ def linear(indices: Value, sizes: Sequence[int]) -> Value:
 
 @vjp("TopK")
 def top_k(v: Vjp) -> Grads:
-    """Where elements are equal, those that the op has picked."""
+    """To the elements that the op has selected, also among equal ones."""
     at = v.output(1, np.int64, v.y.shape)
     return [scatter_each(v.dy, at, v.attr("axis"), v.x.shape)]
 
 
 @vjp("Compress")
 def compress(v: Vjp) -> Grads:
-    """What was picked goes back to its place: the first to that of the first that holds."""
+    """Each row goes back to the position from which it was taken."""
     x, condition, axis = v.x, v.operands[1], v.attr("axis")
     if v.y.size == 0:
         return [x.builder.zeros(x.shape, x.dtype)]
@@ -123,20 +122,19 @@ def cumulative_sum(v: Vjp) -> Grads:
 
 @vjp("CumProd")
 def cumulative_product(v: Vjp) -> Grads:
-    """The product of the elements before one, times what those behind it make of the gradients,
-    which is s[i] = dy[i] + x[i + 1] s[i + 1]: put together from spans of 1, 2, 4 .. elements, so
-    that nothing is divided by."""
+    """The product of the elements before each, times s[i] = dy[i] + x[i + 1] s[i + 1], which is
+    composed from spans of 1, 2, 4, ... elements; so no element is a divisor."""
     axis = v.constant(1)
     if axis is None:
         raise ModelError(
-            f"CumProd '{v.node.name}' goes along an axis that only a run can tell, and has no "
-            f"gradient there; make the axis a constant"
+            f"CumProd '{v.node.name}' has no gradient, because its axis is not constant; make the "
+            "axis a constant"
         )
     at, backwards = int(axis.reshape(-1)[0]) % v.x.rank, v.attr("reverse")
     size = v.x.shape[at]
 
     def moved(x: Value, by: int) -> Value:
-        """Each element in the place of that so many before it, and zeros at the end."""
+        """The elements, shifted towards the front by so many; zeros at the end."""
         if by >= size:
             return x.builder.zeros(x.shape, x.dtype)
         ends = [[-by * (a == at) for a in range(x.rank)], [by * (a == at) for a in range(x.rank)]]

@@ -1,4 +1,4 @@
-"""Gradients of the losses that ONNX has as ops."""
+"""Gradients of ONNX's loss ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy(v: Vjp) -> Grads:
-    """Probabilities less the one-hot labels, weighed."""
+    """Probabilities less the one-hot labels, times the weights of the labels."""
     loss = _ClassLoss(v)
     log_prob = v.output(1, v.x.dtype, v.x.shape)
     target = loss.is_label.cast(v.x.dtype)
@@ -40,28 +40,29 @@ class _ClassLoss:
 
     @cached_property
     def is_label(self) -> Value:
-        """For every score whether it is its label's."""
+        """True at the score of each sample's label."""
         classes = np.arange(self.v.x.shape[1], dtype=self.labels.dtype)
         shape = [-1 if a == 1 else 1 for a in range(self.v.x.rank)]
         return self.labels.unsqueeze([1]).equal(classes.reshape(shape))
 
     @cached_property
     def weights(self) -> Value | None:
-        """The weight of each label's class; None where they have none."""
+        """The weight of each label's class; None if the node has no weights."""
         of_class = self.v.operand(2)
         known = self.labels if self.ignored is None else self.ignored.where(0, self.labels)
         return None if of_class is None else of_class.op("Gather", known)
 
     @cached_property
     def shares(self) -> Value:
-        """The gradient of each label's loss but for its weight; zeros where labels are ignored."""
+        """The gradient of each label's loss, without its weight; zero for ignored labels."""
         shares = self.v.dy
         if self.v.attr("reduction") == "mean":
             shares = self._averaged(shares)
         return self._counted(shares.expand(self.labels.shape))
 
     def _averaged(self, dy: Value) -> Value:
-        """Divided by the weights of all labels that count; zero where none does."""
+        """Divided by the sum of the weights of the labels that are not ignored; zero if that is
+        zero."""
         if self.ignored is None and self.weights is None:
             return dy * (1 / max(self.labels.size, 1))
         wide = np.promote_types(dy.dtype, np.float32)  # half precision counts to 65504
@@ -75,7 +76,7 @@ class _ClassLoss:
 
     @property
     def by_label(self) -> Value:
-        """The gradient of each label's negative score, for all classes."""
+        """The gradient of each label's negative score, with a dimension of 1 for the classes."""
         shares = self.shares if self.weights is None else self.shares * self.weights
         return shares.unsqueeze([1])
 

@@ -1,4 +1,4 @@
-"""Gradients of ops that move elements and compute nothing."""
+"""Gradients of ops that only move elements."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def split(v: Vjp) -> Grads:
 
 @vjp("Slice")
 def slice_(v: Vjp) -> Grads:
-    """Zeros around it where it is a run; else what was taken goes back to where it stood."""
+    """Each element goes back to its position, with zeros for those that were left out."""
     x, gradient = v.x, v.dy
     starts, stops, axes, steps = (v.constant(i) for i in range(1, 5))
     if v.y.size == 0:
@@ -66,19 +66,19 @@ def slice_(v: Vjp) -> Grads:
 
 
 def _places(start: int, stop: int, step: int, size: int) -> range:
-    """What a slice takes of a dimension of that size."""
+    """The positions that a slice takes of a dimension of `size` elements."""
     low, high = (0, size) if step > 0 else (-1, size - 1)
     start, stop = (n + size if n < 0 else n for n in (start, stop))
     return range(min(max(start, 0), high), min(max(stop, low), high), step)
 
 
 def _computed_slice(v: Vjp, gradient: Value) -> Value:
-    """The same where only a run can tell the bounds: all but how many elements there are."""
+    """The gradient of a slice with data-dependent bounds, but a known number of elements."""
     starts, axes, steps = v.operands[1], v.constant(3), v.operand(4)
     if axes is None and v.operand(3) is not None:
         raise ModelError(
-            f"{v.node.op} '{v.node.name}' has axes that only a run can tell, and no gradient "
-            f"there; store {v.node.inputs[3].name!r} with the model"
+            f"{v.node.op} '{v.node.name}' has no gradient, because its axes are not constant; make "
+            f"{v.node.inputs[3].name!r} an initializer of the model"
         )
     for i, axis in enumerate(range(starts.size) if axes is None else axes):
         size, count = v.x.shape[axis], v.y.shape[axis]
@@ -93,7 +93,8 @@ def _computed_slice(v: Vjp, gradient: Value) -> Value:
 
 
 def _spread(dy: Value, axis: int, places: range) -> Value:
-    """The elements of a dimension in rising order, zeros in between those that were left out."""
+    """The elements of a dimension in ascending order, with zeros at the positions between them that
+    were left out."""
     step = abs(places.step)
     if places.step < 0:
         last, end = np.array([-1], np.int64), np.array([np.iinfo(np.int64).min], np.int64)
@@ -112,13 +113,13 @@ def _only(axis: int, amount: int, rank: int) -> list[int]:
 
 @vjp("Pad")
 def pad(v: Vjp) -> Grads:
-    """What stands around goes to the value it was filled with, or to where it was copied from."""
+    """The gradient of the border goes to the fill value, or to the elements that were copied."""
     x, mode = v.x, v.attr("mode")
     amounts, axes = v.constant(1), v.constant(3)
     if amounts is None or (axes is None and v.operand(3) is not None):
         raise ModelError(
-            f"{v.node.op} '{v.node.name}' has pads that only a run can tell, and no gradient "
-            f"there; store {v.node.inputs[1].name!r} with the model, and the axes"
+            f"{v.node.op} '{v.node.name}' has no gradient, because its pads are not constant; make "
+            f"{v.node.inputs[1].name!r} and the axes initializers of the model"
         )
     before, after = [0] * x.rank, [0] * x.rank
     ends = amounts.reshape(2, -1).tolist()
@@ -131,7 +132,7 @@ def pad(v: Vjp) -> Grads:
 
 
 def _border(dy: Value, before: Sequence[int], after: Sequence[int]) -> Value | None:
-    """The sum of what stands around, a dimension after the other."""
+    """The sum over the border, one dimension after the other."""
     total: Value | None = None
     for axis, (b, a) in enumerate(zip(before, after, strict=True)):
         size = dy.shape[axis]
@@ -147,8 +148,8 @@ def _border(dy: Value, before: Sequence[int], after: Sequence[int]) -> Value | N
 def _folded(
     dy: Value, shape: Sequence[int], before: Sequence[int], after: Sequence[int], mode: str
 ) -> Value:
-    """Adds up the copies of each element, one dimension at a time, by a product with zeros and
-    ones."""
+    """The sum over the copies of each element, one dimension at a time, by a product with a matrix
+    of zeros and ones."""
     for axis, (b, a) in enumerate(zip(before, after, strict=True)):
         if not b and not a:
             continue
@@ -159,13 +160,13 @@ def _folded(
 
 
 def along(x: Value, axis: int, matrix: Array) -> Value:
-    """The product with a matrix, of a row for each element of a dimension, over that dimension."""
+    """The product of one dimension with a matrix, which has a row for each of its elements."""
     return x.swap(axis, -1).op("MatMul", matrix.astype(x.dtype)).swap(axis, -1)
 
 
 @vjp("Tile")
 def tile(v: Vjp) -> Grads:
-    """The repeats are summed; how many there are, the shapes tell."""
+    """The sum over the repeats, whose number follows from the shapes."""
     shape: list[int] = []
     for size, out in zip(v.x.shape, v.y.shape, strict=True):
         shape += [out // size if size else 0, size]

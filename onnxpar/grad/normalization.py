@@ -15,7 +15,8 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 
 def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
-    """A tensor less its mean over axes, by its deviation, and one over the deviation."""
+    """A tensor minus its mean over axes, divided by its standard deviation; and the reciprocal of
+    the deviation."""
     centred = x - x.mean(axes, keepdims=True)
     variance = (centred * centred).mean(axes, keepdims=True)
     inverse = (variance + epsilon).sqrt().op("Reciprocal")
@@ -23,19 +24,19 @@ def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value,
 
 
 def _scaled_to_one(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
-    """A tensor by the root of its mean square over axes, and one over the root."""
+    """A tensor divided by its root mean square over axes; and the reciprocal of the root."""
     square = (x * x).mean(axes, keepdims=True)
     inverse = (square + epsilon).sqrt().op("Reciprocal")
     return x * inverse, inverse
 
 
 def _through(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
-    """The gradient of what was standardized, from that of the standardized tensor."""
+    """The gradient of a tensor, from that of the standardized one."""
     return _through_scaling(d - d.mean(axes, keepdims=True), normal, inverse, axes)
 
 
 def _through_scaling(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
-    """The same where no mean was taken away."""
+    """`_through` for a normalization that subtracts no mean."""
     return (d - normal * (d * normal).mean(axes, keepdims=True)) * inverse
 
 
@@ -50,7 +51,7 @@ def _fitted(v: Vjp, *gradients: Value) -> Grads:
 
 @vjp("LayerNormalization", trained=(1, 2))
 def layer_normalization(v: Vjp) -> Grads:
-    """By the mean and deviation that the node itself makes, which it does in float32."""
+    """From the node's own mean and deviation, which it computes in float32."""
     x, dy = v.x.wide(), v.dy.wide()
     axes = _last(v)
     if v.attr("stash_type") == 1 and x.dtype == np.float32:
@@ -98,21 +99,21 @@ def skip_rms_normalization(v: Vjp) -> Grads:
 
 
 def _skipped(v: Vjp, bias: int) -> Value:
-    """The sum that is normalised: of x, what went around, and a bias."""
+    """The sum that is normalised: x, the skip connection and a bias."""
     x, around = (x.wide() for x in v.operands[:2])
     total, given = x + around, v.operand(bias)
     return total if given is None else total + given.wide()
 
 
 def _with_sum(v: Vjp, through: Value) -> Value:
-    """The gradient of the sum, which is a result, too."""
+    """The gradient of the sum, plus that of the node's result that returns the sum."""
     beside = v.dys[3] if len(v.dys) > 3 else None
     return through if beside is None else through + beside.wide()
 
 
 @vjp("BatchNormalization", trained=(1, 2))
 def batch_normalization(v: Vjp) -> Grads:
-    """In training through the statistics of the batch; the running ones have no gradient then."""
+    """In training, through the statistics of the batch; the running ones have no gradient then."""
     axes = [0, *range(2, v.x.rank)]
     if v.attr("training_mode"):
         return _by_channel(v, axes)
@@ -133,8 +134,8 @@ def instance_normalization(v: Vjp) -> Grads:
 
 
 def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
-    """Of a normalization over axes that is scaled by channel: the sums that scale and bias get are
-    the means that x needs."""
+    """Of a normalization over axes with scale and bias per channel: the sums for scale and bias are
+    also the means for x."""
     x, dy = v.x.wide(), v.dy.wide()
     scale = _channels(v, 1, x.dtype)
     normal, inverse = _standardized(x, axes, v.attr("epsilon"))
@@ -147,14 +148,14 @@ def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
 
 
 def _channels(v: Vjp, index: int, dtype: np.dtype[np.floating]) -> Value:
-    """An operand with an element per channel, to be broadcast over x."""
+    """An operand with an element per channel, in a shape that broadcasts over x."""
     operand = v.operands[index].cast(dtype)
     return operand.reshape([operand.size, *[1] * (v.x.rank - 2)])
 
 
 @vjp("GroupNormalization", trained=(1, 2))
 def group_normalization(v: Vjp) -> Grads:
-    """Scale and bias are by group before opset 21, by channel since."""
+    """Scale and bias are per group before opset 21, and per channel since."""
     groups, (batch, channels) = v.attr("num_groups"), v.x.shape[:2]
     grouped = [batch, groups, channels // groups, prod(v.x.shape[2:])]
     x, dy = (t.wide().reshape(grouped) for t in (v.x, v.dy))
@@ -176,7 +177,7 @@ def mean_variance_normalization(v: Vjp) -> Grads:
 
 @vjp("LpNormalization")
 def lp_normalization(v: Vjp) -> Grads:
-    """Zero where the norm is."""
+    """Zero where the norm is zero."""
     x, axis = v.x, [v.attr("axis")]
     is_sum = v.attr("p") == 1
     size = x.op("Abs") if is_sum else x * x

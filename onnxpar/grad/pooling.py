@@ -16,7 +16,7 @@ from onnxpar.rules.windows import windows
 
 @vjp("MaxPool")
 def max_pool(v: Vjp) -> Grads:
-    """To the first of equal ones, as in PyTorch: the one whose index the op gives."""
+    """To the first of equal elements, as in PyTorch: the one whose index the op returns."""
     shape, plane = v.x.shape, prod(v.x.shape[2:])
     at = _in_plane(v.output(1, np.int64, v.y.shape), plane)
     flat = scatter_each(v.dy.reshape(at.shape), at, 2, [*shape[:2], plane])
@@ -27,8 +27,8 @@ def max_pool(v: Vjp) -> Grads:
 
 
 def _in_plane(indices: Value, plane: int) -> Value:
-    """Indices into a whole tensor as those into the image of their batch element and channel, so
-    that they hold on parts of the batch, too."""
+    """Indices into the whole tensor as indices into the image of one sample and channel, which are
+    also valid on a shard of the batch."""
     flat = indices.reshape([*indices.shape[:2], prod(indices.shape[2:])])
     return flat.op("Mod", np.array(plane, np.int64))
 
@@ -41,7 +41,7 @@ def average_pool(v: Vjp) -> Grads:
 
 
 def _spread_evenly(dy: Value, by: Windows) -> Value:
-    """What reached each window, added to all of its elements."""
+    """The gradient of each window, added to all of its elements."""
     lone = dy.reshape([dy.shape[0] * dy.shape[1], 1, *dy.shape[2:]])
     ones = dy.builder.constant(np.ones([1, 1, *by.kernel]), dy.dtype)
     wide = spread(lone, ones, by)
@@ -49,8 +49,8 @@ def _spread_evenly(dy: Value, by: Windows) -> Value:
 
 
 def _counts(v: Vjp, by: Windows, sizes: tuple[int, ...]) -> Array:
-    """How many elements each window counts: those inside, or inside of padding that was asked for,
-    too; not those behind it, which `ceil_mode` adds."""
+    """The divisor of each window: its elements inside the image, and in the padding if the node
+    counts it; never those that `ceil_mode` adds after the padding."""
     rank = len(sizes)
     pads = [p for dim in windows(v.node, by.kernel).pads for p in dim]
     lines = []
@@ -79,7 +79,7 @@ def global_lp_pool(v: Vjp) -> Grads:
 
 
 def _by_norm(v: Vjp, power: int) -> Value:
-    """The result's gradient over the norm's power less one."""
+    """The result's gradient divided by the norm to the power of `power - 1`."""
     norm = v.y if power == 2 else v.y ** float(power - 1)
     return (v.y > 0.0).where(v.dy / norm, 0.0)
 
@@ -98,7 +98,7 @@ def global_average_pool(v: Vjp) -> Grads:
 
 @vjp("GlobalMaxPool")
 def global_max_pool(v: Vjp) -> Grads:
-    """To the first of equal ones, as in PyTorch's adaptive_max_pool."""
+    """To the first of equal elements, as in PyTorch's adaptive_max_pool."""
     shape, plane = v.x.shape, prod(v.x.shape[2:])
     flat = v.x.reshape([*shape[:2], plane])
     first = flat.op("ArgMax", axis=2, keepdims=1)
@@ -119,7 +119,7 @@ def local_response_normalization(v: Vjp) -> Grads:
 
 
 def _channel_sums(x: Value, before: int, after: int) -> Value:
-    """The sums of so many channels before each, itself and so many after."""
+    """Sums over `before` channels before each, the channel itself, and `after` channels after."""
     n, c, plane = *x.shape[:2], prod(x.shape[2:])
     ones = x.builder.constant(np.ones((1, 1, before + 1 + after, 1)), x.dtype)
     image = x.reshape([n, 1, c, plane])

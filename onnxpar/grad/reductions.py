@@ -1,4 +1,4 @@
-"""Gradients of reductions, softmax and normalization over axes."""
+"""Gradients of reductions and of softmax."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 
 def reduced_axes(v: Vjp) -> list[int]:
-    """The axes over which a node reduces. Errors: ModelError where they are computed or fed."""
+    """The axes over which a node reduces. Errors: ModelError where they are not constant."""
     axes = v.constant(1)
     if axes is None and v.operand(1) is not None:
         raise ModelError(
-            f"{v.node.op} '{v.node.name}' reduces over axes that only a run can tell, and its "
-            f"gradient depends on them; store {v.node.inputs[1].name!r} with the model"
+            f"{v.node.op} '{v.node.name}' has no gradient, because its axes are not constant; make "
+            f"{v.node.inputs[1].name!r} an initializer of the model"
         )
     if axes is None or not axes.size:
         return [] if v.attr("noop_with_empty_axes") else list(range(v.x.rank))
@@ -41,14 +41,14 @@ def reduce_mean(v: Vjp) -> Grads:
 
 @vjp("ReduceMax", "ReduceMin")
 def reduce_extreme(v: Vjp) -> Grads:
-    """Equal ones share the gradient, as in PyTorch's amax."""
+    """Equal elements share the gradient, as in PyTorch's amax."""
     holds = v.x.equal(kept(v, v.y)).cast(v.x.dtype)
     return [kept(v, v.dy) * holds / holds.sum(reduced_axes(v), keepdims=True)]
 
 
 @vjp("ReduceProd")
 def reduce_prod(v: Vjp) -> Grads:
-    """The product of the others, which is 0 where there is a 0 among them."""
+    """The product of the other elements, which is 0 if one of them is 0."""
     axes = reduced_axes(v)
     zero = v.x.equal(0.0)
     zeros = zero.cast(v.x.dtype)
@@ -65,7 +65,7 @@ def reduce_l1(v: Vjp) -> Grads:
 
 @vjp("ReduceL2")
 def reduce_l2(v: Vjp) -> Grads:
-    """0 where the norm is 0, as in PyTorch."""
+    """Zero where the norm is zero, as in PyTorch."""
     norm = kept(v, v.y)
     return [v.x * norm.equal(0.0).where(0.0, kept(v, v.dy) / norm)]
 
@@ -82,20 +82,20 @@ def reduce_log_sum(v: Vjp) -> Grads:
 
 @vjp("ReduceLogSumExp")
 def reduce_log_sum_exp(v: Vjp) -> Grads:
-    """The softmax; its sum is taken anew, as a large result is too coarse for its logarithm."""
+    """The softmax; its sum is computed again, because a large result is too coarse."""
     powers = (v.x - kept(v, v.y)).exp()
     return [kept(v, v.dy) * powers / powers.sum(reduced_axes(v), keepdims=True)]
 
 
 @vjp("Hardmax")
 def hardmax(v: Vjp) -> Grads:
-    """Zero in between the jumps."""
+    """Zero: it is a step function."""
     return []
 
 
 @vjp("Softmax")
 def softmax(v: Vjp) -> Grads:
-    """Where the model replaces what is masked as a whole, and so no number, nothing flows."""
+    """Zero for fully masked rows, whose results are NaN, which the model then replaces."""
     y = v.y
     if any(reader.op == "IsNaN" for reader in y.tensor.outputs):
         y = y.op("IsNaN").where(0.0, y)

@@ -1,4 +1,4 @@
-"""Gradients of ops that resize, crop or pad space around its centre."""
+"""Gradients of ops that resize images, or crop and pad them around the centre."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from onnxpar.rules.resizing import scalings
 
 @vjp("Resize")
 def resize(v: Vjp) -> Grads:
-    """A sum of elements in shares, one dimension after the other, and so is its transpose."""
+    """A Resize is a weighted sum along one dimension after the other; the gradient is its
+    transpose."""
     if v.y.size == 0 or v.x.size == 0:
         return [v.x.builder.zeros(v.x.shape, v.x.dtype)]
     resized = scalings(v.node)
     if resized is None:
         raise ModelError(
-            f"Resize '{v.node.name}' has scales or a region that only a run can tell, and no "
-            f"gradient there; store them with the model"
+            f"Resize '{v.node.name}' has no gradient, because its scales or its region are not "
+            "constant; make them initializers of the model"
         )
     gradient = v.dy
     for axis, scaling in resized.items():
@@ -36,7 +37,7 @@ def resize(v: Vjp) -> Grads:
 
 
 def _shares(found: Taps, size: int) -> np.ndarray:
-    """The share that each result, a row, has of each element."""
+    """The weight of each element, a column, in each result, a row."""
     shares = np.zeros((len(found.index), size))
     np.add.at(shares, (np.arange(len(shares))[:, None], found.index), found.weight)
     shares[found.outside] = 0
@@ -45,7 +46,7 @@ def _shares(found: Taps, size: int) -> np.ndarray:
 
 @vjp("CenterCropPad")
 def center_crop_pad(v: Vjp) -> Grads:
-    """The odd one stands behind, in cropping and in padding."""
+    """If the difference is odd, the extra element is at the end, for cropping and for padding."""
     before, after = [], []
     for size, out in zip(v.x.shape, v.y.shape, strict=True):
         missing = size - out

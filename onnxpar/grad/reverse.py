@@ -1,5 +1,5 @@
-"""Reverse-mode differentiation: walks a graph from its end and appends what the rules of its nodes
-say."""
+"""Reverse-mode differentiation: visits the nodes of a graph from its end, and appends the nodes of
+their gradient rules."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def gradients(
     wanted: Iterable[gs.Tensor],
     prefix: str = "grad",
 ) -> dict[str, Value | None]:
-    """Appends the gradients of tensors to a graph: of the sum of results times their seeds.
+    """Appends to a graph the gradients of the sum of some tensors times their seeds.
 
-    seeds   gradients of tensors that nodes of the graph make, by name
-    wanted  tensors of the graph, or of graphs around it
-    prefix  starts names that no node is to thank for
-    Returns them by name, each with the shape and type of its tensor; None where the seeded tensors
-    do not depend on it. Nodes that turn out to be of no use are removed.
+    seeds   by the name of a tensor that a node of the graph makes, its gradient
+    wanted  tensors by which to differentiate, of the graph or of graphs around it
+    prefix  of the names of nodes that sum up gradients
+    Returns the gradients by name, each of the shape and type of its tensor; None where the seeded
+    tensors do not depend on it. New nodes that nothing reads are removed.
 
-    Errors: ModelError, naming an op without a gradient that lies between.
+    Errors: ModelError, which names an op without a gradient on a path from `wanted` to the seeds.
     """
     names = [t.name for t in wanted]
     forward = list(graph.nodes)
@@ -58,9 +58,9 @@ def gradients(
             if dy is not None:
                 found[tensor.name] = [dy]
         view = Vjp(node, builder, dys, [t.name in reached for t in reads])
-        for tensor, gradient in zip(reads, _asked(view), strict=False):
+        for tensor, gradient in zip(reads, _of_rule(view), strict=False):
             if gradient is not None and tensor.name in reached:
-                if node.domain != DOMAIN:  # whose parts may differ in size, and broadcast nothing
+                if node.domain != DOMAIN:  # collectives broadcast nothing, and sizes may differ
                     gradient = _fitted(gradient, builder.value(tensor))
                 found.setdefault(tensor.name, []).append(gradient)
     last = Builder(graph, prefix)
@@ -71,8 +71,8 @@ def gradients(
 
 
 def reached_from(nodes: Iterable[gs.Node], sources: Iterable[str]) -> set[str]:
-    """The tensors that depend on some of these, themselves included: those of floating-point
-    numbers, and what carries such numbers."""
+    """The names of `sources` and of the tensors that depend on them and may have a gradient:
+    tensors of floating-point numbers, and others that carry such numbers."""
     nodes, reached, known = list(nodes), set(sources), -1
     while len(reached) > known:
         known = len(reached)
@@ -89,26 +89,26 @@ def reached_from(nodes: Iterable[gs.Node], sources: Iterable[str]) -> set[str]:
 
 
 def _is_sent(nodes: Iterable[gs.Node], reached: set[str]) -> bool:
-    """Whether some message carries what is reached to another rank."""
+    """True if a Send carries a reached tensor to another rank."""
     return any(t.name in reached for node in nodes if is_message(node) for t in node.inputs)
 
 
-def _asked(view: Vjp) -> list[Value | None]:
-    """What the rule of a node says. Errors: ModelError where it has none."""
+def _of_rule(view: Vjp) -> list[Value | None]:
+    """The gradients that a node's rule returns. Errors: ModelError where the op has no rule."""
     node = view.node
     entry = entry_of(node)
     if entry is None:
-        reason = without().get((node.domain or "", node.op), "no rule is known")
+        reason = without().get((node.domain or "", node.op), "there is no rule for this op")
         raise ModelError(
-            f"{node.op} '{node.name}' has no gradient ({reason}), and lies between a parameter and "
-            f"the loss; leave out what it depends on with --frozen, or register a rule with "
-            f"onnxpar.grad.vjp"
+            f"{node.op} '{node.name}' has no gradient ({reason}), and is on a path from a "
+            "parameter to the loss; exclude the parameters before it with --frozen, or register a "
+            "rule with onnxpar.grad.vjp"
         )
     return list(entry.function(view))
 
 
 def _fitted(gradient: Value, tensor: Value) -> Value:
-    """A gradient summed over what was broadcast."""
+    """A gradient, summed over the dimensions in which its tensor was broadcast."""
     fitted = gradient.sum_to(tensor.shape)
     assert fitted.dtype == tensor.dtype, f"{tensor}: gradient of type {fitted.dtype}"
     return fitted
@@ -122,7 +122,8 @@ def _total(builder: Builder, terms: list[Value]) -> Value:
 
 
 def drop_unread(graph: gs.Graph, first: int = 0, kept: Collection[str] = ()) -> None:
-    """Removes nodes behind the first ones whose results nothing reads."""
+    """Removes nodes whose results nothing reads, except the first `first` nodes; outputs of the
+    graph and the tensors named in `kept` count as read."""
     kept = {*kept, *(t.name for t in graph.outputs)}
     for i in reversed(range(first, len(graph.nodes))):
         node = graph.nodes[i]

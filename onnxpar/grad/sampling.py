@@ -1,5 +1,4 @@
-"""Gradients of ops that sample images at points or in regions, and put them together from
-blocks."""
+"""Gradients of ops that sample images at points or in regions, and of Col2Im."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ _KERNELS = {
         ]
     ),
 }
-"""The weight of each tap: coefficients by power of the distance to the element before it."""
+"""The weight of each tap, as a polynomial of the distance from the point to the element before it:
+a row per power, a column per tap."""
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
@@ -55,11 +55,13 @@ def grid_sample(v: Vjp) -> Grads:
 
 
 class Taps:
-    """The elements of one dimension that make each point, which is at `at`, `n p 1`.
+    """The elements of one dimension from which each point is interpolated.
 
-    index   which ones, `n p t`; padding copies elements, so that coordinates stay as they are
-    weight  their shares
-    slope   of the shares by what the point is `scale` times; None where it is zero
+    The points are at `at`, `n p 1`, which is `scale` times a coordinate.
+
+    index   indices of the elements, `n p t`; the element at the border where padding copies it
+    weight  weights of the elements, `n p t`
+    slope   derivative of the weights by the coordinate; None if it is zero
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class Taps:
 
 
 class Samples:
-    """Points of images, `n c ..`, with their taps by dimension. Points share the elements around
-    them: what comes back is added to these, and the slope of the shares is the gradient of the
-    point."""
+    """Points of images, `n c ..`, with their taps by dimension.
+
+    A point is a weighted sum of the elements around it. So its gradient is added to these elements
+    by their weights, and the gradient of its coordinates follows from the slope of the weights.
+    """
 
     def __init__(self, x: Value, taps: Sequence[Taps]) -> None:
         self.x, self.taps = x, taps
@@ -104,7 +108,7 @@ class Samples:
 
     @cached_property
     def shares(self) -> Value:
-        """How much of each element a point has, `n 1 p t`."""
+        """The weight of each element in each point, `n 1 p t`."""
         return _outer([t.weight for t in self.taps]).unsqueeze([1])
 
     @cached_property
@@ -125,7 +129,8 @@ class Samples:
 
 
 def _reflected(at: Value, size: int, is_aligned: bool) -> Value:
-    """Elements outside of a dimension reflected into it: at its last elements, or their edges."""
+    """Indices outside of a dimension, reflected into it: at the centres of its first and last
+    elements, or at their outer edges."""
     low, span = (0.0, size - 1) if is_aligned else (-0.5, size)
     away = (at - low).op("Abs")
     away = away - (away / (2.0 * span)).op("Floor") * (2.0 * span)
@@ -134,7 +139,7 @@ def _reflected(at: Value, size: int, is_aligned: bool) -> Value:
 
 
 def _polynomial(coefficients: Array, at: Value) -> Value:
-    """One value per column of the coefficients, which stand in rising order."""
+    """The value of a polynomial for each column of coefficients, the lowest power first."""
     rows = coefficients.astype(at.dtype)
     found: Value = at * 0.0 + rows[-1]
     for row in rows[-2::-1]:
@@ -143,7 +148,7 @@ def _polynomial(coefficients: Array, at: Value) -> Value:
 
 
 def _outer(shares: Sequence[Value | None]) -> Value:
-    """Products of the shares of several dimensions, `n p t`."""
+    """Products of the weights of several dimensions, `n p t`."""
     found, *rest = (s for s in shares if s is not None)
     for share in rest:
         found = _paired(found.unsqueeze([3]) * share.unsqueeze([2]))
@@ -151,7 +156,7 @@ def _outer(shares: Sequence[Value | None]) -> Value:
 
 
 def _joined(indices: Sequence[Value], space: Sequence[int]) -> Value:
-    """Indices into several dimensions as positions among all elements, `n p t`."""
+    """Indices into several dimensions as flat indices into an image, `n p t`."""
     found, *rest = indices
     for index, size in zip(rest, space[1:], strict=True):
         moved = (found * size).unsqueeze([3])
@@ -179,12 +184,12 @@ def affine_grid(v: Vjp) -> Grads:
 
 @vjp("RoiAlign")
 def roi_align(v: Vjp) -> Grads:
-    """By the image: a region is a product of it with two matrices, of rows and of columns, and what
-    comes back is a product with these. Regions have none, as in torchvision."""
+    """Of the image: a region is its product with two matrices, for rows and for columns, and the
+    gradient is the product with their transposes. Regions have no gradient, as in torchvision."""
     if v.attr("mode") != "avg":
         raise ModelError(
-            f"RoiAlign '{v.node.name}' takes the largest of its samples (mode 'max') and has no "
-            f"gradient; use mode 'avg'"
+            f"RoiAlign '{v.node.name}' has no gradient in mode 'max', only in mode 'avg'; export "
+            "the model with mode 'avg'"
         )
     images, channels, height, width = v.x.shape
     regions, _, cells, _ = v.dy.shape
@@ -199,7 +204,7 @@ def roi_align(v: Vjp) -> Grads:
 
 
 def _region_shares(v: Vjp, axis: int, size: int) -> Value:
-    """How the cells of a region are made of the elements of a dimension, `r cell element`."""
+    """The weight of each element of a dimension in each cell of a region, `r cell element`."""
     rois, dtype = v.operands[1], v.x.dtype
     cells, scale = v.y.shape[3 - axis], v.attr("spatial_scale")
     halves = v.attr("coordinate_transformation_mode") == "half_pixel"
@@ -219,15 +224,16 @@ def _region_shares(v: Vjp, axis: int, size: int) -> Value:
 
 
 def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
-    """The number of samples in a cell of a region along a dimension, and the largest of them."""
+    """The number of samples along a dimension in a cell of each region, and the largest of these
+    numbers."""
     ratio = v.attr("sampling_ratio")
     if ratio:
         return cell * 0.0 + float(ratio), int(ratio)
     rois = v.constant(1)
     if rois is None:
         raise ModelError(
-            f"RoiAlign '{v.node.name}' takes a number of samples that only a run can tell, and has "
-            f"no gradient there; set its sampling_ratio"
+            f"RoiAlign '{v.node.name}' has no gradient, because its number of samples is "
+            "data-dependent; set its sampling_ratio"
         )
     largest = float(np.abs(rois[:, 2:] - rois[:, :2]).max(initial=0)) * v.attr("spatial_scale")
     count = cell.op("Ceil").op("Max", np.array(1, cell.dtype))
@@ -236,12 +242,12 @@ def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
 
 @vjp("Col2Im")
 def col2im(v: Vjp) -> Grads:
-    """Cut into blocks again: a convolution with a kernel for each place in a block."""
+    """Cuts the image into blocks: a convolution with a kernel for each position in a block."""
     block = v.constant(2)
     if block is None:
         raise ModelError(
-            f"Col2Im '{v.node.name}' has a block that only a run can tell, and no gradient there; "
-            f"store {v.node.inputs[2].name!r} with the model"
+            f"Col2Im '{v.node.name}' has no gradient, because its block shape is not constant; "
+            f"make {v.node.inputs[2].name!r} an initializer of the model"
         )
     channels, places = v.y.shape[1], math.prod(block)
     kernel = np.eye(places, dtype=v.dy.dtype).reshape(places, 1, *block)

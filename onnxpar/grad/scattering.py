@@ -1,4 +1,4 @@
-"""Gradients of ops that place elements by index."""
+"""Gradients of ops that write elements by index."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def scatter_nd(v: Vjp) -> Grads:
 
 @vjp("TensorScatter")
 def tensor_scatter(v: Vjp) -> Grads:
-    """What is written over gets nothing; the updates get what stands where they are written."""
+    """The updates get the gradient at the positions where they are written; the elements that they
+    replace get zero."""
     cache, update = v.operands[:2]
     axis, mode = v.attr("axis") % cache.rank, v.attr("mode")
     rows = np.arange(update.shape[axis]).reshape(
@@ -54,13 +55,13 @@ def tensor_scatter(v: Vjp) -> Grads:
 
 
 class _Scattered:
-    """What a ScatterElements reads and gives."""
+    """The operands and the result of a ScatterElements, and their gradients."""
 
     def __init__(self, x: Value, at: Value, updates: Value, y: Value, dy: Value, axis: int) -> None:
         self.x, self.at, self.updates, self.y, self.dy, self.axis = x, at, updates, y, dy, axis
 
     def gradients(self, how: str) -> Grads:
-        """Those of x and of the updates."""
+        """The gradients of x and of the updates."""
         if how == "add":
             return self.dy, None, self.pick(self.dy)
         if how == "mul":
@@ -72,15 +73,15 @@ class _Scattered:
         return kept, None, self.pick(self.dy)
 
     def pick(self, value: Value) -> Value:
-        """What stands where the updates go."""
+        """The elements at the positions of the updates."""
         return value.op("GatherElements", self.at, axis=self.axis)
 
     def count(self, of_x: Value, of_updates: Value) -> Value:
-        """How many of those that meet in an element are marked, as numbers."""
+        """Sums, for each element of x, over the element and the updates that are written to it."""
         return of_x + scatter_each(of_updates, self.at, self.axis, self.x.shape)
 
     def _of_product(self) -> Grads:
-        """The product of the others, which is zero where another one is."""
+        """The product of the other factors, which is zero if one of them is zero."""
         both = (self.x, self.updates)
         is_zero = [t.equal(0.0) for t in both]
         safe = [z.where(1.0, t) for z, t in zip(is_zero, both, strict=True)]
@@ -96,7 +97,7 @@ class _Scattered:
         return of_x, None, self.pick(self.dy) * picked
 
     def _of_extreme(self) -> Grads:
-        """Equal ones share the gradient, as in PyTorch."""
+        """Equal elements share the gradient, as in PyTorch."""
         holds = [
             t.equal(y).cast(self.dy.dtype)
             for t, y in ((self.x, self.y), (self.updates, self.pick(self.y)))

@@ -1,4 +1,4 @@
-"""Gradients of Fourier transforms, which are Fourier transforms."""
+"""Gradients of Fourier transforms, which are Fourier transforms themselves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("DFT")
 def dft(v: Vjp) -> Grads:
-    """The other direction, without its division."""
+    """The transform in the other direction, without the division by the length."""
     x, dy, axis = v.x, v.dy, _axis(v)
     inverse, onesided = v.attr("inverse"), v.attr("onesided")
     if inverse and onesided:
         size = dy.shape[axis]
         if x.shape[axis] != size // 2 + 1:
             raise ModelError(
-                f"DFT '{v.node.name}' makes {size} elements of {x.shape[axis]} frequencies, not of "
-                f"{size // 2 + 1}: runtimes do not agree on what that is, and it has no gradient; "
-                f"give it a dft_length of {2 * (x.shape[axis] - 1)}"
+                f"DFT '{v.node.name}' computes {size} elements from {x.shape[axis]} frequencies "
+                f"instead of {size // 2 + 1}: runtimes do not agree on the result, so it has no "
+                f"gradient; give it a dft_length of {2 * (x.shape[axis] - 1)}"
             )
-        twice = np.full(size // 2 + 1, 2.0)  # those that stand for their mirror image, too
+        twice = np.full(size // 2 + 1, 2.0)  # a frequency also stands for its mirror image
         twice[[0, size // 2] if size % 2 == 0 else [0]] = 1
         shape = [-1 if a == axis else 1 for a in range(dy.rank)]
         shares = (twice / size).reshape(shape).astype(dy.dtype)
@@ -39,7 +39,7 @@ def dft(v: Vjp) -> Grads:
 
 @vjp("STFT")
 def stft(v: Vjp) -> Grads:
-    """Frames overlap in the signal, and add up there."""
+    """The gradients of overlapping frames add up in the signal."""
     step, length = _known(v, 1), _known(v, 3)
     window = v.operand(2)
     count, total, *rest = v.x.shape
@@ -70,24 +70,25 @@ def _axis(v: Vjp) -> int:
 
 
 def _known(v: Vjp, index: int) -> Array | None:
-    """A constant operand, None where it is left out."""
+    """The value of an operand, None where it is left out. Errors: ModelError where it is not
+    constant."""
     found = v.constant(index)
     if found is None and v.operand(index) is not None:
         raise ModelError(
-            f"{v.node.op} '{v.node.name}' has an operand {index} that only a run can tell, and no "
-            f"gradient there; store {v.node.inputs[index].name!r} with the model"
+            f"{v.node.op} '{v.node.name}' has no gradient, because its operand {index} is not "
+            f"constant; make {v.node.inputs[index].name!r} an initializer of the model"
         )
     return found
 
 
 def _transformed(x: Value, axis: int, **attrs: Any) -> Value:
-    """The transform of a dimension."""
+    """The DFT along one dimension."""
     if x.builder.graph.opset < 20:
         return x.op("DFT", axis=axis, **attrs)
     return x.op("DFT", None, np.array(axis, np.int64), **attrs)
 
 
 def _fit(x: Value, axis: int, size: int) -> Value:
-    """Zeros behind the elements of a dimension, or the first of them alone."""
+    """A dimension, padded with zeros at its end or cut to `size` elements."""
     missing = [size - x.shape[a] if a == axis else 0 for a in range(x.rank)]
     return x.pad([0] * x.rank, missing)

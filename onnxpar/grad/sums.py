@@ -1,7 +1,7 @@
-"""Sums over the steps of a loop that one op computes behind it, of what all steps hand out.
+"""Sums over the iterations of a loop that one op computes after the loop, from stacked values.
 
-The gradient of a weight is such a sum of products: as one product over all steps it is quicker, and
-where the ranks hold parts of a batch it stays pending until the loop is over.
+The gradient of a weight is such a sum of products. A single product over all iterations is faster,
+and where the batch is sharded, it stays partial until the loop has ended.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ Stacks = Mapping[str, Value]
 
 @dataclass(frozen=True)
 class Sum:
-    """What each step hands out, and what it comes to: `total` takes the stacks by name of row."""
+    """A sum over iterations: each one returns `rows`, and `total` computes the sum from their
+    stacks, which it takes by the name of the row."""
 
     rows: list[Value]
     total: Callable[[Stacks], Value]
 
 
-def sum_behind(part: Value, inner: Container[str]) -> Sum | None:
-    """The sum over steps of what each makes, where it can be had of other tensors, those that a
-    step makes or is handed being `inner`; None for any other op than a product or a sum."""
+def sum_after(part: Value, inner: Container[str]) -> Sum | None:
+    """The sum of `part` over all iterations, computed after the loop from other tensors of the
+    iterations; `inner` has the names of all these. None if `part` is not made of products and
+    sums."""
     node = part.tensor.inputs[0] if part.tensor.inputs else None
     how = None if node is None else _BEHIND.get(node.op)
     found = how(part, node, inner) if how is not None else None
@@ -36,7 +38,7 @@ def sum_behind(part: Value, inner: Container[str]) -> Sum | None:
 
 def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
     terms = [part.builder.value(t) for t in node.inputs]
-    sums = [sum_behind(t, inner) for t in terms if t.shape == part.shape]
+    sums = [sum_after(t, inner) for t in terms if t.shape == part.shape]
     if len(sums) < 2 or sums[0] is None or sums[1] is None:
         return None
     a, b = sums[0], sums[1]
@@ -44,8 +46,8 @@ def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _moved(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """The same elements in other places."""
-    within = sum_behind(part.builder.value(node.inputs[0]), inner)
+    """Of a Reshape or Transpose."""
+    within = sum_after(part.builder.value(node.inputs[0]), inner)
     if within is None:
         return None
     if node.op == "Reshape":
@@ -63,32 +65,32 @@ def _reduced(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _product(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """A product over the steps and what each sums over, as one."""
+    """Of a matrix product: a single product, which also sums over the iterations."""
     if part.rank != 2 or len(node.inputs) != 2 or node.attrs.get("alpha", 1.0) != 1.0:
         return None
-    a, a_turned = _source(part, node, 0)
-    b, b_turned = _source(part, node, 1)
+    a, a_transposed = _source(part, node, 0)
+    b, b_transposed = _source(part, node, 1)
 
-    def rows(stacks: Stacks, x: Value, turned: bool) -> Value:
-        """A matrix by what is summed over, in its first dimension, and what is not."""
+    def rows(stacks: Stacks, x: Value, is_transposed: bool) -> Value:
+        """The stack of a matrix, with the dimension that is summed over first, as one matrix."""
         stack = stacks[x.tensor.name]
-        stack = stack.transpose([0, 2, 1]) if turned else stack
+        stack = stack.transpose([0, 2, 1]) if is_transposed else stack
         return stack.reshape([stack.shape[0] * stack.shape[1], stack.shape[2]])
 
     def total(stacks: Stacks) -> Value:
-        return rows(stacks, a, not a_turned).swap() @ rows(stacks, b, b_turned)
+        return rows(stacks, a, not a_transposed).swap() @ rows(stacks, b, b_transposed)
 
     return Sum([a, b], total)
 
 
 def _source(part: Value, node: gs.Node, index: int) -> tuple[Value, bool]:
-    """A matrix that takes part in a product, and whether it does so turned."""
+    """An operand of a matrix product, and True if it is transposed there."""
     tensor = node.inputs[index]
-    turned = bool(node.attrs.get("transA" if index == 0 else "transB", 0))
+    is_transposed = bool(node.attrs.get("transA" if index == 0 else "transB", 0))
     maker = tensor.inputs[0] if tensor.inputs else None
     if maker is not None and maker.op == "Transpose":
-        return part.builder.value(maker.inputs[0]), not turned
-    return part.builder.value(tensor), turned
+        return part.builder.value(maker.inputs[0]), not is_transposed
+    return part.builder.value(tensor), is_transposed
 
 
 _BEHIND: dict[str, Callable[[Value, gs.Node, Container[str]], Sum | None]] = {

@@ -1,10 +1,10 @@
-"""The weights of a model that are trained: those that torch would train.
+"""Finds the weights of a model to train: those that PyTorch would train.
 
-Torch trains each parameter that the loss depends on. An ONNX file does not say which of its
-initializers are parameters, unless torch.export has left its signature in it. So all initializers
-of floating-point numbers that the loss depends on are trained, but those that are proved to be
-constants: by the signature, by the operand that they are (running statistics, scales of a Resize),
-or by their values (masks, tables of sines and cosines, frequencies, grids, numbers).
+PyTorch trains each parameter on which the loss depends. An ONNX file does not say which of its
+initializers are parameters, unless it has the signature of torch.export. So all floating-point
+initializers on which the loss depends are trained, except those that are certainly constants: by
+the signature, by the operand that they are (running statistics, scales of a Resize), or by their
+values (masks, tables of sines and cosines, frequencies, grids, numbers).
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _SETTINGS: Mapping[str, Mapping[int, str]] = {
         for op in ("QuantizeLinear", "DequantizeLinear")
     },
 }
-"""Operands that no gradient reaches, by op, and what they are."""
+"""Operands that are never trained, by op and index, and the reason."""
 _GENERATED = re.compile(
     r"onnx::|/|.*_output_\d+$|\d+$|val_\d+|.*(C|c)onstant|.*lifted_tensor|scalar_tensor"
 )
-"""Names that torch's exporters make up; a parameter has the name of its module."""
+"""Names that PyTorch's exporters generate; a parameter has the name of its module."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A weight that is trained, and the node and operand that read it first."""
+    """A weight that is trained, and the first node that reads it, as which operand."""
 
     tensor: gs.Constant
     node: gs.Node
@@ -77,8 +77,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Left:
-    """A tensor of floating-point numbers that is not trained, and why; `in_role`: a node reads it
-    where layers have a weight."""
+    """A floating-point tensor that is not trained, and the reason; `in_role` is True if a node
+    reads it as an operand that is usually a weight."""
 
     tensor: gs.Constant
     reason: str
@@ -92,8 +92,8 @@ class Left:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that are trained, and those that are not, each in the order in which nodes read
-    them. `asked` are those that the user named."""
+    """The weights that are trained, and those that are not, both in the order in which nodes read
+    them; `asked` has the names that the user gave."""
 
     trained: list[Trained]
     left: list[Left]
@@ -106,12 +106,12 @@ def find_trained(
     frozen: Sequence[str] = (),
     outputs: Collection[str] | None = None,
 ) -> Weights:
-    """Finds the weights of a model that are trained, and says why the others are not.
+    """Finds the weights of a model to train, and the reasons why others are not trained.
 
-    params   globs of names: these instead of those that are found
-    frozen   globs of names that are left out
-    outputs  names of outputs that the loss is of; all by default
-    Errors: StrategyError for a glob that matches nothing, or where nothing is left.
+    params   globs of the weights to train, instead of those that are found
+    frozen   globs of weights that are not trained
+    outputs  names of the outputs from which the loss is computed; None for all
+    Errors: StrategyError for a glob that matches no weight, or where no weight is left.
     """
     readers = _readers(model.graph)
     asked = {n for glob in params for n in _matching(glob, readers, "--params")}
@@ -131,7 +131,7 @@ def find_trained(
             in_role = any(is_role(n, i) for n, i in uses_of(tensor))
             found.left.append(Left(tensor, reason, in_role))
     if not found.trained:
-        raise StrategyError("no weight is left to train; name some with --params")
+        raise StrategyError("no weight is left to train; name weights with --params")
     return found
 
 
@@ -139,13 +139,13 @@ def _matching(glob: str, names: Collection[str], option: str) -> list[str]:
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
         some = ", ".join(list(names)[:5])
-        raise StrategyError(f"{option} {glob}: matches no weight; there are {some} ...")
+        raise StrategyError(f"{option} {glob} matches no weight; the model has {some} ...")
     return matching
 
 
 def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
-    """Every constant of floating-point numbers, and where it is read first: behind nodes that only
-    move its elements."""
+    """Every floating-point constant by name, and the node and operand that read it first, after
+    nodes that only move its elements."""
     found: dict[str, tuple[gs.Constant, gs.Node, int]] = {}
     for node in all_nodes(graph):
         for i, tensor in enumerate(node.inputs):
@@ -157,8 +157,8 @@ def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
 
 
 def uses_of(tensor: gs.Tensor) -> Iterator[tuple[gs.Node, int]]:
-    """The nodes and operands that read a tensor, behind those that only move its elements, join
-    it with other constants, or scale it by a number (RMSNorm's 1 + weight)."""
+    """The nodes and operands that read a tensor, after nodes that only move its elements, join it
+    with other constants, or scale or shift it by a number (RMSNorm's 1 + weight)."""
     for node in {id(n): n for n in tensor.outputs}.values():
         for i, operand in enumerate(node.inputs):
             if operand is not tensor:
@@ -180,7 +180,7 @@ def _passes(node: gs.Node, index: int) -> bool:
 
 
 def _is_stored(tensor: gs.Tensor) -> bool:
-    """Whether a tensor consists of constants, moved."""
+    """True if a tensor consists of constants that were only moved."""
     if isinstance(tensor, gs.Constant):
         return True
     node = _maker(tensor)
@@ -196,7 +196,7 @@ def _is_number(tensor: gs.Tensor) -> bool:
 
 
 class _Judge:
-    """Says of each constant of a model why it is not trained."""
+    """Decides which constants of a model are not trained, and why."""
 
     def __init__(self, model: Model, outputs: Collection[str] | None) -> None:
         self.model = model
@@ -208,7 +208,7 @@ class _Judge:
         self.by_torch = model.header.producer_name == "pytorch"
 
     def reason(self, tensor: gs.Constant) -> str | None:
-        """Why a constant is not trained, None where it is."""
+        """The reason why a constant is not trained, None if it is."""
         name = str(tensor.name)
         uses = list(uses_of(tensor))
         settings = [_SETTINGS.get(n.op, {}).get(i) for n, i in uses if not n.domain]
@@ -220,7 +220,7 @@ class _Judge:
             return "the loss does not depend on it"
         kind = self.model.exported.get(name)
         if kind not in (None, PARAMETER):
-            return "a buffer: torch.export lists it as no parameter"
+            return "a buffer: torch.export does not list it as a parameter"
         if kind is None and self.all_named:
             return "made by the exporter: all parameters have names of their own"
         values = first_values(tensor, self.model.folder)
@@ -235,8 +235,8 @@ class _Judge:
     def _reason_of_number(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
     ) -> str | None:
-        """A tensor of one element is a parameter in the role of one (the bias of one class), and
-        where torch has named it."""
+        """Of a tensor with one element: it is a parameter if it is used as one (the bias of a
+        single class), or PyTorch has named it."""
         if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
             return None
         if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):
@@ -261,7 +261,7 @@ class _Judge:
     def _reason_of_place(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]]
     ) -> str | None:
-        """What the nodes that read a constant prove of it."""
+        """Reasons from the nodes that read a constant."""
         values = first_values(tensor, self.model.folder)
         for node, index in uses:
             if node.op == "InstanceNormalization" and _is_of_groups(node, index, values):
@@ -275,7 +275,7 @@ class _Judge:
         return None
 
     def _normalizes_input(self, node: gs.Node) -> bool:
-        """Whether a node only shifts and scales what is fed, by a few numbers."""
+        """True if a node only shifts or scales an input of the model, by a few numbers."""
         tensor: gs.Tensor = node.inputs[0]
         few = int(np.prod(node.inputs[1].shape)) <= 4
         while few and (maker := _maker(tensor)) is not None and maker.op in (*_SHIFTS, *_MOVES):
@@ -284,7 +284,7 @@ class _Judge:
 
 
 def _leading(graph: gs.Graph, outputs: Collection[str] | None) -> set[str]:
-    """The names of tensors of floating-point numbers from which some path leads to the outputs."""
+    """The names of floating-point tensors on which the outputs depend."""
     ends = [t for t in graph.outputs if outputs is None or t.name in outputs]
     found = {str(t.name) for t in ends}
     for node in reversed(graph.nodes):
@@ -300,14 +300,14 @@ def _leading(graph: gs.Graph, outputs: Collection[str] | None) -> set[str]:
 
 
 def _may_carry(tensor: gs.Tensor) -> bool:
-    """Whether a gradient may reach a tensor, for all that is known of its type."""
+    """True if a tensor may have a gradient: its type allows it, or is not known."""
     maker = _maker(tensor)
     is_unknown = bool(tensor.name) and tensor.dtype is None
     return is_unknown or is_trainable_type(tensor) or (maker is not None and carries(maker))
 
 
 def is_role(node: gs.Node, index: int) -> bool:
-    """Whether an operand stands where layers have their weight, bias, scale or table."""
+    """True if an operand is usually a weight, bias, scale or table of a layer."""
     entry = entry_of(node)
     return entry is not None and index in entry.trained
 
@@ -318,7 +318,7 @@ def _is_bias_of_one(node: gs.Node, index: int) -> bool:
 
 
 def _becomes_angle(node: gs.Node) -> bool:
-    """Whether what a node computes is only read for its sine and cosine."""
+    """True if a node's results are only used as angles, of sines and cosines."""
     readers = [r for t in node.outputs for r in t.outputs]
     moves = (*_MOVES, "Concat")
     return bool(readers) and all(
@@ -327,14 +327,14 @@ def _becomes_angle(node: gs.Node) -> bool:
 
 
 def _is_of_groups(node: gs.Node, index: int, values: Array) -> bool:
-    """Whether an InstanceNormalization is what exporters make of one over groups of channels: its
-    scale is 1, and what is scaled by channel stands behind it."""
+    """True if an InstanceNormalization is an exported group normalization: after a Reshape, with
+    scale 1 and bias 0, because a later node scales by channel."""
     made = _maker(node.inputs[0])
     return made is not None and made.op == "Reshape" and bool((values == (index == 1)).all())
 
 
 def _is_of_samples(node: gs.Node, tensor: gs.Constant) -> bool:
-    """Whether a constant that joins what is computed has a row for each sample."""
+    """True if a constant operand of a Concat or Where has a row for each sample."""
     shape, result = list(tensor.shape), list(node.outputs[0].shape or ())
     if node.op == "Concat" and node.attrs.get("axis", 0) % len(result or (1,)) == 0:
         return False
@@ -342,7 +342,7 @@ def _is_of_samples(node: gs.Node, tensor: gs.Constant) -> bool:
 
 
 def _feeds_softmax(node: gs.Node) -> bool:
-    """Whether what a node computes are scores, which a Softmax reads."""
+    """True if a Softmax reads a node's results, as scores."""
     readers = [r for t in node.outputs for r in t.outputs]
     passing = (*_MOVES, *_SHIFTS, "Where", "Max", "Clip")
     return any(r.op == "Softmax" or (r.op in passing and _feeds_softmax(r)) for r in readers)

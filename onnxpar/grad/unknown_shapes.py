@@ -1,4 +1,4 @@
-"""Names the node that makes a data-dependent size, where a gradient needs that size."""
+"""Errors for gradients that need a size which is not known; they name the node that makes it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from onnxpar.errors import ModelError
 
 
 def has_shape(tensor: gs.Tensor) -> bool:
-    """Whether every size of a tensor is known."""
+    """True if every size of a tensor is known."""
     return tensor.shape is not None and all(isinstance(s, (int, np.integer)) for s in tensor.shape)
 
 
 def shape_error(tensor: gs.Tensor) -> ModelError:
-    """The error for a tensor whose shape a gradient needs; it names the node where that is lost."""
+    """The error for a tensor whose shape a gradient needs; it names the first node on the path to
+    the tensor that makes an unknown shape."""
     first, maker = _origin(tensor)
     needed = f"the gradient needs the shape of {tensor.name!r} ({_shape_text(tensor)})"
     if maker is None:
         return ModelError(
-            f"{first.name!r} comes in with open sizes, and {needed}; bind its symbols with --dim, "
-            "or give ranks with programs of their own equal parts"
+            f"the input {first.name!r} has open sizes, and {needed}; set its symbols with --dim "
+            "NAME=SIZE, or, in a program per rank, give all ranks shards of equal size"
         )
     return ModelError(
         f"{maker.op} '{maker.name}' makes data-dependent sizes, and {needed}; export the model so "
         "that the shapes of its inputs decide all sizes (pad, then mask), leave out the weights "
-        "before this node with --frozen, or give ranks with programs of their own equal parts"
+        "before this node with --frozen, or, in a program per rank, give all ranks shards of equal "
+        "size"
     )
 
 
 def _origin(tensor: gs.Tensor) -> tuple[gs.Tensor, gs.Node | None]:
-    """The first tensor on the way to this one whose shape is unknown, and the node that makes it;
-    none makes what comes in."""
+    """The first tensor of unknown shape on the path to this one, and the node that makes it; None
+    for an input."""
     passed: set[str] = set()
     while tensor.inputs:
         maker = tensor.inputs[0]
@@ -44,7 +46,7 @@ def _origin(tensor: gs.Tensor) -> tuple[gs.Tensor, gs.Node | None]:
 
 
 def _lacks_shape(tensor: gs.Tensor) -> bool:
-    """Whether an operand is a tensor of unknown shape; sequences and what is left out have none."""
+    """True if an operand is a tensor of unknown shape; False for sequences and missing operands."""
     makes_sequence = any(node.op.startswith("Sequence") for node in tensor.inputs)
     return bool(tensor.name) and not makes_sequence and not has_shape(tensor)
 

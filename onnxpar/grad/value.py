@@ -1,7 +1,7 @@
 """Arithmetic on tensors of a graph that is being extended: each operation adds a node.
 
-Shapes are known, as `load` leaves them; what changes nothing (a Reshape to the same shape, a sum
-over no axes) adds nothing.
+Shapes are known, as in a loaded model. An operation without effect (a Reshape to the same shape, a
+sum over no axes) adds no node.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequenc
 
 
 class Builder:
-    """Appends nodes to a graph. `prefix` starts the names of the nodes and of their results; it
-    must be the builder's own.
+    """Appends nodes to a graph. The names of the nodes and of their results start with `prefix`,
+    which no other builder may have.
 
     Axes of reductions and the like are operands, as in opset 18 and later.
     """
@@ -34,7 +34,7 @@ class Builder:
         self._names = 0
 
     def value(self, tensor: gs.Tensor) -> Value:
-        """A tensor of the graph, or of one around it."""
+        """A tensor of the graph, or of an outer one, as a Value."""
         return Value(self, tensor)
 
     def constant(self, value: Any, dtype: Any = None) -> Value:
@@ -47,8 +47,8 @@ class Builder:
         return self.add("ConstantOfShape", np.array(shape, np.int64), value=gs.Constant("", value))
 
     def add(self, op: str, *operands: Value | Array | None, **attrs: Any) -> Value:
-        """Adds a node with one result. Operands may be arrays, which become constants, or None
-        where they are left out; `axes` is an operand of ops that take it so."""
+        """Adds a node with one result. An operand may be an array, which becomes a constant, or
+        None for a missing one. `axes` becomes an operand for ops that take it as one."""
         return self.add_each(op, operands, 1, **attrs)[0]
 
     def add_each(
@@ -69,12 +69,12 @@ class Builder:
     def scan(
         self, step: Step, states: Sequence[Value], sequences: Sequence[Value], backwards: bool
     ) -> tuple[list[Value], list[Value]]:
-        """Adds a Scan along the first dimension of sequences, from its end where `backwards`.
+        """Adds a Scan along the first dimension of sequences, from the end if `backwards`.
 
-        `step(states, elements)` says what one step makes of states and elements: the new states,
-        and what becomes an element of each sequence of results, in the places of those it has read.
-        What it is given adds to the Scan's body; it may read other tensors as right operands.
-        Returns the last states and the sequences of results.
+        `step(states, elements)` returns the new states, and an element of each sequence of results;
+        a result has the position of the element from which it was computed. Its arguments add nodes
+        to the Scan's body; other tensors may be right operands. Returns the last states and the
+        sequences of results.
         """
         name = self.fresh("Scan")
         body = gs.Graph(name=name, opset=self.graph.opset)
@@ -99,12 +99,12 @@ class Builder:
         return values[: len(ends)], values[len(ends) :]
 
     def over_parts(self, number: Value) -> Value:
-        """A sum over a tensor, by that over what the graph has of it: all, unless it is one of many
-        programs."""
+        """The sum of a scalar over all shards of its tensor; the scalar itself, unless the graph is
+        one of several ranks' programs."""
         return number
 
     def fresh(self, what: str) -> str:
-        """A name that nothing has yet."""
+        """A new name."""
         self._names += 1
         return f"{self.prefix}/{what}.{self._names}"
 
@@ -117,7 +117,7 @@ class Builder:
 
 
 class Value:
-    """A tensor and the builder that adds what is computed from it."""
+    """A tensor, and the builder that appends the nodes of operations on it."""
 
     def __init__(self, builder: Builder, tensor: gs.Tensor) -> None:
         self.builder = builder
@@ -128,7 +128,7 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes. Errors: ModelError where only a run can tell."""
+        """Its sizes. Errors: ModelError where one is not known."""
         if not has_shape(self.tensor):
             raise shape_error(self.tensor)
         return tuple(int(s) for s in self.tensor.shape)
@@ -142,16 +142,16 @@ class Value:
 
     @property
     def rank(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     def op(self, op: str, *others: Value | Array | float | None, **attrs: Any) -> Value:
-        """A node that reads this tensor first; numbers are of its type."""
+        """Adds a node whose first operand is this tensor; numbers get its type."""
         operands = [self._like(o) if isinstance(o, (int, float)) else o for o in others]
         return self.builder.add(op, self, *operands, **attrs)
 
@@ -236,7 +236,7 @@ class Value:
         return self.op("Cast", to=gs.exporters.onnx_exporter.dtype_to_onnx(dtype))
 
     def wide(self) -> Value:
-        """16-bit floats as float32, any others as they are."""
+        """16-bit floats as float32; other types as they are."""
         return self.cast(np.float32) if self.dtype.itemsize < 4 else self
 
     def sum(self, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
@@ -278,13 +278,13 @@ class Value:
         return self if perm == sorted(perm) else self.op("Transpose", perm=perm)
 
     def swap(self, a: int = -1, b: int = -2) -> Value:
-        """Two dimensions, the last ones by default, in each other's place."""
+        """Two dimensions exchanged: by default the last two."""
         perm = list(range(self.rank))
         perm[a], perm[b] = perm[b], perm[a]
         return self.transpose(perm)
 
     def unsqueeze(self, axes: Sequence[int]) -> Value:
-        """Dimensions of one element put in; axes are those of the result."""
+        """New dimensions of one element, at these axes of the result."""
         rank = self.rank + len(axes)
         axes = sorted(a % rank for a in axes)
         shape = list(self.shape)
@@ -301,13 +301,14 @@ class Value:
         return self.op("Slice", *given)
 
     def pad(self, before: Sequence[int], after: Sequence[int]) -> Value:
-        """Zeros put around it, so many per dimension; fewer than none takes elements away."""
+        """Padded with so many zeros per dimension; negative numbers remove elements."""
         if not any(before) and not any(after):
             return self
         return self.op("Pad", np.array([*before, *after], np.int64))
 
     def sum_to(self, shape: Sequence[int]) -> Value:
-        """The transpose of broadcasting from `shape`: summed over what is wider here."""
+        """The transpose of broadcasting from `shape`: the sum over the dimensions that were
+        broadcast."""
         shape = tuple(shape)
         if shape == self.shape:
             return self

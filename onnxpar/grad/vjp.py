@@ -1,14 +1,14 @@
-"""What a gradient rule is: a function from the gradients of a node's results to those of its
-operands, registered by op as sharding rules are.
+"""Gradient rules: functions from the gradients of a node's results to those of its operands,
+registered by op, like sharding rules.
 
     @vjp("Mul")
     def mul(v: Vjp) -> Grads:
         a, b = v.operands
         return v.dy * b, v.dy * a
 
-A rule returns a gradient per operand, None where there is none (indices, shapes); those that are
-left out at the end have none. What was broadcast is summed behind the rule, and what nobody wants
-is dropped again, so rules ask for neither.
+A rule returns a gradient per operand: None for an operand that has none (indices, shapes), and
+trailing ones may be left out. Rules need not sum over dimensions that were broadcast, nor check
+which gradients are wanted: the caller sums, and drops unused nodes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ VjpFunction = Callable[["Vjp"], Grads]
 
 @dataclass
 class Vjp:
-    """A node of the forward graph, and the gradients that have reached its results.
+    """A node of the forward graph, and the gradients of its results.
 
-    dys     by result, None where no gradient does; `dy` is that of the first
-    wanted  by operand, whether anything is done with its gradient
+    dys     gradient of each result, None where the loss does not depend on it
+    wanted  for each operand, True if its gradient is used
     """
 
     node: gs.Node
@@ -43,12 +43,12 @@ class Vjp:
 
     @property
     def operands(self) -> list[Value]:
-        """The operands as they were read, and behind them what subgraphs read of the graphs around
-        them; those left out have no name and no shape."""
+        """The operands, and after them the tensors that subgraphs read of outer graphs; a missing
+        operand has no name and no shape."""
         return [self.builder.value(t) for t in operands_of(self.node)]
 
     def operand(self, index: int) -> Value | None:
-        """An operand, None where it is left out."""
+        """An operand, None if it is missing."""
         tensors = self.node.inputs
         given = index < len(tensors) and bool(tensors[index].name)
         return self.builder.value(tensors[index]) if given else None
@@ -65,11 +65,11 @@ class Vjp:
 
     @property
     def dy(self) -> Value:
-        """The gradient of the first result; zeros where none has reached it."""
+        """The gradient of the first result; zeros if the loss does not depend on it."""
         return self.gradient(0)
 
     def gradient(self, output: int) -> Value:
-        """The gradient of a result; zeros where none has reached it."""
+        """The gradient of a result; zeros if the loss does not depend on it."""
         found = self.dys[output]
         if found is None:
             y = self.builder.value(self.node.outputs[output])
@@ -77,7 +77,8 @@ class Vjp:
         return found
 
     def output(self, index: int, dtype: Any, shape: Sequence[int]) -> Value:
-        """A result, which the node is made to give where it did not: of this type and shape."""
+        """A result of the node, of this type and shape, which is added if the node did not return
+        it."""
         outputs = self.node.outputs
         while len(outputs) <= index:
             outputs.append(gs.Variable.empty())
@@ -86,12 +87,12 @@ class Vjp:
         return self.builder.value(outputs[index])
 
     def constant(self, index: int) -> Array | None:
-        """The value of an operand, None where it is computed, fed or left out."""
+        """The value of a constant operand; None if it is not constant, or missing."""
         given = index < len(self.node.inputs) and self.node.inputs[index].name
         return constant(self.node.inputs[index]) if given else None
 
     def attr(self, name: str) -> Any:
-        """An attribute of the node, or its default; None where it has neither."""
+        """An attribute of the node, or its default; None if it has neither."""
         if name in self.node.attrs:
             return self.node.attrs[name]
         schema = onnx.defs.get_schema(
@@ -105,16 +106,19 @@ class Vjp:
 
 
 def operands_of(node: gs.Node) -> list[gs.Tensor]:
-    """What a node reads: its operands, and behind them what its subgraphs read around them, each
-    once."""
+    """The tensors that a node reads: its operands, and after them those that its subgraphs read of
+    outer graphs, each once."""
     inner = {t.name: t for t, _, _ in captured(node)}
     return [*node.inputs, *inner.values()]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule, and which operands of the op are trained where they are stored with the model; what a
-    `message` reads may come out of another on another rank."""
+    """A gradient rule.
+
+    trained  indices of the operands that are parameters if the model stores them
+    message  True for Send and Recv, whose operand may be the result of a node on another rank
+    """
 
     function: VjpFunction
     trained: Sequence[int] = field(default=())
@@ -129,9 +133,12 @@ _CARRIERS: set[tuple[str, str]] = set()
 def vjp(
     *ops: str, domain: str = "", trained: Sequence[int] = (), message: bool = False
 ) -> Callable[[VjpFunction], VjpFunction]:
-    """Registers a gradient rule for one op or a family of them. `trained` are operands in the role
-    of weight, bias, scale or table. Of `message` ops all rules are asked, and what they add is
-    kept, as soon as one of them may carry a gradient: every rank must do its part."""
+    """Registers a gradient rule for one op or a family of them.
+
+    trained  indices of the operands that are a weight, bias, scale or table
+    message  True for Send and Recv: if one such node may carry a gradient, the rules of all of them
+             run, and their nodes are kept, because every rank must send or receive
+    """
 
     def register(function: VjpFunction) -> VjpFunction:
         for op in " ".join(ops).split():
@@ -143,9 +150,9 @@ def vjp(
 
 
 def no_gradient(ops: str, reason: str, domain: str = "", carries: bool = False) -> None:
-    """Says why ops have no gradient: `no_gradient("Unique", "...")`. On the way from a parameter to
-    the loss they are an error; with `carries` also where they hand numbers on in another guise:
-    rounded, or as a sequence of tensors."""
+    """Registers the reason why ops have no gradient: `no_gradient("Unique", "...")`. Such an op on
+    a path from a parameter to the loss is an error; with `carries`, also where its result is not a
+    tensor of floating-point numbers, but carries such numbers: rounded, or in a sequence."""
     for op in ops.split():
         assert (domain, op) not in _NONE, f"two reasons for {op}"
         _NONE[domain, op] = reason
@@ -159,26 +166,26 @@ def registered() -> Mapping[tuple[str, str], Entry]:
 
 
 def without() -> Mapping[tuple[str, str], str]:
-    """Why ops have no gradient, by (domain, op)."""
+    """The reason why each op without a gradient has none, by (domain, op)."""
     return _NONE
 
 
 def entry_of(node: gs.Node) -> Entry | None:
-    """The gradient rule of a node's op, None where there is none."""
+    """The gradient rule of a node's op, None if it has none."""
     return _RULES.get(("" if node.domain in (None, "ai.onnx") else node.domain, node.op))
 
 
 def is_message(node: gs.Node) -> bool:
-    """Whether what a node reads may come out of another on another rank."""
+    """True if a node is a Send or Recv."""
     entry = entry_of(node)
     return entry is not None and entry.message
 
 
 def carries(node: gs.Node) -> bool:
-    """Whether results of any type are numbers that a gradient would have to pass through."""
+    """True if a node's results, of any type, carry numbers that need a gradient."""
     return (node.domain or "", node.op) in _CARRIERS
 
 
 def is_trainable_type(tensor: gs.Tensor) -> bool:
-    """Whether a tensor can carry a gradient: it has a name and holds floating-point numbers."""
+    """True if a tensor can have a gradient: it exists, and holds floating-point numbers."""
     return bool(tensor.name) and is_float(tensor)

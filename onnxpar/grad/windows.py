@@ -1,4 +1,4 @@
-"""Windows over space as gradient rules see them, and the three products that they take part in."""
+"""Windows of convolutions and pools, and the three products that gradients need of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from onnxpar.rules.windows import windows
 
 @dataclass(frozen=True)
 class Windows:
-    """How a narrow image, with an element per window, meets a wide one: element i and tap k of the
-    kernel at `i * stride + k * dilation - before`. `after` is how far the last window reaches
-    behind the wide image. Both are less than none where windows leave out its ends: the first ones
-    of pools alone."""
+    """Windows on a wide image, with an element of a narrow image for each.
+
+    Tap k of window i is the wide image's element `i * stride + k * dilation - before`, and the last
+    window reaches `after` elements past the end. Both are negative where no window covers the ends
+    of the image; `before` only in pools.
+    """
 
     kernel: list[int]
     strides: list[int]
@@ -26,21 +28,21 @@ class Windows:
 
     @property
     def padding(self) -> list[int]:
-        """What windows read around the wide image, as the attribute `pads`."""
+        """The elements around the wide image that windows read, as the attribute `pads`."""
         return [max(p, 0) for p in self.before + self.after]
 
     @property
     def is_identity(self) -> bool:
-        """Whether window i is element i alone, where both images have the same size."""
+        """True if window i is element i alone, for images of the same size."""
         return prod(self.kernel) == 1 and not any(self.before + self.after)
 
     def attributes(self, group: int) -> dict[str, object]:
-        """Those of a convolution, `pads` left out."""
+        """The attributes of a convolution with these windows, without `pads`."""
         return {"strides": self.strides, "dilations": self.dilations, "group": group}
 
 
 def windows_of(v: Vjp, kernel: Sequence[int]) -> Windows:
-    """Those of a convolution or pool; the wide image is the result of a ConvTranspose."""
+    """The windows of a convolution or pool; for a ConvTranspose, the wide image is the result."""
     rank = len(kernel)
     wide, narrow = (v.y, v.x) if v.node.op == "ConvTranspose" else (v.x, v.y)
     strides, dilations = (
@@ -71,9 +73,9 @@ def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
 
 
 def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
-    """What each element of a weight `(g o) c k` meets: `n (g c) w, n (g o) y -> (g o) c k`.
+    """The gradient of a weight `(g o) c k`: `n (g c) w, n (g o) y -> (g o) c k`.
 
-    The batch is summed inside of products, so that where it is split a sum stays pending.
+    The batch is summed inside of products, so the result is partial where the batch is sharded.
     """
     channels, results = wide.shape[1] // group, narrow.shape[1]
     if 0 in (wide.size, narrow.size):  # onnxruntime's Conv of no channels is not always zero
@@ -100,7 +102,7 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
 
 
 def _pointwise(wide: Value, narrow: Value) -> Value:
-    """The same of windows of one element, one beside the other, as a product of matrices."""
+    """`correlate` for windows of one element without gaps, as a matrix product."""
     rank = wide.rank
     rows = narrow.swap(0, 1).reshape([narrow.shape[1], -1])
     columns = wide.transpose([0, *range(2, rank), 1]).reshape([-1, wide.shape[1]])

@@ -1,9 +1,9 @@
-"""Ops that have no gradient, and why: an error says so where they lie on a gradient's way."""
+"""Ops that have no gradient, with the reason for the error message."""
 
 from onnxpar.grad.vjp import no_gradient
 
-no_gradient("Unique", "how many results it has depends on its data")
-no_gradient("BitCast", "the same bits are another number")
+no_gradient("Unique", "the number of its results is data-dependent")
+no_gradient("BitCast", "it reads the same bits as another type of number")
 no_gradient(
     "SequenceAt SequenceConstruct SequenceErase SequenceInsert SequenceMap SplitToSequence "
     "ConcatFromSequence",
@@ -15,6 +15,6 @@ no_gradient(
 )
 no_gradient(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearMatMul",
-    "rounded numbers have no slope; train a model before it is quantized",
+    "the slope of rounding is zero; train the model before it is quantized",
     carries=True,
 )

@@ -453,6 +453,6 @@ def test_random_numbers_two_bodies_deep(tmp_path: Path) -> None:
             }>
     }"""
     with pytest.raises(
-        ModelError, match=r"RandomNormalLike .*draws random numbers in a body within"
+        ModelError, match=r"RandomNormalLike .*draws random numbers in a body nested"
     ):
         Program(tmp_path, text)

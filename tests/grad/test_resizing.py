@@ -79,5 +79,5 @@ def test_gradient(prove_linear, case):
 
 def test_scales_that_only_a_run_can_tell():
     case = resized((1, 1, 4, 4), [1, 1, 2, 2], fed=[2])
-    with pytest.raises(ModelError, match="only a run can tell"):
+    with pytest.raises(ModelError, match="its scales or its region are not constant"):
         prove_gradient(case, wrt=[0])

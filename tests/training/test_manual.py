@@ -280,7 +280,7 @@ def test_sizes_that_differ_between_ranks(tmp_path: Path) -> None:
     text = SLICES.replace(
         "end = Add (begin, shard)", "more = Add (begin, shard)  end = Sub (more, rank)"
     )
-    with pytest.raises(ModelError, match=r"the shape of 'rows'.*equal parts"):
+    with pytest.raises(ModelError, match=r"the shape of 'rows'.*shards of equal size"):
         shard(tmp_path, Case(text, "ranks=2"))
 
 

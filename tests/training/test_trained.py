@@ -336,9 +336,9 @@ def test_names_with_brackets_are_taken_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"params": ["v*"]}, r"--params v\*: matches no weight; there are w1, w2, w3, w4"),
-        ({"frozen": ["v"]}, "--frozen v: matches no weight; there are w1"),
-        ({"frozen": ["w*"]}, "no weight is left to train; name some with --params"),
+        ({"params": ["v*"]}, r"--params v\* matches no weight; the model has w1, w2, w3, w4"),
+        ({"frozen": ["v"]}, "--frozen v matches no weight; the model has w1"),
+        ({"frozen": ["w*"]}, "no weight is left to train; name weights with --params"),
     ],
 )
 def test_globs_that_do_not_fit(how: dict[str, list[str]], message: str, tmp_path: Path) -> None:
