@@ -100,5 +100,5 @@ def test_concat_of_which_one_part_is_wanted(prove):
 def test_what_only_a_run_can_tell(case):
     at = {"Pad": 1, "Slice": 3}[case.op]
     fed = Case(case.op, case.operands, case.attrs, fed=[1, at])
-    with pytest.raises(ModelError, match="are not constant; make 'x[1-3]'"):
+    with pytest.raises(ModelError, match=r"are not constant; make 'x[1-3]'"):
         prove_gradient(fed)

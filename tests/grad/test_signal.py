@@ -54,7 +54,7 @@ def test_gradient(prove, case):
     "case", [transformed((2, 5, 1), length=8, fed=[1]), short((2, 9, 1), 2, None, 4, fed=[3])]
 )
 def test_a_length_that_only_a_run_can_tell(case):
-    with pytest.raises(ModelError, match="is not constant; make 'x[13]' an initializer"):
+    with pytest.raises(ModelError, match=r"is not constant; make 'x[13]' an initializer"):
         prove_gradient(case)
 
 
