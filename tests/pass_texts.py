@@ -13,7 +13,7 @@ from small_models import write_text
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
-from onnxpar.ir.collectives import PerRank
+from onnxpar.ir.per_rank import PerRank
 from onnxpar.load.load import Model
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline import pipeline
