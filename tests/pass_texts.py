@@ -16,8 +16,10 @@ from onnxpar.compiler.text import graph_text
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.load.load import Model
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.context import load_model, prepare
+from onnxpar.pipeline.default_passes import passes_of
 from onnxpar.pipeline.plan_options import PlanOptions, options_of
+from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.training import grad
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18, "onnxpar" : 1]>\n'
@@ -41,16 +43,16 @@ class Example:
             path = folder / "step.onnx"
         options = options_of({**self.shard, "verify": True}, kind=PlanOptions)
         asks_for_gradients = "differentiate" in str(self.shard.get("passes"))
-        model = pipeline.load_model(path, options, asks_for_gradients)
-        texts = {"": _graphs(model, pipeline.prepare(model, options, []))}
+        model = load_model(path, options, asks_for_gradients)
+        texts = {"": _graphs(model, prepare(model, options, []))}
 
         def watch(step: Pass, model: Model, ctx: PassContext) -> None:
             texts[step.name] = _graphs(model, ctx)
 
-        steps = pipeline.passes_of(options, model)
-        ctx = pipeline.prepare(model, options, steps, watch)
+        steps = passes_of(options, model)
+        ctx = prepare(model, options, steps, watch)
         later = [step for step in steps if step.stage is not Stage.REWRITE]
-        pipeline.run_passes(model, ctx, later, watch, check=True)
+        run_passes(model, ctx, later, watch, check=True)
         (folder / "par").mkdir()
         SplitRanks(folder / "par").run(model.graph, ctx)
         files = sorted((folder / "par").glob("rank_*.onnx"))

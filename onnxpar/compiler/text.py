@@ -21,8 +21,8 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
-    """One line per input, weight, node and output; layouts are the placed or the propagated ones,
-    and before any is, one line per annotation says what propagation starts from."""
+    """One line per input, weight, node and output; layouts are the placed or the propagated ones.
+    As long as nothing is split, there is also one line per annotation."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 
 
@@ -35,7 +35,7 @@ def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
 
 
 def _annotation_lines(ctx: PassContext) -> Iterator[str]:
-    """What annotations ask for, in their rounds, as long as nothing is propagated."""
+    """One line per annotation, with the number of its round, as long as nothing is split."""
     if ctx.layouts or any(map(any, (*ctx.sharding.tensors.values(), *ctx.sharding.ops.values()))):
         return
     for number, batch in enumerate(ctx.annotations, 1):
@@ -50,12 +50,12 @@ def _asked(annotation: Annotation, ctx: PassContext) -> str:
         layout = ctx.sharding.layout(annotation.tensor, asked)
         return f"{annotation.tensor}: {layout.text(ctx.sharding.mesh)}"
     if isinstance(annotation, (NodeAnnotation, DerivedAnnotation)):
-        split = {
-            f"{annotation.op.leaves[leaf].factor}={_attribute(axes, ctx)}"
-            for leaf, axes in annotation.axes.items()
-            if axes
-        }
-        return f"{annotation.op.node.name}: {' '.join(sorted(split)) or 'whole'}"
+        leaves = annotation.op.leaves
+        axes = [
+            f"{leaves[i].factor}={_attribute(a, ctx) if a else '-'}"
+            for i, a in annotation.axes.items()
+        ]
+        return f"{annotation.op.node.name}: {' '.join(axes)}"
     given = {f.name: getattr(annotation, f.name) for f in fields(annotation)}  # type: ignore[arg-type]
     text = ", ".join(f"{name}={_attribute(value, ctx)}" for name, value in given.items())
     return f"{type(annotation).__name__}({text})"

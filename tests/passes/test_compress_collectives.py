@@ -70,7 +70,7 @@ def test_golden(to: str, tmp_path: Path, request: pytest.FixtureRequest) -> None
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         if step.name == "compress-collectives":
-            shown.append(graph_text(model.graph, ctx))
+            shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
 
     run_passes(model, make_context(model, given), passes, watch, check=True)
     golden = GOLDEN / f"compress-{to.partition(':')[0]}.onnxtxt"

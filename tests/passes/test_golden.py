@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx.parser
 import pytest
+from pass_texts import Example, joined
 
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.text import graph_text
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model, load
+from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline.context import make_context
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pass_list import OWN, parse_passes
 from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.strategy.strategy import Strategy
 
@@ -102,7 +106,111 @@ def test_golden(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> No
     ctx = make_context(model, options)
     run_passes(model, ctx, parse_passes(passes), watch, check=True)
     found = "\n".join(shown[1:])
+    compare(name, found, request)
+
+
+PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
+    # rounds: what the user asks for, also of the nodes derived from it; then the preset
+    "annotations": (
+        Example(
+            "total (float[4,2] x, float[2,3] w) => (float y)"
+            "{ h = MatMul(x, w)  y = ReduceSum<keepdims = 0>(h) }",
+            {
+                "mesh": "dp=2,tp=2",
+                "preset": "zero2",
+                "strategy": {"shard": {"MatMul_h": [[None, "tp"], ["tp", None]]}},
+            },
+            {"loss": "y", "optimizer": "momentum"},
+        ),
+        ["annotate-strategy"],
+    ),
+    # the sums of y and z are sent together; that of u waits for y
+    "fused": (
+        Example(
+            """sums (float[4,6] x, float[6,4] w1, float[6,2] w2, float[4,2] w3)
+            => (float[4,4] y, float[4,2] z, float[4,2] u)
+            { y = MatMul(x, w1)  z = MatMul(x, w2)  r = Exp(y)  u = MatMul(r, w3) }""",
+            {
+                "mesh": "tp=2",
+                "fusion": "size",
+                "strategy": {"shard": {f"MatMul_{y}": [[None, "tp"], ["tp", None]] for y in "yzu"}},
+            },
+        ),
+        ["insert-collectives", "fuse-all-reduces"],
+    ),
+    # both graphs need the forward pass and its sum; the gradient stays in the step alone
+    "evaluation": (
+        Example(
+            """sums (float[4,2] x, float[2,1] w) => (float y)
+            { h = MatMul(x, w)  y = ReduceSum<keepdims = 0>(h) }""",
+            {"mesh": "dp=2", "preset": "data-parallel"},
+            {"loss": "y", "optimizer": "sgd"},
+        ),
+        ["localize-ops", "split-programs", "order-collectives"],
+    ),
+    # two blocks: the second waits for the gradient that the first hands it
+    "gates": (
+        Example(
+            """blocks (float[4,2] x, float[4,2] w) => (float y)
+            { p = Mul(x, w)  q = Exp(p)  r = Exp(q)  s = Exp(r)  t = Exp(s)
+              y = ReduceSumSquare<keepdims = 0>(t) }""",
+            {"mesh": "dp=2", "preset": "data-parallel"},
+            {"loss": "y", "optimizer": "none", "recompute": True},
+        ),
+        ["order-collectives", "gate-recomputation"],
+    ),
+    # columns, then rows, as the program of each rank; batches over dp
+    "by-hand": (
+        Example(
+            """program (float[4,6] x, float[6,8] w1, float[8,6] w2) => (float[4,6] y)
+            { h = MatMul(x, w1)  r = Relu(h)  p = MatMul(r, w2)
+              y = onnxpar.AllReduce<axes = ["tp"]>(p) }""",
+            {
+                "mesh": "dp=2,tp=2",
+                "preset": "manual",
+                "strategy": {
+                    "tensors": {
+                        "x": ["dp", None],
+                        "y": ["dp", None],
+                        "w1": [None, "tp"],
+                        "w2": ["tp", None],
+                    }
+                },
+            },
+        ),
+        ["", "keep-collectives", "order-collectives"],
+    ),
+    # 7 rows over 3 ranks: their shards, and the rows at which they start, differ
+    "ranks": (
+        Example(
+            """lookup (int64[4] i) => (float[4,1] y)
+            <float[7,1] t = {1, 2, 3, 4, 5, 6, 7}> { y = Gather(t, i) }""",
+            {"mesh": "tp=3", "strategy": {"tensors": {"t": ["tp", None]}}},
+        ),
+        ["gate-recomputation", "split-ranks"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTICULAR)
+def test_golden_of_particular_passes(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    example, passes = PARTICULAR[name]
+    texts = example.texts(tmp_path)
+    shown = [f"// after {step or 'load'}\n{joined(texts[step])}" for step in passes]
+    compare(name, "\n".join(shown), request)
+
+
+def compare(name: str, found: str, request: pytest.FixtureRequest) -> None:
+    """Holds a text against the file, or writes it anew."""
     golden = GOLDEN / f"{name}.onnxtxt"
     if request.config.getoption("--update-golden"):
         golden.write_text(found)
     assert found == golden.read_text(), "review with --update-golden and git diff"
+
+
+def test_every_pass_has_golden_text() -> None:
+    text = "".join(file.read_text() for file in sorted(GOLDEN.glob("*.onnxtxt")))
+    shown = set(re.findall(r"^// after (\S+)$", text, re.MULTILINE))
+    assert {*OWN, SplitRanks.name} <= shown
