@@ -1,4 +1,4 @@
-"""annotate-strategy: what people and presets ask for becomes seeds of the propagation."""
+"""annotate-strategy: the strategy and the preset become annotations, which propagation spreads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compress-collectives: gradients travel in fewer bits."""
+"""compress-collectives: ranks send gradients in fewer bits."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class CompressCollectives(Pass):
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError for a kind that there is not."""
+        """Errors: StrategyError for an unknown kind."""
         Compression.parse(self.to)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
@@ -127,8 +127,8 @@ class CompressCollectives(Pass):
         found = {n.name for n in large if numpy_dtype(n.inputs[0]) in (np.float32, np.float64)}
         if len(found) < len(large) and how.kind == TWO_BIT:
             raise StrategyError(
-                f"compression {TWO_BIT}: the step's gradients travel in 16 bits already, as its "
-                "--precision is; write it without, or take no compression"
+                f"compression {TWO_BIT}: the step's gradients have 16 bits already, as its "
+                "--precision is; write it without, or omit --compression"
             )
         if not found:
             return False
@@ -147,7 +147,8 @@ class CompressCollectives(Pass):
 
 
 def _check_steps(step: Step) -> None:
-    """Errors: StrategyError where what is kept means something else in the next step."""
+    """Errors: StrategyError where the scale of gradients, and so of what is not sent yet, changes
+    from step to step."""
     if any(slot.kind == SCALE for slot in step.slots):
         raise StrategyError(
             f"compression {TWO_BIT}: the step changes the scale of its gradients; write it with a "
@@ -156,20 +157,20 @@ def _check_steps(step: Step) -> None:
 
 
 def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> None:
-    """Errors: StrategyError where ranks would have to keep something from turn to turn."""
+    """Errors: StrategyError where ranks would have to keep a state from iteration to iteration."""
     inside = chosen - {node.name for node in graph.nodes}
     if inside:
         first = of[min(inside)]
         raise StrategyError(
-            f"compression {TWO_BIT}: the gradient of {first!r} is split in each turn of a loop, "
-            "as zero presets do it; take another preset, float16, or no --accumulate"
+            f"compression {TWO_BIT}: the gradient of {first!r} is split in each iteration of a "
+            "loop, as zero presets do it; take another preset, float16, or no --accumulate"
         )
 
 
 def _cast(graph: gs.Graph, ctx: PassContext, chosen: Collection[str], kind: str) -> None:
-    """Puts reductions between casts, to 16 bits and back, in bodies too."""
+    """Puts reductions between two casts, to 16 bits and back, in bodies too."""
     placed: list[gs.Node] = []
-    behind: list[gs.Node] = []
+    after: list[gs.Node] = []
     for node in graph.nodes:
         for body in bodies(node):
             _cast(body, ctx, chosen, kind)
@@ -178,9 +179,9 @@ def _cast(graph: gs.Graph, ctx: PassContext, chosen: Collection[str], kind: str)
             narrow, reduced = (_like(ctx, t, source.name, _WIRE[kind]) for t in (source, result))
             node.inputs[0], node.outputs[0] = narrow, reduced
             placed.append(_cast_node(source, narrow))
-            behind.append(_cast_node(reduced, result))
+            after.append(_cast_node(reduced, result))
         placed.append(node)
-    graph.nodes = [*placed, *behind]
+    graph.nodes = [*placed, *after]
 
 
 def _cast_node(source: gs.Tensor, result: gs.Variable) -> gs.Node:
@@ -190,7 +191,7 @@ def _cast_node(source: gs.Tensor, result: gs.Variable) -> gs.Node:
 
 @dataclass(frozen=True)
 class _Thresholds:
-    """Replaces reductions by all-gathers of codes; `of` are their parameters by node."""
+    """Replaces reductions by all-gathers of codes; `of` maps a reduction to its parameter."""
 
     graph: gs.Graph
     ctx: PassContext
@@ -214,12 +215,12 @@ class _Thresholds:
         ]
 
     def _kind(self, node: gs.Node) -> Kind:
-        """What reductions have in common whose codes travel together."""
+        """Reductions of equal kinds can send their codes together."""
         others = other_axes(node.attrs["before"], _reduced(node))
         return node.attrs["axes"], others, str(node.inputs[0].dtype)
 
     def _built(self, name: str, nodes: Sequence[gs.Node]) -> list[gs.Node]:
-        """The nodes instead of several reductions."""
+        """The nodes that replace several reductions."""
         sums, cuts = [], []
         for node in nodes:
             addend, result = node.inputs[0], node.outputs[0]
@@ -244,7 +245,7 @@ class _Thresholds:
         return built
 
     def _state(self, node: gs.Node, layout: Layout) -> tuple[gs.Variable, gs.Variable]:
-        """What ranks keep of a sum, from one step to the next, as a state of the model."""
+        """A new state of the model: the part of a sum that its ranks have not sent yet."""
         model, addend, parameter = self.ctx.model, node.inputs[0], self.of[node.name]
         assert model.step is not None
         name, i = f"{parameter}.{RESIDUAL}", 1
@@ -263,7 +264,7 @@ class _Thresholds:
 
 
 def _reduced(node: gs.Node) -> Layout:
-    """The layout behind a reduction, before it is cut."""
+    """The layout after a reduction, before a rank takes its shard of the result."""
     before: Layout = node.attrs["before"]
     after: Layout = node.attrs["after"]
     return replace(before, partial=after.partial, reduce=after.reduce)
@@ -283,6 +284,6 @@ def _like(
 
 
 def _note(ctx: PassContext, tensor: gs.Variable, origin: str, layout: Layout) -> None:
-    """Tells the layout of a new tensor, which consists of what another does."""
+    """Notes the layout of a new tensor, which has the factors of another one."""
     ctx.sharding.factors.tensors[tensor.name] = ctx.sharding.factors.tensors[origin]
     ctx.layouts[tensor.name] = layout

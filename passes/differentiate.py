@@ -1,4 +1,4 @@
-"""differentiate: the gradients of a loss, appended to the global graph."""
+"""differentiate: append the gradients of a loss to the global graph."""
 
 from __future__ import annotations
 

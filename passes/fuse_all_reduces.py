@@ -1,4 +1,4 @@
-"""fuse-all-reduces: several collectives become one."""
+"""fuse-all-reduces: join several collectives into one."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ class FuseAllReduces(Pass):
             first = first_of_buckets(graph, costs, seconds, self.tail_us * 1e-6, sizes, wanted)
             limit = sys.maxsize
         changed = fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first)
-        if ctx.model.sizes is None:  # parts that are equal at one size may not be at another
+        if ctx.model.sizes is None:  # shards that are equal at one size may not be at another
             limit = self.shard_bytes
             changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
         return changed
 
 
 def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:
-    """Of each node, whether the step needs it, and whether its evaluation does, which is computed
-    apart."""
+    """For each node, whether the step needs it, and whether the evaluation needs it, which is a
+    program of its own."""
     apart = set(ctx.model.step.evaluation) if ctx.model.step else set()
     if not apart:
         return {}

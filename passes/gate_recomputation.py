@@ -1,4 +1,4 @@
-"""gate-recomputation: what is computed again waits for the gradient that it is computed for."""
+"""gate-recomputation: recomputed nodes wait for the gradient that needs them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GateRecomputation(Pass):
 
 
 def _gate(scope: gs.Graph) -> bool:
-    """The first node of a gate opens it, in graph order; others wait for it."""
+    """The first node of a gate in graph order opens it; the others wait for its token."""
     tokens: dict[str, gs.Tensor] = {}
     for node in scope.nodes:
         gate = gate_of(node)

@@ -1,4 +1,4 @@
-"""insert-collectives: every mismatch of layouts becomes explicit nodes."""
+"""insert-collectives: turn every mismatch of layouts into explicit nodes."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class InsertCollectives(Pass):
 
 @dataclass
 class _Read:
-    """An operand of a node, and how the node needs it."""
+    """An operand of a node, and the sharding in which the node needs it."""
 
     node: gs.Node | gs.Graph
     index: int
     need: FactorSharding
 
     def take(self, tensor: gs.Tensor) -> None:
-        """Reads this tensor from now on."""
+        """Makes the node read this tensor instead."""
         tensors = self.node.inputs if isinstance(self.node, gs.Node) else self.node.outputs
         tensors[self.index] = tensor
 
@@ -117,7 +117,7 @@ class _Insertion:
                     self._place_result(op, tensor)
             for tensor in [t for body in op.bodies for t in body.graph.inputs]:
                 if tensor.name in self.made:
-                    self._place_handed(tensor)
+                    self._place_body_input(tensor)
         schedule(self.graph)
         return self.changed
 
@@ -129,7 +129,8 @@ class _Insertion:
         return PartialSums(self.sharding, choices.results, choices.operands)
 
     def _check_random(self, node: gs.Node) -> None:
-        """Errors: StrategyError where ranks would draw values that no collective can hand on."""
+        """Errors: StrategyError where ranks would draw random values that no collective can
+        broadcast."""
         unknown = [t.name for t in node.outputs if t.name and t.name not in self.sharding.tensors]
         if unknown and self.sharding.mesh.size > 1 and is_random(node):
             raise StrategyError(
@@ -138,7 +139,7 @@ class _Insertion:
             )
 
     def _note_body(self, op: OpFactors, body: BodyFactors, pending: PartialSums) -> None:
-        """A body is handed tensors, and hands them back, as the node has them outside."""
+        """Inputs and outputs of a body have the sharding that the node gives them outside."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
                 self.made[tensor.name] = pending.at_body(op, tensor, links)
@@ -149,7 +150,7 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(body.graph, i, need))
 
     def _read_captured(self, node: gs.Node) -> None:
-        """Whatever a node's subgraphs read of this graph, they read whole."""
+        """Subgraphs of a node read tensors of this graph whole."""
         for tensor, reader, index in captured(node):
             leaves = self.sharding.tensors.get(tensor.name)
             if leaves is not None:
@@ -157,7 +158,8 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(reader, index, whole))
 
     def _pin_states(self) -> None:
-        """Both ends of a state pair get the layout of the input; what grows stays whole."""
+        """Both ends of a state pair get the layout of the input; a dimension that grows stays
+        whole."""
         tensors = self.sharding.factors.tensors
         for source, result in self.ctx.model.states:
             if source not in tensors or result not in tensors:
@@ -169,8 +171,8 @@ class _Insertion:
                 self.sharding.pinned.add(name)
 
     def _place_input(self, tensor: gs.Variable) -> None:
-        """An input is fed as its readers need it; one that is needed in several layouts as serves
-        them all at the least cost, as a rule whole."""
+        """An input comes in the layout that its readers need. Where they need several, it comes in
+        the one with the cheapest reshards to all of them, as a rule whole."""
         name = tensor.name
         if name not in self.sharding.factors.tensors:
             return
@@ -181,7 +183,7 @@ class _Insertion:
         self._serve(tensor, factor_sharding, self.reads[name])
 
     def _fed(self, tensor: gs.Variable) -> FactorSharding:
-        """How an input is fed that nobody asked for, as decided before if it was."""
+        """The sharding of an input without an annotation; an earlier decision is kept."""
         known: dict[str, FactorSharding] = self.ctx.choices.fed
         if tensor.name not in known:
             needs = [read.need for read in self.reads[tensor.name]]
@@ -196,8 +198,8 @@ class _Insertion:
         return known[tensor.name]
 
     def _place_weight(self, weight: gs.Constant) -> None:
-        """A weight is stored once per layout that it is needed in, unless its layout was asked
-        for and it may be gathered."""
+        """A rank stores a weight once for each layout that its readers need, unless the layout has
+        an annotation and collectives may gather the weight."""
         name, asked = weight.name, self.ctx.asked
         if name not in self.sharding.factors.tensors:
             return
@@ -226,8 +228,8 @@ class _Insertion:
             self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
 
     def _check_stored(self, weight: gs.Constant, read: _Read) -> None:
-        """Errors: StrategyError where a node must have a weight stored in its own layout, as it
-        computes otherwise with one that is gathered, and another layout is asked for."""
+        """Errors: StrategyError where an annotation asks for another layout than that in which a
+        node needs the weight stored, and its lowering differs for a gathered weight."""
         mesh, factor_sharding = self.sharding.mesh, self.sharding.tensor_sharding(weight.name)
         if read.need != factor_sharding:
             asked, need = (
@@ -240,11 +242,11 @@ class _Insertion:
             )
 
     def _packs(self, read: _Read) -> bool:
-        """Whether a node computes otherwise with a weight that is gathered than a stored one."""
+        """Whether the lowering of a node differs between a stored and a gathered weight."""
         if not isinstance(read.node, gs.Node):
             return False
         op = self.sharding.factors.find(read.node.name)
-        if op is None or op.node is not read.node:  # inside a body that runs whole
+        if op is None or op.node is not read.node:  # in a body that each rank runs whole
             return False
         return read.index in op.rule.constants
 
@@ -265,8 +267,8 @@ class _Insertion:
         else:
             self._serve(tensor, made, reads, via=asked)
 
-    def _place_handed(self, tensor: gs.Variable) -> None:
-        """What a body is handed comes as the node has it."""
+    def _place_body_input(self, tensor: gs.Variable) -> None:
+        """An input of a body has the sharding that the node gives it."""
         name = tensor.name
         made = asked = self.made[name]
         if name in self.sharding.pinned:
@@ -274,7 +276,7 @@ class _Insertion:
         self._serve(tensor, made, self.reads[name], via=asked)
 
     def _broadcast(self, tensor: gs.Variable) -> gs.Variable:
-        """One rank's random values for all: the node's own result moves to an inner name."""
+        """Broadcasts one rank's random values to all; the node's result gets an inner name."""
         drawn = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
         factors = self.sharding.factors.tensors
         factors[drawn.name] = factors[tensor.name]
@@ -294,7 +296,7 @@ class _Insertion:
     def _serve_output(
         self, tensor: gs.Variable, made: FactorSharding, asked: FactorSharding, reads: list[_Read]
     ) -> None:
-        """The result moves to an inner name; the output keeps its own and is resharded from it."""
+        """Gives the result an inner name; a reshard makes the output from it."""
         inner = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
         producer = tensor.inputs[0]
         producer.outputs[_position(producer.outputs, tensor)] = inner
@@ -311,7 +313,7 @@ class _Insertion:
         via: FactorSharding | None = None,
         output: gs.Variable | None = None,
     ) -> None:
-        """Adds the reshards that give every reader what it needs, planned together."""
+        """Adds the reshards that give every reader the layout that it needs, planned together."""
         self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, made)
         have: dict[FactorSharding, gs.Tensor] = {made: tensor}
         goals = [r.need for r in reads]
@@ -328,7 +330,7 @@ class _Insertion:
     def _steps(
         self, tensor: gs.Tensor, made: FactorSharding, goals: list[FactorSharding]
     ) -> list[ReshardStep]:
-        """The cheapest reshards to all goals, as decided before if they were."""
+        """The cheapest reshards to all goals; an earlier decision is kept."""
         key = (tensor.name, made, *goals)
         known = self.ctx.choices.steps
         if key not in known:
@@ -340,7 +342,7 @@ class _Insertion:
         return known[key]
 
     def _bytes(self, tensor: gs.Tensor) -> Bytes:
-        """Bytes of a tensor that a rank holds under a placement."""
+        """The bytes of a tensor that a rank holds, by its sharding."""
         sharding = self.sharding
         return lambda at: mean_bytes(tensor, at, sharding)
 

@@ -1,4 +1,4 @@
-"""keep-collectives: a graph with collectives written by hand is what each rank runs."""
+"""keep-collectives: each rank runs a graph with collectives that are written by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class KeepCollectives(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         manual = ctx.manual
         assert manual is not None, "keep-collectives needs the preset manual"
-        _deal(graph, ctx, manual)
+        _set_layouts(graph, ctx, manual)
         if self.compare_replicas:
             _gather_replicas(graph, ctx, manual)
         written = Handwritten(graph, manual, ctx.per_rank)
@@ -79,7 +79,7 @@ class KeepCollectives(Pass):
         return bool(ctx.collectives)
 
 
-def _deal(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
+def _set_layouts(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
     """Gives inputs, outputs and weights their layouts."""
     weights = [t for t in graph.tensors().values() if isinstance(t, gs.Constant)]
     ports = {t.name: t for t in [*graph.inputs, *graph.outputs]}
@@ -93,20 +93,20 @@ def _deal(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
             port.shape = list(ctx.layouts[name].shape)
         elif not known and manual.is_dealt(name):
             raise StrategyError(
-                f"tensor '{name}' is dealt over the ranks, but its shape on one rank is not known "
+                f"tensor '{name}' is split over the ranks, but its shape on one rank is not known "
                 f"({port.shape}); declare it in the model, or bind its symbols with --dim"
             )
     whole = Layout(())
     for source, result in ctx.model.states:
         if ctx.layouts.get(source, whole).axes != ctx.layouts.get(result, whole).axes:
             raise StrategyError(
-                f"state {source}={result}: the two are dealt differently; give them equal entries"
+                f"state {source}={result}: the two have different layouts; give them equal entries"
             )
 
 
 def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
-    """Gives each output a companion `NAME@replicas`: the copies over mesh axes that do not split
-    it, in a dimension before the others."""
+    """Gives each output a companion `NAME@replicas`: its copies over the mesh axes that do not
+    split it, stacked along a new first dimension."""
     step = ctx.model.step
     left_out = {*(t.name for t in graph.inputs), *(step.evaluation if step else ())}
     for output in list(graph.outputs):
@@ -129,7 +129,7 @@ def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
 
 
 def _entry(node: gs.Node, manual: Manual) -> Collective:
-    """The plan's entry; layouts are the program's own affair."""
+    """The entry of the plan; it names no layouts, as only the program knows them."""
     x = node.inputs[0]
     group = tuple(node.attrs.get("group") or range(manual.mesh.size))
     if "peer" in node.attrs:

@@ -1,4 +1,4 @@
-"""localize-ops: the global program becomes the program that each rank runs on its parts."""
+"""localize-ops: turn the global program into the program that a rank runs on its shards."""
 
 from __future__ import annotations
 
@@ -78,24 +78,24 @@ class LocalizeOps(Pass):
         return True
 
 
-def _lower_reshards(graph: gs.Graph, ctx: PassContext, turns: int = 1) -> None:
-    """Replaces the reshards of a graph, which runs so many times, and of its bodies, in the order
-    in which they run."""
+def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
+    """Replaces the reshards of a graph and of its bodies, in the order in which they run; the
+    graph runs so many times."""
     mesh = ctx.sharding.mesh
     nodes: list[gs.Node] = []
     for node in list(graph.nodes):
         for body in subgraphs(node):
-            _lower_reshards(body, ctx, turns * _steps(node))
+            _lower_reshards(body, ctx, times * _steps(node))
         if node.domain != DOMAIN:
             nodes.append(node)
             continue
-        if "shape" in node.attrs:  # part of an op whose ranks talk
-            ctx.collectives.append(inner_collective(node, mesh).repeated(turns))
+        if "shape" in node.attrs:  # communication inside an op
+            ctx.collectives.append(inner_collective(node, mesh).repeated(times))
             node.attrs["tag"] = len(ctx.collectives)
             nodes.append(node)
             continue
         if node.op not in LOCAL_STEPS:
-            ctx.collectives.append(collective_of(node, mesh).repeated(turns))
+            ctx.collectives.append(collective_of(node, mesh).repeated(times))
         tag = len(ctx.collectives)
         builder = BucketBuilder if len(node.inputs) > 1 else ReshardBuilder
         built = builder(node, mesh, ctx.per_rank, tag, graph.opset).build()
@@ -105,7 +105,7 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, turns: int = 1) -> None:
 
 
 def _steps(node: gs.Node) -> int:
-    """How many times a node runs its body, where its operands tell."""
+    """How many times a Scan runs its body, where the shape of its sequence is known; else 1."""
     if node.op != "Scan":
         return 1
     axis = (node.attrs.get("scan_input_axes") or [0])[0]

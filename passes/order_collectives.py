@@ -1,4 +1,4 @@
-"""order-collectives: one total order of all collectives, over all groups."""
+"""order-collectives: put all collectives of all groups into one total order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OrderCollectives(Pass):
 
 
 def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
-    """Hands the token from collective to collective; returns what the last one makes of it."""
+    """Passes the token from collective to collective; returns the token of the last one."""
     for node in graph.nodes:
         if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
             node.inputs.append(token)
@@ -85,7 +85,7 @@ def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
 
 
 def _thread_branches(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
-    """Both branches hand the token out, whichever has collectives."""
+    """Makes both branches return a token, also one that has no collectives."""
     for key in ("then_branch", "else_branch"):
         branch = node.attrs[key]
         last = _thread(branch, token)
@@ -98,7 +98,8 @@ def _thread_branches(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
 
 
 def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
-    """A Loop or Scan carries the token from turn to turn, behind what it carries already."""
+    """Makes a Loop or Scan carry the token through its iterations, after its other carried
+    values."""
     (body,) = bodies(node)
     first, back = (2, 1) if node.op == "Loop" else (0, 0)  # a counter and a condition
     carried = len(body.inputs) - first - node.attrs.get("num_scan_inputs", 0)

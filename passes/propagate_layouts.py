@@ -1,4 +1,4 @@
-"""propagate-layouts: what is annotated spreads along factors until nothing changes."""
+"""propagate-layouts: spread annotations along factors until nothing changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Readers = dict[str, list[OpFactors]]
 
 
 def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Readers) -> bool:
-    """Runs to the fixpoint from the nodes in `start`; returns whether anything was decided."""
+    """Propagates from the nodes in `start` until nothing changes; returns whether anything did."""
     todo = deque(start)
     queued = {op.node.name for op in todo}
     changed = False
@@ -85,14 +85,14 @@ def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Read
 
 
 def _decided(sharding: ShardingState) -> dict[str, Decided]:
-    """What is decided for tensors, and for nodes under names of their own."""
+    """The axes that are decided, by tensor name, and by `NAME()` for nodes."""
     tensors = {name: tuple(axes) for name, axes in sharding.tensors.items()}
     return tensors | {f"{name}()": tuple(axes) for name, axes in sharding.ops.items()}
 
 
 def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFactors]:
-    """Nodes next to what was decided since: breadth-first from there, the nearest annotation
-    wins."""
+    """The nodes beside tensors and nodes that were decided since `seen`. Propagation is
+    breadth-first from there, so that the nearest annotation wins."""
     now = _decided(sharding)
     fresh = {name for name, axes in now.items() if any(axes) and seen.get(name) != axes}
     for op in sharding.factors.ops:
@@ -102,8 +102,8 @@ def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFacto
 
 
 def _spread(sharding: ShardingState, op: OpFactors) -> set[str]:
-    """Takes axes from the operands into the node, and gives them on; returns the changed
-    tensors."""
+    """Copies axes from the operands to the node, and from the node to its operands; returns the
+    names of the changed tensors."""
     for tensor, links in op.operands():
         for axes, link in zip(sharding.tensors.get(tensor.name, ()), links, strict=True):
             if axes and link is not None:

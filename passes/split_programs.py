@@ -1,4 +1,4 @@
-"""split-programs: what can be computed alone becomes a graph of its own."""
+"""split-programs: make the evaluation of a training step a graph of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""split-ranks: one graph and one set of weight slices per rank, as a folder that runs."""
+"""split-ranks: write a folder with a graph and the shards of weights for each rank."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SplitRanks(Pass):
         defaults = _cut_defaults([t for t in graph.inputs if t.name not in states], ctx, store)
         weights |= defaults
         _add_defaults(template.graph, defaults)
-        # first values are apart from the graphs, so that they need not outlive the first run
+        # first values have files of their own, so that they need not outlive the first run
         first = _cut_defaults([t for t in graph.inputs if t.name in states], ctx, store).values()
         _store_the_rest(template.graph, weights, store)
         templates = {"onnx": template}
@@ -98,7 +98,7 @@ class SplitRanks(Pass):
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Leaves out inputs that a program does not read."""
+    """Removes the inputs that a program does not read."""
     read = {name for node in nodes_of(graph) for name in node.input}
     kept = [port for port in graph.input if port.name in read]
     del graph.input[:]
@@ -106,7 +106,7 @@ def _drop_unread(graph: onnx.GraphProto) -> None:
 
 
 def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
-    """What open sizes decide of the lowered graph; None where no size is open."""
+    """The constants of the lowered graph that depend on open sizes; None where no size is open."""
     if ctx.model.sizes is None:
         return None
     others = [Lowered(g, c.per_rank, c.layouts) for g, c in ctx.replays]
@@ -115,14 +115,14 @@ def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
 
 
 def check_open(graph: gs.Graph, ctx: PassContext) -> None:
-    """Errors: OpenSizesError where a rank's parts cannot be told before a run."""
+    """Errors: OpenSizesError where a rank's shards cannot be computed from symbols."""
     opened = open_constants(graph, ctx)
     if opened is not None:
         opened.check()
 
 
 def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
-    """Makes a rank's graph one for any sizes."""
+    """Rewrites a rank's graph so that it runs at any sizes."""
     sizes = SizeGraph(graph, opened.sizes.symbols, opened.parts(rank))
     for name, array in opened.arrays(rank).items():
         sizes.tensor(name, array)
@@ -149,7 +149,8 @@ def _add_defaults(graph: onnx.GraphProto, defaults: Mapping[str, list[TensorProt
 def _cut_constants(
     graphs: Iterable[gs.Graph], apart: Collection[str], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """The constants that have a layout and are not `apart`; in the graphs their data is dropped."""
+    """The shards, by rank, of the constants that have a layout and are not `apart`; drops the data
+    of these from the graphs."""
     weights = {}
     for tensor in {t.name: t for graph in graphs for t in constants(graph)}.values():
         if tensor.name in ctx.layouts and tensor.name not in apart:
@@ -162,7 +163,7 @@ def _cut_constants(
 def _cut_defaults(
     inputs: Iterable[gs.Tensor], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """The default values of inputs, cut as what is fed in their place will be."""
+    """The default values of inputs, sharded like the inputs, by rank."""
     found = {t.name: default for t in inputs if (default := default_of(t)) is not None}
     return {
         name: store.cut(name, default, ctx.layouts.get(name) or whole_layout(default))
@@ -173,7 +174,7 @@ def _cut_defaults(
 def _store_the_rest(
     graph: onnx.GraphProto, weights: Mapping[str, list[TensorProto]], store: WeightStore
 ) -> None:
-    """Copies what only subgraphs and attributes refer to; it is whole on every rank."""
+    """Stores tensors that only subgraphs and attributes refer to, whole on every rank."""
     for i, tensor in enumerate(stored_tensors(graph)):
         if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in weights:
             name = tensor.name or f"attribute.{i}"
@@ -181,12 +182,12 @@ def _store_the_rest(
 
 
 def weight_proto(tensor: gs.Constant) -> TensorProto:
-    """The initializer behind a constant, unread where it is stored in a file."""
+    """The initializer of a constant; data in a file is not read."""
     return stored_proto(tensor) or numpy_helper.from_array(tensor.values, tensor.name)
 
 
 def _stub(proto: TensorProto, name: str = "") -> TensorProto:
-    """Type without data: `_instantiate` puts each rank's part in its place."""
+    """An initializer without data: `_instantiate` puts each rank's shard in its place."""
     return TensorProto(name=name, data_type=proto.data_type, dims=[0], raw_data=b"")
 
 
@@ -231,7 +232,7 @@ def _instantiate(
 
 
 def _ports(graph: onnx.GraphProto, ctx: PassContext) -> Iterator[onnx.ValueInfoProto]:
-    """What the graph, and the bodies that are split like it, are handed and hand back."""
+    """The inputs and outputs of the graph and of the bodies that are split like it."""
     yield from (*graph.input, *graph.output)
     split = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
     names = {t.name for body in split for t in (*body.inputs, *body.outputs)}

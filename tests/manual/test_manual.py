@@ -157,7 +157,7 @@ def test_a_concatenation_is_no_state_unless_it_is_declared(tmp_path: Path) -> No
     np.testing.assert_array_equal(y, np.concatenate([x[:2], x[:2] + x[2:]]))
     assert not plan.states
     declared = dataclasses.replace(how("r=2", {"x": ["r", None]}), states=[("x", "y")])
-    with pytest.raises(StrategyError, match="state x=y: the two are dealt differently"):
+    with pytest.raises(StrategyError, match="state x=y: the two have different layouts"):
         pipeline.plan(path, declared)
 
 

@@ -1,5 +1,4 @@
-"""compress-collectives: which sums travel in fewer bits, how many bytes that saves, and what it
-looks like."""
+"""compress-collectives: which sums are sent in fewer bits, and how many bytes that saves."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ float[300] wm, float[300] wv) => (float[8,300,2,2] y)
 
 
 def planned(step: Path, layout: str, to: str | None, **how: Any) -> Plan:
-    """A plan whose layouts were verified behind every pass."""
+    """A plan whose layouts were verified after every pass."""
     return pipeline.plan(step, replace(options(layout), compression=to, **how))[0]
 
 
@@ -195,7 +194,7 @@ def test_sums_of_several_turns(preset: str, tmp_path: Path) -> None:
     all_reduced = {"data-parallel": 2, "zero2": 1}[preset]
     assert sent[0] - sent[1] == WEIGHTS / 4 * turns * all_reduced
     if preset == "zero2":
-        with pytest.raises(StrategyError, match="'w1' is split in each turn of a loop"):
+        with pytest.raises(StrategyError, match="'w1' is split in each iteration of a loop"):
             planned(step, "zero2 2", "2bit")
 
 

@@ -166,6 +166,6 @@ def test_gradients_that_travel_in_16_bits_do_not_become_codes(tmp_path: Path) ->
     model = MODELS / "gpt2.dynamo.static.onnx"
     grad(model, step, loss=CROSS_ENTROPY, optimizer="sgd", precision="float16", loss_scale="none")
     how = options("data-parallel 2")
-    with pytest.raises(StrategyError, match="2bit: the step's gradients travel in 16 bits already"):
+    with pytest.raises(StrategyError, match="2bit: the step's gradients have 16 bits already"):
         pipeline.plan(step, replace(how, compression="2bit"))
     pipeline.plan(step, replace(how, compression="bfloat16"))  # as they do
