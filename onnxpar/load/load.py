@@ -47,23 +47,25 @@ from onnxpar.open_sizes.open_sizes import OpenSizes, infer_open
 from onnxpar.open_sizes.typical import Typical, check_closed
 
 TRAINING_OPSET = 18
-"""Since then, all reductions take their axes as an operand, and gradients are written with it."""
+"""The opset of gradients; since then, all reductions take their axes as an operand."""
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
-"""What shapes are computed from."""
+"""Dtypes from which shapes are computed."""
 
 InferTypes = Callable[[onnx.ModelProto, Collection[str]], None]
-"""Declares the types of a model in place, of which so many inputs have default values."""
+"""Declares the types of a model in place, given the names of inputs with default values."""
 
 
 @dataclass
 class Model:
     """A loaded model. `graph` is complete: static shapes, unique node names, lazy weights.
 
-    `header` has its metadata; `stored` are the initializers of the file, `fixed` those that could
-    be fed until their values decided shapes; `step` says which ports are what where it is a
-    training step; `whole` are factors that nodes must not split, as sizes are open. `exported` are
-    the kinds that torch.export gave to tensors, by name, `shared` how many nodes read a vector as
-    their scale or bias, where several do.
+    header    the model's metadata
+    fixed     inputs with a default value that are constants here, since it may decide shapes
+    stored    names of the initializers of the file
+    step      the ports of a training step; None for other models
+    whole     nodes, and factors of them, that must not be split since sizes are open
+    exported  kinds that torch.export gave to tensors, by name
+    shared    numbers of nodes that read a vector as their scale or bias, if several do
     """
 
     path: Path
@@ -81,7 +83,7 @@ class Model:
 
     @property
     def folder(self) -> Path:
-        """Where external data is looked up."""
+        """The folder of external data."""
         return self.path.parent
 
 
@@ -100,16 +102,18 @@ def load(
     """Reads a model and makes it ready for passes.
 
     dims    sizes of symbolic dimensions, by symbol; the others stay open
-    states  (input, output) pairs that are fed back, beside those that `find_states` finds
-    least   a size that open dimensions should be imagined to have at least
-    own_types  of a training step or None: what declares types, where it is no global program
-    for_training  every weight stays as it is stored, and the opset is TRAINING_OPSET or later
-    untied  each node that reads a vector as its scale or bias gets a copy of its own
-    typical  sizes for costs where sizes are open
-    find_others  whether states are looked for beside those that are given
-    shapes  of inputs, which then leave no size open
+    states  (input, output) pairs that are fed back, in addition to those that `find_states` finds
+    least   smallest size at which open dimensions are sampled
+    own_types  for the training step that the model is (or None), the function that declares types
+        if the model is a program per rank
+    for_training  keeps every weight as it is stored, and raises the opset to TRAINING_OPSET
+    untied  gives each node that reads a vector as its scale or bias a copy of its own
+    typical  sizes at which costs of models with open sizes are computed
+    find_others  also looks for states that are not given
+    shapes  shapes of inputs, by name, in place of open sizes
 
-    Errors: ModelError for a file that cannot be used, StrategyError for a size of no symbol.
+    Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
+    model does not have.
     """
     path = Path(path)
     proto = read_proto(path)
@@ -164,7 +168,7 @@ def load(
         step = Step.of(header)
         if step is not None and for_training:
             raise ModelError(
-                f"{path}: is a training step already; give the model that it was made of"
+                f"{path} is already a training step; give the model that it was made from"
             )
         infer_types = own_types(step)
         if infer_types is not None:
@@ -196,7 +200,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise ModelError(f"{path}: is a folder; give an .onnx file") from None
+        raise ModelError(f"{path} is a folder; give an .onnx file") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {unread(error)}") from None
     except (DecodeError, ValueError) as error:
@@ -225,10 +229,11 @@ def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:
 def _settle_defaults(
     proto: onnx.ModelProto, feedable: bool
 ) -> tuple[dict[str, TensorProto], list[str]]:
-    """Takes apart what is an initializer and an input: default values, and what stays fixed.
+    """Separates initializers that are also inputs: returns default values by name, and the names of
+    those that are constants here though they could be fed.
 
-    Before IR 4, all initializers had to be inputs, and none can be fed. Later ones can, as in
-    onnxruntime, if they are to be `feedable`; but those that may decide shapes are constants here.
+    Before IR 4, all initializers had to be inputs, and none of them can be fed. Since IR 4 they can
+    be, as in onnxruntime, if `feedable`; but those that may decide shapes are constants.
     """
     graph = proto.graph
     inputs = {i.name: i for i in graph.input}
@@ -258,7 +263,7 @@ def _keep(field: Any, messages: list[Any]) -> None:
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node, in subgraphs too, a name of its own, from its op and first result."""
+    """Gives every node, in subgraphs too, a unique name, by default from its op and result."""
     taken: set[str] = set()
     for node in nodes_of(graph):
         name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
@@ -270,10 +275,10 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def _unshare_vectors(graph: gs.Graph) -> None:
-    """Gives every node a vector of its own where several read one.
+    """Gives each reader of a vector a copy of its own.
 
-    Exporters store equal vectors once (biases of zeros), which does not mean that what they are
-    added to is the same dimension.
+    Exporters store equal vectors once (biases of zeros), though they belong to different
+    dimensions, which may be split differently.
     """
     for tensor in list(graph.tensors().values()):
         is_vector = isinstance(tensor, gs.Constant) and len(tensor.shape) == 1
@@ -289,12 +294,12 @@ def _unshare_vectors(graph: gs.Graph) -> None:
 
 
 def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
-    """Each node once; they are compared by identity, as equality compares attributes."""
+    """Each node once; nodes are compared by identity, as equality compares attributes."""
     return list({id(node): node for node in nodes}.values())
 
 
 def mark_opset(graph: gs.Graph) -> None:
-    """Notes the opset on nodes whose meaning it changes."""
+    """Records the opset in an attribute of nodes whose meaning depends on it."""
     for node in all_nodes(graph):
         if node.op in ("Softmax", "LogSoftmax", "Hardmax", "Split") and graph.opset < 13:
             node.attrs["onnxpar.opset"] = graph.opset
