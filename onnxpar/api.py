@@ -71,8 +71,8 @@ def shard(
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
-        watch = watch_all(saver, dump)
-        made = pipeline.shard(path, target, asked, progress, watch, explainer.reckon)
+        shown, watch = watched(asked, saver, dump)
+        made = pipeline.shard(path, target, shown, progress, watch, explainer.reckon)
     saver.write()
     return _with_steps(made, explainer, asked)
 
@@ -94,7 +94,8 @@ def make_plan(
     asked = options_of(options, "plan")
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
-        made, _ = pipeline.plan(path, asked, watch_all(saver, dump), explainer.reckon)
+        shown, watch = watched(asked, saver, dump)
+        made, _ = pipeline.plan(path, shown, watch, explainer.reckon)
     saver.write()
     made = _with_steps(made, explainer, asked)
     if html is not None:
@@ -272,15 +273,17 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
     return replace(comparing.compare_trace(recorded, made, nodes), sizes=sizes_text(sizes))
 
 
-def watch_all(saver: Saver, dump: File | None) -> Watch:
-    """What is called after each pass: it dumps the graph, and notes the strategy."""
-    watching: list[Dump | Saver] = [*([Dump(dump)] if dump is not None else []), saver]
+def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options, Watch]:
+    """Options whose loader dumps its rewrites, and a function that dumps the graph after each pass
+    and notes the strategy."""
+    dumps = None if dump is None else Dump(dump)
+    watching: list[Dump | Saver] = [saver] if dumps is None else [dumps, saver]
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         for each in watching:
             each.watch(step, model, ctx)
 
-    return watch
+    return (options if dumps is None else replace(options, show=dumps.loading)), watch
 
 
 def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from tqdm import tqdm
 
-from onnxpar.api import compare_strategies, compare_with_trace, output_of, saver_of, watch_all
+from onnxpar.api import compare_strategies, compare_with_trace, output_of, saver_of, watched
 from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
 from onnxpar.base.progress_line import progress_line
@@ -51,9 +51,9 @@ def shard(args: argparse.Namespace) -> int:
     output = output_of(args.model) if args.output is None else args.output
     options = _options(args)
     saver = saver_of(args.save_strategy, options)
-    watch = watch_all(saver, args.dump)
+    shown, watch = watched(options, saver, args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
-        made = pipeline.shard(args.model, output, options, progress, watch)
+        made = pipeline.shard(args.model, output, shown, progress, watch)
     saved = saver.write()
     _print_plan(made, full=False)
     print(f"written to {output}")
@@ -75,7 +75,7 @@ def plan(args: argparse.Namespace) -> int:
         return _explain(args)
     options = _options(args)
     saver = saver_of(args.save_strategy, options)
-    made, _ = pipeline.plan(args.model, options, watch_all(saver, args.dump))
+    made, _ = pipeline.plan(args.model, *watched(options, saver, args.dump))
     saved = saver.write()
     if args.json:
         print(made.text())

@@ -206,7 +206,9 @@ def add_dump(to: argparse.ArgumentParser) -> None:
         "--dump",
         metavar="DIR",
         help="write the graph after every pass, even after one that fails: as text, "
-        "01-NAME.onnxtxt, and up to localize-ops as a model, 01-NAME.onnx, which opt reads back",
+        "01-NAME.onnxtxt, and up to localize-ops as a model, 01-NAME.onnx, which opt reads back; "
+        "the folder 00-load has what the loader's rewrites leave, one file for each that changes "
+        "the model",
     )
 
 

@@ -51,6 +51,14 @@ TRAINING_OPSET = 18
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """Dtypes from which shapes are computed."""
 
+Show = Callable[[str, onnx.ModelProto | gs.Graph], None]
+"""Called after each rewrite of the loader, with its name and the model or graph that it leaves."""
+
+
+def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
+    """Shows nothing."""
+
+
 InferTypes = Callable[[onnx.ModelProto, Collection[str]], None]
 """Declares the types of a model in place, given the names of inputs with default values."""
 
@@ -98,6 +106,7 @@ def load(
     typical: Typical | None = None,
     find_others: bool = True,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    show: Show = unseen,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -111,6 +120,7 @@ def load(
     typical  sizes at which costs of models with open sizes are computed
     find_others  also looks for states that are not given
     shapes  shapes of inputs, by name, in place of open sizes
+    show  called with the name of each rewrite and what it leaves, for dumps
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have.
@@ -119,50 +129,29 @@ def load(
     proto = read_proto(path)
     check_text(proto, path)
     annotations = read_annotations(proto)
-    restate(proto)
     least = max([least, *(c.devices for c in annotations)])
+    show("read", proto)
+    restate(proto)
+    show("restate-tolerated", proto)
     header, exported = header_of(proto), exported_kinds(proto.graph)
     if untied:
         untie(proto.graph)
+        show("untie", proto)
     shared = shared_vectors(proto.graph) if for_training else {}
     check_references(proto.graph, path)
     proto = inlined(proto, path)
-    stored = {t.name for t in stored_tensors(proto.graph)} - {""}
-    for tensor in stored_tensors(proto.graph):
-        check_stored(tensor, path)
-    check_constants(proto.graph, path)
-    for sparse in sparse_tensors(proto.graph):
-        check_sparse(sparse, path)
+    show("inline-functions", proto)
+    stored = _checked_stored(proto, path)
     refusal = check_standard(proto, path)
     with blaming(refusal, path):
-        densify(proto.graph, path.parent)
-        lift_constants(proto.graph)
-        defaults, fixed = _settle_defaults(proto, feedable=not for_training)
-        proto = upgrade(proto, str(path))
-        if for_training:
-            proto = raise_opset(proto, TRAINING_OPSET, str(path))
+        proto, defaults, fixed = _restated(proto, path, for_training, show)
         fix_shapes(proto.graph, shapes or {})
         open_dims = bind_dims(proto.graph, dims or {}, path)
+        show("bind-sizes", proto)
         if refusal is None:
             check_bound(proto, dims or {}, path)
         unfuse(proto)
-        declared = {p.name: _type_copy(p.type) for p in (*proto.graph.input, *proto.graph.output)}
-
-        def prepare(inferred: onnx.ModelProto) -> gs.Graph:
-            _check_outputs(inferred.graph, path)
-            _name_nodes(inferred.graph)
-            graph = import_graph(inferred, defaults, path.parent)
-            if open_dims:
-                reopen(graph, declared)
-            else:
-                split_sequences(graph)
-            if not for_training:
-                _unshare_vectors(graph)
-                separate_dequantized(graph)
-            mark_opset(graph)
-            return graph
-
-        sizes = None
+        show("unfuse", proto)
         if not open_dims:
             check_closed(typical or Typical(), path)
         step = Step.of(header)
@@ -170,18 +159,19 @@ def load(
             raise ModelError(
                 f"{path} is already a training step; give the model that it was made from"
             )
+        importer = _Importer(proto, path, defaults, bool(open_dims), for_training, show)
         infer_types = own_types(step)
+        sizes = None
         if infer_types is not None:
             infer_types(proto, defaults)
-            graph = prepare(proto)
+            graph = importer.graph(proto)
         elif open_dims:
-            sizes = infer_open(proto, open_dims, least, prepare, typical)
+            sizes = infer_open(proto, open_dims, least, importer.graph, typical)
             graph = sizes.graph(0)
         else:
             infer(proto, stored if for_training else None)
-            graph = prepare(proto)
-        handed = [(s.input, s.output) for s in step.slots] if step else []
-        given = [*handed, *states]
+            graph = importer.graph(proto)
+        given = [*((s.input, s.output) for s in (step.slots if step else ())), *states]
         pairs = (
             find_states(graph, given, step is not None)
             if find_others
@@ -191,6 +181,71 @@ def load(
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
         model.exported, model.shared = exported, shared
         return model
+
+
+def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
+    """The names of initializers. Errors: ModelError for one whose data cannot be used."""
+    for tensor in stored_tensors(proto.graph):
+        check_stored(tensor, path)
+    check_constants(proto.graph, path)
+    for sparse in sparse_tensors(proto.graph):
+        check_sparse(sparse, path)
+    return {t.name for t in stored_tensors(proto.graph)} - {""}
+
+
+def _restated(
+    proto: onnx.ModelProto, path: Path, for_training: bool, show: Show
+) -> tuple[onnx.ModelProto, dict[str, TensorProto], list[str]]:
+    """The model with dense constants as initializers, in opset 10 or later; the default values of
+    inputs; and the initializers that can no longer be fed."""
+    densify(proto.graph, path.parent)
+    show("densify", proto)
+    lift_constants(proto.graph)
+    show("lift-constants", proto)
+    defaults, fixed = _settle_defaults(proto, feedable=not for_training)
+    show("settle-defaults", proto)
+    proto = upgrade(proto, str(path))
+    if for_training:
+        proto = raise_opset(proto, TRAINING_OPSET, str(path))
+    show("upgrade-opset", proto)
+    return proto, defaults, fixed
+
+
+class _Importer:
+    """Makes graphs of a model's inferred protos: one, or one for each binding of open sizes."""
+
+    def __init__(
+        self,
+        proto: onnx.ModelProto,
+        path: Path,
+        defaults: Mapping[str, TensorProto],
+        is_open: bool,
+        for_training: bool,
+        show: Show,
+    ) -> None:
+        self.path, self.defaults = path, defaults
+        self.is_open, self.for_training = is_open, for_training
+        ports = (*proto.graph.input, *proto.graph.output)
+        self.declared = {port.name: _type_copy(port.type) for port in ports}
+        self.show = show
+
+    def graph(self, inferred: onnx.ModelProto) -> gs.Graph:
+        """The graph that passes see. Errors: ModelError for an output without a type."""
+        _check_outputs(inferred.graph, self.path)
+        _name_nodes(inferred.graph)
+        self.show("infer-shapes", inferred)
+        graph = import_graph(inferred, self.defaults, self.path.parent)
+        if self.is_open:
+            reopen(graph, self.declared)
+        else:
+            split_sequences(graph)
+        if not self.for_training:
+            _unshare_vectors(graph)
+            separate_dequantized(graph)
+        mark_opset(graph)
+        self.show("import", graph)
+        self.show = unseen  # the graphs at further bindings are rewritten alike
+        return graph
 
 
 def read_proto(path: Path) -> onnx.ModelProto:

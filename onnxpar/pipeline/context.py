@@ -52,6 +52,7 @@ def load_model(
         typical=options.typical,
         find_others=options.find_states,
         shapes=shapes,
+        show=options.show,
     )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []

@@ -33,6 +33,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model, mark_opset, read_proto
 from onnxpar.model.interchange import declare_types, header_of, import_graph
+from onnxpar.model.loaded_text import loaded_text
 from onnxpar.model.write_model import export_model, goes_apart, move_data, write_model
 from onnxpar.pipeline.typed_json import decode, encode
 from onnxpar.sharding.analysis import analyse
@@ -42,6 +43,8 @@ KEY = "onnxpar.dump"
 """The metadata that says what has been decided."""
 FORMAT = 1
 WEIGHTS = "weights.data"
+LOADING = "00-load"
+"""The folder of what the loader's rewrites leave."""
 _TABLES = ("annotations", "layouts", "copies")
 
 
@@ -53,12 +56,31 @@ class Dump:
         self.folder = Path(folder)
         self._number = 0
         self._at: dict[str, tuple[int, int]] = {}
+        self._rewrites, self._loaded = 0, ""
         with writing(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.glob("[0-9][0-9]-*.onnx"):
                 if WEIGHTS.encode() in old.read_bytes():
                     old.unlink()  # else it would have the weights of another dump
             (self.folder / WEIGHTS).unlink(missing_ok=True)
+
+    def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
+        """Writes what a rewrite of the loader leaves, where that is not what was there before, as
+        text in the folder `00-load`; the loader calls it after each."""
+        text = loaded_text(graph)
+        if name == "read":
+            self._rewrites, self._loaded = 0, ""
+            for old in self.folder.glob(f"{LOADING}/[0-9][0-9]-*.onnxtxt"):
+                old.unlink()
+        if text == self._loaded:
+            return
+        self._loaded = text
+        file = self.folder / LOADING / f"{self._rewrites:02d}-{name}.onnxtxt"
+        self._rewrites += 1
+        with writing(file):
+            file.parent.mkdir(exist_ok=True)
+        with new_file(file) as written:
+            written.write_text(text, encoding="utf-8")
 
     def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
         """For the pipeline to call after each pass."""

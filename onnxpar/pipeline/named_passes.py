@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
@@ -49,7 +50,8 @@ def run_named(
             raise StrategyError(f"{path} is for the mesh {ctx.sharding.mesh}; omit --mesh")
     else:
         for_training = any(isinstance(p, Differentiate) for p in steps)
-        model = load_model(path, options, for_training)
+        shown = options if dumps is None else replace(options, show=dumps.loading)
+        model = load_model(path, shown, for_training)
         ctx = prepare(model, options, steps, watch)
         steps = [p for p in steps if p.stage is not Stage.REWRITE]
     run_passes(model, ctx, steps, watch, check=True)

@@ -10,6 +10,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh, check_ranks
+from onnxpar.load.load import Show, unseen
 from onnxpar.manual.manual import MANUAL, Manual
 from onnxpar.open_sizes.typical import Profile, Typical
 from onnxpar.pipeline.pass_order import Placed
@@ -23,7 +24,8 @@ from onnxpar.strategy.strategy import Annotation, Strategy
 class Options:
     """What `shard`, `plan` and `check` have in common; see `onnxpar shard --help`. `found` is what
     a search has decided on the mesh, which is not searched again then. Costs of what was decided
-    are computed at the sizes of `reckon_at`, if any, else at the `typical` ones."""
+    are computed at the sizes of `reckon_at`, if any, else at the `typical` ones.
+    `show` gets what each rewrite of the loader leaves."""
 
     devices: int | None = None
     mesh: Mesh | None = None
@@ -48,6 +50,7 @@ class Options:
     found: list[Annotation] | None = None
     typical: Typical = field(default_factory=Typical)
     reckon_at: Sequence[Profile] = ()
+    show: Show = unseen
 
 
 def wanted_mesh(options: Options) -> Mesh | None:

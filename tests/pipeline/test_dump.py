@@ -10,6 +10,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 
+import onnxpar
 from onnxpar.cli.command_line import main
 from onnxpar.model.write_model import INLINE
 from onnxpar.pipeline import plugins
@@ -173,3 +174,42 @@ class NegateOutputs(Pass):
             graph.nodes.append(gs.Node("Neg", f"Neg_{output.name}", {}, [inner], [output]))
         return True
 '''
+
+
+FUNCTION = """<ir_version: 8, opset_import: ["" : 9, "own" : 1]>
+twice (float[4,6] x) => (float[4,6] y) {
+  c = Constant <value = float[1] {2.0}> ()
+  h = own.Double(x)
+  y = Mul(h, c)
+}
+<domain: "own", opset_import: ["" : 9]>
+Double (a) => (b) { b = Add(a, a) }"""
+
+
+def test_the_rewrites_of_the_loader_are_dumped(tmp_path: Path) -> None:
+    """Each that changed something, in order, by name; a second dump leaves none of the first."""
+    path = tmp_path / "twice.onnx"
+    onnx.save(onnx.parser.parse_model(FUNCTION), path)
+    folder = tmp_path / "d" / "00-load"
+    folder.mkdir(parents=True)
+    (folder / "07-older.onnxtxt").write_text("")
+    plan = onnxpar.plan(path, devices=2, dump=tmp_path / "d")
+    assert plan.to_json() == onnxpar.plan(path, devices=2).to_json()
+    texts = {file.name: file.read_text() for file in sorted(folder.iterdir())}
+    assert list(texts) == [
+        "00-read.onnxtxt",
+        "01-inline-functions.onnxtxt",
+        "02-upgrade-opset.onnxtxt",
+        "03-infer-shapes.onnxtxt",
+        "04-import.onnxtxt",
+    ]
+    read, inlined, upgraded, *_, imported = texts.values()
+    assert "own.Double" in read and "own.Double" not in inlined and "Add" in inlined
+    assert '"" : 9' in inlined and '"" : 10' in upgraded
+    assert "Constant" in upgraded and "Constant" not in imported
+
+
+def test_large_weights_of_a_dump_of_the_loader_are_types(tmp_path: Path) -> None:
+    onnxpar.plan(MODELS / "bert.dynamo.static.onnx", devices=2, dump=tmp_path)
+    text = (tmp_path / "00-load" / "00-read.onnxtxt").read_text()
+    assert "bert.embeddings.word_embeddings.weight" in text and len(text) < 20_000
