@@ -1,4 +1,4 @@
-"""Attention and rotary embeddings: batch and heads pass, what is attended to is whole."""
+"""Attention and rotary embeddings, split by batch, head, query or key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CACHED = "queries attend to the whole cache"
 def attention(node: gs.Node) -> Rule:
     """`b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three dimensions `b s (k g d), ...`.
 
-    k are the key/value heads and g the query heads of each. Caches and masks follow.
+    k are the key/value heads, g the query heads of each. Caches and masks get the same factors.
     """
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     out = tensor_shape(node.outputs[0]) or ()
@@ -77,7 +77,7 @@ def attention(node: gs.Node) -> Rule:
 
 
 def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
-    """The mask's dimensions, aligned at the last; one that is too short is padded by the op."""
+    """The mask's dimensions, aligned at the last; the op pads a mask that is too short there."""
     mask = given(node, 3)
     if mask is None:
         return "_"

@@ -1,7 +1,7 @@
-"""Attention in primitive ops, for parts of the query and of the key sequence.
+"""Attention in primitive ops, for shards of the query and of the key sequence.
 
-Where keys are split, each rank attends to its own; the parts join by the largest score and the sum
-of powers of each row (log-sum-exp), so that no scores are exchanged.
+If keys are split, each rank attends to its own keys. The ranks combine their results by the
+largest score and the sum of exponentials of each row (log-sum-exp), and exchange no scores.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _one(local: Local) -> int:
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """An Attention node; `queries` and `past` are global lengths.
+    """Lowers an Attention node; `queries` and `past` are global lengths.
 
-    A masked score is the least number of its type, and a row without any other gives zero, as in
-    onnxruntime.
+    As in onnxruntime, a masked score is the least number of its type, and a row in which all scores
+    are masked gives zeros.
     """
 
     flat: bool
@@ -46,14 +46,14 @@ class AttentionLowering:
     attrs: dict[str, Any]
 
     def lower(self, build: Lowering) -> None:
-        """Replaces the node on a rank that holds parts of the queries, the keys or both."""
+        """Replaces the node on a rank that holds shards of the queries, the keys or both."""
         if build.local.is_split("t"):
             self._attend_to_parts(build)
         else:
             self._attend_under_mask(build)
 
     def _attend_under_mask(self, build: Lowering) -> None:
-        """The op itself, with a mask in place of its notion of what comes later."""
+        """Keeps the op, but with an explicit mask in place of its causal and window attributes."""
         node = build.local.node
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
@@ -68,12 +68,12 @@ class AttentionLowering:
         build.finish_each("Attention", operands, **attrs)
 
     def _mask(self, build: Lowering) -> gs.Tensor | None:
-        """What is added to scores, if anything."""
+        """The mask to add to scores, None if there is none."""
         mask = given(build.local.node, _MASK)
         return None if mask is None or dtype_of(mask) == np.bool_ else build.input(_MASK)
 
     def _visible(self, build: Lowering) -> gs.Tensor | None:
-        """Which keys (last) each query sees; None for all."""
+        """A mask of the keys (last dimension) that each query sees; None if it sees all."""
         node = build.local.node
         found: list[gs.Tensor] = []
         columns = self._columns(build)
@@ -94,8 +94,8 @@ class AttentionLowering:
         return found[0] if found else None
 
     def _near(self, build: Lowering, columns: gs.Tensor, own: gs.Tensor) -> list[gs.Tensor]:
-        """Which keys are no later than a query, and within its window; `own` are the places of the
-        queries among the keys."""
+        """Masks of the keys that are no later than a query, and within its window; `own` are the
+        positions of the queries among the keys."""
         left, right = (self.attrs.get(key, -1) for key in _WINDOW)
         found = []
         if self.attrs.get("is_causal"):
@@ -109,7 +109,7 @@ class AttentionLowering:
         return found
 
     def _columns(self, build: Lowering) -> gs.Tensor:
-        """Global positions of the keys that the rank's scores are of."""
+        """The global positions of the keys of the rank's scores."""
         if not self.past:
             return held_positions(build, "t")
         end = build.per_rank(lambda local: np.array(self.past + local.size("t"), np.int64))
@@ -186,7 +186,7 @@ class AttentionLowering:
         return widen(build, self._cut_heads(build, operand))
 
     def _by_group(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
-        """The queries of all heads that share a key head, one behind the other."""
+        """The queries of all heads that share a key head, concatenated."""
 
         def shape(local: Local) -> Any:
             rows = local.size("g") * local.size("s")
@@ -213,12 +213,12 @@ class AttentionLowering:
 
 
 def sees_by_place(attrs: Mapping[str, Any]) -> bool:
-    """Whether the keys that a query attends to depend on its place in the sequence."""
+    """True if the keys that a query attends to depend on its position in the sequence."""
     return bool(attrs.get("is_causal")) or any(attrs.get(key, -1) >= 0 for key in _WINDOW)
 
 
 def default_scale(width: int) -> float:
-    """What scores are multiplied by unless the node says otherwise."""
+    """The factor that scales scores if the node gives none."""
     return 1 / math.sqrt(width)
 
 

@@ -28,15 +28,15 @@ _WITH_BETA = {"affine", "scaledtanh", "hardsigmoid"}
 _WITH_ALPHA = {*_WITH_BETA, "leakyrelu", "thresholdedrelu", "elu"}
 
 Step = tuple[str, tuple[float, ...], dict[str, float]]
-"""An op, what it reads behind the result of the step before, and its attributes."""
+"""An op, its operands after the result of the previous step, and its attributes."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation by its name in small letters, and the bound of what it gets.
+    """An activation, by its name in lower case, with the bound to which its operand is clipped.
 
-    Without alpha and beta they are those of the op, and 0 for the others and ThresholdedRelu, as
-    in onnxruntime.
+    As in onnxruntime, alpha and beta default to those of the ONNX op of that name, and to 0 for
+    ThresholdedRelu and functions that are no ONNX op.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Activation:
     clip: float | None = None
 
     def steps(self) -> list[Step]:
-        """The ops that it is made of, one behind the other."""
+        """The chain of ops that computes it."""
         bound: list[Step] = []
         if self.clip is not None:
             bound = [("Clip", (-self.clip, self.clip), {})]
@@ -64,10 +64,10 @@ class Activation:
 
 
 def activations_of(node: gs.Node) -> list[list[Activation]]:
-    """Those of each direction of a node; slopes are consumed in order by those that have any."""
+    """The activations of each direction of a node; those that have slopes take them in order."""
     default: Sequence[str] = DEFAULT[node.op]
-    ways = 2 if node.attrs.get("direction") == "bidirectional" else 1
-    names = [str(n).lower() for n in node.attrs.get("activations", [*default] * ways)]
+    directions = 2 if node.attrs.get("direction") == "bidirectional" else 1
+    names = [str(n).lower() for n in node.attrs.get("activations", [*default] * directions)]
     alphas = iter(node.attrs.get("activation_alpha", []))
     betas = iter(node.attrs.get("activation_beta", []))
     clip: Any = node.attrs.get("clip")

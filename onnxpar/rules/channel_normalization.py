@@ -1,4 +1,4 @@
-"""Normalizations that treat channels apart: over the batch, space, groups, neighbours."""
+"""Normalizations of channels: over the batch, space, groups, or neighbouring channels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule, whole
 
 @rule("BatchNormalization")
 def batch_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c, c, c -> n c h w`, in training with c; c and across all but c."""
+    """`n c h w, c, c, c, c -> n c h w`; in training, with results c and c, and communication over
+    all factors but c."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     if node.attrs.get("spatial", 1) == 0 or len(dims) < 2:
@@ -47,7 +48,7 @@ def batch_normalization(node: gs.Node) -> Rule:
 def _lower_training(
     node: gs.Node, axes: list[int], factors: list[str], sizes: list[Size]
 ) -> Callable[[Lowering], None]:
-    """Normalises by the statistics of all parts, and moves the running ones towards them."""
+    """Normalises by the statistics of all shards, and updates the running statistics."""
     momentum = node.attrs.get("momentum", 0.9)
     epsilon = node.attrs.get("epsilon", 1e-5)
 
@@ -72,7 +73,7 @@ def _lower_training(
 
 @rule("InstanceNormalization")
 def instance_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c -> n c h w` across space."""
+    """`n c h w, c, c -> n c h w`, with communication over space."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -95,7 +96,8 @@ def instance_normalization(node: gs.Node) -> Rule:
 
 @rule("GroupNormalization")
 def group_normalization(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g c), (g c) -> n (g c) h w` across c and space (before opset 21: scale g)."""
+    """`n (g c) h w, (g c), (g c) -> n (g c) h w`, with communication over c and space (before
+    opset 21: scale g)."""
     shape = tensor_shape(node.inputs[0]) or ()
     groups = node.attrs["num_groups"]
     if shape[1] is None:
@@ -139,7 +141,7 @@ def group_normalization(node: gs.Node) -> Rule:
 
 @rule("LRN")
 def local_response_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`; parts of c fetch the neighbours in the window."""
+    """`n c h w -> n c h w`; shards of c fetch the neighbours in the window."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)

@@ -1,4 +1,4 @@
-"""Ops that make a tensor from sizes and positions, which must be global ones."""
+"""Ops that compute a tensor from global sizes and positions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 _COUNTED = ("int32", "int64", "float32", "float64")
-"""Types that a Range is made of by Mul and Add."""
+"""Types in which Mul and Add can compute a Range."""
 
 
 def _diagonal(local: Local, row: str, column: str) -> int:
-    """How far the diagonal of a part lies above that of the whole."""
+    """The offset of the whole tensor's diagonal in the rank's shard."""
     return local.interval(row)[0] - local.interval(column)[0]
 
 
 @rule("Trilu")
 def trilu(node: gs.Node) -> Rule:
-    """`b m n, _ -> b m n`; parts of m and n shift the diagonal."""
+    """`b m n, _ -> b m n`; shards of m and n shift the diagonal."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     row, column = dims[-2:]
@@ -48,7 +48,7 @@ def trilu(node: gs.Node) -> Rule:
 
 @rule("EyeLike")
 def eye_like(node: gs.Node) -> Rule:
-    """`m n -> m n`; parts shift the diagonal."""
+    """`m n -> m n`; shards shift the diagonal."""
     k = node.attrs.get("k", 0)
     return einsum(
         node,
@@ -60,7 +60,7 @@ def eye_like(node: gs.Node) -> Rule:
 
 @rule("OneHot")
 def one_hot(node: gs.Node) -> Rule:
-    """`a b, _, _ -> a b o`; parts of o make their own columns."""
+    """`a b, _, _ -> a b o`; each shard of o computes its own columns."""
     index = names("i", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % (len(index) + 1)
     dims = [*index[:axis], "o", *index[axis:]]
@@ -84,7 +84,7 @@ def one_hot(node: gs.Node) -> Rule:
 
 @rule("Range")
 def range_(node: gs.Node) -> Rule:
-    """`_, _, _ -> n`: every rank counts at its own positions."""
+    """`_, _, _ -> n`: every rank computes the values at its own positions."""
     if str(dtype_of(node.outputs[0])) not in _COUNTED:
         return einsum(node, "_, _, _ -> n", whole={"n": "no op multiplies values of this type"})
 

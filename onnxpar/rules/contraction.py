@@ -1,4 +1,4 @@
-"""Matrix products: what is contracted and split leaves a partial sum."""
+"""Matrix products: a contracted factor that is split leaves a partial sum."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def matmul(node: gs.Node) -> Rule:
 
 @rule("Gemm")
 def gemm(node: gs.Node) -> Rule:
-    """`m k, k n, n -> m n`; the bias is added once, so it is additive where k is split."""
+    """`m k, k n, n -> m n`; the bias must be added once if k is split, so it is additive."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     bias = given(node, 2)
@@ -67,7 +67,7 @@ def gemm(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger")
 def matmul_integer(node: gs.Node) -> Rule:
-    """`m k, k n, m, n -> m n`: zero points are subtracted before the product, on every part."""
+    """`m k, k n, m, n -> m n`: every shard subtracts zero points before the product."""
     points = [given(node, i) for i in (2, 3)]
     if not all(_is_row(point) for point in points):
         return whole_rule(node, "it has a zero point per matrix")
@@ -79,7 +79,7 @@ def matmul_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearMatMul")
 def qlinear_matmul(node: gs.Node) -> Rule:
-    """`m k, m, m, k n, n, n, _, _ -> m n`; sums of 32 bits meet before they are scaled."""
+    """`m k, m, m, k n, n, n, _, _ -> m n`; ranks add 32-bit sums before they scale them."""
     if not all(_is_row(node.inputs[i]) for i in (1, 2, 4, 5)):
         return whole_rule(node, "it has a scale per matrix")
     left, right, out = _product(node, 0, 3)
@@ -90,7 +90,7 @@ def qlinear_matmul(node: gs.Node) -> Rule:
 
 
 def _is_row(tensor: gs.Tensor | None) -> bool:
-    """Whether a zero point or scale is absent, a scalar, or one per row or column."""
+    """True if a zero point or scale is absent, a scalar, or one per row or column."""
     shape = () if tensor is None else tensor_shape(tensor)
     return shape is not None and (len(shape) <= 1 or math.prod(s or 2 for s in shape) == 1)
 
@@ -103,7 +103,7 @@ def _row(tensor: gs.Tensor | None, dim: str) -> str:
 
 @rule("Einsum")
 def einsum_op(node: gs.Node) -> Rule:
-    """Its own equation: `bij,bjk->bik` is `b i j, b j k -> b i k`."""
+    """The rule is its equation: `bij,bjk->bik` is `b i j, b j k -> b i k`."""
     equation = str(node.attrs["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -137,7 +137,7 @@ def einsum_op(node: gs.Node) -> Rule:
 
 
 def _subscripts(term: str, shape: tuple[Size, ...], rank: int) -> list[str]:
-    """`...ij` of a tensor as factor names; an ellipsis is aligned at its last dimension."""
+    """A term like `...ij` as factor names; the ellipsis is aligned at its last dimension."""
     before, dots, after = term.partition("...")
     width = len(shape) - len(before) - len(after) if dots else 0
     return [*before, *names("e", rank)[rank - width :], *after]

@@ -1,4 +1,4 @@
-"""onnxruntime's own attention ops: batch and heads pass, what is attended to is whole."""
+"""onnxruntime's own attention ops: batch and heads may be split, keys and values stay whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _stated(
     whole: Mapping[str, str],
     **fields: Any,
 ) -> Rule:
-    """The rule of these operands and results; dimensions of one element are broadcast."""
+    """The rule with these operands and results, as text by index; dimensions of one element are
+    broadcast."""
 
     def text(tensor: gs.Tensor, dims: str | None) -> str:
         if not tensor.name or dims is None:
@@ -55,14 +56,14 @@ def _stated(
 
 
 def _bias(node: gs.Node, index: int, heads: str) -> str:
-    """What is added to the scores: one row for all of the batch or heads where it has one."""
+    """The dimensions of a bias on scores; those of size 1 are broadcast over batch or heads."""
     shape = _shape(node, index)
     names = ["b", heads, "s", "t"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(names, shape, strict=True))
 
 
 def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
-    """The dimensions of a padding mask; None for positions of the whole batch in one vector."""
+    """The dimensions of a padding mask; None if it is one vector of positions in the batch."""
     if len(shape) == 1:
         return "b" if shape[0] == batch else None
     return {2: "b t", 3: "b s t", 4: "b 1 m w"}[len(shape)]
@@ -136,7 +137,7 @@ def multi_head_attention(node: gs.Node) -> Rule:
 def decoder_masked_attention(node: gs.Node) -> Rule:
     """`b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n p e -> b 1 (n e)`: one token.
 
-    Keys may be those of an encoder, `b n t d`. Beams mix the rows of the batch.
+    Keys may be those of an encoder, `b n t d`. Beam search mixes the rows of the batch.
     """
     query, key, value = (_shape(node, i) for i in range(3))
     out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
@@ -162,7 +163,8 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
 def group_query_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b -> b s (k g d) ; b k u d ; b k u d`.
 
-    k are the key/value heads and g the query heads of each; all may be packed into the query.
+    k are the key/value heads, g the query heads of each; keys and values may be packed into the
+    query.
     """
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     query, out = _shape(node, 0), tensor_shape(node.outputs[0]) or ()
@@ -189,7 +191,8 @@ def group_query_attention(node: gs.Node) -> Rule:
 
 @rule("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(node: gs.Node) -> Rule:
-    """`b s (h d), b s, m r, m r -> b s (h d)`, or `b h s d`; one position for all counts s up."""
+    """`b s (h d), b s, m r, m r -> b s (h d)`, or `b h s d`; a single position id is that of the
+    first token, from which the others count up."""
     shape, cache = _shape(node, 0), _shape(node, 2)
     flat = len(shape) == 3
     if shape[-1] is None or cache[-1] is None or node.attrs.get("is_packed_batching"):

@@ -1,4 +1,4 @@
-"""onnxruntime's own ops on corresponding elements and rows, quantized ones among them."""
+"""onnxruntime's own ops on corresponding elements and on rows, also quantized ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def elementwise(node: gs.Node) -> Rule:
 
 @rule("QLinearConcat", domain=DOMAIN)
 def quantized_concat(node: gs.Node) -> Rule:
-    """`_, _, a d, _, _, b d, _, _ -> (a + b) d`: as Concat, each segment with its own scale."""
+    """`_, _, a d, _, _, b d, _, _ -> (a + b) d`: a Concat whose segments have scales."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
@@ -43,7 +43,7 @@ def quantized_concat(node: gs.Node) -> Rule:
 
 @rule("QLinearSoftmax", domain=DOMAIN)
 def quantized_softmax(node: gs.Node) -> Rule:
-    """`d0 d1, _ -> d0 d1`, its axis whole (before opset 13: all from its axis on)."""
+    """`d0 d1, _ -> d0 d1`, its axis whole (before opset 13: all dimensions from its axis on)."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % len(dims)
     normalised = dims[axis : axis + 1] if node.attrs["opset"] >= 13 else dims[axis:]
@@ -51,7 +51,7 @@ def quantized_softmax(node: gs.Node) -> Rule:
 
 
 def _over(node: gs.Node, dims: list[str], whole: list[str]) -> Rule:
-    """Rows of operand 0 pass, whatever the others are."""
+    """A rule that may split operand 0 outside of the `whole` dimensions."""
     rest = ", _" * (len(node.inputs) - 1)
     text = dims_text(dims)
     return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, _ROW))
@@ -80,7 +80,7 @@ def row_normalization(node: gs.Node) -> Rule:
 
 @rule("SimplifiedLayerNormalization")
 def simplified_layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, h -> b s h ; b s 1`, everything from its axis on whole."""
+    """`b s h, h -> b s h ; b s 1`, all dimensions from its axis on whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % len(dims)
     statistics = dims_text([*dims[:axis], *["1"] * (len(dims) - axis)])
@@ -91,7 +91,7 @@ def simplified_layer_normalization(node: gs.Node) -> Rule:
 
 @rule("EmbedLayerNormalization", domain=DOMAIN)
 def embedding(node: gs.Node) -> Rule:
-    """`b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`: only b and s pass."""
+    """`b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`: only b and s may be split."""
     operands = ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"]
     return _embedded(node, operands, mask=7, positions=8)
 
@@ -120,7 +120,7 @@ def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1
 
 @rule("GatherBlockQuantized", domain=DOMAIN)
 def gather_blocks(node: gs.Node) -> Rule:
-    """`v h, i, v n, v z -> i h`: only indices pass."""
+    """`v h, i, v n, v z -> i h`: only the dimensions i of the indices may be split."""
     rank, index = (len(tensor_shape(t) or ()) for t in node.inputs[:2])
     axis = node.attrs.get("gather_axis", 0) % rank
     data, out = names("d", rank), names("o", rank)
@@ -134,13 +134,13 @@ def gather_blocks(node: gs.Node) -> Rule:
 
 @rule("CDist", domain=DOMAIN)
 def distances(node: gs.Node) -> Rule:
-    """`m k, n k -> m n`, k whole: a root follows the sum."""
+    """`m k, n k -> m n`, k whole: a square root follows the sum."""
     return einsum(node, "m k, n k -> m n", whole={"k": "a square root may follow the sum"})
 
 
 @rule("NGramRepeatBlock", domain=DOMAIN)
 def repeated_ngrams(node: gs.Node) -> Rule:
-    """`b s, b v -> b v`, only b passes."""
+    """`b s, b v -> b v`: only b may be split."""
     return einsum(node, "b s, b v -> b v", whole=dict.fromkeys("sv", _ROW))
 
 

@@ -48,7 +48,7 @@ def global_pool(node: gs.Node) -> Rule:
 
 @rule("QLinearConv", domain=DOMAIN)
 def quantized_convolution(node: gs.Node) -> Rule:
-    """`n h w (g c), (g o) c _ _ -> n y x (g o)`, or channels first; c and space whole."""
+    """`n h w (g c), (g o) c _ _ -> n y x (g o)`, or with channels first; c and space whole."""
     image, weight = (tensor_shape(node.inputs[i]) or () for i in (0, 3))
     group = node.attrs.get("group", 1)
     last = bool(node.attrs.get("channels_last"))
@@ -75,7 +75,7 @@ def quantized_convolution(node: gs.Node) -> Rule:
 @rule("Conv MaxPool AveragePool GlobalAveragePool GlobalMaxPool", domain="com.microsoft.nchwc")
 @rule("ReorderInput ReorderOutput Upsample", domain="com.microsoft.nchwc")
 def blocked(node: gs.Node) -> Rule:
-    """`n c h w, _ -> n o y x`, only n passes."""
+    """`n c h w, _ -> n o y x`: only n may be split."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     before, after = dims_text(["n", *names("h", rank - 1)]), dims_text(["n", *names("y", rank - 1)])
     rest = ["_"] * (len(node.inputs) - 1)
@@ -94,14 +94,14 @@ def grid_sample(node: gs.Node) -> Rule:
 
 @rule("CropAndResize", domain=DOMAIN)
 def crop_and_resize(node: gs.Node) -> Rule:
-    """`n c h w, r z, r, _ -> r c y x`: regions r and channels c pass."""
+    """`n c h w, r z, r, _ -> r c y x`: regions r and channels c may be split."""
     whole = dict.fromkeys("nhwzyx", "regions may lie anywhere in it")
     return einsum(node, "n c h w, r z, r, _ -> r c y x", whole=whole)
 
 
 @rule("ConvTransposeWithDynamicPads", domain=DOMAIN)
 def transposed_convolution(node: gs.Node) -> Rule:
-    """`n c h w, c o _ _, _, o -> n o y x`; c is reduced and the bias added once, space whole."""
+    """`n c h w, c o _ _, _, o -> n o y x`; c is summed, the bias is added once, space is whole."""
     if node.attrs.get("group", 1) > 1:
         return whole_rule(node, "its channels are grouped")
     rank = len(tensor_shape(node.inputs[0]) or ())

@@ -16,12 +16,12 @@ DOMAIN = "com.microsoft"
 _EITHER = (FIRST, frozenset({1}))
 _PACKED = "its elements are packed in blocks"
 _INTEGERS = 4
-"""The accuracy level at which products are of 8-bit integers."""
+"""The accuracy level at which the kernel multiplies 8-bit integers."""
 
 
 @rule("FusedMatMul TransposeMatMul", domain=DOMAIN)
 def fused_matmul(node: gs.Node) -> Rule:
-    """As MatMul, with either matrix transposed."""
+    """As MatMul, but either matrix may be transposed."""
     if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
         return whole_rule(node, "its batch dimensions are transposed")
     a = "k m" if node.attrs.get("transA") else "m k"
@@ -33,7 +33,7 @@ def fused_matmul(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger16", domain=DOMAIN)
 def matmul_integer16(node: gs.Node) -> Rule:
-    """`m k, k n -> m n`: sums of 32 bits."""
+    """`m k, k n -> m n`, with 32-bit sums."""
     shapes = [tensor_shape(t) or () for t in (*node.inputs, node.outputs[0])]
     left, right, out = product_text(shapes[0], shapes[1], shapes[2], "m k", "k n")
     return einsum(node, f"{left}, {right} -> {out}")
@@ -44,8 +44,8 @@ def matmul_bits(node: gs.Node) -> Rule:
     """`m (k z i), n (k z) w, n (k z), n k, n -> m n`: blocks of i, z of them per zero point byte.
 
     Older files store scales and zero points as vectors `(n k z)`. At accuracy level 4 the kernel
-    quantizes each block of the first operand, too, but only where the second is stored: so terms of
-    a sum are not passed through, and weights not gathered.
+    also quantizes each block of the first operand, but only if the second is a stored weight. So
+    the op is not linear in the first operand there, and its weights are never gathered.
     """
     if given(node, 4) is not None:
         return whole_rule(node, "its groups are given by index")
@@ -86,7 +86,7 @@ def matmul_bits(node: gs.Node) -> Rule:
 
 
 def _rows(node: gs.Node, index: int, blocks: str) -> str:
-    """`n k`, or `(n k)` where a file stores them as a vector."""
+    """`n k`, or `(n k)` for an operand that the file stores as a vector."""
     tensor = given(node, index)
     rank = 0 if tensor is None else len(tensor_shape(tensor) or ())
     return f"n {blocks}" if rank > 1 else f"(n {blocks.strip('()')})"
@@ -94,7 +94,7 @@ def _rows(node: gs.Node, index: int, blocks: str) -> str:
 
 @rule("QGemm", domain=DOMAIN)
 def quantized_gemm(node: gs.Node) -> Rule:
-    """`m k, (), (), k n, n, n, n, _, _ -> m n`; sums of 32 bits meet before they are scaled."""
+    """`m k, (), (), k n, n, n, n, _, _ -> m n`; ranks add 32-bit sums before they scale them."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     shapes = [() if given(node, i) is None else tensor_shape(node.inputs[i]) for i in range(9)]
@@ -110,7 +110,7 @@ def quantized_gemm(node: gs.Node) -> Rule:
 
 @rule("MoE", domain=DOMAIN)
 def experts(node: gs.Node) -> Rule:
-    """`t h, t e, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t pass, f leaves a sum."""
+    """`t h, t e, e f h, e f, e h f, e h, e f h, e f -> t h`: t are tokens; f is summed."""
     fused = node.attrs.get("swiglu_fusion", 0)
     whole = {
         "h": "it is contracted before an activation",
@@ -134,7 +134,7 @@ def experts(node: gs.Node) -> Rule:
 
 @rule("QMoE", domain=DOMAIN)
 def quantized_experts(node: gs.Node) -> Rule:
-    """Tokens t pass; experts, packed in bytes, are whole."""
+    """Only tokens t may be split; the packed weights of experts are whole."""
     shape = tensor_shape(node.inputs[0]) or ()
     tokens, router = ("b s", "(b s)") if len(shape) == 3 else ("t", "t")
     whole = {

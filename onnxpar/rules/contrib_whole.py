@@ -1,4 +1,4 @@
-"""onnxruntime's own ops that stay whole, and why."""
+"""onnxruntime's own ops that stay whole, with the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REASONS = {
     "it mixes its branches": "EngramGate HyperConnectionPostMix HyperConnectionPreMix",
     "the characters of a word form one row": "WordConvEmbedding",
 }
-"""Ops by the reason that a plan gives."""
+"""Ops by the reason that plans print."""
 
 
 for _reason, _ops in REASONS.items():

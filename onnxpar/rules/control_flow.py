@@ -1,4 +1,4 @@
-"""If, Loop and Scan: what goes into their bodies and comes out has one layout all the way."""
+"""If, Loop and Scan: a tensor keeps one layout on its way into and out of their bodies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def control_flow(node: gs.Node) -> Rule:
         return paths.rule()
     is_loop = node.op == "Loop"
     carried = len(inner[0].inputs) - (2 if is_loop else node.attrs["num_scan_inputs"])
-    first, second = (2, 1) if is_loop else (0, 0)  # behind the counter and the condition
+    first, second = (2, 1) if is_loop else (0, 0)  # after the counter and the condition
     for i in range(carried):
         at = (first + i, paths.given + first + i, paths.back + second + i, paths.out + i)
         paths.join(*((slot, None) for slot in at))
@@ -40,14 +40,14 @@ def control_flow(node: gs.Node) -> Rule:
 
 
 def ports(node: gs.Node, inner: Sequence[gs.Graph]) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-    """What a node reads, the results of its bodies included, and what it makes, with what it hands
-    its bodies."""
+    """The tensors that a node reads (its operands, the results of its bodies) and those that it
+    makes (its results, the operands of its bodies)."""
     operands = [*node.inputs, *(t for body in inner for t in body.outputs)]
     return operands, [*node.outputs, *(t for body in inner for t in body.inputs)]
 
 
 class _Paths:
-    """Tensors that are one value in several places; by where they stand among the ports."""
+    """Groups of tensors that are one value in several places, by their index among the ports."""
 
     def __init__(self, node: gs.Node) -> None:
         operands, results = ports(node, bodies(node))
@@ -60,8 +60,8 @@ class _Paths:
         self.whole: dict[str, str] = {}
 
     def join(self, *path: tuple[int, int | None]) -> None:
-        """Gives all dimensions but the axis along which a tensor is taken apart, or put together,
-        in steps the same factors; none where a rank is not known, or changes."""
+        """Gives the tensors of a path the same factors in all dimensions, except in a scan axis,
+        which is given with the tensor. Does nothing if a rank is unknown or changes."""
         used = [(slot, axis) for slot, axis in path if self.ports[slot].name]
         shapes = [list(tensor_shape(self.ports[slot]) or ()) for slot, _ in used]
         known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)

@@ -32,10 +32,10 @@ class Parts:
 
 
 def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
-    """`n (g c) h w, (g o) c _ _ -> n (g o) y x`; None for channels that only a run can tell.
+    """`n (g c) h w, (g o) c _ _ -> n (g o) y x`; None if the number of channels is data-dependent.
 
-    The fields lower the node where space is split; what they lower keeps the node's other
-    operands, in their places, and its op.
+    The fields lower the node if space is split; the lowered node keeps its op and its other
+    operands.
     """
     image, kernel = (tensor_shape(node.inputs[i]) or () for i in (0, weight))
     out = tensor_shape(node.outputs[0]) or ()
@@ -48,7 +48,7 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
     groups: dict[str, Any] = {"group": lambda local: local.size("g")} if group > 1 else {}
     local = dict(groups)
     if space.covered:
-        local["kernel_shape"] = lambda _: None  # that of the rank's part of the weight
+        local["kernel_shape"] = lambda _: None  # inferred from the rank's shard of the weight
     return Parts(
         dims_text(["n", c, *space.before]),
         dims_text([*([c, "o"] if node.op == "ConvTranspose" else [o, "c"]), *window]),
@@ -66,8 +66,8 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
 
 
 def _blank(node: gs.Node) -> Any:
-    """An element that does in a window what padding does; of quantized images, the operand that is
-    their zero point."""
+    """An element that has the effect of padding in a window: 0, or for quantized images the index
+    of the operand with their zero point."""
     point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
     dtype = dtype_of(node.inputs[0])
     if point is None or (node.op == "ConvInteger" and given(node, point) is None):
@@ -77,7 +77,7 @@ def _blank(node: gs.Node) -> Any:
 
 @rule("Conv ConvTranspose")
 def convolution(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; c is reduced and the bias added once."""
+    """`n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; c is summed, the bias is added once."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -96,7 +96,7 @@ def convolution(node: gs.Node) -> Rule:
 
 @rule("ConvInteger")
 def convolution_integer(node: gs.Node) -> Rule:
-    """As Conv; zero points are subtracted before the product, on every part."""
+    """As Conv; every shard subtracts zero points before the product."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -107,7 +107,7 @@ def convolution_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearConv")
 def qlinear_convolution(node: gs.Node) -> Rule:
-    """As Conv; where c is split, sums of 32 bits meet before they are scaled."""
+    """As Conv; if c is split, ranks add 32-bit sums before they scale them."""
     parts = convolution_parts(node, 3)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -127,15 +127,15 @@ def qlinear_convolution(node: gs.Node) -> Rule:
 def _lower_quantized(
     node: gs.Node, by_windows: Callable[[Lowering], None]
 ) -> Callable[[Lowering], None]:
-    """Lowers to a sum of integers where channels are split, else to the op on other windows."""
+    """Lowers to a sum of integers if channels are split, else to the op on the rank's windows."""
     space = windows(node, (tensor_shape(node.inputs[3]) or ())[2:])
 
     def lower(build: Lowering) -> None:
         if not build.local.is_split("c"):
             by_windows(build)
             return
-        x, told = space.read(build, build.input(0), _blank(node))
-        attrs = space.attributes(node, told)
+        x, padded = space.read(build, build.input(0), _blank(node))
+        attrs = space.attributes(node, padded)
         if node.attrs.get("group", 1) > 1:
             attrs["group"] = lambda local: local.size("g")
         lower_quantized_convolution("c", x, **attrs)(build)

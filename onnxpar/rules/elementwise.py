@@ -14,7 +14,8 @@ from onnxpar.rules.rule import FIRST, Rule, rule
 
 
 def broadcast(node: gs.Node, **fields: Any) -> Rule:
-    """Every operand aligned at the last dimension; a dimension of one element meets any other."""
+    """The rule of NumPy broadcasting: operands are aligned at the last dimension, and dimensions of
+    one element match any size."""
     shapes = [tensor_shape(t) if t.name else None for t in node.inputs]
     out = tensor_shape(node.outputs[0]) or ()
     sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(out) if s != 1}
@@ -39,7 +40,7 @@ def each(node: gs.Node) -> frozenset[int]:
 
 @rule("Add", "Sum")
 def add(node: gs.Node) -> Rule:
-    """`d0 d1, d1 -> d0 d1`, jointly linear in all operands; floats increase in each."""
+    """`d0 d1, d1 -> d0 d1`, jointly linear in all operands; for floats, non-decreasing in each."""
     increasing = each(node) if is_float(node.outputs[0]) else frozenset[int]()
     return broadcast(node, linear=(each(node),), monotone=increasing)
 
@@ -53,7 +54,7 @@ def sub(node: gs.Node) -> Rule:
 
 @rule("Mean")
 def mean(node: gs.Node) -> Rule:
-    """As Sum, over the number of operands."""
+    """As Sum, divided by the number of operands."""
     return broadcast(node, linear=(each(node),) if is_float(node.outputs[0]) else ())
 
 
@@ -83,7 +84,7 @@ def where(node: gs.Node) -> Rule:
 
 @rule("Identity")
 def identity(node: gs.Node) -> Rule:
-    """Whatever is pending passes."""
+    """Partial results of any kind pass."""
     return broadcast(node, linear=(FIRST,), monotone=FIRST)
 
 
@@ -95,7 +96,7 @@ def neg(node: gs.Node) -> Rule:
 
 @rule("Cast")
 def cast(node: gs.Node) -> Rule:
-    """Linear towards a wider floating-point type; non-decreasing from numbers to any of them."""
+    """Linear if the result is a wider floating-point type; non-decreasing if both are numbers."""
     before, after = (dtype_of(t) for t in (node.inputs[0], node.outputs[0]))
     if before is None or after is None or not is_float(node.outputs[0]):
         return broadcast(node)
@@ -111,14 +112,14 @@ def cast(node: gs.Node) -> Rule:
 
 @rule("CastLike")
 def cast_like(node: gs.Node) -> Rule:
-    """Of the second operand only the type counts, whatever its shape."""
+    """As Cast; only the type of the second operand matters, not its shape."""
     aligned = broadcast(node)
     return Rule((aligned.inputs[0], None), aligned.outputs, aligned.sizes)
 
 
 @rule("Dropout")
 def dropout(node: gs.Node) -> Rule:
-    """Identity, and a mask of ones, unless it is training."""
+    """Without training: an Identity, and a mask of ones."""
     training = given(node, 2)
     if training is not None:
         value = constant(training)
@@ -133,7 +134,7 @@ def dropout(node: gs.Node) -> Rule:
     "Relu Sigmoid Tanh Exp Erf Ceil Floor Round Softplus Sign Clip",
 )
 def monotone(node: gs.Node) -> Rule:
-    """Non-decreasing functions of operand 0, at the infinities too."""
+    """Functions that are non-decreasing in operand 0, also at the infinities."""
     return broadcast(node, monotone=FIRST)
 
 
@@ -156,5 +157,5 @@ def elementwise(node: gs.Node) -> Rule:
 
 @rule("BitCast")
 def bit_cast(node: gs.Node) -> Rule:
-    """Elements of the same number of bits; nothing that is pending passes."""
+    """Reinterprets elements, with the same number of bits; no partial result passes."""
     return broadcast(node)

@@ -1,8 +1,8 @@
 """GatherND and ScatterND, whose indices are tuples.
 
-Where a column of constant indices counts along one of their own dimensions, as in the masks that
-torch exports, the dimension that it picks from is that dimension, and each rank's indices count in
-its own part.
+If a column of constant indices counts up along one dimension of the indices (as in the masks that
+torch exports), that dimension and the one it indexes share a factor, and each rank's indices count
+in its own shard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PICKED = "the indices into it are not consecutive"
 class Run:
     """A column that counts up by one from `start`, `count` times, along dimension `along`.
 
-    A column of one and the same index counts once, along none.
+    A column that repeats a single index has `count` 1 and no `along`.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Run:
 
 
 def find_runs(indices: gs.Tensor, data: Sequence[Size]) -> list[Run | None]:
-    """The run in each column of constant indices into `data`; None where there is none."""
+    """The run in each column of constant indices into `data`; None for a column without one."""
     values = constant(indices)
     width = (tensor_shape(indices) or ())[-1] or 0
     if values is None or not values.size:
@@ -64,7 +64,8 @@ def _find_run(values: Array) -> Run | None:
 
 
 class Columns:
-    """The dimensions that the columns of indices over `at` pick from, as rule text."""
+    """The dimensions that the columns of indices select from, as rule text; `at` are the
+    dimensions of the indices."""
 
     def __init__(self, indices: gs.Tensor, data: Sequence[Size], at: Sequence[str]) -> None:
         self.runs = find_runs(indices, data)
@@ -89,7 +90,7 @@ class Columns:
 
     @property
     def local(self) -> dict[str | int, Callable[[Local], Any]]:
-        """The indices of a part, where some column is a run."""
+        """The local indices of a shard, if a column is a run."""
         return {1: self._local_indices} if any(self.runs) else {}
 
     def _local_indices(self, local: Local) -> Array:
@@ -105,8 +106,8 @@ class Columns:
 
 @rule("GatherND")
 def gather_nd(node: gs.Node) -> Rule:
-    """`b t u d, b i 2 -> b i d`; constant indices may count along t and u, else each part gives
-    zeros for what it does not hold. Tuples of one index look rows up as Gather does."""
+    """`b t u d, b i 2 -> b i d`; if constant indices do not count along t and u, each shard gives
+    zeros for elements that it does not hold. Tuples of one index are lowered as in Gather."""
     data, indices = (tensor_shape(t) or () for t in node.inputs)
     batch = node.attrs.get("batch_dims", 0)
     shared = names("b", batch)
@@ -144,7 +145,7 @@ def gather_nd(node: gs.Node) -> Rule:
 
 
 def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[Lowering], None]:
-    """Picks what this rank holds, and gives zero elsewhere."""
+    """Gathers the elements that the rank holds, and gives zeros for others."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -165,8 +166,10 @@ def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[L
 def local_tuples(
     build: Lowering, dims: Sequence[str], elsewhere: Callable[[Local], Any]
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Nodes that turn tuples of global into tuples of local indices (`elsewhere` where not held),
-    and a mask of those held; an index beyond the whole dimension stays beyond the part."""
+    """Tuples of local indices (`elsewhere` for elements of other ranks), and a mask of those held.
+
+    An index beyond the whole dimension stays beyond the shard, so that the kernel refuses it.
+    """
 
     def starts(local: Local) -> Array:
         return int64([local.interval(d)[0] if local.is_split(d) else 0 for d in dims])
@@ -190,8 +193,8 @@ def local_tuples(
 
 @rule("ScatterND")
 def scatter_nd(node: gs.Node) -> Rule:
-    """`t u d, i 2, i d -> t u d`; constant indices may count along t and u, else each part leaves
-    out the updates of others. Parts of i make a pending sum (max, min) where updates are added."""
+    """`t u d, i 2, i d -> t u d`; if constant indices do not count along t and u, each shard skips
+    the updates of others. Splitting i gives a partial sum (max, min) if updates are reduced so."""
     data, indices = (tensor_shape(t) or () for t in node.inputs[:2])
     at = names("i", len(indices) - 1)
     rest = names("d", len(data) - (indices[-1] or 0))
@@ -224,7 +227,7 @@ def scatter_nd(node: gs.Node) -> Rule:
 
 
 def _lower_scatter(dims: Sequence[str]) -> Callable[[Lowering], None]:
-    """Writes what falls into this rank's part."""
+    """Writes the updates that fall into the rank's shard."""
 
     def lower(build: Lowering) -> None:
         split = [i for i, dim in enumerate(dims) if build.local.is_split(dim)]

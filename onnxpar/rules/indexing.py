@@ -1,4 +1,4 @@
-"""Ops that pick elements along one dimension by index."""
+"""Ops that select elements along one dimension by index."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 SELECTED = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "uint32")
-"""Types that Where selects among."""
+"""Types that Where supports."""
 _PICKED = "the choice of elements is data-dependent"
 _CAST = ("int16", "uint16", "uint64", "bfloat16")
-"""Types that are selected as another, which holds all their values."""
+"""Types that are cast before a Where, to a type that holds all their values."""
 
 
 @rule("Gather")
 def gather(node: gs.Node) -> Rule:
-    """`v d, i -> i d`: a split table gives each rank the rows it holds and zeros for the others.
+    """`v d, i -> i d`: if v is split, each rank gives the rows that it holds, and zeros for others.
 
     Constant indices that count up are a slice: `(before + (i j) + after) d, _ -> i j d`.
     """
@@ -45,7 +45,7 @@ def gather(node: gs.Node) -> Rule:
 
 
 def run_start(index: gs.Tensor, size: Size) -> int | None:
-    """The first of constant indices that count up by one, row by row; None where they do not."""
+    """The first of constant indices that count up by one, row by row; None if they do not."""
     values = constant(index)
     if values is None or size is None or not values.size:
         return None
@@ -56,9 +56,9 @@ def run_start(index: gs.Tensor, size: Size) -> int | None:
 def run_segments(
     at: Sequence[str], index: Sequence[Size], rows: int, start: int
 ) -> tuple[str, dict[str, Any]]:
-    """The dimension that a constant run slices as text, and the fields of its rule.
+    """The dimension that a run of constant indices slices, as rule text, and the rule's fields.
 
-    The segment that is kept is the product of the index's dimensions.
+    The kept segment is the product of the index's dimensions.
     """
     kept = [dim for dim, size in zip(at, index, strict=True) if size != 1] or ["one"]
 
@@ -81,7 +81,7 @@ def run_segments(
 
 @rule("GatherElements")
 def gather_elements(node: gs.Node) -> Rule:
-    """`v (d + r) e, i d e -> i d e`, as Gather; r is what the indices do not cover."""
+    """`v (d + r) e, i d e -> i d e`, as Gather; the indices do not cover r."""
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
     dims, at = names("d", len(data)), names("d", len(data))
@@ -95,7 +95,8 @@ def gather_elements(node: gs.Node) -> Rule:
 def uncovered(
     dims: list[str], axis: int, data: Sequence[Size], index: Sequence[Size]
 ) -> dict[str, Size]:
-    """Makes `(d + r)` of the dimensions whose first elements alone are indexed; sizes of these."""
+    """Replaces in `dims` each dimension that is only partly indexed by `(d + r)`; returns the sizes
+    of the new factors."""
     sizes: dict[str, Size] = {}
     for i, (size, covered) in enumerate(zip(data, index, strict=True)):
         if i != axis and size != covered:
@@ -106,9 +107,9 @@ def uncovered(
 
 
 def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[str, Any]:
-    """The fields of a rule that looks factor `v`, the axis of operand 0, up by indices over `at`.
+    """The fields of a rule for a lookup in factor `v`, the axis of operand 0, by indices over `at`.
 
-    The result has `trailing` more dimensions behind those of the indices.
+    The result has `trailing` more dimensions after those of the indices.
     """
     rows = (tensor_shape(node.inputs[0]) or ())[axis]
     if rows is None or not is_summable(node.inputs[0]):
@@ -118,18 +119,19 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
 
 
 def is_summable(data: gs.Tensor) -> bool:
-    """Whether a sum joins elements of which all but one are zero."""
+    """True if a sum over ranks, all but one of which give zero, returns the element exactly."""
     return str(dtype_of(data)) in (*SELECTED, *_CAST, "bool")
 
 
 def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The field of a rule that says how parts join that are zero but for what a rank holds."""
+    """The `reduce` field of a rule whose shards are zero except for the elements that a rank
+    holds."""
     op = "max" if dtype_of(node.inputs[0]) == np.bool_ else "sum"
     return {"reduce": dict.fromkeys(factors, op)}
 
 
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
-    """Makes the result of what the rank holds, and of zeros elsewhere."""
+    """Computes the result: the selected rows where the rank holds them, zeros elsewhere."""
     dtype = dtype_of(build.local.node.outputs[0])
     if dtype == np.bool_:
         build.finish("And", [held, rows])
@@ -145,7 +147,7 @@ def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
 def lower_lookup(
     rows: int, axis: int, at: Sequence[str], trailing: int
 ) -> Callable[[Lowering], None]:
-    """Looks up the local row where this rank holds it, and gives zero elsewhere."""
+    """Looks up the rows that the rank holds, and gives zeros for others."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -167,7 +169,7 @@ def lower_lookup(
 def _constant_rows(
     build: Lowering, rows: int, index: Array, at: Sequence[str], trailing: int
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Local rows of constant indices (0 where not held), and a mask of those held."""
+    """Local rows of constant indices (0 for rows of other ranks), and a mask of those held."""
 
     def row(local: Local) -> Array:
         part = index[np.ix_(*(_positions(local, dim) for dim in at))] if at else index
@@ -188,11 +190,11 @@ def _positions(local: Local, dim: str) -> Array:
 def local_rows(
     build: Lowering, rows: int, elsewhere: Callable[[Local], int] = lambda _: 0
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Nodes that turn global into local rows (`elsewhere` where not held), and a mask of those
+    """Local rows of computed indices (`elsewhere` for rows of other ranks), and a mask of those
     held.
 
-    A constant map from global to local rows is needed only where a rank's rows are not one run. An
-    index beyond the whole table stays beyond the part, so that the runtime refuses it as it would.
+    Only if a rank's rows are not contiguous, this needs a constant map from global to local rows.
+    An index beyond the whole table stays beyond the shard, so that the kernel refuses it as usual.
     """
     dtype = dtype_of(build.local.node.inputs[1])
     assert dtype is not None
@@ -214,14 +216,14 @@ def local_rows(
 
 
 def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:
-    """Whether rows stand in [0, count)."""
+    """True for rows in [0, count)."""
     dtype = dtype_of(build.local.node.inputs[1])
     above = build.add("Greater", [row, np.array(-1, dtype)])
     return build.add("And", [build.add("Less", [row, count]), above])
 
 
 def _row_map(local: Local, rows: int) -> Array:
-    """For each global row its local position, or -1 where it is not held."""
+    """The local position of each global row; -1 for rows of other ranks."""
     held = local.positions("v")
     table = np.full(rows, -1, np.int64)
     table[held] = np.arange(len(held))
@@ -230,7 +232,7 @@ def _row_map(local: Local, rows: int) -> Array:
 
 @rule("Compress")
 def compress(node: gs.Node) -> Rule:
-    """`d v, c -> d w`: only what is picked along is whole."""
+    """`d v, c -> d w`: only the dimension of the selection is whole."""
     axis = node.attrs.get("axis")
     rank = len(tensor_shape(node.inputs[0]) or ())
     before, after = names("d", rank), names("d", rank)

@@ -1,7 +1,7 @@
-"""Which elements, in which shares, make each element of a resized dimension.
+"""The elements and weights from which a Resize interpolates each element of a dimension.
 
-In float32 and in the order of onnxruntime's own arithmetic, so that ties between neighbours fall to
-the same side.
+Computed in float32 and in the order of onnxruntime's own arithmetic, so that ties between
+neighbours are resolved in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HALF = F(0.5)
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a dimension of `size` elements becomes one of `out`; `region` is for cropping."""
+    """The resizing of a dimension from `size` to `out` elements; `region` is for cropping."""
 
     size: int
     out: int
@@ -29,19 +29,20 @@ class Scaling:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     region: tuple[float, float] = (0.0, 1.0)
     is_simple: bool = False
-    """Before opset 11: nearest is the lower neighbour, or the upper where it shrinks."""
+    """True before opset 11: nearest is the lower neighbour, or the upper if the dimension
+    shrinks."""
 
     @property
     def transformation(self) -> str:
-        """How coordinates of the result are mapped to those of the operand."""
+        """The mode that maps coordinates of the result to those of the operand."""
         default = "asymmetric" if self.is_simple else "half_pixel"
         return str(self.attrs.get("coordinate_transformation_mode", default))
 
 
 @dataclass(frozen=True, eq=False)
 class Taps:
-    """For each result the elements that it is made of and their weights, a row each, and which
-    results lie outside of the operand."""
+    """The elements of each result and their weights, one row per result, and a mask of results
+    that lie outside of the operand."""
 
     index: Array
     weight: Array
@@ -60,7 +61,7 @@ def taps(scaling: Scaling) -> Taps:
 
 
 def coordinates(scaling: Scaling) -> Array:
-    """Where each result lies among the elements."""
+    """The coordinate of each result among the elements."""
     at, scale = np.arange(scaling.out, dtype=F), F(scaling.scale)
     size, out = F(scaling.size), F(scaling.out)
     how = scaling.transformation
@@ -139,7 +140,7 @@ _FILTERS = {"linear": (_linear_filter, 1), "cubic": (_cubic_filter, 2)}
 
 
 def _smooth(scaling: Scaling, at: Array) -> tuple[Array, Array]:
-    """With antialias: the filter grows as the dimension shrinks."""
+    """Taps with antialias: the filter widens as the dimension shrinks."""
     kernel, reach = _FILTERS[scaling.mode]
     grown = max(F(1) / F(scaling.scale), F(1))
     centre = at + HALF

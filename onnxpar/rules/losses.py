@@ -1,4 +1,4 @@
-"""Losses over classes; where classes are split, the ranks exchange a few numbers per row."""
+"""Losses over classes; if classes are split, the ranks exchange a few numbers per row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 @rule("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")
 def class_loss(node: gs.Node) -> Rule:
-    """`n c s, n s, c -> n s` across c; a sum or a mean is across n and s, too."""
+    """`n c s, n s, c -> n s`, with communication over c; for a sum or a mean, also over n and s."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("s", len(shape) - 2)
     scores, labels = dims_text(["n", "c", *space]), dims_text(["n", *space])
@@ -41,7 +41,7 @@ def class_loss(node: gs.Node) -> Rule:
 
 @dataclass(frozen=True)
 class _Loss:
-    """What a loss is made of, on parts; `rows` are the factors that it is reduced over."""
+    """Lowers a loss; `rows` are the factors over which it is reduced."""
 
     op: str
     reduction: str
@@ -49,7 +49,8 @@ class _Loss:
     rows: list[str]
 
     def lower(self, build: Lowering) -> None:
-        """The scores of the labels that this rank holds, weighted, and zero for the others."""
+        """Computes the weighted scores of labels whose class the rank holds, zeros for others, and
+        sums them over the ranks."""
         node = build.local.node
         counts = math.prod(s for i, s in enumerate(node.inputs[0].shape) if i != 1)
         scores = widen(build, build.input(0))
@@ -81,12 +82,13 @@ class _Loss:
             finish(build, "Div", [loss, self._sum(build, weights)])
 
     def _sum(self, build: Lowering, x: gs.Tensor) -> gs.Tensor:
-        """The sum over all rows of all parts."""
+        """The sum over all rows of all shards."""
         return build.all_reduce(build.add("ReduceSum", [x], keepdims=0), ["c", *self.rows])
 
     def _local_labels(self, build: Lowering) -> tuple[gs.Tensor, gs.Tensor]:
-        """Labels counted from the rank's first class (0 where they are elsewhere), and a mask of
-        those that count here; a label beyond all classes stays beyond, and is refused."""
+        """Labels relative to the rank's first class (0 for classes of other ranks), and a mask of
+        those that the rank counts. A label beyond all classes stays beyond, so that the kernel
+        refuses it."""
         label = build.input(1)
         classes = build.local.node.inputs[0].shape[1]
         dtype = dtype_of(label)
@@ -108,7 +110,7 @@ class _Loss:
 
 
 def _log_softmax(build: Lowering, scores: gs.Tensor) -> gs.Tensor:
-    """Logarithms of probabilities, of the rank's classes."""
+    """The log-probabilities of the rank's classes."""
     largest = build.add("ReduceMax", [scores], axes=[1], keepdims=1)
     shifted = build.add("Sub", [scores, build.all_reduce(largest, ["c"], "max")])
     powers = build.add("Exp", [shifted])
@@ -116,6 +118,6 @@ def _log_softmax(build: Lowering, scores: gs.Tensor) -> gs.Tensor:
 
 
 def _within(build: Lowering, index: gs.Tensor, count: Any) -> gs.Tensor:
-    """Whether indices stand in [0, count)."""
+    """True for indices in [0, count)."""
     above = build.add("Greater", [index, like(index, -1)])
     return build.add("And", [build.add("Less", [index, count]), above])

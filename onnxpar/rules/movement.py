@@ -16,26 +16,26 @@ from onnxpar.rules.notation import ONE, Expr, Prod, Spec, Var
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
 
 PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
-"""For ops that only move elements of operand 0: whatever is pending passes."""
+"""Fields for ops that only move elements of operand 0: partial results of any kind pass."""
 
 
 def int64(values: Sequence[int]) -> np.ndarray[Any, Any]:
-    """A shape-like constant."""
+    """An int64 array, as ONNX wants shapes, axes and bounds."""
     return np.array(values, np.int64)
 
 
 def output_shape(local: Local) -> np.ndarray[Any, Any]:
-    """The local shape of result 0, as ONNX wants shapes."""
+    """The shape of the rank's shard of result 0, as an int64 array."""
     return int64(local.output_shape(0))
 
 
 def regroup(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Spec, Spec, dict[str, Size], list[str]]:
-    """The factors that two row-major shapes of one size have in common.
+    """The factors that two row-major shapes with equally many elements have in common.
 
-    Returns both specs, the factors' sizes, and the factors that stand on one side only (they must
-    stay whole): `(4 6) -> (6 4)` shares a leading 2 and nothing else.
+    Returns both specs, the factors' sizes, and the factors that only one shape has (they must stay
+    whole): `(4 6) -> (6 4)` shares a leading 2 and nothing else.
     """
     sizes: dict[str, Size] = {}
     sides: tuple[list[list[Expr]], list[list[Expr]]] = ([[] for _ in before], [[] for _ in after])
@@ -91,7 +91,7 @@ def reshape(node: gs.Node) -> Rule:
 
 @rule("Squeeze")
 def squeeze(node: gs.Node) -> Rule:
-    """As Reshape; its axes are spelled out, since a part of one element is not to be dropped."""
+    """As Reshape; its axes become explicit, as it must not drop a shard of one element."""
     same = reshape(node)
     if "axes" in node.attrs or given(node, 1) is not None:
         return same
@@ -99,7 +99,7 @@ def squeeze(node: gs.Node) -> Rule:
 
 
 def lower_squeeze(build: Lowering) -> None:
-    """Drops the dimensions that the global tensor drops."""
+    """Adds a Squeeze of the dimensions that have one element in the global tensor."""
     shape = tensor_shape(build.local.node.inputs[0]) or ()
     axes = [i for i, size in enumerate(shape) if size == 1]
     build.finish("Squeeze", [build.input(0)], axes=axes)
@@ -123,7 +123,7 @@ def transpose(node: gs.Node) -> Rule:
 
 @rule("Expand")
 def expand(node: gs.Node) -> Rule:
-    """As broadcasting against the target shape, which follows the local result."""
+    """Broadcasting to the target shape; a rank's target is the shape of its shard."""
     if None in (tensor_shape(node.outputs[0]) or ()):
         return whole_rule(node, "a data-dependent shape")
     aligned = broadcast(node)
@@ -162,7 +162,7 @@ def tile(node: gs.Node) -> Rule:
 
 @rule("ConstantOfShape")
 def constant_of_shape(node: gs.Node) -> Rule:
-    """`_ -> d0 d1`: every rank fills its own part."""
+    """`_ -> d0 d1`: every rank fills its own shard."""
     if constant(node.inputs[0]) is None:
         return whole_rule(node, "a data-dependent shape")
     shape = tensor_shape(node.outputs[0]) or ()

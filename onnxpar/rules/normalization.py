@@ -1,4 +1,4 @@
-"""Ops that normalise over axes; where those are split, the ranks exchange sums."""
+"""Ops that normalise over axes; if these are split, the ranks exchange sums."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _dims(node: gs.Node) -> list[str]:
 
 @rule("Softmax LogSoftmax")
 def softmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1` across its axis (before opset 13: all from its axis on)."""
+    """`d0 d1 -> d0 d1`, with communication over its axis (before opset 13: all dimensions from its
+    axis on)."""
     dims = _dims(node)
     since13 = node.attrs.get("onnxpar.opset", 13) >= 13
     axis = node.attrs.get("axis", -1 if since13 else 1) % max(len(dims), 1)
@@ -55,7 +56,8 @@ def softmax(node: gs.Node) -> Rule:
 
 @rule("LayerNormalization RMSNormalization")
 def layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, h, h -> b s h ; b s 1 ; b s 1` across everything from its axis on."""
+    """`b s h, h, h -> b s h ; b s 1 ; b s 1`, with communication over all dimensions from its axis
+    on."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % len(dims)
     operands = [dims_text(dims), *(_aligned(dims, t) for t in node.inputs[1:])]
@@ -109,7 +111,7 @@ def skip_layer_normalization(node: gs.Node) -> Rule:
 
 @rule("LpNormalization")
 def lp_normalization(node: gs.Node) -> Rule:
-    """`a b -> a b` across its axis; where all is zero, it stays so."""
+    """`a b -> a b`, with communication over its axis; zeros stay zeros where the norm is 0."""
     dims = _dims(node)
     text = dims_text(dims)
     axis = node.attrs.get("axis", -1) % len(dims)
@@ -130,13 +132,13 @@ def lp_normalization(node: gs.Node) -> Rule:
 
 @rule("MeanVarianceNormalization")
 def mean_variance_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w` across its axes."""
+    """`n c h w -> n c h w`, with communication over its axes."""
     dims = _dims(node)
     text = dims_text(dims)
     axes = sorted(a % len(dims) for a in node.attrs.get("axes", [0, 2, 3]))
     factors = [dims[a] for a in axes]
     sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
-    # float32 has a kernel of its own, without the definition's epsilon
+    # onnxruntime's float32 kernel does without the epsilon of ONNX's definition
     epsilon = 0.0 if str(dtype_of(node.inputs[0])) == "float32" else 1e-9
 
     def lower(build: Lowering) -> None:

@@ -1,4 +1,4 @@
-"""Pad: a rank pads the ends of the whole, not those of its part."""
+"""Pad: a rank pads the ends of the whole dimension, not those of its shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODES = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}
 
 @dataclass(frozen=True)
 class _Constant:
-    """A dimension of `size` elements with a constant before and behind."""
+    """A dimension of `size` elements with a constant before and after."""
 
     before: str
     after: str
@@ -29,13 +29,13 @@ class _Constant:
     pads: Pads
 
     def held(self, local: Local) -> Pads:
-        """The elements between the padding; any one where there is none."""
+        """The range of elements between the rank's padding; one element if the range is empty."""
         start, end = self._wanted(local)
         first = min(max(start, 0), self.size - 1)
         return first, min(max(end, first + 1), self.size)
 
     def padding(self, local: Local) -> Pads:
-        """The rank's own padding; the one element of a part without any goes."""
+        """The rank's padding; negative to drop the one element of an empty range."""
         start, end = self._wanted(local)
         if end <= 0:
             return end - start, -1
@@ -50,7 +50,8 @@ class _Constant:
 
 @rule("Pad")
 def pad(node: gs.Node) -> Rule:
-    """`a h -> a y`, h tied to y where it is padded; linear if the padding is zero or copied."""
+    """`a h -> a y`: padded dimensions h and y are co-sharded; linear if the padding is zeros or
+    copies."""
     found = _padding(node)
     if found is None:
         return whole_rule(node, "data-dependent padding")
@@ -87,7 +88,7 @@ def _pair(i: int) -> tuple[str, str]:
 
 
 def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
-    """The padding of every dimension, and whether it is of zeros; None for what is not constant."""
+    """The padding of every dimension, and True if it is zeros; None if it is not constant."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     amounts, axes = given(node, 1), given(node, 3)
     values = node.attrs.get("pads") if amounts is None else constant(amounts)
@@ -103,7 +104,7 @@ def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
 
 
 def _copied(size: int, pads: Pads, mode: str) -> Array:
-    """The element behind each of the padded dimension."""
+    """The index of the element that each position of the padded dimension copies."""
     begin, end = pads
     kept = np.arange(size)[max(-begin, 0) : size - max(-end, 0)]
     how: Any = _MODES[mode]

@@ -18,7 +18,8 @@ from onnxpar.rules.windows import Windows, lower_windows, windows
 
 @rule("MaxPool AveragePool LpPool")
 def pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`, h tied to y; indices of a maximum count through the whole tensor."""
+    """`n c h w -> n c y x`, h and y co-sharded; the indices of maxima are positions in the whole
+    tensor."""
     space = windows(node, node.attrs["kernel_shape"])
     before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
     if len(node.outputs) > 1 and node.outputs[1].name:
@@ -41,7 +42,7 @@ def pool(node: gs.Node) -> Rule:
 
 
 def _blank(node: gs.Node) -> Any:
-    """An element that does in a window what padding does, None where there is none."""
+    """An element that has the effect of padding in a window; None if there is none."""
     dtype = dtype_of(node.inputs[0]) or np.dtype(np.float32)
     if node.op == "MaxPool":
         return np.array(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
@@ -50,7 +51,7 @@ def _blank(node: gs.Node) -> Any:
 
 
 def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering], None]:
-    """Turns each index into the part's image into one into the whole tensor."""
+    """Converts indices into the rank's image to indices into the whole tensor."""
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
@@ -75,8 +76,8 @@ def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering]
 
 
 def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = None) -> Array:
-    """Where the image of each batch element and channel begins, in the whole tensor of that shape
-    or in what the rank reads of it."""
+    """The first index of the image of each batch element and channel, in the whole tensor of that
+    shape, or in the elements that the rank reads if `shape` is None."""
     n, c = (local.positions(f) for f in "nc")
     if shape is None:
         spans = [_span(space, local, i) for i in range(len(space.before))]
@@ -87,7 +88,7 @@ def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = N
 
 
 def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
-    """The start of what the rank reads of a spatial dimension, or its size."""
+    """The start, or the size, of the range of a spatial dimension that the rank reads."""
 
     def value(local: Local) -> Array:
         first, end = _span(space, local, i)
@@ -97,7 +98,7 @@ def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
 
 
 def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
-    """Which elements of a spatial dimension the rank reads."""
+    """The range of a spatial dimension that the rank reads."""
     if i in space.tied and local.is_split(f"h{i}"):
         return space.tied[i].held(local.interval(f"y{i}"))
     return local.interval(space.before[i])
@@ -105,8 +106,8 @@ def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
 
 @rule("GlobalAveragePool GlobalMaxPool GlobalLpPool")
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1`, space reduced; a mean of parts counts by their sizes, a norm is the
-    norm of their norms."""
+    """`n c h w -> n c 1 1`, space reduced: a mean is the sum of the shards' means weighted by size,
+    a norm the norm of the shards' norms."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("h", len(shape) - 2)
     text = f"{dims_text(['n', 'c', *space])} -> {dims_text(['n', 'c', *['1'] * len(space)])}"
@@ -131,7 +132,7 @@ def global_pool(node: gs.Node) -> Rule:
 
 
 def _lower_norm(builder: Lowering, space: Sequence[str], power: int) -> None:
-    """The norm of the norms of the parts."""
+    """Computes the norm of the shards' norms."""
     node = builder.local.node
     dtype = dtype_of(node.outputs[0])
     image = builder.input(0)

@@ -1,7 +1,7 @@
 """Quantization: scales of a whole tensor, of an axis, or of blocks of it.
 
-Sums of products of integers meet across ranks as integers, before they are scaled and rounded, so
-that bits are those of the whole op.
+Ranks add sums of integer products as integers, before they scale and round them, so that results
+equal those of the unsplit op bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def quantize(node: gs.Node) -> Rule:
     """`a b, b, b -> a b` per axis, `a b, (), () -> a b` per tensor, `a (n b), a n -> a (n b)` in
     blocks of b.
 
-    onnxruntime makes one node of a product and its weight's DequantizeLinear, where that is stored,
-    and may round the product's first operand there: so stored integers are not gathered.
+    onnxruntime fuses a product with the DequantizeLinear of a stored weight, and may then round the
+    product's first operand: so stored integers are never gathered.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
@@ -61,7 +61,7 @@ def _per_axis(tensor: gs.Tensor, dim: str) -> str:
 
 @rule("DynamicQuantizeLinear")
 def dynamic_quantize(node: gs.Node) -> Rule:
-    """`a b -> a b ; () ; ()`: the range is that of all parts."""
+    """`a b -> a b ; () ; ()`: the range covers all shards."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     everything = frozenset(dims)
@@ -75,7 +75,7 @@ def dynamic_quantize(node: gs.Node) -> Rule:
 
 
 def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
-    """Lowers to the op's definition, with a range that the ranks agree on."""
+    """Lowers to the op's definition, with the range of all ranks' elements."""
 
     def lower(build: Lowering) -> None:
         zero, one = np.float32(0), np.float32(1)
@@ -102,7 +102,7 @@ def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
 
 
 def integer_product(contracted: str) -> dict[str, Any]:
-    """The fields of a rule of QLinearMatMul or QGemm whose contracted factor may be split."""
+    """The fields of a rule of QLinearMatMul or QGemm that allow to split the contracted factor."""
     across = frozenset({contracted})
 
     def lower(build: Lowering) -> None:
@@ -112,7 +112,7 @@ def integer_product(contracted: str) -> dict[str, Any]:
 
 
 class _QuantizedProduct:
-    """Builds a product of parts, the sum over ranks, and what the op does with the sum."""
+    """Builds the product of shards, the sum over ranks, and the scaling of the sum."""
 
     def __init__(self, build: Lowering, contracted: str) -> None:
         self.build = build
@@ -161,7 +161,7 @@ def as_float32(build: Lowering, index: int) -> gs.Tensor:
 
 
 def is_one_point(tensor: gs.Tensor) -> bool:
-    """Whether a zero point is one and the same for all channels."""
+    """True if all channels share one zero point."""
     if all(s == 1 for s in tensor_shape(tensor) or ()):
         return True
     values = constant(tensor)
@@ -173,7 +173,8 @@ def lower_quantized_convolution(
 ) -> Callable[[Lowering], None]:
     """Lowers QLinearConv to products of integers that are summed over ranks, then scaled.
 
-    `image` is what the rank's windows read, `attrs` are those of the rank's own convolution.
+    `image` has the elements that the rank's windows read; `attrs` are those of the rank's
+    convolution.
     """
 
     def lower(build: Lowering) -> None:

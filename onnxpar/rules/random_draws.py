@@ -1,8 +1,8 @@
-"""Random ops: a draw is that of the whole tensor, whoever needs which part of it.
+"""Random ops: a split model draws the same numbers as the unsplit one.
 
-With a seed, onnxruntime draws the same numbers in every session, run for run: each rank draws the
-whole and keeps its part, and nobody talks. Without one the op is whole, drawn on one rank and
-broadcast. Either way a split model draws what the unsplit one would.
+With a seed, onnxruntime draws the same numbers in every session, run by run: each rank draws the
+whole tensor and keeps its shard, without communication. Without a seed the op is whole: one rank
+draws and broadcasts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def random_like(node: gs.Node) -> Rule:
 def training_dropout(node: gs.Node) -> Rule:
     """`d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the whole mask, as for a tensor of ones.
 
-    onnxruntime optimizes a Dropout away, training or not, unless somebody reads its mask or it
-    makes an output of the graph; so it does here.
+    onnxruntime removes a Dropout, training or not, unless its mask has a reader or it makes an
+    output of the graph; so does this lowering.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     if "seed" not in node.attrs or None in shape:
@@ -70,6 +70,6 @@ def training_dropout(node: gs.Node) -> Rule:
 
 @rule("Bernoulli Multinomial RandomNormal RandomUniform")
 def random_draw(node: gs.Node) -> Rule:
-    """Everything whole: with a seed every rank draws it all, else one rank for the others."""
+    """All dimensions whole: with a seed, every rank draws the tensor, else one rank for all."""
     seeded = "with a seed, every rank draws all of it"
     return whole_rule(node, seeded if "seed" in node.attrs else _UNSEEDED)

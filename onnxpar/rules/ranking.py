@@ -1,4 +1,4 @@
-"""Ops that compare all elements along an axis: where the largest stand, and the k largest."""
+"""Ops that compare all elements along an axis: positions of the largest, and the k largest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def extreme_position(
 ) -> gs.Tensor:
     """The first (or last) position along a factor of operand 0's largest (or smallest) element.
 
-    The axis keeps one element. As in onnxruntime a NaN counts only where it is the first element.
+    The axis keeps one element. As in onnxruntime, a NaN counts only if it is the first element.
     """
     x = _without_nan(build, widen(build, build.input(0)), axis, factor, largest)
     reduce: ReduceOp = "max" if largest else "min"
@@ -42,13 +42,14 @@ def extreme_position(
 
 
 def _holds(build: Lowering, factor: str) -> gs.Tensor:
-    """Whether the rank holds anything of a factor."""
+    """True if the rank's shard of a factor is not empty."""
     size = build.per_rank(lambda local: np.array(local.size(factor), np.int64))
     return build.add("Greater", [size, np.array(0, np.int64)])
 
 
 def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest: bool) -> gs.Tensor:
-    """Each NaN as the least, but for one that is the first element: it is as the greatest."""
+    """`x` with each NaN replaced: by the infinity that always wins if it is the first element, else
+    by the one that never wins."""
     if not is_float(x):
         return x
     greatest = np.inf if largest else -np.inf
@@ -60,7 +61,7 @@ def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest:
 
 @rule("ArgMax ArgMin")
 def arg_extremum(node: gs.Node) -> Rule:
-    """`a b c -> a 1 c` across b."""
+    """`a b c -> a 1 c`, with communication over b."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", 0) % len(dims)
@@ -81,7 +82,8 @@ def arg_extremum(node: gs.Node) -> Rule:
 
 @rule("Hardmax")
 def hardmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1` across its axis (before opset 13: all from its axis on, whole)."""
+    """`d0 d1 -> d0 d1`, with communication over its axis (before opset 13: all dimensions from its
+    axis on are whole)."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -105,7 +107,8 @@ def hardmax(node: gs.Node) -> Rule:
 
 @rule("TopK")
 def top_k(node: gs.Node) -> Rule:
-    """`a b c, _ -> a k c ; a k c` across b: each rank offers its own best, of which all choose."""
+    """`a b c, _ -> a k c ; a k c`, with communication over b: the ranks gather the k best of each,
+    and choose among them."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", -1) % len(dims)

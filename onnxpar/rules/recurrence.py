@@ -1,5 +1,5 @@
-"""Recurrent networks: the batch passes, each direction may run on a rank of its own, and hidden
-units are split where every step may gather the state."""
+"""Recurrent networks, split by batch, by direction, or by hidden units, which gathers the state in
+every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = "every step of the recurrence needs all of it"
 @rule("LSTM GRU RNN")
 def recurrence(node: gs.Node) -> Rule:
     """`s b i, d h + .. i, d h + .. k, d h + .., b, d b h, d b h, d h + ..
-    -> s d b h ; d b h ; d b h`: b and d pass, and h over steps that gather the state.
+    -> s d b h ; d b h ; d b h`: if h is split, every step gathers the state.
 
     Weights have one segment h for each gate. k, the units that a gate reads, stays whole.
     """
@@ -53,7 +53,7 @@ def _segments(count: int) -> str:
 
 
 def _local_direction(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
-    """The attributes of one of two directions, where a rank runs only that one."""
+    """The attributes of a rank that runs only one of two directions."""
     activations = node.attrs.get("activations")
     one_way = ("forward", "reverse")
 

@@ -1,8 +1,8 @@
 """Recurrent networks whose hidden units are split: every step gathers the state for all gates.
 
-What X gives to the gates is computed for all steps at once, in front of a Scan. In its body,
-tensors have a first dimension for the directions that the rank runs: both in one Scan, so that one
-collective serves both.
+The contribution of X to the gates (X W) is computed for all steps at once, before a Scan. Tensors
+in its body have a first dimension for the directions that the rank runs: one Scan runs both, so
+that one collective serves both.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from onnxpar.rules.communicate import has_output, held_positions, like
 from onnxpar.rules.rule import Local, Lowering
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-"""How many gates each unit has, by op."""
+"""The number of gates of a unit, by op."""
 
 
 def lower(build: Lowering) -> None:
-    """Replaces a node by what a rank runs that holds parts of the hidden units."""
+    """Replaces a node on a rank that holds a shard of the hidden units."""
     _Network(build).lower()
 
 
 class _Network:
-    """A node while it is being lowered; X W R B sequence_lens initial_h initial_c P, 0 to 7."""
+    """Lowers one node; its operands 0 to 7 are X W R B sequence_lens initial_h initial_c P."""
 
     def __init__(self, build: Lowering) -> None:
         self.build = build
         self.node = node = build.local.node
         self.gates = GATES[node.op]
         self.by_batch = bool(node.attrs.get("layout"))
-        self.is_behind = node.attrs.get("linear_before_reset", 0) != 0
-        self.ways = build.local.size("d")
+        self.resets_product = node.attrs.get("linear_before_reset", 0) != 0
+        self.directions = build.local.size("d")
         self.activations = activations_of(node)
         self.peepholes: list[gs.Variable] = []
         direction = node.attrs.get("direction", "forward")
@@ -50,10 +50,10 @@ class _Network:
             peepholes = build.add("Unsqueeze", [build.input(7)], axes=[1])
             self.peepholes = self._split(peepholes, 3)
         self.recurrent = self._recurrent_weight()
-        self.recurrent_bias = self._bias_behind()
+        self.recurrent_bias = self._recurrent_bias()
         lengths = self._lengths()
         sequences = self._sequences(lengths)
-        each = len(sequences) // self.ways
+        each = len(sequences) // self.directions
         ends, ys = build.scan(
             self._step,
             states,
@@ -69,13 +69,13 @@ class _Network:
                 self._finish_end(end, lengths, output)
 
     def _directions(self, local: Local, each: int) -> list[int]:
-        """Which way each of a rank's sequences is gone through."""
+        """The scan direction of each of a rank's sequences: 0 forward, 1 reverse."""
         return [self.flags[d] for d in local.positions("d").tolist() for _ in range(each)]
 
     def _state(self, operand: int) -> gs.Tensor:
-        """A state before all steps, [ways, batch, units]; zeros where it is left out."""
+        """An initial state, [directions, batch, units]; zeros if it is absent."""
         if given(self.node, operand) is not None:
-            return self._turned(self.build.input(operand))
+            return self._transposed(self.build.input(operand))
 
         def shape(local: Local) -> Any:
             return np.array([local.size("d"), local.size("b"), local.size("h")], np.int64)
@@ -83,34 +83,34 @@ class _Network:
         zero = like(self.build.input(0), [[[0]]])
         return self.build.add("Expand", [zero, self.build.per_rank(shape)])
 
-    def _turned(self, x: gs.Tensor) -> gs.Tensor:
-        """A state with its direction first, from and to where the batch is."""
+    def _transposed(self, x: gs.Tensor) -> gs.Tensor:
+        """A state with batch and direction swapped if the node's layout has the batch first."""
         return self.build.add("Transpose", [x], perm=[1, 0, 2]) if self.by_batch else x
 
     def _recurrent_weight(self) -> list[gs.Tensor]:
-        """R as what a gathered state is multiplied by, [ways, all units, rows of gates]; cut before
-        the last gate where that reads another state."""
+        """R as a matrix to multiply a gathered state with, [directions, all units, rows of gates];
+        in two pieces if the last gate reads another state."""
         build, weight = self.build, self.build.input(2)
         order = build.gathered("h")
         if not np.array_equal(order, np.arange(len(order))):
             weight = build.add("Gather", [weight, order], axis=2)
-        turned = build.add("Transpose", [weight], perm=[0, 2, 1])
-        if self.node.op != "GRU" or self.is_behind:
-            return [turned]
+        transposed = build.add("Transpose", [weight], perm=[0, 2, 1])
+        if self.node.op != "GRU" or self.resets_product:
+            return [transposed]
 
         def sizes(local: Local) -> list[int]:
             return [2 * local.size("h"), local.size("h")]
 
-        return [*build.add_each("Split", [turned], 2, axis=2, split=sizes)]
+        return [*build.add_each("Split", [transposed], 2, axis=2, split=sizes)]
 
-    def _bias_behind(self) -> gs.Tensor | None:
-        """The bias beside R where it cannot be added beforehand: a gate scales it."""
-        if self.node.op != "GRU" or not self.is_behind or given(self.node, 3) is None:
+    def _recurrent_bias(self) -> gs.Tensor | None:
+        """The bias of R if it cannot be added before the Scan, because a gate scales it."""
+        if self.node.op != "GRU" or not self.resets_product or given(self.node, 3) is None:
             return None
         return self.build.add("Unsqueeze", [self._biases()[1]], axes=[1])
 
     def _biases(self) -> list[gs.Variable]:
-        """Those beside W and those beside R, [ways, rows of gates]."""
+        """The biases of W and of R, [directions, rows of gates]."""
 
         def sizes(local: Local) -> list[int]:
             return [self.gates * local.size("h")] * 2
@@ -118,49 +118,49 @@ class _Network:
         return self.build.add_each("Split", [self.build.input(3)], 2, axis=1, split=sizes)
 
     def _lengths(self) -> gs.Tensor | None:
-        """How many steps each sequence has, [1, batch, 1]."""
+        """The number of steps of each sequence, [1, batch, 1]."""
         if given(self.node, 4) is None:
             return None
         lengths = self.build.add("Cast", [self.build.input(4)], to=7)
         return self.build.add("Unsqueeze", [lengths], axes=[0, 2])
 
     def _sequences(self, lengths: gs.Tensor | None) -> list[gs.Tensor]:
-        """By direction: what X gives to the gates, and which sequences have a step."""
+        """For each direction, X W plus bias, and a mask of the sequences that have a step."""
         build, x = self.build, self.build.input(0)
         if self.by_batch:
             x = build.add("Transpose", [x], perm=[1, 0, 2])
         bias = None
         if given(self.node, 3) is not None:
-            beside_w, beside_r = self._biases()
+            of_w, of_r = self._biases()
             is_apart = self.recurrent_bias is not None
-            bias = beside_w if is_apart else build.add("Add", [beside_w, beside_r])
+            bias = of_w if is_apart else build.add("Add", [of_w, of_r])
         masks: list[gs.Tensor] = []
         if lengths is not None:
             masks = [build.add("Less", [held_positions(build, "s", 0, 3), lengths])]
         found: list[gs.Tensor] = []
-        for way in range(self.ways):
-            weight = build.add("Transpose", [self._of_way(build.input(1), way)], perm=[1, 0])
+        for i in range(self.directions):
+            weight = build.add("Transpose", [self._of_direction(build.input(1), i)], perm=[1, 0])
             made: gs.Tensor = build.add("MatMul", [x, weight])
             if bias is not None:
-                made = build.add("Add", [made, self._of_way(bias, way)])
+                made = build.add("Add", [made, self._of_direction(bias, i)])
             found += [made, *masks]
         return found
 
-    def _of_way(self, x: gs.Tensor, way: int) -> gs.Tensor:
-        return self.build.add("Gather", [x, np.array(way, np.int64)], axis=0)
+    def _of_direction(self, x: gs.Tensor, i: int) -> gs.Tensor:
+        return self.build.add("Gather", [x, np.array(i, np.int64)], axis=0)
 
     def _joined(self, parts: Sequence[gs.Tensor], axis: int) -> gs.Tensor:
         return parts[0] if len(parts) == 1 else self.build.add("Concat", parts, axis=axis)
 
     def _stacked(self, parts: Sequence[gs.Tensor]) -> gs.Tensor:
-        """What belongs to the directions, as one tensor."""
+        """The tensors of all directions, stacked along a new first dimension."""
         return self._joined([self.build.add("Unsqueeze", [p], axes=[0]) for p in parts], 0)
 
     def _step(
         self, states: list[gs.Tensor], elements: list[gs.Tensor]
     ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-        """One step: the states behind it, and what Y has of it."""
-        each = len(elements) // self.ways
+        """One step: the new states, and the element of Y for each direction."""
+        each = len(elements) // self.directions
         cells: dict[str, Callable[..., list[gs.Tensor]]]
         cells = {"RNN": self._rnn, "GRU": self._gru, "LSTM": self._lstm}
         ends = cells[self.node.op](self._stacked(elements[::each]), *states)
@@ -169,16 +169,16 @@ class _Network:
             valid = self._stacked(elements[1::each])
             ends = [self._op("Where", valid, *pair) for pair in zip(ends, states, strict=True)]
             y = self._op("Where", valid, y, like(y, 0))
-        return ends, [self._of_way(y, way) for way in range(self.ways)]
+        return ends, [self._of_direction(y, i) for i in range(self.directions)]
 
     def _rnn(self, x: gs.Tensor, h: gs.Tensor) -> list[gs.Tensor]:
         return [self._activated(0, self._op("Add", x, self._product(self._whole(h))))]
 
     def _gru(self, x: gs.Tensor, h: gs.Tensor) -> list[gs.Tensor]:
-        """H = (1 - z) n + z h, where r scales what n gets of h: behind R, or before it."""
+        """H = (1 - z) n + z h; r scales h before it is multiplied by R, or the product."""
         whole = self._whole(h)
         xz, xr, xn = self._split(x, 3)
-        if self.is_behind:
+        if self.resets_product:
             made = self._product(whole)
             if self.recurrent_bias is not None:
                 made = self._op("Add", made, self.recurrent_bias)
@@ -194,7 +194,7 @@ class _Network:
         return [self._op("Add", n, self._op("Mul", z, self._op("Sub", h, n)))]
 
     def _lstm(self, x: gs.Tensor, h: gs.Tensor, c: gs.Tensor) -> list[gs.Tensor]:
-        """C = f c + i n, H = o h(C); with peepholes, i and f see the c before and o that behind."""
+        """C = f c + i n, H = o h(C); with peepholes, i and f read the old c, and o the new C."""
         gates = self._split(self._op("Add", x, self._product(self._whole(h))), 4)
         i = self._activated(0, self._seeing(gates[0], c, 0))
         if self.node.attrs.get("input_forget"):
@@ -211,11 +211,11 @@ class _Network:
         return self.build.all_gather(h, "h", 2, lambda local: local.size("h"))
 
     def _product(self, whole: gs.Tensor, part: int = 0) -> gs.Variable:
-        """What a whole state gives to the gates of a rank's units."""
+        """The product of a whole state with R, for the gates of the rank's units."""
         return self._op("MatMul", whole, self.recurrent[part])
 
     def _split(self, x: gs.Tensor, count: int) -> list[gs.Variable]:
-        """What belongs to each gate, where all are one behind the other."""
+        """The pieces of `x` for each gate, which are concatenated along its last dimension."""
 
         def sizes(local: Local) -> list[int]:
             return [local.size("h")] * count
@@ -228,9 +228,9 @@ class _Network:
         return self._op("Add", gate, self._op("Mul", c, self.peepholes[peephole]))
 
     def _activated(self, which: int, x: gs.Tensor, is_bound: bool = True) -> gs.Tensor:
-        """An activation. Where those of the directions differ, both are computed and each direction
-        takes its own, as ranks with different directions run the same nodes."""
-        kinds = dict.fromkeys(way[which] for way in self.activations)
+        """An activation. If those of the directions differ, both are computed and each direction
+        selects its own, as ranks with different directions run the same nodes."""
+        kinds = dict.fromkeys(each[which] for each in self.activations)
         made = [self._function(k if is_bound else replace(k, clip=None), x) for k in kinds]
         if len(made) == 1:
             return made[0]
@@ -252,9 +252,10 @@ class _Network:
         return self.build.add(op, operands)
 
     def _finish_end(self, end: gs.Tensor, lengths: gs.Tensor | None, output: int) -> None:
-        """A last state. Sequences without a step end in zeros, whatever they begin with."""
+        """Makes a result of a last state; it is zero for sequences without steps, also if their
+        initial state is not."""
         build = self.build
         if lengths is not None:
             has_any = build.add("Less", [np.array(0, np.int64), lengths])
             end = build.add("Where", [has_any, end, like(end, 0)])
-        build.finish("Identity", [self._turned(end)], output)
+        build.finish("Identity", [self._transposed(end)], output)

@@ -1,4 +1,4 @@
-"""Reductions over axes: what is reduced and split leaves a pending sum, max, min or prod."""
+"""Reductions over axes: a reduced factor that is split leaves a partial sum, max, min or prod."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnxpar.rules.communicate import (
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
 
-_PENDING = {
+_REDUCTIONS = {
     "ReduceSum": "sum",
     "ReduceL1": "sum",
     "ReduceSumSquare": "sum",
@@ -32,11 +32,11 @@ _PENDING = {
     "ReduceMin": "min",
     "ReduceProd": "prod",
 }
-"""The reduction that joins the results of parts; the others apply a function after theirs."""
+"""The reduction that combines the results of shards, by op; other ops apply a function after it."""
 
 
 def reduced_axes(node: gs.Node) -> list[int] | None:
-    """The axes that a Reduce op reduces; None where only a run can tell."""
+    """The axes that a Reduce op reduces; None if they are data-dependent."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     operand = given(node, 1)
     values = node.attrs.get("axes")
@@ -50,9 +50,9 @@ def reduced_axes(node: gs.Node) -> list[int] | None:
     return sorted({axis % rank for axis in values})
 
 
-@rule(*_PENDING, "ReduceL2 ReduceLogSum ReduceLogSumExp")
+@rule(*_REDUCTIONS, "ReduceL2 ReduceLogSum ReduceLogSumExp")
 def reduce_(node: gs.Node) -> Rule:
-    """`a b c -> a 1 c`, b pending; a mean of parts counts by their sizes."""
+    """`a b c -> a 1 c`, partial over b; a mean is the sum of the shards' means weighted by size."""
     axes = reduced_axes(node)
     if axes is None:
         return whole_rule(node, "data-dependent axes")
@@ -66,23 +66,23 @@ def reduce_(node: gs.Node) -> Rule:
     if not axes:
         return einsum(node, text)
     sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
-    # Whatever layout the axes have where they are a tensor: shapes must follow from them.
+    # axes that are an operand become a constant: shapes follow from them, whatever their layout
     operands = [np.array(axes)] if len(node.inputs) > 1 else []
     if node.op == "ReduceMean" and not is_linear:
         return einsum(
             node, text, **communicating(node, gone, sizes, _lower_integer_mean(axes, gone, sizes))
         )
-    if node.op not in _PENDING:
+    if node.op not in _REDUCTIONS:
         if node.op == "ReduceLogSumExp" and not is_float(node.outputs[0]):
             return einsum(
                 node, text, whole=dict.fromkeys(gone, "integers are rounded before the last step")
             )
-        return einsum(node, text, **communicating(node, gone, (), _ACROSS[node.op](axes, gone)))
-    reduce = dict.fromkeys(gone, _PENDING[node.op])
+        return einsum(node, text, **communicating(node, gone, (), _LOWERINGS[node.op](axes, gone)))
+    reduce = dict.fromkeys(gone, _REDUCTIONS[node.op])
     if node.op != "ReduceMean":
         lowering: dict[str, Any] = {}
         if dtype_of(node.inputs[0]) == np.bool_:
-            lowering = {"lowered": frozenset(gone), "lower": _lower_truth_values(operands)}
+            lowering = {"lowered": frozenset(gone), "lower": _lower_booleans(operands)}
         return einsum(node, text, reduce=reduce, linear=linear, **lowering)
     return einsum(
         node,
@@ -94,9 +94,9 @@ def reduce_(node: gs.Node) -> Rule:
     )
 
 
-def _lower_truth_values(operands: Sequence[Any]) -> Callable[[Lowering], None]:
-    """The least or largest of truth values as numbers: onnxruntime has no kernel for the least of
-    no truth values, but for that of no numbers. `operands` are those after the first."""
+def _lower_booleans(operands: Sequence[Any]) -> Callable[[Lowering], None]:
+    """Computes a min or max of booleans as integers: onnxruntime's kernel for booleans does not
+    accept empty tensors, that for integers does. `operands` are those after the first."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -108,7 +108,7 @@ def _lower_truth_values(operands: Sequence[Any]) -> Callable[[Lowering], None]:
 
 
 def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Sequence[int]) -> None:
-    """Makes the result by an op on what was reduced, without its axes of one element if they go."""
+    """Computes the result from the reduced tensor, without the reduced axes unless `keepdims`."""
     if build.local.node.attrs.get("keepdims", 1):
         finish(build, op, inputs)
     else:
@@ -118,7 +118,7 @@ def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Seque
 def _lower_integer_mean(
     axes: Sequence[int], factors: Sequence[str], sizes: Sequence[Size]
 ) -> Callable[[Lowering], None]:
-    """The sum of all parts, divided as integers are."""
+    """The sum of all shards, divided as integers."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, build.input(0), axes, factors)
@@ -128,7 +128,7 @@ def _lower_integer_mean(
 
 
 def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """The root of the sum of squares; of integers, the whole part of it."""
+    """The square root of the sum of squares; truncated for integers."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -141,7 +141,7 @@ def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Loweri
 
 
 def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """The logarithm of the sum; of integers, the whole part of it."""
+    """The logarithm of the sum; truncated for integers."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, widen(build, build.input(0)), axes, factors)
@@ -153,7 +153,8 @@ def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowerin
 
 
 def _lower_log_exp(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """The logarithm of the sum of powers, scaled by the largest of all parts if that is finite."""
+    """The logarithm of the sum of exponentials, shifted by the largest element of all shards if
+    that is finite."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -169,7 +170,7 @@ def _lower_log_exp(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Low
     return lower
 
 
-_ACROSS = {
+_LOWERINGS = {
     "ReduceL2": _lower_norm,
     "ReduceLogSum": _lower_log,
     "ReduceLogSumExp": _lower_log_exp,
@@ -180,10 +181,9 @@ def weighted_mean(
     sizes: Mapping[str, Size], operands: Sequence[Any] = ()
 ) -> Callable[[Lowering], None]:
     """Lowers a mean over factors of these sizes to the local mean times the rank's share of the
-    elements; a size that only a run can tell is of a factor that all ranks have whole. `operands`
-    are those after the first.
+    elements. A factor of data-dependent size must be whole. `operands` are those after the first.
 
-    The sum of these is the mean; unlike a sum of elements it does not overflow half precision.
+    The sum over ranks is the mean; unlike a sum of elements, it does not overflow half precision.
     """
 
     def lower(build: Lowering) -> None:
@@ -202,7 +202,8 @@ def weighted_mean(
 
 @rule("CumSum CumProd")
 def cumulate(node: gs.Node) -> Rule:
-    """`a b, _ -> a b` across b: each part goes on from the total of those before it."""
+    """`a b, _ -> a b`, with communication over b: each shard continues from the total of those
+    before it."""
     operand = constant(node.inputs[1])
     if operand is None:
         return whole_rule(node, "a data-dependent axis")
@@ -214,7 +215,7 @@ def cumulate(node: gs.Node) -> Rule:
     def before(local: Local) -> np.ndarray[Any, Any]:
         return np.array([local.member(factor) + 1 if attrs.get("reverse") else 0], np.int64)
 
-    def behind(local: Local) -> np.ndarray[Any, Any]:
+    def after(local: Local) -> np.ndarray[Any, Any]:
         end = np.iinfo(np.int64).max if attrs.get("reverse") else local.member(factor)
         return np.array([end], np.int64)
 
@@ -223,7 +224,7 @@ def cumulate(node: gs.Node) -> Rule:
         own = build.add(node.op, [x, np.array(axis, np.int64)], **attrs)
         part = build.add(reduce, [x], axes=[axis], keepdims=1)
         totals = build.all_gather(part, factor, axis, lambda _: 1)
-        bounds = [build.per_rank(before), build.per_rank(behind)]
+        bounds = [build.per_rank(before), build.per_rank(after)]
         preceding = build.add("Slice", [totals, *bounds, np.array([axis], np.int64)])
         start = build.add(reduce, [preceding], axes=[axis], keepdims=1)
         build.finish(join, [own, start])

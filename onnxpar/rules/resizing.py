@@ -1,4 +1,4 @@
-"""Ops that resize or pad space, or trade it for channels."""
+"""Ops that resize space, or move elements between space and channels."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MODES = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "cubic
 
 @rule("Resize Upsample")
 def resize(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: dimensions of scale 1 pass, those that are interpolated are tied.
+    """`n c h w -> n c y x`: dimensions of scale 1 pass; interpolated ones are co-sharded.
 
-    Nearest neighbours that repeat each element are `n c h -> n c (h r)`.
+    If nearest neighbours just repeat each element, the rule is `n c h -> n c (h r)`.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     axes = _axes(node)
@@ -75,7 +75,7 @@ def _policy(node: gs.Node) -> str:
 
 
 def scalings(node: gs.Node) -> dict[int, Scaling] | None:
-    """How each dimension that changes is resized; None where only a run can tell."""
+    """The scaling of each dimension that changes; None if it is data-dependent."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     axes = _axes(node)
     by_size = _has_values(given(node, 3))
@@ -96,7 +96,7 @@ def _axes(node: gs.Node) -> list[int]:
 
 
 def _refusal(node: gs.Node, resized: Collection[Scaling]) -> str | None:
-    """Why dimensions that are resized must be whole."""
+    """Why resized dimensions must be whole; None if they may be split."""
     crops = node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize"
     if not all(s.size and s.out for s in resized):
         return "a data-dependent size"
@@ -113,7 +113,7 @@ def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -
 
 
 def _repeats(found: Taps, size: int) -> bool:
-    """Whether each element is repeated, and nothing else happens."""
+    """True if the taps just repeat each element."""
     out = len(found.index)
     if found.index.shape[1] > 1 or out % size or found.outside.any():
         return False
@@ -121,36 +121,36 @@ def _repeats(found: Taps, size: int) -> bool:
 
 
 def _lower(builder: Lowering, made: Mapping[int, Taps], maps: Mapping[int, IndexMap]) -> None:
-    """Adds up the elements of every result, one dimension after the other."""
+    """Interpolates one dimension after the other."""
     node, x = builder.local.node, builder.input(0)
     if any(t.index.shape[1] > 1 for t in made.values()):
         x = widen(builder, x)
     rank = len(tensor_shape(node.outputs[0]) or ())
     for i, found in made.items():
-        behind = (1,) * (rank - 1 - i)
+        inner = (1,) * (rank - 1 - i)
         if i in maps:
-            x = _add_taps(builder, x, i, found, maps[i], behind)
+            x = _add_taps(builder, x, i, found, maps[i], inner)
         else:
             times = len(found.index)
             times //= (tensor_shape(node.inputs[0]) or ())[i] or 1
             rows = _repeated(f"d{i}", times)
             x = builder.add("Gather", [x, builder.per_rank(rows)], axis=i)
         if found.outside.any():
-            mask = _of_rank(f"y{i}", found.outside, behind)
+            mask = _of_rank(f"y{i}", found.outside, inner)
             value = like(x, node.attrs.get("extrapolation_value", 0.0))
             x = builder.add("Where", [builder.per_rank(mask), value, x])
     finish(builder, "Identity", [x])
 
 
 def _add_taps(
-    builder: Lowering, x: gs.Tensor, axis: int, found: Taps, source: IndexMap, behind: Shape
+    builder: Lowering, x: gs.Tensor, axis: int, found: Taps, source: IndexMap, inner: Shape
 ) -> gs.Tensor:
     x = source.fetch(builder, x, axis)
     terms: list[gs.Tensor] = []
     for k in range(found.index.shape[1]):
         term = builder.add("Gather", [x, builder.per_rank(_column(source, k))], axis=axis)
         if found.index.shape[1] > 1:
-            weight = _of_rank(source.after, found.weight[:, k].astype(dtype_of(x)), behind)
+            weight = _of_rank(source.after, found.weight[:, k].astype(dtype_of(x)), inner)
             term = builder.add("Mul", [term, builder.per_rank(weight)])
         terms.append(term)
     total = terms[0]
@@ -167,12 +167,12 @@ def _repeated(factor: str, times: int) -> Callable[[Local], Array]:
     return lambda local: np.arange(local.size(factor)).repeat(times)
 
 
-def _of_rank(factor: str, values: Array, behind: Shape) -> Callable[[Local], Array]:
-    return lambda local: values[local.positions(factor)].reshape(-1, *behind)
+def _of_rank(factor: str, values: Array, inner: Shape) -> Callable[[Local], Array]:
+    return lambda local: values[local.positions(factor)].reshape(-1, *inner)
 
 
 def _scales_of_sizes(node: gs.Node, axes: Sequence[int], out: Sequence[Size]) -> list[float] | None:
-    """The scales that sizes make; where the aspect ratio is kept, one for all."""
+    """The scales that result from sizes; one for all axes if the aspect ratio is kept."""
     shape = tensor_shape(node.inputs[0]) or ()
     if None in shape or None in out or 0 in shape:
         return None
@@ -192,7 +192,7 @@ def _has_values(tensor: gs.Tensor | None) -> bool:
 
 
 def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
-    """The scale of every dimension; 1 for those that are not in axes."""
+    """The scale of every dimension; 1 for those not in `axes`."""
     operand = given(node, 1 if len(node.inputs) == 2 else 2)
     values = node.attrs.get("scales")
     if values is None and operand is not None:
@@ -206,7 +206,7 @@ def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
 
 
 def _regions(node: gs.Node, axes: Sequence[int]) -> list[Region] | None:
-    """The start and end of each dimension, as a share of it, that is cropped before resizing."""
+    """The start and end of the cropped region of each dimension, as fractions of its size."""
     found: list[Region] = [(0, 1)] * len(tensor_shape(node.inputs[0]) or ())
     if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         operand = given(node, 1)

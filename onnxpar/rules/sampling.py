@@ -1,4 +1,4 @@
-"""Ops that sample images at points or regions, and that put images together from blocks."""
+"""Ops that sample images at points or regions, or assemble images from blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def grid_sample(node: gs.Node) -> Rule:
 
 @rule("AffineGrid")
 def affine_grid(node: gs.Node) -> Rule:
-    """`n _ _, _ -> n y x _`; the size that is asked for follows n."""
+    """`n _ _, _ -> n y x _`; a rank's size operand has its own n."""
     size = constant(node.inputs[1])
     if size is None:
         return whole_rule(node, "a data-dependent size")
@@ -55,7 +55,7 @@ def affine_grid(node: gs.Node) -> Rule:
 
 @rule("RoiAlign MaxRoiPool")
 def regions(node: gs.Node) -> Rule:
-    """`n c h w, r _, r -> r c y x`: regions and channels pass."""
+    """`n c h w, r _, r -> r c y x`: regions and channels may be split."""
     batch = ", r" * (len(node.inputs) - 2)
     averages = node.op == "RoiAlign" and node.attrs.get("mode", "avg") == "avg"
     return einsum(
@@ -72,8 +72,8 @@ def regions(node: gs.Node) -> Rule:
 
 @rule("DeformConv")
 def deform_conv(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`; c is reduced and the bias
-    added once, where all channels share their offsets."""
+    """`n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`; if all channels share
+    offsets, c is summed and the bias is added once."""
     image, weight = (tensor_shape(t) or () for t in node.inputs[:2])
     group = node.attrs.get("group", 1)
     if image[1] is None or weight[0] is None:
@@ -108,8 +108,8 @@ def deform_conv(node: gs.Node) -> Rule:
 
 @rule("MaxUnpool")
 def max_unpool(node: gs.Node) -> Rule:
-    """`n c h w, n c h w, _ -> n c y x`: parts of h or w fill the image in turn, which is a sum;
-    indices, which count through the whole result, are rebased."""
+    """`n c h w, n c h w, _ -> n c y x`: shards of h or w fill different elements of an image, which
+    is a partial sum. The indices are positions in the whole result, and are rebased."""
     shape = tensor_shape(node.outputs[0]) or ()
     if None in shape[1:] or (len(node.inputs) > 2 and constant(node.inputs[2]) is None):
         return whole_rule(node, "a data-dependent size")
@@ -144,7 +144,7 @@ def max_unpool(node: gs.Node) -> Rule:
 
 
 def _images_before(local: Local) -> int:
-    """Images before the part's first, as the part itself would count them."""
+    """The number of images before the first of the shard, counted with the shard's channels."""
     return local.interval("n")[0] * local.size("c") + local.interval("c")[0]
 
 
@@ -166,7 +166,7 @@ def col2im(node: gs.Node) -> Rule:
 
 @rule("CenterCropPad")
 def center_crop_pad(node: gs.Node) -> Rule:
-    """`d h w, _ -> d y x`: dimensions that keep their size pass."""
+    """`d h w, _ -> d y x`: dimensions that keep their size may be split."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
     axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
     target = constant(node.inputs[1])

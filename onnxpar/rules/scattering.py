@@ -18,11 +18,12 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 _MEETS = "several updates may hit one element, and the last one wins"
 _JOINS = {"add": "sum", "max": "max", "min": "min"}
 _PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint32", "bool")
-"""Types that Pad pads."""
+"""Types that Pad supports."""
 
 
 def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The fields of a rule for factors of updates that may meet: the data counts once."""
+    """The fields of a rule for factors of updates that may hit the same element; the data must be
+    counted once."""
     reduction = node.attrs.get("reduction", "none")
     if reduction not in _JOINS:
         reason = (
@@ -36,7 +37,7 @@ def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
 
 
 def can_pad(data: gs.Tensor) -> bool:
-    """Whether there is an op that makes room beside the data."""
+    """True if Pad supports the type of the data."""
     return str(dtype_of(data)) in _PADDED
 
 
@@ -46,8 +47,8 @@ def scatter_padded(
     axes: Sequence[int],
     counts: Callable[[Local], Sequence[int]],
 ) -> None:
-    """Scatters into operand 0 with one element more along the axes, which is then cut off: what
-    `indices` send there, beyond the rank's `counts`, is another rank's."""
+    """Scatters into operand 0 with one more element along the axes, which is then sliced off:
+    `indices` at the rank's `counts` go there, as their updates belong to other ranks."""
     node = build.local.node
     rank = len(tensor_shape(node.inputs[0]) or ())
     pads = np.array([*[0] * rank, *(int(i in axes) for i in range(rank))], np.int64)
@@ -61,9 +62,9 @@ def scatter_padded(
 
 @rule("ScatterElements Scatter")
 def scatter_elements(node: gs.Node) -> Rule:
-    """`v (d + r), i d, i d -> v (d + r)`; parts of v leave out the updates of others.
+    """`v (d + r), i d, i d -> v (d + r)`; a shard of v skips the updates of other shards.
 
-    Parts of i make a pending sum (max, min) where the updates are added; r is not updated.
+    Splitting i gives a partial sum (max, min) if updates are reduced so; r is not updated.
     """
     data, index = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", 0) % len(data)
@@ -97,8 +98,8 @@ def scatter_elements(node: gs.Node) -> Rule:
 
 @rule("TensorScatter")
 def tensor_scatter(node: gs.Node) -> Rule:
-    """`b h s d, b h u d, b -> b h s d`, u whole: a cache written from an index on; parts of s take
-    what falls into them."""
+    """`b h s d, b h u d, b -> b h s d`, u whole: writes a cache from an index on; each shard of s
+    takes the updates that fall into it."""
     shape, updates = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", -2) % len(shape)
     cache, update = names("d", len(shape)), names("d", len(shape))

@@ -1,4 +1,4 @@
-"""Fourier transforms, and what is counted along a sequence."""
+"""Fourier transforms, and counts of n-grams."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dft(node: gs.Node) -> Rule:
 
 @rule("STFT")
 def stft(node: gs.Node) -> Rule:
-    """`b t _, _ -> b s f _`: batches pass."""
+    """`b t _, _ -> b s f _`: only the batch may be split."""
     rest = ", _" * (len(node.inputs) - 1)
     return einsum(
         node,
@@ -50,7 +50,7 @@ def stft(node: gs.Node) -> Rule:
 
 @rule("TfIdfVectorizer")
 def tfidf_vectorizer(node: gs.Node) -> Rule:
-    """`b t -> b _`: a sequence is counted as one, its n-grams cross any cut."""
+    """`b t -> b _`: sequences are whole, as n-grams may cross the boundary of shards."""
     batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 1)
     return einsum(
         node,
