@@ -137,7 +137,7 @@ class ThresholdBuilder:
         ends = self._varying(
             "ends", lambda rank: np.array([self._elements(rank), 1, self._padding(rank)])
         )
-        results = [gs.Variable(f"{self.name}::{what}") for what in ("sums", "told", "padding")]
+        results = [gs.Variable(f"{self.name}::{what}") for what in ("sums", "flag", "padding")]
         self.built.append(
             gs.Node("Split", f"{self.name}::ends", {"axis": 0}, [line, ends], results)
         )
