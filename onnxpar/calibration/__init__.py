@@ -1,1 +1,1 @@
-"""Measures a machine for `Topology`."""
+"""Measures a machine, and writes its `Topology`."""

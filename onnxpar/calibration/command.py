@@ -19,11 +19,11 @@ from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.launch import launched_rank
 
 MOST_RANKS = 8
-"""By default: what more of them would show takes long."""
+"""Default limit of the number of ranks; more would take long and change little."""
 
 
 def default_ranks() -> int:
-    """One for each core, but no more than MOST_RANKS, and at least two."""
+    """One rank for each core, but at least 2 and at most MOST_RANKS."""
     return max(2, min(MOST_RANKS, len(own_cores())))
 
 
@@ -34,12 +34,12 @@ def calibrate(
     seconds: float = 30.0,
     timeout: float = 60.0,
 ) -> Topology:
-    """Measures this machine, which should do nothing else, and returns its topology, for the option
-    `topology`; writes it to the file `output`, if any.
+    """Measures this machine, which should be idle, and returns its topology, for the option
+    `topology` of plans; also writes it to the file `output`, if one is given.
 
-    ranks    how many run at once: one for each core by default, but at most MOST_RANKS
-    seconds  about how long it takes
-    timeout  bounds every wait for a rank, in seconds
+    ranks    number of ranks that run at once; by default one for each core, at most MOST_RANKS
+    seconds  approximate duration
+    timeout  limit of every wait for a rank, in seconds
 
     Errors: InputError, RankError.
     """
@@ -47,7 +47,7 @@ def calibrate(
 
 
 def command(args: argparse.Namespace) -> int:
-    """Measures, writes the topology file, and prints what was measured beside what it says."""
+    """Measures, writes the topology file, and prints the measured times beside the fitted ones."""
     found, topology = _calibrate(args.output, args.ranks, args.seconds, args.timeout)
     print("\n".join(lines(found, topology)))
     print()
@@ -61,12 +61,14 @@ def _calibrate(
 ) -> tuple[Measurements, Topology]:
     ranks = default_ranks() if ranks is None else ranks
     if ranks < 2:
-        raise InputError(f"--ranks {ranks}: links are between 2 ranks at least")
+        raise InputError(f"--ranks {ranks}: a link connects ranks; give at least 2")
     if not 0 < seconds < float("inf"):
         raise InputError(f"--seconds {seconds}: must be above 0")
     check_timeout(timeout)
     if launched_rank() is not None:
-        raise InputError("calibrate starts ranks of its own, on this host; run it by itself")
+        raise InputError(
+            "calibrate starts its own ranks on this host; run it without mpirun or another launcher"
+        )
     if output is not None and not Path(output).parent.is_dir():
         raise InputError(f"{Path(output).parent}: no such folder for the output")
     is_quiet = not sys.stderr.isatty()

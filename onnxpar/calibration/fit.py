@@ -1,4 +1,4 @@
-"""From what was measured to a topology: least squares, and the table that shows how well."""
+"""Fits a topology to measurements by least squares, and shows how well it fits."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from onnxpar.calibration.measure import LARGE, MEASURED, Measurements, Talk
+from onnxpar.calibration.measure import LARGE, MEASURED, CollectiveTime, Measurements
 from onnxpar.calibration.models import NARROW, PICKED, PIXELS, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
 from onnxpar.cost.topology import Device, Level, Link, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
-"""Multiplications and additions of its three convolutions."""
+"""Floating-point operations of a bottleneck's three convolutions."""
 FASTEST = 1e12
-"""Bytes per second of a link of which the size of what goes over it shows nothing."""
+"""Upper limit of a bandwidth, in bytes per second, where times do not grow with the size."""
 
 
 def fit(found: Measurements) -> Topology:
-    """One level, for as many ranks as are wanted, with a link for each kind of collective."""
-    links = {kind: fit_link([t for t in found.talk if t.kind == kind]) for kind in MEASURED}
-    other = fit_link(found.talk)
+    """A topology of one level, for any number of ranks, with a link for each kind of collective."""
+    by_kind = {kind: [t for t in found.collectives if t.kind == kind] for kind in MEASURED}
+    links = {kind: fit_link(times) for kind, times in by_kind.items()}
+    other = fit_link(found.collectives)
     launch = _digits(found.work.tiny)
     device = Device(
         flops=_digits(2 * ROWS * WIDTH**2 / max(found.work.product - launch, 1e-9)),
@@ -33,23 +34,23 @@ def fit(found: Measurements) -> Topology:
     return Topology((Level("host", None, other.latency, other.bandwidth, links),), device)
 
 
-def fit_link(talk: Sequence[Talk]) -> Link:
-    """The latency and the bandwidth, neither below 0, that come closest to all in proportion."""
-    rows = np.array([messages(t.kind, t.ranks, t.size) for t in talk])
-    seconds = np.array([[t.seconds] for t in talk])
+def fit_link(times: Sequence[CollectiveTime]) -> Link:
+    """The latency and the bandwidth, neither below 0, with the least squares of relative errors."""
+    rows = np.array([messages(t.kind, t.ranks, t.size) for t in times])
+    seconds = np.array([[t.seconds] for t in times])
     (latency, per_byte), _ = nnls(rows / seconds, np.ones(len(rows)))
     return Link(_digits(latency), _digits(1 / max(per_byte, 1 / FASTEST)))
 
 
-def predicted(talk: Talk, topology: Topology) -> float:
-    """Seconds by the topology's first level."""
-    rounds, sent = messages(talk.kind, talk.ranks, talk.size)
-    link = topology.levels[0].link(talk.kind)
+def predicted(time: CollectiveTime, topology: Topology) -> float:
+    """The seconds that the topology's first level predicts for a collective."""
+    rounds, sent = messages(time.kind, time.ranks, time.size)
+    link = topology.levels[0].link(time.kind)
     return rounds * link.latency + sent / link.bandwidth
 
 
 def lines(found: Measurements, topology: Topology) -> Iterator[str]:
-    """The table: of each case, what was measured and what the topology says."""
+    """The table of all cases: the measured times, and for collectives the fitted ones."""
     work = found.work
     for what, seconds in (
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
@@ -61,22 +62,22 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
         yield f"{what:<30}{seconds * 1e6:>9.1f} us"
     yield ""
     yield f"{'collective':<14}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
-    for talk in found.talk:
-        fitted = predicted(talk, topology)
+    for time in found.collectives:
+        fitted = predicted(time, topology)
         yield (
-            f"{talk.kind:<14}{talk.ranks:>6}{talk.size:>10}{talk.seconds * 1e6:>9.1f} us"
-            f"{fitted * 1e6:>9.1f} us{fitted / talk.seconds - 1:>+7.0%}"
+            f"{time.kind:<14}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
+            f"{fitted * 1e6:>9.1f} us{fitted / time.seconds - 1:>+7.0%}"
         )
 
 
 def file_text(found: Measurements, topology: Topology) -> str:
-    """The topology file, with comments that say what was measured."""
+    """The topology file, with the measurements as comments."""
     threads = "1 thread" if found.threads == 1 else f"{found.threads} threads"
     about = f"""Written by onnxpar calibrate, with {found.ranks} ranks of {threads} at once.
-`host` has as many ranks as are wanted; give it a size, and add levels behind it (rack, ...) with
-latency and bandwidth, for more than this machine. A rank's memory, for example 16 GB, goes under
-device. Collectives have links of their own; latency and bandwidth of a level are for all others."""
-    table = ["What was measured, and what the file says:", *lines(found, topology)]
+`host` has any number of ranks. For more than this machine, give it a size, and add levels after it
+(rack, ...) with latency and bandwidth. Memory of a rank, for example 16 GB, goes under device.
+Each collective listed has its own link; latency and bandwidth of the level are for all others."""
+    table = ["Measured times, and those that this file predicts:", *lines(found, topology)]
     return _comments(about.splitlines()) + topology.text() + _comments(table)
 
 
@@ -85,5 +86,5 @@ def _comments(text: Iterable[str]) -> str:
 
 
 def _digits(value: float) -> float:
-    """Four of them: no more are known."""
+    """The number rounded to four significant digits; the others are noise."""
     return float(f"{value:.4g}")

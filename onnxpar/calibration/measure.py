@@ -25,16 +25,17 @@ MEASURED = tuple(kind.name for kind in KINDS.values() if kind.is_measured)
 SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
 """Bytes of the tensors: 4 KiB to 4 MiB."""
 LARGE = 32 << 20
-"""Bytes of a tensor that no cache holds."""
+"""Bytes of a tensor that is larger than any cache."""
 ROUNDS = 5
-"""How often every case has its turn, so that what else the machine does for a while is in few runs
-of each."""
+"""Number of rounds; each one runs every case, so that other load of a while affects few runs of
+each."""
 FEWEST, MOST = 3, 100
-"""Runs of a case in a round."""
+"""Least and largest number of runs of a case in a round."""
 QUANTILE = 0.2
-"""Of the runs of a case, so many are faster than what counts: other work only adds."""
+"""Quantile of the runs of a case that counts: a low one, because other load only adds time."""
 LEAST = 0.1
-"""Of what a collective took with the work before it, if that has taken more than by itself."""
+"""Least time of a collective, as a share of its time with the work before it: the difference to the
+time of the work by itself may be below 0."""
 _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
     (models.products, 4, {}),
     (models.convolutions, 4, {"optimized": True}),
@@ -43,15 +44,16 @@ _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...]
     (models.tiny_ops, 500, {"cold": True}),
     (models.work_between, 20, {}),
 )
-"""Models, how often the op stands in each, and how it is run: convolutions only get onnxruntime's
-blocked layout where it optimizes, and small ops stand among large ones, which fill the caches."""
+"""Models, the number of times that the op is in each, and how it is run: convolutions get
+onnxruntime's blocked layout only with optimizations, and caches are cold for small ops, which in a
+model are among large ones."""
 _numbers = count()
 
 
 @dataclass(frozen=True)
-class Talk:
-    """What one collective took: seconds of the slowest rank, of a tensor of `size` bytes where it
-    is largest, over groups of `ranks`."""
+class CollectiveTime:
+    """The time of a collective on the slowest rank, in groups of `ranks` ranks; `size` is the bytes
+    of its operand or its result, whichever is larger."""
 
     kind: str
     ranks: int
@@ -61,7 +63,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Work:
-    """What one op took: seconds of the slowest rank, while all ranks do the same. Of `bottleneck`,
+    """Seconds of one op each on the slowest rank, while all ranks compute the same; `bottleneck` is
     three convolutions."""
 
     product: float
@@ -73,65 +75,66 @@ class Work:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured, with so many ranks of so many threads each."""
+    """All measurements, with so many ranks of so many threads each."""
 
     ranks: int
     threads: int
     work: Work
-    talk: tuple[Talk, ...]
+    collectives: tuple[CollectiveTime, ...]
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """Powers of two, and all ranks."""
+    """The sizes of groups to measure: powers of two, and all ranks."""
     return sorted({*(1 << i for i in range(1, ranks.bit_length()) if 1 << i <= ranks), ranks})
 
 
 def cases(ranks: int) -> list[tuple[str, int, int]]:
-    """(kind, ranks of a group, bytes) of the collectives to be measured."""
+    """(kind, ranks of a group, bytes) of the collectives to measure."""
     return [(k, members, s) for members in group_sizes(ranks) for k in MEASURED for s in SIZES]
 
 
 def measure(
     ranks: int, seconds: float, timeout: float = 60.0, note: Callable[[float], object] = abs
 ) -> Measurements:
-    """Measures in about so many seconds, beside what starting takes; `note` is told of every share
-    of the whole that is done. Errors: RankError where a rank fails or does not answer within the
-    timeout."""
-    talks = cases(ranks)
+    """Measures for about so many seconds, after the ranks have started; `note` is called with each
+    share of the whole that is done. Errors: RankError where a rank fails, or does not answer within
+    the timeout."""
+    of_collectives = cases(ranks)
     with _ranks(ranks, timeout) as (processes, folder):
-        each = [_Case(folder, [model(turns)] * ranks, turns, **how) for model, turns, how in _WORK]
-        for kind, members, size in talks:
-            turns = max(2, min(20, (4 << 20) // size))
-            of_groups = _of_groups(kind, size, members, ranks, turns)
-            each.append(_Case(folder, of_groups, turns, talks=True))
+        each = [_Case(folder, [model(count)] * ranks, count, **how) for model, count, how in _WORK]
+        for kind, members, size in of_collectives:
+            repeats = max(2, min(20, (4 << 20) // size))
+            of_groups = _of_groups(kind, size, members, ranks, repeats)
+            each.append(_Case(folder, of_groups, repeats, communicates=True))
         share = 1 / len(each) / ROUNDS
         for _ in range(ROUNDS):
             for case in each:
                 case.run(processes, seconds * share)
                 note(share)
     taken = [case.seconds for case in each]
-    work, talk = taken[: len(_WORK)], taken[len(_WORK) :]
-    *work, between = work
+    *work, between = taken[: len(_WORK)]
     found = tuple(
-        Talk(*of, max(took - between, took * LEAST)) for of, took in zip(talks, talk, strict=True)
+        CollectiveTime(*case, max(seconds - between, seconds * LEAST))
+        for case, seconds in zip(of_collectives, taken[len(_WORK) :], strict=True)
     )
     return Measurements(ranks, shares(ranks)[-1].threads, Work(*work), found)
 
 
 def _of_groups(
-    kind: str, size: int, members: int, ranks: int, turns: int
+    kind: str, size: int, members: int, ranks: int, repeats: int
 ) -> list[onnx.ModelProto | None]:
-    """A model for each rank: as many groups talk at once as there are, as in a mesh."""
+    """A model for each rank. All groups communicate at once, as in a mesh; ranks that are left over
+    have none."""
     found: list[onnx.ModelProto | None] = []
     for first in range(0, ranks - members + 1, members):
-        model = models.collective(kind, size, range(first, first + members), turns)
+        model = models.collective(kind, size, range(first, first + members), repeats)
         found += [model] * members
     return found + [None] * (ranks - len(found))
 
 
 @contextmanager
 def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
-    """Rank processes that time models, and a folder for these."""
+    """Rank processes that time models, and a folder for the models."""
     with OwnFolder() as folder:
         world = {
             "size": ranks,
@@ -152,16 +155,16 @@ def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
 
 
 class _Case:
-    """A model for each rank in which an op stands `turns` times, and what its runs took."""
+    """A model for each rank, which has an op `repeats` times, and the times of its runs."""
 
     def __init__(
         self,
         folder: Path,
         each: Sequence[onnx.ModelProto | None],
-        turns: int,
+        repeats: int,
         optimized: bool = False,
         cold: bool = False,
-        talks: bool = False,
+        communicates: bool = False,
     ) -> None:
         files: dict[int, str] = {}
         for model in each:
@@ -169,13 +172,13 @@ class _Case:
                 files[id(model)] = path = str(folder / f"{next(_numbers)}.onnx")
                 onnx.save(model, path)
         self._paths = [files.get(id(model)) for model in each]
-        self._turns = turns
-        self._how = {"optimized": optimized, "cold": cold, "talks": talks}
+        self._repeats = repeats
+        self._how = {"optimized": optimized, "cold": cold, "communicates": communicates}
         self._runs = 0
         self._found: list[list[float]] = [[] for _ in each]
 
     def run(self, processes: Processes, seconds: float) -> None:
-        """Runs for about so many seconds, as often as in the first round."""
+        """Runs for about so many seconds in the first round, and as often in later ones."""
         if not self._runs:
             one = max(median(found) for found in self._ask(processes, FEWEST) if found)
             self._runs = max(FEWEST, min(MOST, round(seconds / one) - WARM_UP))
@@ -189,6 +192,6 @@ class _Case:
 
     @property
     def seconds(self) -> float:
-        """What the op takes on the slowest rank, when little else runs."""
+        """The time of the op on the slowest rank, when little else runs."""
         slowest = max(np.quantile(found, QUANTILE) for found in self._found if found)
-        return float(slowest) / self._turns
+        return float(slowest) / self._repeats

@@ -1,4 +1,4 @@
-"""Small models whose run takes as long as what is to be measured: the same op again and again."""
+"""Small models that repeat one op, so that a run takes as long as the op, many times."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxpar.ir.collectives import DOMAIN, KINDS
 
 ROWS, WIDTH = 256, 768
-"""Of the products that are measured: tokens, and BERT's width."""
+"""Shape of the operand of matrix products: tokens, and BERT's width."""
 WIDE, NARROW, PIXELS = 256, 64, 28
-"""Channels of a bottleneck of ResNet, and its images."""
+"""Channels of a ResNet bottleneck, and the height and width of its images."""
 PICKED, LENGTH = 1 << 16, 64
-"""Elements that are picked, and those in a row of theirs."""
+"""Elements that a Gather reads, and the elements in a row."""
 BETWEEN = (64, 256)
-"""Of the products between collectives."""
+"""Shape of the operand of the matrix product before each collective."""
 COLUMNS = 64
-"""Of the tensors that collectives move, in rows."""
+"""Columns of the tensors of collectives."""
 _TOKEN = helper.make_tensor_value_info("token0", TensorProto.BOOL, [0])
 
 
-def collective(kind: str, size: int, group: Sequence[int], turns: int) -> onnx.ModelProto:
-    """So many collectives of a tensor of `size` bytes where it is largest, one after the other,
-    each behind some work: a rank that has worked is woken up by what arrives, or is waited for.
+def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx.ModelProto:
+    """A model of `repeats` collectives, one after the other, whose larger side has `size` bytes.
 
-    Each reads the same X. Nobody reads what they make, but onnxruntime runs them all.
+    Some work is before each, as in a model, because then ranks arrive at different times, and wait.
+    All collectives read the same X. No node reads their results, but onnxruntime runs them all.
     """
     ranks = len(group)
     part = max(size // (4 * COLUMNS * ranks), 1)
@@ -43,7 +43,7 @@ def collective(kind: str, size: int, group: Sequence[int], turns: int) -> onnx.M
     if KINDS[kind].awaits == "root":
         attributes["root"] = 0
     nodes = []
-    for i in range(turns):
+    for i in range(repeats):
         nodes += [
             helper.make_node("MatMul", [f"Z{i}", "W"], [f"V{i}"]),
             helper.make_node("Gate", [f"V{i}", f"token{i}"], [f"Z{i + 1}", f"t{i}"], domain=DOMAIN),
@@ -59,51 +59,51 @@ def collective(kind: str, size: int, group: Sequence[int], turns: int) -> onnx.M
         ]
     x = helper.make_tensor_value_info("X", TensorProto.FLOAT, [fed, COLUMNS])
     z = helper.make_tensor_value_info("Z0", TensorProto.FLOAT, BETWEEN)
-    last = helper.make_tensor_value_info(f"token{turns}", TensorProto.BOOL, [0])
+    last = helper.make_tensor_value_info(f"token{repeats}", TensorProto.BOOL, [0])
     return _model(nodes, [x, z, _TOKEN], [last], [_square(BETWEEN[1])])
 
 
-def work_between(turns: int) -> onnx.ModelProto:
-    """So many times what ranks do before each collective, a chain."""
-    return _chain([("MatMul", ["W"], {})] * turns, BETWEEN, [_square(BETWEEN[1])])
+def work_between(repeats: int) -> onnx.ModelProto:
+    """A chain of the work before each collective."""
+    return _chain([("MatMul", ["W"], {})] * repeats, BETWEEN, [_square(BETWEEN[1])])
 
 
 def _square(width: int) -> onnx.TensorProto:
     return numpy_helper.from_array(np.zeros((width, width), np.float32), "W")
 
 
-def products(turns: int) -> onnx.ModelProto:
-    """So many matrix products of [ROWS, WIDTH] by a weight, a chain."""
-    return _chain([("MatMul", ["W"], {})] * turns, [ROWS, WIDTH], [_square(WIDTH)])
+def products(repeats: int) -> onnx.ModelProto:
+    """A chain of matrix products of [ROWS, WIDTH] with a weight."""
+    return _chain([("MatMul", ["W"], {})] * repeats, [ROWS, WIDTH], [_square(WIDTH)])
 
 
-def convolutions(turns: int) -> onnx.ModelProto:
-    """So many times ResNet's 1x1 convolution to fewer channels, 3x3, and 1x1 back to all, a chain
-    of images of PIXELS x PIXELS."""
+def convolutions(repeats: int) -> onnx.ModelProto:
+    """A chain of ResNet bottlenecks on an image of PIXELS x PIXELS: a 1x1 convolution to NARROW
+    channels, a 3x3 one, and a 1x1 one back to WIDE channels."""
     kernels = ((NARROW, WIDE, 1), (NARROW, NARROW, 3), (WIDE, NARROW, 1))
     weights = [
         numpy_helper.from_array(np.zeros((out, into, size, size), np.float32), f"W{i}")
         for i, (out, into, size) in enumerate(kernels)
     ]
     pads = {f"W{i}": [size // 2] * 4 for i, (_, _, size) in enumerate(kernels)}
-    links = [("Conv", [weight], {"pads": pads[weight]}) for weight in pads] * turns
+    links = [("Conv", [weight], {"pads": pads[weight]}) for weight in pads] * repeats
     return _chain(links, [1, WIDE, PIXELS, PIXELS], weights)
 
 
-def copies(size: int, turns: int) -> onnx.ModelProto:
-    """So many elementwise ops that read and write a tensor of `size` bytes, a chain."""
-    return _chain([("Neg", [], {})] * turns, [size // 4])
+def copies(size: int, repeats: int) -> onnx.ModelProto:
+    """A chain of elementwise ops that read and write a tensor of `size` bytes."""
+    return _chain([("Neg", [], {})] * repeats, [size // 4])
 
 
-def rows(turns: int) -> onnx.ModelProto:
-    """So many ops that pick PICKED elements one by one, a chain."""
+def rows(repeats: int) -> onnx.ModelProto:
+    """A chain of ops that gather PICKED elements one by one."""
     each = numpy_helper.from_array(np.arange(LENGTH), "I")
-    return _chain([("Gather", ["I"], {"axis": 1})] * turns, [PICKED // LENGTH, LENGTH], [each])
+    return _chain([("Gather", ["I"], {"axis": 1})] * repeats, [PICKED // LENGTH, LENGTH], [each])
 
 
-def tiny_ops(turns: int) -> onnx.ModelProto:
-    """So many ops of one element, a chain."""
-    return _chain([("Neg", [], {})] * turns, [1])
+def tiny_ops(repeats: int) -> onnx.ModelProto:
+    """A chain of ops on a single element."""
+    return _chain([("Neg", [], {})] * repeats, [1])
 
 
 def _chain(
@@ -111,8 +111,8 @@ def _chain(
     shape: Sequence[int],
     weights: Sequence[onnx.TensorProto] = (),
 ) -> onnx.ModelProto:
-    """Each link is an op, what it reads besides the result of the one before, and its attributes.
-    The last result is summed up to one element, as what a run returns is copied."""
+    """A chain of ops, each given with its other operands and its attributes. The last result is
+    reduced to one element, because a run copies what it returns."""
     nodes = [
         helper.make_node(op, [f"X{i}", *others], [f"X{i + 1}"], **attributes)
         for i, (op, others, attributes) in enumerate(links)

@@ -1,6 +1,7 @@
-"""A Horovod-style API for training loops of one's own, with NumPy and onnxruntime.
+"""A Horovod-style API for your own training loops, with NumPy and onnxruntime.
 
-Started with `mpirun -n 4 python train.py`, each process is a rank and makes the same calls:
+Start the script with `mpirun -n 4 python train.py`: each process is a rank, and makes the same
+calls:
 
     hvd.init()
     hvd.broadcast_parameters(params, root_rank=0)

@@ -1,8 +1,8 @@
-"""The collectives of arrays. All ranks make the same calls in the same order.
+"""Collectives of NumPy arrays. All ranks make the same calls in the same order.
 
-Results are new arrays. Errors, everywhere: InputError for what this rank alone can see to be wrong;
-RankError, on every rank, where the ranks' names, dtypes or shapes differ or a rank dies or does not
-come; from then on every call fails.
+Results are new arrays. Errors of all of them: InputError for arguments that are wrong on this rank;
+RankError, on every rank, where names, dtypes or shapes differ between ranks, or a rank dies or does
+not arrive. After a RankError, all further calls fail.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def allreduce_async(
     name: str | None = None,
     compression: Compressor = Compression.none,
 ) -> Future[Array]:
-    """Begins an allreduce: `synchronize` waits for it, `poll` asks whether it is done.
+    """Starts an allreduce: `synchronize` waits for its result, `poll` tells if it is ready.
 
-    `array` must not change before. What has begun runs in the order of the calls.
+    `array` must not change until then. Allreduces run in the order in which they were started.
     """
     here, what = current(), _what("allreduce_async", name)
     checked = _reducible(array, op, what)
@@ -51,12 +51,12 @@ def allreduce_async(
 
 
 def synchronize(handle: Future[Array]) -> Array:
-    """The result of what has begun."""
+    """Waits for the result of an `allreduce_async`."""
     return handle.result()
 
 
 def poll(handle: Future[Array]) -> bool:
-    """Whether `synchronize` would return, or raise, at once."""
+    """True if `synchronize` would return, or raise, immediately."""
     return handle.done()
 
 
@@ -67,9 +67,9 @@ def grouped_allreduce(
     compression: Compressor = Compression.none,
     fusion_threshold: int = FUSION_THRESHOLD,
 ) -> list[Array]:
-    """The reductions of many arrays, which travel in buffers of up to `fusion_threshold` bytes.
+    """The reductions of many arrays, which are sent in buffers of up to `fusion_threshold` bytes.
 
-    Bit by bit what `allreduce` gives for each.
+    The results have the same bits as those of `allreduce` for each array.
     """
     here, what = current(), _what("grouped_allreduce", name)
     checked = [_reducible(array, op, f"{what}[{i}]") for i, array in enumerate(arrays)]
@@ -79,14 +79,15 @@ def grouped_allreduce(
 
 
 def allgather(array: Any, name: str | None = None) -> Array:
-    """The ranks' arrays, joined along the first dimension, in which they may differ."""
+    """The arrays of all ranks, concatenated along the first dimension, whose size may differ by
+    rank."""
     here, what = current(), _what("allgather", name)
     checked = _with_rows(array, what)
     return here.ordered(lambda: collectives.all_gather(here.world, checked, name or "")[0])
 
 
 def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
-    """The root's array; the others give one of its dtype and shape."""
+    """The array of the root; the other ranks give an array of the same dtype and shape."""
     here, what = current(), _what("broadcast", name)
     checked = collectives.as_exchangeable(array, what)
     check_root(root_rank, here.size, what)
@@ -102,10 +103,10 @@ def alltoall(
 def alltoall(
     array: Any, splits: Sequence[int] | Array | None = None, name: str | None = None
 ) -> Array | tuple[Array, Array]:
-    """The rows that the ranks send to this one, joined.
+    """The rows that all ranks send to this one, concatenated.
 
-    Without `splits`, all ranks get as many of this one's; with them, rank i gets the next
-    `splits[i]`, and how many rows each rank has sent (int64) is a second result.
+    Without `splits`, each rank gets the same number of this rank's rows. With `splits`, rank i gets
+    the next `splits[i]` rows, and a second result has the number of rows from each rank (int64).
     """
     here, what = current(), _what("alltoall", name)
     checked = _with_rows(array, what)
@@ -117,7 +118,8 @@ def alltoall(
 
 
 def reducescatter(array: Any, op: ReduceOp = Average, name: str | None = None) -> Array:
-    """This rank's rows of the reduction: as equal parts as can be, the larger ones first."""
+    """This rank's rows of the reduction. If the rows do not divide by the ranks, the first ranks
+    get one more."""
     here, what = current(), _what("reducescatter", name)
     checked = _with_rows(array, what)
     check_reduction(op, checked, what)
@@ -133,9 +135,9 @@ def barrier(name: str | None = None) -> None:
 
 
 def check_root(root_rank: int, size: int, what: str) -> None:
-    """Errors: InputError where it is no rank."""
+    """Checks that the root is a rank. Errors: InputError."""
     if not 0 <= root_rank < size:
-        raise InputError(f"{what}: root_rank={root_rank} is none of the ranks 0 to {size - 1}")
+        raise InputError(f"{what}: root_rank={root_rank} must be from 0 to {size - 1}")
 
 
 def _allreduce(
@@ -158,12 +160,12 @@ def _reducible(array: Any, op: ReduceOp, what: str) -> Array:
 def _with_rows(array: Any, what: str) -> Array:
     checked = collectives.as_exchangeable(array, what)
     if checked.ndim == 0:
-        raise InputError(f"{what}: a scalar has no rows; reshape it to [1]")
+        raise InputError(f"{what}: the array is a scalar and has no rows; reshape it to [1]")
     return checked
 
 
 def _splits(array: Array, splits: Sequence[int] | Array | None, size: int, what: str) -> list[int]:
-    """How many rows go to each rank."""
+    """The number of rows for each rank."""
     rows = len(array)
     if splits is None:
         if rows % size:
@@ -172,7 +174,7 @@ def _splits(array: Array, splits: Sequence[int] | Array | None, size: int, what:
     found = [int(split) for split in splits]
     if len(found) != size or min(found) < 0 or sum(found) != rows:
         raise InputError(
-            f"{what}: splits={found} must be {size} numbers, one for each rank, "
-            f"that add up to the {rows} rows"
+            f"{what}: splits={found} must be {size} numbers of rows, one for each rank, which add "
+            f"up to {rows}"
         )
     return found

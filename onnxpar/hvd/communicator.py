@@ -1,4 +1,4 @@
-"""Which rank this process is: init, shutdown, and what all calls run on."""
+"""init, shutdown, the number of this rank, and the communicator that all calls use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ids = itertools.count()
 
 
 class Communicator:
-    """One rank's membership of all ranks; `host` is equal on those that share one."""
+    """One rank's connection to all ranks; ranks with equal texts `host` share a host."""
 
     def __init__(self, world: World, host: str) -> None:
         self.world = world
         self.rank = world.rank
         self.size = world.size
         self.agreed: set[str] = set()
-        """Layouts of fused tensors on which the ranks have found to agree."""
+        """Digests of the layouts of fused tensors that are known to be equal on all ranks."""
         self._queue: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         hosts = collectives.gather_bytes(world, host.encode(), "hosts")
@@ -42,13 +42,13 @@ class Communicator:
         self.cross_size = len(alike)
 
     def ordered(self, work: Callable[[], T]) -> T:
-        """What `work` returns, done behind what has begun."""
+        """The result of `work`, which runs after all work that was started before."""
         if self._last is None or self._last.done():
             return work()
         return self.begin(work).result()
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Has another thread do `work`, one piece after another."""
+        """Starts `work` in another thread, which runs one piece of work after the other."""
         if self._queue is None:
             self._queue = ThreadPoolExecutor(1, thread_name_prefix="onnxpar-hvd")
         future = self._queue.submit(work)
@@ -56,14 +56,14 @@ class Communicator:
         return future
 
     def close(self) -> None:
-        """Leaves the world; what has begun fails."""
+        """Leaves the other ranks; work that was started and has not ended fails."""
         self.world.close()
         if self._queue is not None:
             self._queue.shutdown()
 
 
 class _Ranks(threading.local):
-    """The rank that a thread is, where ranks are threads."""
+    """The communicator of a thread, where ranks are threads."""
 
     own: Communicator | None = None
 
@@ -73,12 +73,13 @@ _process: Communicator | None = None
 
 
 def init(timeout: float | None = None) -> None:
-    """Joins the other processes that mpirun, srun or torchrun started, or the variables of
-    `onnxpar.runtime.launch.HELP` name; a process that none started is a world of one.
+    """Joins the processes that mpirun, srun or torchrun started together, or that the environment
+    variables of `onnxpar.runtime.launch.HELP` describe. Without a launcher, this process is the
+    only rank.
 
-    `timeout`, in seconds, bounds this and every later wait for another rank; ONNXPAR_TIMEOUT gives
-    its default, 60 where that is not set. Does nothing where this process has joined.
-    Errors: RankError where the others do not come.
+    `timeout`, in seconds, limits this and every later wait for another rank; its default is the
+    environment variable ONNXPAR_TIMEOUT, or 60. A second call does nothing. Errors: RankError where
+    the other processes do not arrive.
     """
     global _process
     if is_initialized():
@@ -97,7 +98,7 @@ def init(timeout: float | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the others, who must not wait for this rank any more."""
+    """Leaves the other ranks, which must not wait for this one any more."""
     global _process
     if _process is not None:
         _process.close()
@@ -105,45 +106,45 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process, or this thread of `run_on_threads`, is a rank."""
+    """True if this process, or this thread of `run_on_threads`, is a rank."""
     return _ranks.own is not None or _process is not None
 
 
 def current() -> Communicator:
-    """What this process or thread is. Errors: RankError before init."""
+    """The communicator of this process or thread. Errors: RankError before init."""
     found = _ranks.own or _process
     if found is None:
-        raise RankError("this process has joined no others; call onnxpar.hvd.init() first")
+        raise RankError("this process is not a rank yet; call onnxpar.hvd.init() first")
     return found
 
 
 def rank() -> int:
-    """This rank, from 0."""
+    """The number of this rank, from 0."""
     return current().rank
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return current().size
 
 
 def local_rank() -> int:
-    """This rank among those on its host."""
+    """The number of this rank among those on its host, from 0."""
     return current().local_rank
 
 
 def local_size() -> int:
-    """How many ranks are on this host."""
+    """The number of ranks on this host."""
     return current().local_size
 
 
 def cross_rank() -> int:
-    """This host among those that have this local rank."""
+    """The number of this host among those that have this local rank, from 0."""
     return current().cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts have this local rank."""
+    """The number of hosts that have this local rank."""
     return current().cross_size
 
 
@@ -153,10 +154,12 @@ def run_on_threads(
     timeout: float = 60.0,
     hosts: Sequence[str] | None = None,
 ) -> list[T]:
-    """What `function` returns on each of `ranks` ranks, threads of this process, for notebooks and
-    tests; `hosts` names the host that each is to count as.
+    """Runs `function` on `ranks` threads of this process, each of which is a rank; returns the
+    results by rank. For notebooks and tests.
 
-    Where one raises, the others fail, and what it raised is raised here.
+    hosts   a name of a host for each rank, as if they were on these hosts; by default all on one
+
+    If one rank raises an exception, the others fail, and the exception is raised here.
     """
     worlds = thread_worlds(ranks, timeout)
     failures: list[BaseException] = []
@@ -187,10 +190,10 @@ def _timeout() -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise InputError(f"ONNXPAR_TIMEOUT={text!r} is no number of seconds")
+        raise InputError(f"ONNXPAR_TIMEOUT={text!r}: give a number of seconds above 0")
     return seconds
 
 
 def _this_host() -> str:
-    """What processes share that run on one host, and no others do."""
+    """A text that is equal for processes on the same host, and different on other hosts."""
     return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()

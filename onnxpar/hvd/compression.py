@@ -1,4 +1,4 @@
-"""What travels in place of an array that is reduced."""
+"""Compression of the arrays that ranks send in a reduction."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from onnxpar.hvd.reductions import is_float
 
 @dataclass(frozen=True)
 class Compressor:
-    """Sends wider floats as `wire`; everything as it is where there is none."""
+    """Sends float32 and float64 arrays in the dtype `wire`; None sends all arrays as they are."""
 
     wire: str | None
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype in which an array of `dtype` travels."""
+        """The dtype in which an array of `dtype` is sent."""
         if self.wire is None or not is_float(dtype) or dtype.itemsize <= 2:
             return dtype
         return _named(self.wire)
 
     def compress(self, array: Array) -> tuple[Array, np.dtype[Any]]:
-        """What travels, and what `decompress` needs to know."""
+        """The array to send, and the original dtype, for `decompress`."""
         return array.astype(self.wire_dtype(array.dtype), copy=False), array.dtype
 
     def decompress(self, array: Array, dtype: np.dtype[Any]) -> Array:
-        """What has travelled, in its own dtype again."""
+        """A received array in its original dtype."""
         return array.astype(dtype, copy=False)
 
 
 class Compression:
-    """float32 and float64 may travel in 16 bits: float16 is finer, bfloat16 cannot overflow.
+    """Sends float32 and float64 arrays in 16 bits: float16 is more precise, bfloat16 does not
+    overflow.
 
-    The ranks' values are added in float32, and the result is rounded once more.
+    The ranks' values are added in float32, and the result is rounded to 16 bits again.
     """
 
     none: ClassVar[Compressor] = Compressor(None)

@@ -1,4 +1,4 @@
-"""Data-parallel training: the optimizer that sees the gradients of all ranks."""
+"""Data-parallel training: an optimizer that reduces gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxpar.runtime import collectives
 
 
 class SteppingOptimizer(Stateful, Protocol):
-    """One of `hvd.SGD`, `hvd.Adam`, `hvd.AdamW`, or whatever has their methods."""
+    """One of `hvd.SGD`, `hvd.Adam`, `hvd.AdamW`, or any object with their methods."""
 
     lr: float
 
@@ -27,16 +27,19 @@ class SteppingOptimizer(Stateful, Protocol):
 
 
 def scale_learning_rate(lr: float) -> float:
-    """`lr` times the number of ranks: for a global batch that grows with it."""
+    """`lr` times the number of ranks, for a global batch that is larger by this factor."""
     return lr * size()
 
 
 class DistributedOptimizer:
     """An optimizer whose steps use the gradients of all ranks, reduced by `op`.
 
-    They travel fused, in buffers of up to `fusion_threshold` bytes (0: each alone). With
-    `backward_passes_per_step`, that many calls of `step` add up their gradients on this rank before
-    one of them is a step.
+    optimizer                 updates the parameters on each rank
+    compression               of the gradients that are sent
+    fusion_threshold          bytes of a buffer in which gradients are sent together; 0 sends each
+                              gradient by itself
+    backward_passes_per_step  calls of `step` whose gradients are added up on this rank; only the
+                              last of them reduces, and updates the parameters
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class DistributedOptimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the optimizer within."""
+        """The learning rate of the inner optimizer."""
         return self.optimizer.lr
 
     @lr.setter
@@ -71,11 +74,11 @@ class DistributedOptimizer:
         self.optimizer.lr = value
 
     def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> bool:
-        """Reduces the gradients and changes the parameters in place; False where it only adds the
-        gradients up.
+        """Reduces the gradients and changes the parameters in place; returns False if it only added
+        up gradients.
 
-        Errors: InputError where gradients and parameters do not go together, or, on every rank,
-        where the ranks have other gradients; RankError as for `allreduce`.
+        Errors: InputError where a gradient does not fit its parameter, or, on every rank, where
+        names, dtypes or shapes of the gradients differ between ranks; RankError as for `allreduce`.
         """
         for name, grad in grads.items():
             check_gradient(name, params, grad)
@@ -88,8 +91,8 @@ class DistributedOptimizer:
         return True
 
     def synchronize(self, grads: Mapping[str, Array]) -> dict[str, Array]:
-        """The gradients, reduced, for a step of one's own (`optimizer.optimizer.step`), after
-        clipping for one. The next call overwrites them."""
+        """The reduced gradients, to change (clip) before calling `optimizer.optimizer.step`
+        yourself. The next call overwrites them."""
         here, names = current(), sorted(grads)
         arrays = [collectives.as_exchangeable(grads[n], f"the gradient of {n!r}") for n in names]
         for name, array in zip(names, arrays, strict=True):
@@ -102,16 +105,17 @@ class DistributedOptimizer:
         return dict(zip(names, reduced, strict=True))
 
     def state_dict(self) -> Any:
-        """That of the optimizer within. Errors: InputError between the passes of a step."""
+        """The state of the inner optimizer. Errors: InputError between the passes of a step."""
         if self._passed:
             raise InputError(
-                f"the state between passes {self._passed} and {self._passed + 1} of "
-                f"{self._passes} would lack their gradients; ask for it after a step"
+                f"state_dict() between passes {self._passed} and {self._passed + 1} of "
+                f"{self._passes} would lose the gradients added up so far; call it after `step` "
+                "has returned True"
             )
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Goes on where `state_dict` was called, also that of the optimizer within."""
+        """Restores a state from `state_dict` of this object or of its inner optimizer."""
         self._sums, self._passed = {}, 0
         self.optimizer.load_state_dict(state)
 

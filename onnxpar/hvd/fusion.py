@@ -1,4 +1,4 @@
-"""Tensor fusion: many arrays travel in few flat buffers, with the same result bit by bit."""
+"""Tensor fusion: many arrays are sent in few flat buffers, and the results have the same bits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onnxpar.hvd.reductions import ReduceOp
 from onnxpar.runtime import collectives
 
 FUSION_THRESHOLD = 64 << 20
-"""Bytes of a buffer, unless told otherwise."""
+"""Default size of a buffer, in bytes."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known of an array before its values."""
+    """The name, dtype and shape of an array."""
 
     name: str
     dtype: np.dtype[Any]
@@ -41,28 +41,28 @@ Layout = tuple[Tensor, ...]
 
 
 def layout_of(names: Sequence[str], arrays: Sequence[Array]) -> Layout:
-    """The layout of these arrays, in this order."""
+    """The names, dtypes and shapes of arrays, in their order."""
     return tuple(Tensor(n, a.dtype, a.shape) for n, a in zip(names, arrays, strict=True))
 
 
 class Fusion:
-    """Buffers for arrays of one layout: each takes arrays of one dtype, up to `threshold` bytes
-    of what travels, or one larger array."""
+    """Buffers for the arrays of a layout: each has arrays of the same dtype, of up to `threshold`
+    bytes as they are sent, or a single larger array."""
 
     def __init__(self, layout: Layout, compression: Compressor, threshold: int) -> None:
         self.layout = layout
         wires = [compression.wire_dtype(tensor.dtype) for tensor in layout]
         self.buckets = [
-            Bucket(layout, indices, wire) for wire, indices in _deal(layout, wires, threshold)
+            Bucket(layout, indices, wire) for wire, indices in _grouped(layout, wires, threshold)
         ]
         self._text = "\n".join([f"a fusion threshold of {threshold}", *map(str, layout)])
 
     def reduce(
         self, communicator: Communicator, arrays: Sequence[Array], op: ReduceOp, name: str
     ) -> list[Array]:
-        """The arrays, reduced over the ranks, in these buffers or new.
+        """The arrays, reduced over the ranks: views of the buffers, or new arrays.
 
-        Errors: InputError, on every rank, where the ranks have other layouts.
+        Errors: InputError, on every rank, where the ranks have different layouts.
         """
         digest = _agree(communicator, self._text, name)
         results: dict[int, Array] = {}
@@ -79,7 +79,7 @@ class Fusion:
 
 
 class Bucket:
-    """One buffer, and the arrays of a layout that travel in it."""
+    """A buffer, and the arrays of a layout that are sent in it."""
 
     def __init__(self, layout: Layout, indices: Sequence[int], wire: np.dtype[Any]) -> None:
         self.indices = indices
@@ -99,7 +99,7 @@ class Bucket:
         name: str,
         details: str,
     ) -> None:
-        """Reduces them into the buffer."""
+        """Copies the arrays into the buffer, and reduces it."""
         for part, index in zip(self._parts, self.indices, strict=True):
             np.copyto(part, arrays[index], casting="unsafe")
         collectives.all_reduce(
@@ -107,18 +107,18 @@ class Bucket:
         )
 
     def unpack(self) -> dict[int, Array]:
-        """The reduced arrays by their index: parts of the buffer, copies where they have
-        travelled in another dtype."""
+        """The reduced arrays by their index: views of the buffer, or copies if they were sent in
+        another dtype."""
         return {
             index: part.astype(tensor.dtype, copy=False)
             for index, tensor, part in zip(self.indices, self._tensors, self._parts, strict=True)
         }
 
 
-def _deal(
+def _grouped(
     layout: Layout, wires: Sequence[np.dtype[Any]], threshold: int
 ) -> list[tuple[np.dtype[Any], list[int]]]:
-    """Which tensors travel together, and as what."""
+    """The dtype of each buffer, and the indices of its tensors."""
     filled: list[tuple[np.dtype[Any], list[int]]] = []
     open_: dict[np.dtype[Any], tuple[list[int], int]] = {}
     for index, (tensor, wire) in enumerate(zip(layout, wires, strict=True)):
@@ -133,9 +133,9 @@ def _deal(
 
 
 def _agree(communicator: Communicator, text: str, name: str) -> str:
-    """A digest of the layout, once all ranks have found theirs to be the same.
+    """A digest of the layout, after checking that the layouts of all ranks are equal.
 
-    A buffer does not show whose elements it holds, so unequal layouts could pass unnoticed.
+    A buffer does not show which arrays it holds, so different layouts could go unnoticed.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     if digest not in communicator.agreed:

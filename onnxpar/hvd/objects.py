@@ -1,4 +1,4 @@
-"""Objects, parameters and optimizer state that all ranks are to have."""
+"""Sends objects, parameters and optimizer state to all ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from onnxpar.runtime import collectives
 
 
 class Stateful(Protocol):
-    """What keeps state between steps: the optimizers here, and whatever has these two methods."""
+    """An object with state: the optimizers of this package, or any with these two methods."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """The root's object; what the others give is not looked at.
+    """The object of the root; the objects of the other ranks are ignored.
 
-    Objects are those of `typed_bytes.ALLOWED`. Errors: TypeError for others; RankError where what
-    the root sends is none.
+    The types that can be sent are in `typed_bytes.ALLOWED`. Errors: TypeError for other types;
+    RankError where the bytes from the root are not an object.
     """
     here, called = current(), name or "object"
     check_root(root_rank, here.size, f"broadcast_object {called!r}")
@@ -38,7 +38,7 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, which `broadcast_object` would take. Errors as there."""
+    """The objects of all ranks, by rank. Types and errors are those of `broadcast_object`."""
     here, payload = current(), to_bytes(obj)
     rows = here.ordered(lambda: collectives.gather_bytes(here.world, payload, name or "objects"))
     return [_object(row, rank) for rank, row in enumerate(rows)]
@@ -55,25 +55,26 @@ def _object(data: bytes, rank: int) -> Any:
     try:
         return of_bytes(data)
     except ValueError as error:
-        raise RankError(f"rank {rank} has sent what is no object: {error}") from error
+        raise RankError(f"rank {rank} has sent bytes that are not an object: {error}") from error
 
 
 def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> None:
-    """Overwrites the arrays, on every rank, with the root's.
+    """Overwrites the arrays of every rank with those of the root.
 
-    Errors: InputError where a value is no array that can be written.
+    Errors: InputError where a value is not a writable array.
     """
     for name, array in params.items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
             raise InputError(
-                f"broadcast_parameters: {name!r} is no writable array; make it one (np.array(...))"
+                f"broadcast_parameters: {name!r} is not a writable array; make it one with "
+                "np.array(...)"
             )
     for name in sorted(params):
         params[name][...] = broadcast(params[name], root_rank, name)
 
 
 def broadcast_optimizer_state(optimizer: Stateful, root_rank: int = 0) -> None:
-    """Gives the optimizer of every rank the state and the options of the root's."""
+    """Gives the optimizer of every rank the state and the options of the root's optimizer."""
     here = current()
     state = optimizer.state_dict() if here.rank == root_rank else None
     state = broadcast_object(state, root_rank, "optimizer state")

@@ -1,7 +1,7 @@
-"""Small optimizers for parameters that are NumPy arrays; the arithmetic is torch.optim's.
+"""Optimizers of NumPy arrays, with the arithmetic of torch.optim.
 
-`step` changes the parameters in place. Every field may be changed between steps, `lr` by a
-schedule. State is kept per parameter, by name and in its dtype.
+`step` changes the parameters in place. All fields may change between steps; a schedule sets `lr`.
+State is kept per parameter, by its name and in its dtype.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ State = dict[str, Any]
 
 @dataclass
 class Optimizer(ABC):
-    """What all have: the learning rate, steps over named parameters, and state."""
+    """Base class: the learning rate, steps over named parameters, and state."""
 
     lr: float
     state: dict[str, State] = field(default_factory=dict, init=False, repr=False)
 
     def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> None:
-        """Changes each parameter that has a gradient.
+        """Updates each parameter that has a gradient.
 
-        Errors: InputError where a gradient has no parameter, or one of another shape.
+        Errors: InputError where a gradient has no parameter, or another shape than it.
         """
         for name, grad in grads.items():
             check_gradient(name, params, grad)
@@ -40,19 +40,19 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(self, param: Array, grad: Array, state: State) -> None:
-        """One step of one parameter."""
+        """Updates one parameter."""
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the options and the state."""
         return copy.deepcopy({each.name: getattr(self, each.name) for each in fields(self)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was called. Errors: InputError for that of another kind."""
+        """Restores a state from `state_dict`. Errors: InputError for that of another optimizer."""
         known = {each.name for each in fields(self)}
         if set(state) != known:
             raise InputError(
-                f"this is the state of no {type(self).__name__}: it has {sorted(state)}, "
-                f"not {sorted(known)}"
+                f"this is not the state of {type(self).__name__}: it has {sorted(state)} instead "
+                f"of {sorted(known)}"
             )
         for name, value in copy.deepcopy(dict(state)).items():
             setattr(self, name, value)
@@ -60,7 +60,7 @@ class Optimizer(ABC):
 
 @dataclass
 class SGD(Optimizer):
-    """Gradient descent, with momentum and with weight decay as a part of the gradient."""
+    """Gradient descent with momentum; weight decay is added to the gradient."""
 
     momentum: float = 0.0
     dampening: float = 0.0
@@ -83,7 +83,7 @@ class SGD(Optimizer):
 
 @dataclass
 class Adam(Optimizer):
-    """Adam, with weight decay as a part of the gradient (Kingma and Ba, arXiv:1412.6980)."""
+    """Adam (Kingma and Ba, arXiv:1412.6980); weight decay is added to the gradient."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -111,7 +111,7 @@ class Adam(Optimizer):
 
 @dataclass
 class AdamW(Adam):
-    """Adam, with weight decay apart from the gradient (Loshchilov and Hutter, arXiv:1711.05101)."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
 
     weight_decay: float = 0.01
 
@@ -121,13 +121,13 @@ class AdamW(Adam):
 
 
 def check_gradient(name: str, params: Mapping[str, Array], grad: Array) -> None:
-    """Errors: InputError where a gradient has no parameter, or one of another shape."""
+    """Checks that a gradient has a parameter of its shape. Errors: InputError."""
     if name not in params:
-        raise InputError(f"there is a gradient, but no parameter {name!r}; {_some(params)}")
+        raise InputError(f"the gradient {name!r} has no parameter of this name; {_some(params)}")
     if params[name].shape != grad.shape:
         raise InputError(
-            f"parameter {name!r} has shape {list(params[name].shape)}, "
-            f"its gradient {list(grad.shape)}"
+            f"parameter {name!r} has shape {list(params[name].shape)}, but its gradient has "
+            f"{list(grad.shape)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""How the ranks' values become one."""
+"""The reductions over ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Product = ReduceOp.PRODUCT
 
 
 def is_float(dtype: np.dtype[np.generic]) -> bool:
-    """Whether it is one of NumPy's or ml_dtypes' floats."""
+    """True if a dtype is a float of NumPy, or bfloat16."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def check_reduction(op: ReduceOp, array: Array, what: str) -> None:
-    """Errors: InputError where `op` is none, or would have to round."""
+    """Checks that `op` is a reduction, and can reduce the array's dtype. Errors: InputError."""
     if not isinstance(op, ReduceOp):
-        raise InputError(f"{what}: op={op!r} is no reduction; use hvd.Average, hvd.Sum, ...")
+        raise InputError(f"{what}: op={op!r} is not a reduction; use hvd.Average, hvd.Sum, ...")
     if op is Average and not is_float(array.dtype):
         raise InputError(
-            f"{what}: an average of {array.dtype} is no {array.dtype}; "
-            "use op=hvd.Sum, or convert it to a float dtype first"
+            f"{what}: an average of {array.dtype} values is not {array.dtype}; use op=hvd.Sum, or "
+            "convert the array to a float dtype first"
         )

@@ -1,4 +1,4 @@
-"""How a dataset is dealt to the ranks."""
+"""Divides the samples of a dataset among the ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from onnxpar.hvd.communicator import size
 
 
 class DistributedSampler:
-    """The indices of this rank's samples: every `num_replicas`-th of all, from `rank` on.
+    """The indices of this rank's samples: every `num_replicas`-th sample, from `rank` on.
 
-    All ranks get as many: the first samples are dealt again at the end, or with `drop_last` the
-    last ones not at all, as in torch.utils.data.DistributedSampler. With `shuffle`, the order
-    follows from `seed` and the epoch, alike on all ranks and for any number of them.
+    All ranks get the same number of samples, as in torch.utils.data.DistributedSampler: some of the
+    first samples are used again at the end, or, with `drop_last`, some of the last are dropped.
+    With `shuffle`, the order depends on `seed` and the epoch only, so it is the same on all ranks,
+    and for any number of them.
     """
 
     def __init__(
@@ -34,7 +35,8 @@ class DistributedSampler:
         self.rank = own_rank() if rank is None else rank
         if self.num_replicas < 1 or not 0 <= self.rank < self.num_replicas:
             raise InputError(
-                f"rank={self.rank} is none of the {self.num_replicas} ranks, which count from 0"
+                f"rank={self.rank} must be from 0 to num_replicas - 1, which is "
+                f"{self.num_replicas - 1}"
             )
         self.shuffle = shuffle
         self.seed = seed
@@ -44,11 +46,11 @@ class DistributedSampler:
         self.num_samples = whole + (rest > 0 and not drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Has the next pass shuffle anew; call it before each epoch, on all ranks."""
+        """Gives the samples another order; call it before each epoch, on all ranks."""
         self.epoch = epoch
 
     def indices(self) -> Array:
-        """This rank's samples of the epoch (int64), to be cut into batches."""
+        """The indices (int64) of this rank's samples of the epoch, in order."""
         order = np.arange(self.dataset_size)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(order)

@@ -24,11 +24,11 @@ OTHER = 32 << 20
 
 
 def serve_timing(wire: Wire, watch: Watch, start: Mapping[str, Any]) -> None:
-    """Times what it is told to until it is told to close.
+    """Times models as messages ask for them, until a message closes it.
 
-    A message names the file of a model, how often to run it, whether onnxruntime is to optimize it,
-    whether caches are to be cold, and whether ranks talk; the answer has the seconds of each run
-    behind WARM_UP. Inputs are ones, and nothing is moved for them.
+    A message has the file of a model, the number of runs, and flags: onnxruntime optimizes the
+    model, caches are cold, ranks communicate. The answer has the seconds of each run after WARM_UP
+    runs. Inputs are ones, which no run copies.
     """
     world = World.create(f"rank-{watch.rank}", **start["world"])
     watch.join(world)
@@ -37,7 +37,7 @@ def serve_timing(wire: Wire, watch: Watch, start: Mapping[str, Any]) -> None:
         seconds: list[float] = []
         if message["path"] is not None:
             session = _open(world, message["path"], start["share"], message["optimized"])
-            seconds = _seconds(session, message["runs"], message["cold"], message["talks"])
+            seconds = _seconds(session, message["runs"], message["cold"], message["communicates"])
             del session  # before the world that its kernels use
         wire.send({"seconds": seconds})
     world.close()
@@ -55,10 +55,12 @@ def _open(
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _seconds(session: ort.InferenceSession, runs: int, cold: bool, talks: bool) -> list[float]:
-    """Of what does not talk, the seconds of this thread alone: it has a part in all work, and what
-    other processes do meanwhile does not count."""
-    clock = time.perf_counter if talks else time.thread_time
+def _seconds(
+    session: ort.InferenceSession, runs: int, cold: bool, communicates: bool
+) -> list[float]:
+    """The seconds of each run. If ranks do not communicate, the CPU time of this thread: it takes
+    part in all work, and the load of other processes does not count."""
+    clock = time.perf_counter if communicates else time.thread_time
     other = np.zeros(OTHER if cold else 0, np.int8)
     types = {"tensor(float)": np.float32, "tensor(bool)": np.bool_}
     feeds = {i.name: np.ones(i.shape, types[i.type]) for i in session.get_inputs()}

@@ -16,8 +16,8 @@ from onnxpar.calibration.measure import (
     LARGE,
     MEASURED,
     SIZES,
+    CollectiveTime,
     Measurements,
-    Talk,
     Work,
     cases,
     group_sizes,
@@ -30,9 +30,9 @@ from onnxpar.errors import RankError
 from onnxpar.runtime.groups import World, thread_worlds
 
 
-def took(kind: str, ranks: int, size: int, latency: float, bandwidth: float) -> Talk:
+def took(kind: str, ranks: int, size: int, latency: float, bandwidth: float) -> CollectiveTime:
     rounds, sent = messages(kind, ranks, size)
-    return Talk(kind, ranks, size, rounds * latency + sent / bandwidth)
+    return CollectiveTime(kind, ranks, size, rounds * latency + sent / bandwidth)
 
 
 def test_what_follows_the_formula_is_found_again() -> None:
@@ -55,7 +55,7 @@ def test_what_follows_the_formula_is_found_again() -> None:
 def test_small_and_large_count_alike() -> None:
     """What is off by as much in proportion pulls as much: 4 KiB by 10 %, or 4 MiB."""
     talk = [took("AllGather", 2, size, 1e-4, 1e9) for size in SIZES]
-    off = [Talk(t.kind, t.ranks, t.size, t.seconds * (1 + 0.1 * (-1) ** i))
+    off = [CollectiveTime(t.kind, t.ranks, t.size, t.seconds * (1 + 0.1 * (-1) ** i))
            for i, t in enumerate(talk)]  # fmt: skip
     link = fit_link(off)
     assert link.latency == pytest.approx(1e-4, rel=0.15)
@@ -63,10 +63,16 @@ def test_small_and_large_count_alike() -> None:
 
 
 def test_nothing_is_negative() -> None:
-    faster_when_large = [Talk("AllGather", 2, 4096, 2e-4), Talk("AllGather", 2, 8192, 1e-4)]
+    faster_when_large = [
+        CollectiveTime("AllGather", 2, 4096, 2e-4),
+        CollectiveTime("AllGather", 2, 8192, 1e-4),
+    ]
     link = fit_link(faster_when_large)
     assert link.latency > 0 and link.bandwidth == FASTEST
-    through_nothing = [Talk("AllGather", 2, 4096, 1e-6), Talk("AllGather", 2, 8192, 5e-6)]
+    through_nothing = [
+        CollectiveTime("AllGather", 2, 4096, 1e-6),
+        CollectiveTime("AllGather", 2, 8192, 5e-6),
+    ]
     assert fit_link(through_nothing).latency == 0
 
 
@@ -139,7 +145,7 @@ def test_a_file_is_measured_and_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["--ranks", "1"], "--ranks 1: links are between 2 ranks"),
+        (["--ranks", "1"], "--ranks 1: a link connects ranks; give at least 2"),
         (["--seconds", "0"], "--seconds 0.0: must be above 0"),
         (["-o", "nowhere/cluster.yaml"], "nowhere: no such folder"),
     ],
@@ -158,13 +164,13 @@ def test_under_a_launcher_it_is_refused(
     monkeypatch.setenv("ONNXPAR_RANK", "0")
     monkeypatch.setenv("ONNXPAR_WORLD_SIZE", "1")
     assert main(["calibrate", "-o", str(tmp_path / "cluster.yaml")]) == 2
-    assert "calibrate starts ranks of its own" in capsys.readouterr().err
+    assert "calibrate starts its own ranks" in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = models.tiny_ops(2)
     broken.graph.node[0].op_type = "NoSuchOp"
-    monkeypatch.setattr("onnxpar.calibration.measure._WORK", ((lambda turns: broken, 2, {}),))
+    monkeypatch.setattr("onnxpar.calibration.measure._WORK", ((lambda repeats: broken, 2, {}),))
     with pytest.raises(RankError, match=r"a case .*rank \d failed: .*NoSuchOp"):
         measure(2, 0.01)
 
@@ -173,8 +179,10 @@ def test_ranks_that_are_left_over_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three ranks, two make a pair."""
     monkeypatch.setattr("onnxpar.calibration.measure.SIZES", (4096,))
     found = measure(3, 0.01)
-    assert [(t.kind, t.ranks) for t in found.talk] == [(k, n) for n in (2, 3) for k in MEASURED]
-    assert all(t.seconds > 0 for t in found.talk)
+    assert [(t.kind, t.ranks) for t in found.collectives] == [
+        (k, n) for n in (2, 3) for k in MEASURED
+    ]
+    assert all(t.seconds > 0 for t in found.collectives)
 
 
 def test_the_table_has_every_case() -> None:

@@ -343,7 +343,7 @@ def test_a_rank_that_fails_is_what_is_raised() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an average of ints": (
         lambda: hvd.allreduce(np.ones(3, np.int32), name="n"),
-        r"allreduce 'n': an average of int32 is no int32; use op=hvd.Sum",
+        r"allreduce 'n': an average of int32 values is not int32; use op=hvd.Sum",
     ),
     "an average of bools": (lambda: hvd.reducescatter(np.ones(3, bool)), "an average of bool"),
     "one in a group": (
@@ -357,20 +357,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "strings": (lambda: hvd.allgather(np.array(["a"])), "cannot be exchanged"),
     "no reduction": (
         lambda: hvd.allreduce(np.ones(3), op=cast(Any, "sum")),
-        "op='sum' is no reduction",
+        "op='sum' is not a reduction",
     ),
     "a root that is no rank": (
         lambda: hvd.broadcast(np.ones(3), 2),
-        "root_rank=2 is none of the ranks 0 to 1",
+        "root_rank=2 must be from 0 to 1",
     ),
-    "a scalar's rows": (lambda: hvd.allgather(np.float32(1)), "allgather: a scalar has no rows"),
+    "a scalar's rows": (lambda: hvd.allgather(np.float32(1)), "allgather: the array is a scalar"),
     "rows that do not divide": (
         lambda: hvd.alltoall(np.ones(3)),
         "3 rows do not divide by 2 ranks; give splits",
     ),
     "splits that do not add up": (
         lambda: hvd.alltoall(np.ones(3), [1, 1]),
-        r"splits=\[1, 1\] must be 2 numbers, one for each rank, that add up to the 3 rows",
+        r"splits=\[1, 1\] must be 2 numbers of rows, one for each rank, which add up to 3",
     ),
     "a negative split": (lambda: hvd.alltoall(np.ones(3), [4, -1]), "must be 2 numbers"),
 }

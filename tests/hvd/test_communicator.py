@@ -52,7 +52,7 @@ def test_before_init() -> None:
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
 def test_a_timeout_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("ONNXPAR_TIMEOUT", text)
-    with pytest.raises(InputError, match="is no number of seconds"):
+    with pytest.raises(InputError, match="give a number of seconds above 0"):
         hvd.init()
 
 

@@ -40,7 +40,9 @@ def test_a_false_peer_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if hvd.rank() == 1:
             collectives.gather_bytes(current().world, pickle.dumps(Evil()), "objects")
             return ""
-        with pytest.raises(RankError, match="rank 1 has sent what is no object") as raised:
+        with pytest.raises(
+            RankError, match="rank 1 has sent bytes that are not an object"
+        ) as raised:
             hvd.allgather_object({"a": 1})
         return str(raised.value)
 
@@ -102,7 +104,7 @@ def test_parameters_that_cannot_be_written() -> None:
 
     def body() -> None:
         for value in (frozen, 1.0):
-            with pytest.raises(InputError, match="'w' is no writable array; make it one"):
+            with pytest.raises(InputError, match="'w' is not a writable array; make it one"):
                 hvd.broadcast_parameters({"w": value})  # type: ignore[dict-item]
 
     hvd.run_on_threads(body, 2)

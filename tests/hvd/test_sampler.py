@@ -70,5 +70,5 @@ def test_ranks_by_default() -> None:
 
 
 def test_a_rank_that_is_none() -> None:
-    with pytest.raises(InputError, match="rank=3 is none of the 3 ranks"):
+    with pytest.raises(InputError, match="rank=3 must be from 0 to num_replicas - 1, which is 2"):
         hvd.DistributedSampler(10, 3, 3)
