@@ -1,4 +1,4 @@
-"""The calls that Python users make: one for each command, with the command's options by name."""
+"""The Python calls: one for each command, with the command's options by name."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def shard(
     progress: Callable[[int], None] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Writes a model as a folder that `InferenceSession` runs, and returns its plan.
+    """Writes a sharded model as a folder that `InferenceSession` runs, and returns its plan.
 
     model          a file, an onnx.ModelProto, or its bytes
-    output         the folder, `model.par` in the current folder where it is not given
-    save_strategy  writes the strategy that was found to this file
-    dump           a folder that gets the graph after every pass
-    progress       is called with the number of bytes of each weight that is written
+    output         the folder; default: the model's name with .par, in the current folder
+    save_strategy  file to write the strategy to that was found
+    dump           folder to write the graph to after every pass
+    progress       called with the number of bytes of each weight that is written
     options        see `PlanOptions` and `LayoutOptions`
 
-    Errors: OnnxparError, which names what is wrong and the remedy; nothing is left half-written.
+    Errors: OnnxparError, which names the cause and the remedy; nothing is left half-written.
     """
     asked = options_of(options, "shard")
     target = output_of(model) if output is None else Path(output)
@@ -88,8 +88,8 @@ def make_plan(
 ) -> Plan:
     """Returns the plan that `shard` follows with the same options; no model is written.
 
-    `print` gives the text of `onnxpar plan`, a notebook shows the page, and `html` writes it to a
-    file. Errors: OnnxparError.
+    `print` shows the text of `onnxpar plan`, and a notebook the page; `html` is a file to write the
+    page to. Errors: OnnxparError.
     """
     asked = options_of(options, "plan")
     saver, explainer = saver_of(save_strategy, asked), Explainer()
@@ -105,8 +105,8 @@ def make_plan(
 
 @lists(LayoutOptions)
 def annotate(model: Source, output: File, **options: Unpack[LayoutOptions]) -> Plan:
-    """Writes the model with the plan that `shard` follows as ONNX's multi-device annotations, which
-    `shard` reads. Errors: OnnxparError."""
+    """Writes the model with its plan as ONNX's multi-device annotations, which `shard` can read.
+    Errors: OnnxparError."""
     asked = options_of(options, "annotate", LayoutOptions)
     with model_file(model) as path:
         return pipeline.annotate(path, Path(output), asked)
@@ -131,17 +131,18 @@ def check(
     """Shards a model, runs it on its ranks, and compares every output with those of onnxruntime on
     the unsplit model.
 
-    inputs   an .npz file, or arrays by input name; what is not given is random, by `seed`
-    each     compares every tensor that both models have, and names the first that differs
-    train    of a training step: takes `steps` steps at the learning rate `lr`, and compares the
+    inputs   an .npz file, or arrays by input name; missing inputs are random, by `seed`
+    each     compare every tensor that both models have, and name the first that differs
+    train    for a training step: take `steps` steps at the learning rate `lr`, and compare the
              losses and the parameters
-    rtol     each element may differ by `atol + rtol * abs(reference)`, as of numpy.allclose; either
-    atol     replaces the tolerances by dtype, which are of the largest element
-    timeout  bounds every wait for a rank, in seconds
-    log_dir  gets the output of each rank, under rank.N/
+    rtol     allow each element to differ by `atol + rtol * abs(reference)`, as numpy.allclose
+    atol     does; without both, the tolerance depends on the dtype and is relative to the largest
+             element
+    timeout  longest wait for a rank, in seconds
+    log_dir  folder for the output of each rank, under rank.N/
 
     The result has `ok`, `text()`, the `plan`, and the errors in `report.rows`. Errors: OnnxparError
-    where the model cannot be sharded or run; a mismatch is no error.
+    if the model cannot be sharded or run; a mismatch is not an error.
     """
     asked = options_of(options, "check")
     way = Way(inputs, seed, each, train, steps, lr, rtol, atol, timeout, log_dir)
@@ -153,10 +154,11 @@ def check(
 def candidates(
     model: Source, *, html: File | None = None, **options: Unpack[PlanOptions]
 ) -> Candidates:
-    """Plans the model by every strategy that applies, and sorts them by the time that the cost
-    model predicts; `html` writes a page of the fastest, or of the preset or search that is named.
+    """Plans the model by every strategy that applies, and sorts the plans by the time that the cost
+    model predicts; `html` is a file to write a page to, of the fastest plan or of the preset or
+    search that is given.
 
-    Errors: OnnxparError, also where no strategy applies.
+    Errors: OnnxparError, also if no strategy applies.
     """
     asked = options_of(options, "candidates")
     with model_file(model) as path:
@@ -165,9 +167,10 @@ def candidates(
 
 @lists(PlanOptions)
 def compare_trace(model: Source, trace: File, **options: Unpack[PlanOptions]) -> Comparison:
-    """Returns what the cost model predicts for each op and collective beside what a trace measured.
+    """Returns the time of each op and collective: predicted by the cost model, and measured in a
+    trace.
 
-    `trace` is a file that `InferenceSession.end_profile` or `onnxpar run --profile` has written;
+    `trace` is a file that `InferenceSession.end_profile` or `onnxpar run --profile` wrote;
     `options` must be those that `shard` was given. Errors: OnnxparError.
     """
     asked = options_of(options, "compare_trace")
@@ -185,11 +188,13 @@ def opt(
     output: File | None = None,
     **options: Unpack[LayoutOptions],
 ) -> str:
-    """Runs passes, `"propagate-layouts,insert-collectives"`, on a model or a dump, and returns the
-    graph as text.
+    """Runs passes, such as `"propagate-layouts,insert-collectives"`, on a model or a dump, and
+    returns the graph as text.
 
-    `print_after` names passes after which the graph is returned, or "all"; `dump` is a folder that
-    gets the graph after every pass, `output` a file that gets it after the last, as a model.
+    print_after  passes after which the graph is returned, or "all"; default: the last
+    dump         folder to write the graph to after every pass
+    output       file to write the graph to after the last pass, as a model
+
     Errors: OnnxparError.
     """
     asked = options_of(options, "opt", LayoutOptions)
@@ -200,8 +205,8 @@ def opt(
 
 
 def inspect(par: File, *, verify: bool = False) -> SavedPlan:
-    """Returns the plan of a sharded model; with `verify`, every byte of the folder is compared with
-    its digest first. Errors: ModelError where `par` is none, or not what was written."""
+    """Returns the plan of a sharded model; with `verify`, compares every byte of the folder with
+    its digest first. Errors: ModelError if `par` is not a sharded model, or has changed."""
     bundle = Bundle.load(par)
     if verify:
         bundle.check_files(whole=True)
@@ -209,8 +214,8 @@ def inspect(par: File, *, verify: bool = False) -> SavedPlan:
 
 
 def ops(pattern: str = "*", *, plugin: Sequence[str] = ()) -> list[op_table.OpRow]:
-    """Returns the rule of each op whose name fits a glob, and how it is proved; `plugin` names
-    modules with rules of your own. Errors: StrategyError where none fits."""
+    """Returns the sharding rule of each op whose name matches a glob, and how the rule is proved;
+    `plugin` names modules with rules of your own. Errors: StrategyError if no op matches."""
     for module in plugin:
         load_plugin(module)
     table = op_table.rows(pattern)
@@ -220,17 +225,20 @@ def ops(pattern: str = "*", *, plugin: Sequence[str] = ()) -> list[op_table.OpRo
 
 
 def output_of(model: Source) -> Path:
-    """Where a sharded model is written by default: in the current folder, by the model's name.
-    Errors: InputError for a model in memory, which has none."""
+    """The folder of a sharded model by default: the model's name, in the current folder. Errors:
+    InputError for a model in memory, which has no name."""
     if not isinstance(model, (str, os.PathLike)):
         raise InputError("a model in memory has no name; give the folder to write to as output")
     return Path(f"{Path(model).stem or 'model'}.par")
 
 
 def saver_of(path: File | None, options: Options) -> Saver:
-    """What writes the strategy that is found, if to any file. Errors: OnnxparError."""
+    """The writer of the strategy that is found; it does nothing without a file. Errors:
+    OnnxparError."""
     if path is not None and options.preset == MANUAL:
-        raise StrategyError("--save-strategy: a manual program has its layouts in itself")
+        raise StrategyError(
+            "--save-strategy: a manual program has no strategy to save; leave it out"
+        )
     return Saver(path)
 
 
@@ -240,7 +248,8 @@ def compare_strategies(
     html: File | None,
     follow: Callable[[list[Options]], Iterable[Options]] = iter,
 ) -> Candidates:
-    """Plans every strategy, and writes the page of one if asked; `follow` shows the progress."""
+    """Plans every strategy, and writes the page of one if `html` is given; `follow` shows the
+    progress."""
     options = replace(options, verify=False)
     given = options if html is None else replace(options, preset=None, search=None)
     alone = on_one_rank(path, given)
@@ -254,11 +263,11 @@ def compare_strategies(
 
 
 def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
-    """Sets what the plan predicts beside what a trace of it has measured."""
+    """Compares the predictions of a plan with a trace of its runs."""
     recorded = read_trace(trace)
     if options.preset == MANUAL:
         raise StrategyError(
-            "--compare: of a manual program nothing is predicted; use `run --profile`"
+            "--compare: the time of a manual program cannot be predicted; use `run --profile`"
         )
     nodes: dict[str, PlannedNode] = {}
 
@@ -287,7 +296,7 @@ def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options,
 
 
 def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:
-    """The plan, which knows its steps where any are predicted."""
+    """The plan with its predicted steps; without them for a manual program."""
     if options.preset != MANUAL:
         plan.explained = explainer.explained(plan)
     return plan

@@ -28,26 +28,27 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class LayoutOptions(TypedDict, total=False):
-    """What decides the layouts of a model; a name is that of the flag of `onnxpar shard`, whose
-    --help says more.
+    """Options that decide the layouts of a model. They have the names of the flags of `onnxpar
+    shard`; its --help says more.
 
-    devices         number of ranks, where no mesh is given
+    devices         number of ranks, if no mesh is given
     mesh            named axes, "dp=2,tp=4" or a Mesh
-    preset          data-parallel, tensor-parallel, hybrid, and so on; manual for a program per rank
+    preset          data-parallel, tensor-parallel, hybrid, and so on; manual for a model that is
+                    the program of one rank
     search          auto, the default without a preset, a strategy and annotations: the fastest
                     strategy by the cost model of the topology
     strategy        a YAML file, or the same structure: {"shard": {...}, "tensors": {...}}
     configuration   which multi-device annotations of the model to follow, or "none"
     topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure
-    objective       what the search minimizes: latency, the default, or throughput
-    memory_limit    bytes that a rank may hold at any time, or text as "16GB"
-    untied          the search decides each of several repeated blocks by itself
-    dims            sizes of symbolic dimensions, by symbol: numbers, or texts of other symbols
-    typical         where sizes are open, those that runs usually have, by symbol, or several such
-                    with weights: [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]; costs are for these
-    states          (input, output) pairs that are fed back, beside those that are found
-    find_states     look for pairs by what ops say and by names (the default); False: only `states`
-    strict          an op that stays whole for want of a rule is an error
+    objective       what the search minimizes: latency (default) or throughput
+    memory_limit    most bytes that a rank may hold at any time, or text such as "16GB"
+    untied          True: the search decides each of several repeated blocks by itself
+    dims            sizes of symbolic dimensions, by symbol: numbers, or expressions of others
+    typical         for open sizes, those that runs usually have, by symbol; or several such with
+                    weights: [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]. Costs are for these
+    states          (input, output) pairs that are fed back, in addition to those that are found
+    find_states     find state pairs by ops and by names (default); False: use only `states`
+    strict          True: an op without a sharding rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
     verify          check the invariants after every pass (the commands always do)
     """
@@ -72,14 +73,15 @@ class LayoutOptions(TypedDict, total=False):
 
 
 class PlanOptions(LayoutOptions, total=False):
-    """What decides a plan: the options of `LayoutOptions`, and these.
+    """Options that decide a plan: those of `LayoutOptions`, and these.
 
-    fusion          of collectives: size, cost or none
-    bucket_mb       the most MiB of collectives that are fused by size
-    compression     how gradients of a training step travel: float16, bfloat16, 2bit:THRESHOLD, none
-    passes          passes to run beside those of onnxpar (--add-pass): one with the place where it
-                    runs, "NAME{option=value} before PASS" or `Placed(PASS, before="NAME")`, or one
-                    that rewrites the model, which needs none
+    fusion          how collectives are joined: size, cost or none
+    bucket_mb       largest collective that is fused by size, in MiB
+    compression     format in which ranks send gradients of a training step: float16, bfloat16,
+                    2bit:THRESHOLD or none
+    passes          passes to run besides those of onnxpar (--add-pass), each with its place:
+                    "NAME{option=value} before PASS" or `Placed(PASS, before="NAME")`; a pass that
+                    rewrites the model needs no place
     """
 
     fusion: str | None
@@ -97,11 +99,11 @@ DEFAULTS: Mapping[str, Any] = {
     "passes": (),
     "verify": False,
 }
-"""Of the options that are not None where they are not given."""
+"""Defaults of options, where they are not None."""
 
 
 _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
-"""NumPy's numbers are as good as Python's."""
+"""Types that also admit NumPy's numbers."""
 
 
 Kind = type[LayoutOptions] | type[PlanOptions]
@@ -112,7 +114,7 @@ def _hints(kind: Kind) -> Mapping[str, Any]:
 
 
 def option_names(kind: Kind = PlanOptions) -> tuple[str, ...]:
-    """The names of all options, in their order."""
+    """The names of all options, in order."""
     return tuple(_hints(kind))
 
 
@@ -121,8 +123,8 @@ def options_of(
 ) -> Options:
     """The options for the pipeline.
 
-    Errors: TypeError for a name that `caller` does not know, as Python's own; StrategyError for a
-    value of the wrong type, or one that cannot be read.
+    Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
+    for a value of the wrong type, or one that cannot be read.
     """
     for name, value in asked.items():
         _check(name, value, caller, _hints(kind))
@@ -158,8 +160,8 @@ def options_of(
 
 
 def lists(kind: Kind) -> Callable[[Call], Call]:
-    """Shows the options one by one in the signature of a function that takes them as **options, so
-    that help() and editors list them."""
+    """Lists each option in the signature of a function that takes them as **options, for help() and
+    editors."""
     options = [
         inspect.Parameter(
             name,
@@ -184,7 +186,9 @@ def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None
     if name not in hints:
         raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, hints)}")
     kinds = tuple(_kinds(hints[name]))
-    is_list = not isinstance(value, str) or str in kinds  # text is a sequence, but never meant so
+    is_list = (
+        not isinstance(value, str) or str in kinds
+    )  # a string is a Sequence, but never one of options
     if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
         wanted = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
         raise StrategyError(
@@ -193,7 +197,7 @@ def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is not known."""
+    """The end of an error about an unknown name: a similar name, or all names."""
     known = list(known)
     close = get_close_matches(name, known, 1)
     return f"; did you mean {close[0]!r}?" if close else f"; it has: {', '.join(known)}"

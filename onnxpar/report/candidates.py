@@ -1,4 +1,5 @@
-"""Strategies beside each other: what each takes by the cost model, what ranks send and hold."""
+"""Comparison of strategies: the time of each by the cost model, the bytes that ranks send and
+hold."""
 
 from __future__ import annotations
 
@@ -23,17 +24,23 @@ from onnxpar.search.predict import Prediction
 from onnxpar.search.search import AUTO, PROPAGATION
 
 ONE_RANK = "one rank"
-"""How tables call the model on one rank, whole."""
+"""The name in tables of the whole model on one rank."""
 MOST_HYBRIDS = 6
-"""Meshes of two axes that are tried; of more factorizations, some from all over their range."""
+"""Number of meshes of two axes that are tried, evenly spaced over all factorizations."""
 _SAME = 1e-9
-"""Seconds within which two predictions are the same."""
+"""Seconds within which two predictions count as equal."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that applies: seconds of a run, and what the objective makes of them; bytes that a
-    rank sends by kind of collective, and bytes that it holds; and its plan, step by step."""
+    """A strategy that applies.
+
+    predicted  seconds of a run
+    seconds    its value under the objective
+    sent       bytes that a rank sends, by kind of collective
+    memory     bytes that a rank holds, by kind
+    explained  its plan, step by step
+    """
 
     strategy: str
     mesh: Mesh
@@ -50,11 +57,11 @@ class Candidate:
 
     @property
     def held(self) -> int:
-        """Bytes of all that a rank holds at once."""
+        """Bytes that a rank holds in total."""
         return sum(self.memory.values())
 
     def to_json(self) -> dict[str, Any]:
-        """As `plan --candidates --json` has it; times in seconds."""
+        """An entry of `plan --candidates --json`; times in seconds."""
         return {
             "strategy": self.strategy,
             "mesh": [list(axis) for axis in self.mesh.shape],
@@ -76,7 +83,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Candidates(Shown):
-    """What was tried for a model, the fastest first; `objective` says what counts."""
+    """The strategies that were tried for a model, the best by `objective` first."""
 
     model: str
     ranks: int
@@ -87,17 +94,17 @@ class Candidates(Shown):
 
     @property
     def rows(self) -> list[Candidate]:
-        """All that tables show, one rank among them, where it would be."""
+        """All candidates and the single rank, in order."""
         return sorted([*self.found, self.one_rank], key=_order)
 
     @property
     def winner(self) -> Candidate:
-        """The fastest; of several the one that holds least."""
+        """The fastest candidate; of equally fast ones, the one that holds least."""
         return self.found[0]
 
     @property
     def why(self) -> str:
-        """What the winner saves against the first that is slower, in a sentence."""
+        """A sentence on what the winner saves compared with the next slower candidate."""
         best = self.winner
         slower = [c for c in self.found if c.seconds > best.seconds + _SAME]
         equal = [c.label for c in self.found[1 : len(self.found) - len(slower)]]
@@ -125,13 +132,13 @@ class Candidates(Shown):
 
     @property
     def _alone(self) -> str:
-        """What is to be said where ranks gain nothing."""
+        """A remark if several ranks are no faster than one."""
         if self.one_rank.seconds > self.winner.seconds + _SAME:
             return ""
         return f"; one rank alone takes no longer, {_ms(self.one_rank.seconds)}"
 
     def to_json(self) -> dict[str, Any]:
-        """As `plan --candidates --json` prints it, the winner first."""
+        """The output of `plan --candidates --json`, with the winner first."""
         return {
             "model": self.model,
             "ranks": self.ranks,
@@ -144,8 +151,8 @@ class Candidates(Shown):
 
 
 def choices(path: Path, options: Options) -> list[Options]:
-    """The options of each strategy to try: presets and the search, on the mesh that is given or on
-    meshes of their own. Errors: StrategyError where options name a strategy already."""
+    """The options of each strategy to try: presets and the search, on the given mesh or on meshes
+    of their own. Errors: StrategyError if the options already name a strategy."""
     named = options.preset or options.search
     if named is not None:
         raise StrategyError(f"--candidates compares strategies: leave out {named!r}")
@@ -181,7 +188,7 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
 
 
 def try_candidate(path: Path, options: Options) -> Candidate | Refused:
-    """Plans one strategy, as `plan` does."""
+    """Plans one strategy as the command `plan` does."""
     strategy = options.preset or options.search or ""
     try:
         explained = explain(path, options)
@@ -191,7 +198,7 @@ def try_candidate(path: Path, options: Options) -> Candidate | Refused:
 
 
 def on_one_rank(path: Path, options: Options) -> Candidate:
-    """What one rank takes and holds that does everything; whatever it may hold."""
+    """The whole model on one rank, without a memory limit."""
     alone = replace(
         options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
     )
@@ -212,8 +219,8 @@ def _candidate(strategy: str, explained: Explained, options: Options) -> Candida
 def fastest_first(
     model: str, objective: str, tried: Iterable[Candidate | Refused], one_rank: Candidate
 ) -> Candidates:
-    """Sorts candidates by what the objective makes of the predicted times; only the fastest keeps
-    its steps. Errors: StrategyError where none applies."""
+    """Sorts candidates by the objective's value of their predicted times; only the fastest keeps
+    its steps. Errors: StrategyError if none applies."""
     found: list[Candidate] = []
     refused: list[Refused] = []
     for each in tried:

@@ -1,7 +1,7 @@
-"""Sets what the cost model predicts beside what a trace has measured.
+"""Compares the predictions of the cost model with the times measured in a trace.
 
-onnxruntime fuses nodes, and lowering makes several of one. So what is compared are sets of nodes of
-the global graph: the smallest of which each event of the trace lies in one.
+onnxruntime fuses nodes, and lowering replaces one node by several. So sets of nodes of the global
+graph are compared: the smallest sets such that each event of the trace belongs to only one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from onnxpar.sharding.state import ShardingState
 
 _REMEDY = (
     "give plan the options that shard was given (--mesh, --preset, --strategy, --dim, --topology "
-    "and the like), or shard the model with these and record its runs anew"
+    "and so on), or shard the model with these options and record its runs again"
 )
 
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node of the global graph. `always` says that each run runs it: it is in no body. What a
-    pass has added without a rule has no prediction."""
+    """A node of the global graph. `always`: every run executes it, as it is in no subgraph. A node
+    that a pass added without a rule has no prediction."""
 
     op: str
     predicted: Prediction | None
@@ -40,7 +40,7 @@ class PlannedNode:
     always: bool
 
     def weighted(self, weight: float, other: PlannedNode | None) -> PlannedNode:
-        """The same with its times in proportion, and those of another one added."""
+        """A copy whose time is multiplied by the weight and added to that of the other node."""
         if self.predicted is None:
             return self
         before = Prediction(0.0, 0.0)
@@ -56,8 +56,8 @@ class PlannedNode:
 def planned_nodes(
     graph: gs.Graph, sharding: ShardingState, apart: Collection[str] = ()
 ) -> dict[str, PlannedNode]:
-    """The nodes of a graph, by name. Requires reshard nodes (insert-collectives). Outputs `apart`
-    are no part of a run, nor is what they alone need."""
+    """The nodes of a graph, by name. Requires reshard nodes (insert-collectives). Outputs `apart`,
+    and the nodes that only they need, are not part of a run."""
     nodes = nodes_of_run(graph, apart)
     within = list(nodes_within(nodes))
     predicted = predict_nodes(within, sharding)
@@ -74,11 +74,11 @@ def planned_nodes(
 
 
 def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) -> Comparison:
-    """Holds the runs of a trace (evaluations aside) against the plan that it is of. Errors:
-    StrategyError where it is of another, InputError where it has no runs."""
+    """Compares the runs of a trace, without evaluations, with their plan. Errors: StrategyError if
+    the trace is of another plan, InputError if it has no runs."""
     lengths = _lengths(trace)
     if not lengths:
-        raise InputError("the trace has no run; record some with `onnxpar run --profile`")
+        raise InputError("the trace has no runs; record some with `onnxpar run --profile`")
     _check_same(trace, [e for e in trace.events if e.run in lengths], plan, nodes)
     by_length = sorted(lengths, key=lambda run: lengths[run])
     cut = len(by_length) // 4
@@ -94,12 +94,12 @@ def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) ->
         rank,
         mean(lengths[run] for run in runs),
         computed,
-        _talked(events, len(runs), nodes, plan.sent_at_runs),
+        _communicated(events, len(runs), nodes, plan.sent_at_runs),
     )
 
 
 def _lengths(trace: Trace) -> dict[int, float]:
-    """How long each run took, from the first rank's begin to the last one's end."""
+    """Seconds of each run, from the first rank's start to the last rank's end."""
     found = {}
     for run in trace.runs():
         spans = [span for span in trace.spans if span.run == run]
@@ -110,22 +110,22 @@ def _lengths(trace: Trace) -> dict[int, float]:
 def _check_same(
     trace: Trace, events: Sequence[Event], plan: Plan, nodes: Mapping[str, PlannedNode]
 ) -> None:
-    """Errors: StrategyError where the trace is of another plan."""
+    """Errors: StrategyError if the trace is of another plan."""
     if tuple(trace.mesh) != plan.mesh.shape:
         was = ",".join(f"{name}={size}" for name, size in trace.mesh)
         raise StrategyError(f"the trace is of the mesh {was}, the plan of {plan.mesh}; {_REMEDY}")
     other = f"the trace is of another plan (of {trace.model}):"
     known = {entry.name: entry for entry in plan.collectives}
-    told = {event.name: event for event in events if event.collective}
+    recorded = {event.name: event for event in events if event.collective}
     always = [name for name, node in nodes.items() if node.is_collective and node.always]
-    for name in (*told, *always):
-        if (name in told) != (name in known):
-            here, there = ("trace", "plan") if name in told else ("plan", "trace")
+    for name in (*recorded, *always):
+        if (name in recorded) != (name in known):
+            here, there = ("trace", "plan") if name in recorded else ("plan", "trace")
             raise StrategyError(
                 f"{other} the {here} has the collective '{name}', the {there} does not; {_REMEDY}"
             )
     calls = Counter((e.name, e.rank, e.run) for e in events)
-    for name, event in told.items():
+    for name, event in recorded.items():
         made, entry = event.collective, known[name]
         sent = entry.bytes // calls[name, event.rank, event.run]
         assert made is not None
@@ -145,7 +145,7 @@ def _check_same(
 def _computed(
     events: Iterable[Event], runs: int, ranks: int, nodes: Mapping[str, PlannedNode]
 ) -> tuple[int, list[Computed]]:
-    """The rank that computes longest, and its times by sets of nodes, in the order of the graph."""
+    """The rank with the longest compute time, and its times by set of nodes, in graph order."""
     own = [event for event in events if event.collective is None]
     sets = _Sets()
     for event in own:
@@ -183,7 +183,8 @@ def _row(
 
 
 def _keys(event: Event) -> tuple[str, ...]:
-    """What an event joins; one that onnxruntime has added stands alone."""
+    """The nodes that an event joins to one set; a node that onnxruntime added is a set of its
+    own."""
     return event.nodes or (f"{event.name}\0{event.op}",)
 
 
@@ -194,26 +195,26 @@ class _Sets:
         self._above: dict[str, str] = {}
 
     def find(self, name: str) -> str:
-        """The name that stands for the set."""
+        """The name that represents the set."""
         while (above := self._above.get(name, name)) != name:
             name = above
         return name
 
     def join(self, names: Sequence[str]) -> None:
-        """Makes one set of the sets of these."""
+        """Joins the sets of these names."""
         first = self.find(names[0])
         for name in names[1:]:
             self._above[self.find(name)] = first
 
 
-def _talked(
+def _communicated(
     events: Iterable[Event],
     runs: int,
     nodes: Mapping[str, PlannedNode],
     sent: Mapping[str, int],
 ) -> list[Communicated]:
-    """Collectives in the order in which they run, then those that did not. `sent` has bytes at the
-    sizes of the runs, by collective, which replace those of the trace."""
+    """Collectives in the order in which they ran, then those that did not run. `sent` has bytes by
+    collective at the sizes of the runs, which replace those of the trace."""
     by_node: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: e.start):
         if event.collective is not None:
@@ -222,23 +223,23 @@ def _talked(
     for name, node in nodes.items():
         if node.predicted and node.predicted.communication:
             by_node.setdefault(name, [])
-    return [_talk(name, of, runs, nodes.get(name), sent) for name, of in by_node.items()]
+    return [_collective(name, of, runs, nodes.get(name), sent) for name, of in by_node.items()]
 
 
-def _talk(
+def _collective(
     name: str,
     events: Sequence[Event],
     runs: int,
     node: PlannedNode | None,
     sent_in: Mapping[str, int],
 ) -> Communicated:
-    told = [e.collective for e in events if e.collective]
+    recorded = [e.collective for e in events if e.collective]
     is_inner = node is not None and not node.is_collective
-    kinds = dict.fromkeys(t.kind for t in told) or ([node.op] if node and not is_inner else [])
-    tensor = next((t.tensor for t in told if t.tensor), f"in {name}" if is_inner else name)
+    kinds = dict.fromkeys(t.kind for t in recorded) or ([node.op] if node and not is_inner else [])
+    tensor = next((t.tensor for t in recorded if t.tensor), f"in {name}" if is_inner else name)
     ranks = sorted({e.rank for e in events})
     calls = len(events) // (runs * len(ranks)) if ranks else 0
-    sent = [t.bytes for e, t in zip(events, told, strict=True) if e.rank == ranks[0]]
+    sent = [t.bytes for e, t in zip(events, recorded, strict=True) if e.rank == ranks[0]]
     known = [size for size in sent if size is not None]
     size = sum(known) // runs if len(known) == len(sent) else None
     if events and all(e.name in sent_in for e in events):

@@ -1,4 +1,4 @@
-"""Prediction beside measurement, as tables for people."""
+"""The text of a comparison of predicted with measured times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield ""
         yield "by collective, averaged over the ranks:"
         yield from table(
-            [_talked(t) for t in comparison.talked],
+            [_collective(t) for t in comparison.talked],
             ("tensor", "kind", "calls", "bytes", *_times_heads(), "waiting".rjust(9)),
         )
     yield ""
@@ -62,7 +62,7 @@ def _totals(comparison: Comparison) -> Iterator[str]:
     yield from table(rows, ("", *_times_heads()))
 
 
-def _talked(row: Communicated) -> tuple[str | int, ...]:
+def _collective(row: Communicated) -> tuple[str | int, ...]:
     sent = "?" if row.bytes is None else size_text(row.bytes)
     times = _times(row.predicted, row.measured)
     tensors = row.tensor.split()
@@ -80,7 +80,7 @@ def _worst(row: Computed | Communicated) -> tuple[str, str, int]:
 
 
 def _times(predicted: float | None, measured: float) -> tuple[str, str, str]:
-    """Milliseconds, and how many times the prediction the measurement is."""
+    """Milliseconds predicted and measured, and their ratio."""
     ratio = f"{measured / predicted:.2f}" if predicted else ""
     return "".rjust(9) if predicted is None else _ms(predicted), _ms(measured), ratio.rjust(7)
 

@@ -1,4 +1,4 @@
-"""What a plan does, step by step: each node and reshard with layouts, time, bytes and memory."""
+"""A plan step by step: each node and reshard with its layouts, time, bytes and memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from onnxpar.search.repeats import runs
 from onnxpar.sharding.planned_collectives import reshards
 
 UPDATE = "update"
-"""The block of what an optimizer does, which names its nodes so."""
+"""The block of the optimizer's nodes, whose names start with this."""
 NODE, COLLECTIVE, CUT = "node", "collective", "cut"
 _NUMBERED = re.compile(r"(.*?(?:^|[./])\d+)[./]")
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a node reads or makes, its global shape and its layout."""
+    """An operand or result of a node, with its global shape and layout."""
 
     name: str
     shape: str
@@ -44,13 +44,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Step:
-    """A node of the global graph as a rank runs it; `kind` tells reshards from others.
+    """A node of the global graph as a rank runs it.
 
-    block      what its weights' names have in common up to a number: `encoder.layer.3`
-    depth      in how many subgraphs it stands
-    predicted  seconds by the cost model, 0 where nothing is known
+    kind       NODE, or a reshard: COLLECTIVE, or CUT without communication
+    block      common prefix of its weights' names up to a number: `encoder.layer.3`
+    depth      number of subgraphs around it
+    predicted  seconds by the cost model, 0 if unknown
     sent       bytes that a rank sends
-    alive      bytes of activations that a rank holds meanwhile
+    alive      bytes of activations that a rank holds while it runs
     """
 
     name: str
@@ -67,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps in order that stand `times` in the graph, one after the other, alike but for names."""
+    """Steps that the graph repeats `times` in a row, except for names."""
 
     name: str
     last: str
@@ -89,7 +90,7 @@ class Explained:
         return Prediction(sum(p.compute for p in every), sum(p.communication for p in every))
 
     def blocks(self) -> Iterator[Block]:
-        """The steps by block; those that repeat the one before them, once."""
+        """The steps by block; a block that repeats the one before it is counted there."""
         found: list[Block] = []
         for name, group in groupby(self.steps, key=lambda step: step.block):
             steps = tuple(group)
@@ -104,17 +105,17 @@ class Explained:
 
 
 class Explainer:
-    """Notes the steps of a plan: `reckon` is for the pipeline to call."""
+    """Notes the steps of a plan; the pipeline calls `reckon`."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, list[Step]]] = []
 
     def reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-        """Reads the graph once all reshards are in it, at each of the sizes that count."""
+        """Reads the graph with all its reshards, once for each typical size with its weight."""
         self._found.append((weight, list(_steps(graph, ctx))))
 
     def explained(self, plan: Plan) -> Explained:
-        """The plan that came of these passes, with its steps."""
+        """The plan with the noted steps."""
         sent: dict[str, int] = defaultdict(int)
         for entry in plan.collectives:
             sent[entry.name.split("::")[0]] += entry.bytes
@@ -124,9 +125,9 @@ class Explainer:
 
 
 def explain(path: str | Path, options: Options) -> Explained:
-    """Plans as `plan` does. Errors: OnnxparError."""
+    """Plans as the command `plan` does. Errors: OnnxparError."""
     if options.preset == MANUAL:
-        raise StrategyError("of a manual program nothing is predicted; use `run --profile`")
+        raise StrategyError("the time of a manual program cannot be predicted; use `run --profile`")
     explainer = Explainer()
     plan, _ = pipeline.plan(path, options, reckon=explainer.reckon)
     return explainer.explained(plan)
@@ -138,7 +139,7 @@ def _weighted(each: Iterable[tuple[float, Iterable[Step]]]) -> Iterator[list[tup
 
 
 def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
-    """A step at several sizes as one: what it takes on average, and the most that is held."""
+    """One step for several sizes: the weighted mean of its times, and its largest memory."""
     predicted = Prediction(
         sum(weight * step.predicted.compute for weight, step in steps),
         sum(weight * step.predicted.communication for weight, step in steps),
@@ -147,7 +148,7 @@ def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
 
 
 def _steps(graph: gs.Graph, ctx: PassContext) -> Iterator[Step]:
-    """The nodes of the graph behind insert-collectives, but for what is computed apart."""
+    """The nodes of the graph after insert-collectives, without those of an evaluation."""
     apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
     within = list(_within(graph, nodes_of_run(graph, apart), ctx))
     predicted = predict_nodes((node for node, _, _ in within), ctx.sharding)
@@ -173,7 +174,7 @@ def _within(
     depth: int = 0,
     around: int = 0,
 ) -> Iterator[tuple[gs.Node, int, int]]:
-    """Nodes and those of their subgraphs, with their depth and the bytes that are alive."""
+    """Nodes and those of their subgraphs, with their depth and the bytes of live activations."""
     for node, alive in zip(nodes, activations(graph, nodes, ctx), strict=True):
         yield node, depth, around + alive
         for body in subgraphs(node):
@@ -187,8 +188,8 @@ def _kind(node: gs.Node) -> str:
 
 
 class _Blocks:
-    """Tells the blocks of nodes that come one after the other: as their weights are named, else
-    themselves, unless that would lead back, else that of the node before."""
+    """Assigns blocks to nodes in order. The block comes from the names of a node's weights, or else
+    from its own name, unless that block was already left; other nodes stay in the current block."""
 
     def __init__(self) -> None:
         self.now = ""
@@ -225,7 +226,7 @@ def _operand(tensor: gs.Tensor, ctx: PassContext) -> Operand:
 
 
 def _shape(tensor: gs.Tensor, layout: Layout | None) -> str:
-    """The global shape: the layout has that of the sizes that costs are for."""
+    """The global shape; with a layout, at the sizes that costs are for."""
     shape = tensor.shape if layout is None else open_shape(layout.shape)
     if shape is None:
         return "?"
@@ -233,12 +234,12 @@ def _shape(tensor: gs.Tensor, layout: Layout | None) -> str:
 
 
 def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:
-    """Whether two blocks do the same."""
+    """True if two blocks are the same except for names."""
     return [_sign(step) for step in some] == [_sign(step) for step in others]
 
 
 def _repeated(steps: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], int]]:
-    """Parts of steps whose names tell no block, and how often each is repeated."""
+    """Runs of steps that have no block name, with the number of their repetitions."""
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(_sign(step), len(numbers)) for step in steps]
     done = 0

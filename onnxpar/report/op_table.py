@@ -1,8 +1,8 @@
-"""What becomes of each op: its rule, which of its factors split, how that was proved, and why the
-others do not.
+"""The table of ops: the rule of each, the factors that may be split, the proofs of that, and the
+reasons for the factors that stay whole.
 
-Rules depend on the node; the texts, and the counts of runs of ONNX's own test-suite, are those that
-`tests/peer/run.py --write` has put into `rules/proof.json`.
+Rules depend on the node. `tests/peer/run.py --write` runs ONNX's own test-suite and writes the
+texts of rules and the counts of runs to `rules/proof.json`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ shapes may give another."""
 
 @dataclass(frozen=True)
 class OpRow:
-    """An op, `domain.Op` but for those of ONNX itself.
+    """An op: `Op` of ONNX itself, `domain.Op` of other domains.
 
-    rule    the rule of one case as text, empty where no case is known
-    splits  the factors of that rule that may be split
-    counts  runs and splits that proved it, by COUNTS
-    whole   why factors (or all of it) must stay whole
-    gradient  how many tests proved its gradient, or why it has none
+    rule      the rule of one case as text, empty if no case is known
+    splits    the factors of that rule that may be split
+    counts    runs and splits that proved it, by COUNTS
+    whole     why some factors, or the whole op, must stay whole
+    gradient  number of tests that proved its gradient, or why it has none
     """
 
     op: str
@@ -55,13 +55,13 @@ class OpRow:
 
     @property
     def is_lack(self) -> bool:
-        """Whether there is neither a rule nor a reason for having none."""
+        """True if there is neither a rule nor a reason for having none."""
         return not self.has_rule and not self.whole
 
 
 def rows(pattern: str = "*") -> list[OpRow]:
-    """The ops whose name fits a glob, ONNX's own first: those of the newest opset that the runtime
-    loads, and those of other domains that have a rule or a reason."""
+    """The ops whose name matches a glob: first ONNX's own, of the newest opset that the runtime
+    loads, then those of other domains that have a rule or a reason for having none."""
     known = {*registered(), *whole_ops()}
     ops = sorted({("", op) for op in standard_ops()} | {key for key in known if key[0]})
     made = [_row(domain, op) for domain, op in ops]
@@ -69,7 +69,7 @@ def rows(pattern: str = "*") -> list[OpRow]:
 
 
 def standard_ops() -> list[str]:
-    """The ops of ONNX that are not deprecated in the newest opset that the runtime loads."""
+    """ONNX's ops in the newest opset that the runtime loads, without deprecated ones."""
     newest: dict[str, Any] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain == "" and schema.since_version <= MAX_OPSET:
@@ -96,7 +96,7 @@ def _row(domain: str, op: str) -> OpRow:
 
 
 def _function(domain: str, op: str) -> str:
-    """Which function has the rule of an op of which no case is known."""
+    """The module of a user's rule, for which no case is known."""
     function = registered()[domain, op]
     return "" if function.__module__.startswith("onnxpar.") else f"by {function.__module__}"
 
@@ -117,7 +117,7 @@ def _gradient(domain: str, op: str) -> str:
 
 
 def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
-    """Whether some of these operands or results may be of floating-point numbers."""
+    """True if some of these operands or results may be floating-point."""
     types = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
     kinds = [kind for f in formals for kind in types.get(f.type_str, {f.type_str})]
     return any("float" in kind or "double" in kind for kind in kinds)
@@ -125,7 +125,7 @@ def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
 
 @functools.cache
 def gradient_proofs() -> Mapping[str, int]:
-    """What `grad/proof.json` says: by op, how many tests asked its gradient rule and passed."""
+    """The content of `grad/proof.json`: by op, the number of passed tests of its gradient rule."""
     text = (files(onnxpar.grad) / "proof.json").read_text(encoding="utf-8")
     found: Mapping[str, int] = json.loads(text)
     return found
@@ -133,19 +133,19 @@ def gradient_proofs() -> Mapping[str, int]:
 
 @functools.cache
 def proofs() -> Mapping[str, Mapping[str, Any]]:
-    """What `rules/proof.json` says, by op."""
+    """The content of `rules/proof.json`, by op."""
     text = (files(onnxpar.rules) / "proof.json").read_text(encoding="utf-8")
     found: Mapping[str, Mapping[str, Any]] = json.loads(text)
     return found
 
 
 def to_json(table: Sequence[OpRow]) -> str:
-    """The rows as a JSON list, one a line."""
+    """The rows as a JSON list, one per line."""
     return "[\n" + ",\n".join(json.dumps(asdict(row)) for row in table) + "\n]"
 
 
 def lines(table: Sequence[OpRow]) -> Iterator[str]:
-    """The rows for people."""
+    """The rows as lines of text."""
     width = max([len(row.op) for row in table], default=2)
     heads = "  ".join(f"{c:>8}" for c in (*COUNTS, "gradient"))
     yield f"{'op':{width}}  {heads}  rule"

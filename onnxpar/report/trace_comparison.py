@@ -1,4 +1,4 @@
-"""Prediction beside measurement, as data."""
+"""The result of comparing predicted with measured times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ NOTHING_RAN = "(nothing ran)"
 
 @dataclass(frozen=True)
 class Computed:
-    """A set of nodes. `ops` are their types in the model, `ran` those of what onnxruntime ran for
-    them, `calls` times in a run; seconds are of a run, on the rank that computes longest."""
+    """A set of nodes. `ops` are their op types in the model, `ran` the op types that onnxruntime
+    ran for them, `calls` times per run. Times are seconds per run on the rank that computes
+    longest."""
 
     nodes: tuple[str, ...]
     ops: tuple[str, ...]
@@ -27,7 +28,8 @@ class Computed:
 
     @property
     def label(self) -> str:
-        """One type for all of it: that in the model if it is one, else what ran if that is."""
+        """One op type for the set: that in the model if there is only one, else that which ran if
+        there is only one, else all."""
         if not self.ran:
             return NOTHING_RAN
         if len(self.ops) == 1:
@@ -37,8 +39,8 @@ class Computed:
 
 @dataclass(frozen=True)
 class Communicated:
-    """A collective, or all of those inside an op. `bytes` are what a rank sends in a run, None
-    where the plan does not say; `measured` is without `wait`; both are means of the ranks."""
+    """A collective, or all collectives inside an op. `bytes` is what a rank sends per run, None if
+    the plan does not say; `measured` excludes `wait`, and both are means over the ranks."""
 
     node: str
     kind: str
@@ -52,7 +54,7 @@ class Communicated:
 
 @dataclass(frozen=True)
 class OpType:
-    """All sets of one label."""
+    """All sets of nodes with one label."""
 
     op: str
     nodes: int
@@ -62,10 +64,10 @@ class OpType:
 
 @dataclass(frozen=True)
 class Comparison(Shown):
-    """Prediction beside measurement, in seconds of a run: the mean of `runs`, the middle half by
-    length of those that were `recorded`. `rank` is the one that computes longest;
-    `length` is from a run's begin on the first rank to its end on the last; `sizes` are the open
-    ones that the prediction is for: those of the runs, where the trace has them."""
+    """Predicted and measured times, in seconds per run: the mean over `runs` runs, the middle half
+    by length of those `recorded`. `rank` is the one that computes longest; `length` is the time
+    from a run's start on the first rank to its end on the last. `sizes` are the open sizes that the
+    prediction is for: those of the runs, if the trace has them."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -79,15 +81,15 @@ class Comparison(Shown):
 
     @property
     def predicted(self) -> Prediction:
-        """What the cost model says."""
-        compute, talk = (sum(r.predicted or 0.0 for r in rows) for rows in self._both)
-        return Prediction(compute, talk)
+        """The total by the cost model."""
+        compute, communication = (sum(r.predicted or 0.0 for r in rows) for rows in self._both)
+        return Prediction(compute, communication)
 
     @property
     def measured(self) -> Prediction:
-        """What was measured, without waiting."""
-        compute, talk = (sum(r.measured for r in rows) for rows in self._both)
-        return Prediction(compute, talk)
+        """The total measured, without waiting."""
+        compute, communication = (sum(r.measured for r in rows) for rows in self._both)
+        return Prediction(compute, communication)
 
     @property
     def wait(self) -> float:
@@ -99,7 +101,7 @@ class Comparison(Shown):
         return self.computed, self.talked
 
     def op_types(self) -> list[OpType]:
-        """Sets of nodes by what they are, that which took longest first."""
+        """The sets of nodes by label, the one that took longest first."""
         by_label: dict[str, list[Computed]] = defaultdict(list)
         for row in self.computed:
             by_label[row.label].append(row)
@@ -115,12 +117,13 @@ class Comparison(Shown):
         return sorted(types, key=lambda t: -t.measured)
 
     def worst(self) -> list[Computed | Communicated]:
-        """Everything, by how many seconds the prediction is off; the worst first."""
+        """All rows by the error of the prediction in seconds, the largest first."""
         rows: list[Computed | Communicated] = [*self.computed, *self.talked]
         return sorted(rows, key=lambda row: -abs(row.measured - (row.predicted or 0.0)))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, in seconds; `ratio` is measured by predicted, None where nothing is."""
+        """The whole comparison, in seconds; `ratio` is measured / predicted, None without a
+        prediction."""
         predicted, measured = self.predicted, self.measured
         totals = {
             key: _with_ratio({"predicted": getattr(predicted, key), "measured": own})
@@ -142,7 +145,7 @@ class Comparison(Shown):
 
 
 def sum_known(values: Iterable[float | None]) -> float | None:
-    """The sum of what is known; None where nothing is."""
+    """The sum of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 

@@ -1,4 +1,4 @@
-"""A trace as tables for people."""
+"""The text of a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PARTS = ("compute", "communication", "waiting", "idle", "total")
 
 
 def trace_lines(trace: Trace) -> Iterator[str]:
-    """Where the ranks' time went, and which nodes took most of it."""
+    """The time of each rank by kind, and the slowest nodes."""
     for program in sorted({span.program for span in trace.spans}):
         count = len(trace.runs(program))
         what = f"{count} {program or 'run'}{'s' if count > 1 else ''}"
@@ -40,22 +40,22 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def _parts(trace: Trace, rank: int, program: str) -> list[str]:
-    """Where a rank's time went from the begin of a run on the first rank to its end on the last."""
+    """A rank's time by kind, from a run's start on the first rank to its end on the last."""
     runs = set(trace.runs(program))
     events = [event for event in trace.of(rank) if event.run in runs]
     window = _windows(trace, program)
     waiting = sum(e.wait for e in events)
-    compute, moving = (
+    compute, communication = (
         sum(e.own for e in events if (e.collective is None) is is_compute)
         for is_compute in (True, False)
     )
-    idle = max(window - compute - moving, 0.0)
-    parts = (compute, moving - waiting, waiting, idle, window)
+    idle = max(window - compute - communication, 0.0)
+    parts = (compute, communication - waiting, waiting, idle, window)
     return [f"{part * 1e3 / len(runs):.3f}" for part in parts]
 
 
 def _windows(trace: Trace, program: str) -> float:
-    """How long all runs of a program took, from the first rank's begin to the last one's end."""
+    """Seconds of all runs of a program, from the first rank's start to the last rank's end."""
     begin: dict[int, float] = {}
     end: dict[int, float] = {}
     for span in trace.spans:
@@ -76,8 +76,8 @@ def _times(node: NodeTimes, busy: float) -> list[str]:
 
 
 def _name(node: NodeTimes) -> str:
-    """The global node, and how many others onnxruntime computes with it; of a collective its own
-    name, as one op may have several."""
+    """The name of the global node, and the number of others that onnxruntime fused with it; for a
+    collective its own name, as an op may have several."""
     if node.collective or not node.nodes or node.nodes == (node.name,):
         return node.name
     others = f" and {len(node.nodes) - 1} more" if len(node.nodes) > 1 else ""
@@ -85,7 +85,7 @@ def _name(node: NodeTimes) -> str:
 
 
 def _columns(texts: Sequence[str], heads: Sequence[str]) -> list[str]:
-    """Numbers as texts, to the right."""
+    """Numbers as texts, aligned to the right."""
     return [text.rjust(max(len(head), 9)) for text, head in zip(texts, heads, strict=True)]
 
 

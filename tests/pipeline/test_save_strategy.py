@@ -221,7 +221,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--devices", "2", "--preset", "manual"], "a manual program has its layouts in itself"),
+        (["--devices", "2", "--preset", "manual"], "a manual program has no strategy to save"),
         (["--devices", "2", "--candidates"], "leave out --compare, --candidates"),
     ],
 )

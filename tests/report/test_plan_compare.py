@@ -200,7 +200,7 @@ def test_no_trace(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_manual_program(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(folder / "m.onnx"), "--devices", "2", "--preset", "manual"]
     assert main([*arguments, "--compare", str(folder / "trace.json")]) == 2
-    assert "of a manual program nothing is predicted" in capsys.readouterr().err
+    assert "time of a manual program cannot be predicted" in capsys.readouterr().err
 
 
 def spans(count: int, lengths: Sequence[float] = (1.0,), program: str = "") -> list[Span]:

@@ -327,6 +327,6 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = ["plan", str(model), "--devices", "2", "--html", str(tmp_path / "r.html")]
     assert main([*how, "--compare", "trace.json"]) == 2
     assert "leave out --candidates and --html" in capsys.readouterr().err
-    with pytest.raises(StrategyError, match="of a manual program nothing is predicted"):
+    with pytest.raises(StrategyError, match="time of a manual program cannot be predicted"):
         explain(model, Options(devices=2, preset="manual"))
     assert os.listdir(tmp_path) == ["m.onnx"]
