@@ -1,1 +1,1 @@
-"""`check`: sharded results beside those of the unsplit model."""
+"""`check`: compares sharded results with those of the unsplit model."""

@@ -48,17 +48,16 @@ _RESIZES: tuple[Callable[[int], int], ...] = (
     *(partial(lambda part, n: max(n // part, 1), 2**i) for i in range(7)),
     *(partial(lambda size, n: size, 2**i) for i in range(6, 10)),
 )
-"""What is tried for open sizes where the typical ones do not run, by those of the plan's example:
-these, ever smaller ones, and then larger ones, all equal, where a model needs that many elements.
-"""
+"""Open sizes to try if the typical ones do not run, computed from those of the plan's example:
+these, smaller ones, and then larger ones, all equal, for models that need that many elements."""
 _MOST_ELEMENTS = 1 << 25
-"""Of feeds that are larger than the plan's example."""
+"""Most elements of feeds that are larger than the plan's example."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a check runs: what is fed, whether every tensor is compared, the steps of a training run,
-    how much an element may be off (else by dtype), and waits in seconds."""
+    """Options of a check: inputs, comparison of every tensor, steps of a training run, tolerances
+    of elements (else by dtype), and the longest wait in seconds."""
 
     inputs: Inputs = None
     seed: int = 0
@@ -74,8 +73,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Check(Shown):
-    """The plan that was checked, and the comparison of every output; `made_up` lists the inputs
-    that were not among those given, `title` says what a training run is compared with."""
+    """The plan that was checked, and the comparison of every output. `made_up` lists the inputs
+    that were not given; `title` names the comparison of a training run."""
 
     plan: Plan
     report: Report
@@ -84,7 +83,7 @@ class Check(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether all outputs are as good as the reference."""
+        """True if all outputs are within their tolerances."""
         return self.report.ok
 
     def text(self) -> str:
@@ -107,9 +106,9 @@ def check_model(
     progress: Callable[[int], None] | None = None,
     tell: Callable[[str], None] = quietly,
 ) -> Check:
-    """Shards into a folder that is removed again, runs, and compares. `progress` is told of the
-    bytes of weights that were written; `tell` is called with a few words before each step, and with
-    none at the end. Errors: OnnxparError."""
+    """Shards a model into a temporary folder, runs it, and compares. `progress` gets the number of
+    bytes of weights that were written; `tell` gets a text that names each step before it starts,
+    and an empty one at the end. Errors: OnnxparError."""
     try:
         return _checked(model, options, way, progress, tell)
     finally:
@@ -127,13 +126,18 @@ def _checked(
     if way.rtol is not None or way.atol is not None:
         close = Closeness(way.rtol or 0.0, way.atol or 0.0)
     if way.seed < 0:
-        raise InputError(f"--seed {way.seed}: at least 0")
+        raise InputError(f"--seed {way.seed}: must be at least 0")
     is_manual = options.preset == MANUAL
     if way.each and (way.train or is_manual):
-        raise InputError("--each is of one run against an unsplit model; leave it out")
+        raise InputError(
+            "--each compares one run with an unsplit model; leave it out of --train and of manual "
+            "programs"
+        )
     if way.train:
         if close is not None:
-            raise InputError("--rtol, --atol: losses of --train have tolerances of their own")
+            raise InputError(
+                "--rtol, --atol: --train has tolerances of its own for losses; leave them out"
+            )
         return _check_training(model, options, way)
     exposed = inner_tensors(model) if way.each else ()
     with OwnFolder() as folder:
@@ -160,7 +164,7 @@ def _checked(
                     feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
                     report = compared(session, feeds)
                     break
-                except (ModelError, InputError) as error:  # a table of positions, a least length
+                except (ModelError, InputError) as error:  # a size may be too large or too small
                     first = first or error
                     if not is_free:
                         raise
@@ -175,7 +179,8 @@ def _checked(
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:
-    """The same over many steps of a training step, each of which starts from the last."""
+    """Checks a training step over many steps, each of which starts from the states of the one
+    before."""
     if way.steps < 1:
         raise InputError(f"--steps {way.steps}: at least 1")
     is_manual = options.preset == MANUAL
@@ -194,7 +199,7 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
 
 
 def _trained(made: Plan) -> str:
-    """How many weights a training step trains, which neither side of the comparison can tell."""
+    """The number of weights that a training step trains."""
     names = {slot.input for slot in (made.step.parameters if made.step else ())}
     shapes = [port.shape or () for port in made.inputs if port.name in names]
     count = sum(math.prod(size or 0 for size in shape) for shape in shapes)
@@ -202,7 +207,7 @@ def _trained(made: Plan) -> str:
 
 
 def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """The batches of the data that is given, again and again, or random ones."""
+    """The batches of the given data, over and over, or random ones."""
     data = None if way.inputs is None else Data.given(way.inputs, trainer.data)
     specs = [s for s in input_specs(trainer.bundle.path) if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
@@ -214,7 +219,7 @@ def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]
 
 
 def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, type and shape of each input that a sharded model must be fed."""
+    """Name, type and shape of each input that must be fed to a sharded model."""
     return [
         (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
         for p in Bundle.load(par).data["inputs"]
@@ -224,8 +229,8 @@ def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, 
 
 def _sizes_to_try(made: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
     """Sizes of all symbols, in the order in which a check tries them: the typical ones, then those
-    of `_RESIZES`. Unless a user gave them, those that the ranks split are large enough that each
-    rank has elements, and that not all have equally many."""
+    of `_RESIZES`. Unless a user gave the typical ones, sharded sizes below the number of ranks
+    are first raised so that every rank has elements, in uneven shards."""
     uneven = 2 * made.mesh.size - 1
     for typical, _ in made.typical[:1]:
         sizes = dict(typical)
@@ -247,9 +252,9 @@ def _feeds(
     bundle: Bundle,
     chosen: Mapping[str, int],
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """What is given; random feeds for the rest, of which it tells name, type and shape; and whether
-    any open size is left to choose. Those are the `chosen` ones, unless they contradict others.
-    Errors: InputError where that takes too many elements."""
+    """The given feeds, with random ones for the rest; name, type and shape of each random one; and
+    True if the given ones leave an open size to choose. Such sizes are the `chosen` ones, unless
+    these contradict others. Errors: InputError if the random feeds have too many elements."""
     specs = input_specs(bundle.path)
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
@@ -265,10 +270,10 @@ def _feeds(
         if isinstance(value, np.ndarray) and name in bundle.inputs
     }
     known = dict(zip(bundle.symbols, bundle.sizes(shapes), strict=True))
-    told = {v for n in shapes for v in bundle.inputs[n].symbols}
-    free = [s for s in bundle.symbols if s not in told]
-    sizes = {s: known[s] if s in told else chosen[s] for s in bundle.symbols}
-    sizes, ranges = _usual(model, options, made, bundle, sizes, told)
+    fed = {v for n in shapes for v in bundle.inputs[n].symbols}
+    free = [s for s in bundle.symbols if s not in fed]
+    sizes = {s: known[s] if s in fed else chosen[s] for s in bundle.symbols}
+    sizes, ranges = _consistent(model, options, made, bundle, sizes, fed)
     rest: Any = [
         (name, kind, bundle.inputs[name].shape_at(sizes))
         for name, kind, _ in specs
@@ -283,27 +288,27 @@ def _feeds(
         if elements > _MOST_ELEMENTS:
             wanted = ",".join(f"{name}={sizes[name]}" for name in free)
             raise InputError(
-                f"made-up inputs at {wanted} would have {elements:,} elements, too many to try "
-                f"unasked: give --inputs FILE.npz, or --typical {wanted} if that is what runs have"
+                f"random inputs at {wanted} would have {elements:,} elements, too many to try "
+                f"unasked; give --inputs FILE.npz, or --typical {wanted} if runs have these sizes"
             )
     return make_feeds(rest, ranges, way.seed) | feeds, made_up, bool(free)
 
 
-def _usual(
+def _consistent(
     model: Path,
     options: Options,
     made: Plan,
     bundle: Bundle,
     sizes: Mapping[str, int],
-    told: Collection[str],
+    fed: Collection[str],
 ) -> tuple[dict[str, int], Mapping[str, Range]]:
-    """Sizes with which the runtime takes the feeds, and the range of each integer input for these.
-    Sizes that are `told` by feeds stay; others change where they contradict them or each other:
-    the length of a mask is that of past and present together."""
+    """Sizes that the runtime accepts, and the range of each integer input at these sizes. Sizes
+    that are `fed` stay; others change if they contradict these or each other, as the length of a
+    mask is the sum of those of past and present."""
     if not bundle.symbols or options.preset == MANUAL:
         return dict(sizes), made.ranges
     split = {s for s in bundle.symbols if _splits(bundle, s, sizes)}
-    found = settled(made.caches, sizes, split.union(told))
+    found = settled(made.caches, sizes, split.union(fed))
     shapes = {n: port.shape_at(found) for n, port in bundle.inputs.items()}
     fixed = {n: [s or 0 for s in shape] for n, shape in shapes.items() if None not in shape}
     bound = replace(options, dims=None, typical=Typical())
@@ -312,7 +317,7 @@ def _usual(
 
 
 def _splits(bundle: Bundle, symbol: str, sizes: Mapping[str, int]) -> bool:
-    """Whether the ranks hold parts of an input or output by a dimension of this size."""
+    """True if an input or output is sharded over a dimension of this size."""
     ports = (*bundle.inputs.values(), *bundle.outputs.values())
     layouts = [(p.shape, p.layout_at(sizes)) for p in ports if symbol in p.symbols]
     return any(

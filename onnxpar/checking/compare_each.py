@@ -17,23 +17,23 @@ from onnxpar.checking.compare import (
     Closeness,
     Comparison,
     Report,
-    Unsplit,
     compare_arrays,
     is_far,
     judged,
 )
 from onnxpar.checking.sensitivity import movements
+from onnxpar.checking.unsplit import Unsplit
 from onnxpar.errors import ModelError
 from onnxpar.runtime.session import Session
 
 SLICE_BYTES = 256 << 20
-"""Bytes of tensors that are compared at a time, of which both sides hold copies."""
+"""Bytes of tensors that are compared at a time; both sides hold copies of them."""
 
 
 @dataclass(frozen=True)
 class EachReport(Report):
-    """The comparison of the outputs, and the first of all tensors that differs, of which `node` is
-    the op and the node."""
+    """The comparison of the outputs, and the first of all tensors that differs; `node` names the op
+    and node that computes it."""
 
     compared: int = 0
     first: Comparison | None = None
@@ -41,11 +41,11 @@ class EachReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether all tensors are as good as the reference."""
+        """True if all tensors are within their tolerances."""
         return self.first is None and super().ok
 
     def text(self) -> str:
-        """The table of the outputs, and the tensor with which the difference begins."""
+        """The table of the outputs, and the first tensor that differs."""
         count = f"{self.compared} tensors that both models have were compared in the model's order"
         if self.first is None:
             return f"{super().text()}\n{count}: all agree"
@@ -59,15 +59,15 @@ class EachReport(Report):
 
 
 def inner_tensors(model: str | os.PathLike[str]) -> list[str]:
-    """The results of a model's nodes but for its outputs, in order. Those in bodies of If, Loop and
-    Scan are left out. Errors: ModelError."""
+    """The results of a model's nodes in order, without its outputs and without results in the
+    bodies of If, Loop and Scan. Errors: ModelError."""
     graph = _read(model).graph
     own = {port.name for port in graph.output}
     return [name for name in _results(graph) if name not in own]
 
 
 def _results(graph: onnx.GraphProto) -> dict[str, str]:
-    """The results of nodes in order, and the op and node that each is of."""
+    """The results of nodes in order, with the op and node that computes each."""
     return {
         name: f"{node.op_type} {node.name!r}" if node.name else node.op_type
         for node in graph.node
@@ -82,10 +82,10 @@ def compare_each(
     feeds: Mapping[str, Any],
     close: Closeness | None = None,
 ) -> EachReport:
-    """Compares every output of the session, those in the model's order that are inside of it, too.
+    """Compares every output of the session, including exposed inner tensors, in the model's order.
 
-    Both models run as often as it takes to hold at most SLICE_BYTES of tensors at a time. Errors:
-    ModelError where the unsplit model does not load; InputError; RankError.
+    Both models run as often as needed to hold at most SLICE_BYTES of tensors at a time. Errors:
+    ModelError if the unsplit model does not load; InputError; RankError.
     """
     session.check_feeds(feeds)
     proto = _read(model)
@@ -121,7 +121,7 @@ def compare_each(
 def _slices(
     outputs: Sequence[str], shapes: Mapping[str, Sequence[int | None]]
 ) -> Iterator[list[str]]:
-    """Names of outputs that are compared together."""
+    """Groups of outputs that are compared together."""
     names: list[str] = []
     held = 0
     for name in outputs:

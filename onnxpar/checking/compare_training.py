@@ -1,4 +1,4 @@
-"""Holds a sharded training step against the unsplit one over many steps."""
+"""Compares a sharded training step with the unsplit one over many steps."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from dataclasses import replace
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.checking.compare import Comparison, Report, open_unsplit
+from onnxpar.checking.compare import Comparison, Report
+from onnxpar.checking.unsplit import open_unsplit
 from onnxpar.ir.training_spec import GRADIENT, RESIDUAL, Step
 from onnxpar.runtime.tensors import dtype_of
 from onnxpar.trainer.trainer import Trainer
 
 FIRST = "loss, first step"
 EARLY = 10
-"""Steps in which losses of less precision than float64 must agree closely."""
+"""Number of first steps in which losses of less precision than float64 must agree closely."""
 CLOSE: Mapping[str, tuple[float, float]] = {
     "float64": (1e-9, 1e-9),
     "float32": (1e-5, 1e-3),
     "float16": (5e-3, 5e-2),
     "bfloat16": (2e-2, 1e-1),
 }
-"""By dtype, the largest relative difference of losses allowed in early steps, and later ones."""
+"""By dtype, the largest allowed relative difference of losses, in early and in later steps."""
 
 
 def compare_training(
@@ -33,18 +34,18 @@ def compare_training(
     batches: Iterable[Mapping[str, Array]],
     rate: float,
 ) -> Report:
-    """Takes the same steps with both, from the same first values; compares the loss of each step,
-    and what they leave. Only of float64 are parameters held to a tolerance: less precise ones go
-    their own ways where gradients are nearly zero.
+    """Takes the same steps with both, from the same initial values; compares the loss of each step,
+    and the final parameters and states. Only in float64 have parameters a tolerance: in less
+    precise types they diverge where gradients are nearly zero.
 
-    Errors: ModelError where the unsplit step does not load; RankError.
+    Errors: ModelError if the unsplit step does not load; RankError.
     """
     spec = trainer.spec.unsplit
     whole = UnsplitStep(model, spec)
     losses: list[tuple[float, float]] = []
     for seed, batch in enumerate(batches):
-        told = trainer.step(batch, rate, seed)[trainer.spec.loss]
-        losses.append((told, whole.step(batch, rate, seed)))
+        loss = trainer.step(batch, rate, seed)[trainer.spec.loss]
+        losses.append((loss, whole.step(batch, rate, seed)))
     dtype = trainer.bundle.outputs[trainer.spec.loss].dtype.name
     early, late = CLOSE.get(trainer.spec.precision or dtype, CLOSE["float32"])
     rows = [_losses("loss, first steps", losses[:EARLY], dtype, early)]
@@ -60,14 +61,13 @@ def compare_training(
 
 
 def judge_gradients(report: Report, step: Step) -> Report:
-    """The same where outputs are the gradients of a step: each is measured by its largest element,
-    but by a thousandth of the model's where that is more. One that is nothing beside the rounding
-    of the model's largest, as that of a bias of attention's keys, may be off by as much as that.
-    """
+    """The report with errors of gradients relative to the gradient's largest element, or to a
+    thousandth of the largest of all gradients if that is more. A gradient smaller than the rounding
+    of that largest one, such as the bias of attention's keys, may differ by that rounding."""
     names = {f"{name}{GRADIENT}" for name in step.gradients}
-    told = [row for row in report.rows if row.name in names]
-    most = max((row.largest for row in told), default=0.0)
-    judged = {row.name: _gradient(row, most) for row in told if row.tolerance and not row.fault}
+    found = [row for row in report.rows if row.name in names]
+    most = max((row.largest for row in found), default=0.0)
+    judged = {row.name: _gradient(row, most) for row in found if row.tolerance and not row.fault}
     return Report(tuple(judged.get(row.name, row) for row in report.rows))
 
 
@@ -79,8 +79,8 @@ def _gradient(row: Comparison, most: float) -> Comparison:
 
 
 def judge_compressed(report: Report, step: Step) -> Report:
-    """The same where gradients travel as they are; else only what precedes the first update is
-    held to a tolerance, and what ranks keep for themselves is left out."""
+    """The report without tolerances for anything after the first update, and without the residuals
+    of each rank, if gradients are compressed; else the same report."""
     if not step.compression:
         return report
     judged = (step.loss, FIRST, *step.evaluation)
@@ -92,7 +92,7 @@ def judge_compressed(report: Report, step: Step) -> Report:
 
 
 class UnsplitStep:
-    """The training step as a stock onnxruntime runs it; `states` are handed from step to step."""
+    """The training step in a session of onnxruntime; `states` are passed from step to step."""
 
     def __init__(self, model: str | os.PathLike[str], spec: Step) -> None:
         self._session = open_unsplit(model)
@@ -122,8 +122,8 @@ def _losses(
     name: str, losses: list[tuple[float, float]], dtype: str, tolerance: float
 ) -> Comparison:
     errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in losses]
-    worst = float(np.max(errors))  # which a NaN is, wherever it stands
-    fault = "" if math.isfinite(worst) else "a loss is no number"
+    worst = float(np.max(errors))  # NaN if any error is NaN
+    fault = "" if math.isfinite(worst) else "a loss is not finite"
     return Comparison(name, dtype, (len(losses),), worst, tolerance, fault)
 
 
@@ -134,5 +134,5 @@ def _state(name: str, given: Array, expected: Array) -> Comparison:
     tolerance = CLOSE[dtype][1] if dtype == "float64" else math.inf
     if np.issubdtype(expected.dtype, np.integer):
         tolerance = 0.0
-    fault = "" if math.isfinite(error) else "it is no number"
+    fault = "" if math.isfinite(error) else "it is not finite"
     return Comparison(name, dtype, expected.shape, error, tolerance, fault)

@@ -1,4 +1,4 @@
-"""Holds the copies of an output that several ranks have against each other."""
+"""Compares the replicas of an output on several ranks with each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxpar.runtime.session import Session
 def compare_replicas(
     session: Session, feeds: Mapping[str, Array], close: Closeness | None = None
 ) -> Report:
-    """Runs a model that gathers copies of its outputs, and compares each copy with the first.
+    """Runs a model that gathers the replicas of its outputs, and compares each with the first.
 
     Errors: InputError; RankError.
     """

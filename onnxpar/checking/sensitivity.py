@@ -1,10 +1,10 @@
-"""How far the results of a model move by themselves, where they are not as close as usual.
+"""Measures how much rounding changes the results of a model, if errors are larger than usual.
 
-A model may amplify what it rounds: it quantizes values as it runs, so that one that lies between
-two steps moves by a whole step; it divides by a spread that is nearly 0; it ends in a sigmoid whose
-largest value is 1e-7. Two correct ways to run such a model differ by far more than they round. By
-how much, runs of the unsplit model tell: on one thread, optimized and not, on feeds and
-small weights that differ in their last bits.
+A model may amplify rounding errors: it quantizes values as it runs, so that a value between two
+quantization steps changes by a whole step; it divides by a deviation that is nearly 0; it ends in a
+sigmoid whose largest value is 1e-7. Two correct runs of such a model then differ by far more than
+their rounding. Runs of the unsplit model measure by how much: on one thread, with and without
+optimization, with feeds and small weights changed in their last bits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from onnxpar.base.arrays import Array
 from onnxpar.runtime.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
-"""Runs of the unsplit model in which small weights, and floats that are fed, change by up to this
-share of each element, or by more where the model rounds to steps, which few values are close to;
-results may be off by so many times what they move at most."""
+"""Number of runs of the unsplit model; relative change of each element of small weights and float
+inputs in them; the same for models that round to steps, as few values are close to a step; and the
+factor by which an error may exceed the largest measured change of a result."""
 LARGE = 0.05
-"""What results move at most if a comparison shall find a sum that lacks what one rank adds."""
+"""Relative change of a result above which a comparison may miss a rank's part of a sum."""
 _STEPS = frozenset(
     (
         "ArgMax",
@@ -48,17 +48,17 @@ _STEPS = frozenset(
         "TopK",
     )
 )
-"""Ops that round to steps; DequantizeLinear does so together with a product that reads it."""
+"""Ops that round to steps; DequantizeLinear does so when fused with a product that reads it."""
 _INTEGERS = 4
 """The accuracy level at which MatMulNBits quantizes its first operand."""
 _READ_AT_MOST, _ALL_AT_MOST = 1 << 18, 1 << 24
-"""Elements of a weight that changes, and of all of them."""
+"""Most elements of a weight that is changed, and of all such weights."""
 _READERS = frozenset(("Mul", "Add", "Gather"))
-"""Ops of which the weights may change in an optimized model, as it loses nothing by that."""
+"""Ops whose weights may be inputs in an optimized model, as this disables none of its fusions."""
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_ALL, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
 _Opens = Callable[[NodeProto], bool]
-"""Whether weights that a node reads change."""
+"""True for a node whose weights are changed."""
 ORT_ERRORS = (
     RuntimeError,
     ValueError,
@@ -70,7 +70,7 @@ ORT_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
-"""What onnxruntime raises."""
+"""Errors that onnxruntime raises."""
 
 
 def movements(
@@ -79,10 +79,10 @@ def movements(
     reference: Mapping[str, Any],
     folder: str | os.PathLike[str] | None = None,
 ) -> dict[str, float]:
-    """By result of the reference, the most that it moves: floats as a share of their largest
-    magnitude, others as the share of elements that change. Nothing of a model whose inputs or
-    results are no tensors of numbers, or that the runtime runs in no other way. `folder` is where
-    the external data of a model in bytes is."""
+    """The largest change of each result of the reference: of floats relative to their largest
+    magnitude, of others the share of elements that change. Empty if inputs or results are not
+    tensors of numbers, or if onnxruntime cannot run the changed model. `folder` holds the external
+    data of a model in bytes."""
     if any(not isinstance(a, np.ndarray) for a in (*feeds.values(), *reference.values())):
         return {}
     if folder is None and not isinstance(model, bytes):
@@ -107,7 +107,7 @@ def movements(
                         far = _distance(result, reference[name])
                         moved[name] = max(moved.get(name, 0.0), far)
                 break
-            except ORT_ERRORS:  # weights that it wants to know
+            except ORT_ERRORS:  # a kernel may need constant weights
                 continue
     return moved
 
@@ -132,7 +132,7 @@ def _read(model: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[NodeProto]:
-    """All nodes, those of bodies and functions included."""
+    """All nodes, including those of bodies and functions."""
     todo: list[Iterable[NodeProto]] = [proto.graph.node, *(f.node for f in proto.functions)]
     while todo:
         for node in todo.pop():
@@ -154,7 +154,7 @@ def _adds_or_scales(node: NodeProto) -> bool:
 
 
 def _computes_alike(node: NodeProto) -> bool:
-    """Not so onnxruntime's own ops, with weights that are not stored."""
+    """False for onnxruntime's own ops and for quantization, which may need constant weights."""
     return node.domain == "" and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
 
 
@@ -165,7 +165,7 @@ def _none(node: NodeProto) -> bool:
 def _open_weights(
     proto: onnx.ModelProto, folder: str | os.PathLike[str] | None, opens: _Opens
 ) -> dict[str, Array]:
-    """Makes small weights inputs in place, of the nodes that say so, and returns them."""
+    """Turns small weights of the nodes chosen by `opens` into inputs in place; returns them."""
     read = {name for node in proto.graph.node if opens(node) for name in node.input}
     ports = {port.name for port in proto.graph.input}
     ports |= {n for node in proto.graph.node if not opens(node) for n in node.input}
@@ -182,7 +182,7 @@ def _open_weights(
 
 
 def _changed(value: Array, change: float, random: np.random.Generator) -> Array:
-    """Floats that differ by up to this share of each, or by a last bit where that is more."""
+    """Floats changed by up to this relative amount, or by their last bit if that is more."""
     if value.dtype not in (np.float32, np.float16):
         return value
     share = max(change, float(np.finfo(value.dtype).eps))
@@ -192,8 +192,8 @@ def _changed(value: Array, change: float, random: np.random.Generator) -> Array:
 
 
 def _distance(result: Array, reference: Array) -> float:
-    """The largest finite difference, as a share of the largest magnitude; of what is no float, the
-    share of elements that differ."""
+    """The largest finite difference relative to the largest magnitude; of other types than floats,
+    the share of elements that differ."""
     if result.shape != reference.shape or not reference.size:
         return 0.0
     if reference.dtype.kind in "iub":
@@ -207,5 +207,5 @@ def _distance(result: Array, reference: Array) -> float:
 
 
 def is_float(value: Array) -> bool:
-    """Whether elements are floating point numbers, those of 16 bits of ml_dtypes included."""
+    """True for floating-point elements, including bfloat16 of ml_dtypes."""
     return value.dtype.kind == "f" or value.dtype.name == "bfloat16"

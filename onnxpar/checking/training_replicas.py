@@ -1,4 +1,4 @@
-"""Holds against each other what ranks hold alike after many steps."""
+"""Compares the replicas of outputs of a training step with each other after many steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from onnxpar.trainer.trainer import Trainer
 
 
 def compare_copies(trainer: Trainer, batches: Iterable[Mapping[str, Array]], rate: float) -> Report:
-    """Takes steps of a program per rank that gathers copies of its outputs; compares those that the
-    last leaves, of which all must have the same bits. Errors: RankError."""
+    """Takes steps of a manual program that gathers the replicas of its outputs; after the last
+    step, all replicas must have the same bits. Errors: RankError."""
     names = [port.name for port in trainer.session.get_outputs() if port.name.endswith(REPLICAS)]
     copies: list[Array] = []
     for seed, batch in enumerate(batches):
@@ -23,7 +23,8 @@ def compare_copies(trainer: Trainer, batches: Iterable[Mapping[str, Array]], rat
 
 
 def _equal(name: str, copies: Array) -> Comparison:
-    """How many elements of a copy, at most, are not those of the first."""
+    """A comparison whose error is the largest share of elements in which a copy differs from the
+    first."""
     count, *shape = copies.shape
     bits = np.frombuffer(copies.tobytes(), np.uint8).reshape(count, copies[0].size, copies.itemsize)
     differs = (bits != bits[0]).any(axis=2)

@@ -133,7 +133,7 @@ def test_what_no_error_measures() -> None:
     faults = {
         "its shape is [3, 2]": np.ones((3, 2), np.float32),
         "its dtype is float64": np.ones((2, 3)),
-        "the sharded model lacks it": None,
+        "the sharded model does not have it": None,
     }
     for fault, given in faults.items():
         row = compare_arrays("t", given, reference)
@@ -152,6 +152,4 @@ def test_tables_fit() -> None:
     text = Report(tuple(rows)).text()
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "...e.of.the.path.of.modules/output_0  float64   [2, 2, 2, 2, 2...]   0.0e+00" in text
-    assert text.splitlines()[-1] == (
-        "the outputs differ; the worst is nan: NaN stands in other places"
-    )
+    assert text.splitlines()[-1] == ("the outputs differ; the worst is nan: NaN in other places")

@@ -162,7 +162,7 @@ def test_a_part_of_a_sum_is_found_there_too(name: str, tmp_path: Path) -> None:
     report = amplified(AMPLIFIERS[name], without_a_part, tmp_path)
     (row,) = report.rows
     assert not report.ok and row.error > 2 * LARGE, report.text()
-    assert f"y is off by {row.error:.1e}, and moves by" in report.text()
+    assert f"y: error {row.error:.1e}; the unsplit model changes by" in report.text()
 
 
 def test_results_that_are_rounding_alone_are_told(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_results_that_are_rounding_alone_are_told(tmp_path: Path) -> None:
     report = amplified(near_0, same, tmp_path)
     (row,) = report.rows
     assert report.ok and 0 < row.largest < 1e-6 and report.moved["y"] > LARGE, report.text()
-    assert "warning: y moves by" in report.text()
+    assert "warning: y changes by" in report.text()
 
 
 @pytest.mark.parametrize(

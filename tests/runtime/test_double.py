@@ -11,7 +11,7 @@ import pytest
 from agreement import options, relative_error
 from small_models import HEAD, write_text
 
-from onnxpar.checking.compare import open_unsplit, run_unsplit
+from onnxpar.checking.unsplit import open_unsplit, run_unsplit
 from onnxpar.pipeline import pipeline
 from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.threads import ThreadSession

@@ -11,8 +11,9 @@ import pytest
 from committed import MODELS
 from training.steps import CROSS_ENTROPY, MLP, Array, batches, shard, write_step
 
-from onnxpar.checking.compare import Comparison, Report, compare_arrays, run_unsplit
+from onnxpar.checking.compare import Comparison, Report, compare_arrays
 from onnxpar.checking.compare_training import judge_gradients
+from onnxpar.checking.unsplit import run_unsplit
 from onnxpar.cli.command_line import main
 from onnxpar.ir.training_spec import Step
 from onnxpar.runtime.threads import ThreadSession
