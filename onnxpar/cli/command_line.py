@@ -15,7 +15,7 @@ from onnxpar.cli.error_line import quiet_ends, report
 from onnxpar.cli.parser import parser
 from onnxpar.errors import OnnxparError
 from onnxpar.files.write_file import cause
-from onnxpar.runtime.launch import tell_of_all
+from onnxpar.runtime.redirect import report_for_all_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _ended(number: signal.Signals) -> int:
     """Reports the signal that ended the command; returns its exit status."""
     word, status = STATUSES[number]
     print(f"onnxpar: {word}", file=sys.stderr)
-    tell_of_all(word)
+    report_for_all_ranks(word)
     return status
 
 

@@ -40,7 +40,8 @@ from onnxpar.report.report_page import write_page
 from onnxpar.report.trace_comparison import Comparison
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.feeds import read_feeds, write_arrays
-from onnxpar.runtime.launch import launched_rank, redirect_output
+from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.redirect import redirect_output
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.trace import check_place
 from onnxpar.runtime.values import arrays_in

@@ -18,7 +18,7 @@ from onnxpar.base.interrupts import STATUSES, end_now, raise_for
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
 from onnxpar.files.own_folder import OwnFolder, remove_all, remove_left
 from onnxpar.files.write_file import cause
-from onnxpar.runtime.launch import tell_of_all, tell_terminal
+from onnxpar.runtime.redirect import report_failure, report_for_all_ranks
 
 
 def error_line(error: BaseException) -> str:
@@ -49,7 +49,7 @@ def report(error: BaseException) -> None:
         traceback.print_exception(error)
     line = error_line(error)
     print(f"onnxpar: error: {line}", file=sys.stderr)
-    tell_terminal(line)
+    report_failure(line)
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def _ends_if_stuck(ours: Collection[int]) -> Iterator[threading.Event]:
             while number := receiver.recv(1):
                 if number[0] in ours and not reacted.wait(_PATIENCE):
                     word, status = STATUSES[signal.Signals(number[0])]
-                    tell_of_all(word)
+                    report_for_all_ranks(word)
                     remove_all()
                     os.write(2, f"onnxpar: {word}\n".encode())
                     os._exit(status)

@@ -24,7 +24,8 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.pipeline.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
-from onnxpar.runtime.launch import launched_rank, redirect_output
+from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.redirect import redirect_output
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step

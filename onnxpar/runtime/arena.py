@@ -7,7 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +31,20 @@ class Slot(NamedTuple):
 
     offset: int
     array: Array
+
+
+class Room(Protocol):
+    """Memory for outputs: an Arena or a Heap."""
+
+    def place(self, specs: Sequence[Spec]) -> list[Slot]: ...
+
+
+class Heap:
+    """Memory of this process alone; every array is new."""
+
+    def place(self, specs: Sequence[Spec]) -> list[Slot]:
+        """New arrays of these dtypes and shapes."""
+        return [Slot(0, np.empty(shape, dtype)) for dtype, shape in specs]
 
 
 class Arena:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -16,12 +15,13 @@ from onnxpar.errors import ModelError, RankError, RunError
 from onnxpar.files.digests import Digests
 from onnxpar.ir.training_spec import EVALUATION
 from onnxpar.runtime import collectives, groups
-from onnxpar.runtime.arena import NOWHERE, Slot, Spec
+from onnxpar.runtime.arena import NOWHERE, Room, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.first_states import FirstStates
-from onnxpar.runtime.options import SessionSpec, keep_double, run_options
-from onnxpar.runtime.profile import ProfiledSessions, Record
-from onnxpar.runtime.rank_failure import failure_text, load_text
+from onnxpar.runtime.options import SessionSpec, run_options
+from onnxpar.runtime.profile import Record
+from onnxpar.runtime.rank_failure import failure_text
+from onnxpar.runtime.rank_sessions import RankSessions
 from onnxpar.runtime.shards import PortParts, Shards
 from onnxpar.runtime.state_files import PartFiles, write_parts
 from onnxpar.runtime.tensors import (
@@ -42,20 +42,6 @@ Facts = Mapping[str, Any]
 
 Place = tuple[int, tuple[int, ...]]
 """Address and shape of a bound array: to bind the same again costs as much as a small run."""
-
-
-class Room(Protocol):
-    """Where outputs are put: an Arena, or a Heap."""
-
-    def place(self, specs: Sequence[Spec]) -> list[Slot]: ...
-
-
-class Heap:
-    """Room in this process alone; every array is new."""
-
-    def place(self, specs: Sequence[Spec]) -> list[Slot]:
-        """New arrays of these dtypes and shapes."""
-        return [Slot(0, np.empty(shape, dtype)) for dtype, shape in specs]
 
 
 @dataclass(frozen=True)
@@ -98,46 +84,8 @@ class Executor:
     ) -> None:
         bundle.check_files(world.rank)
         _check_same(bundle, world)
-        profiled = ProfiledSessions()
-
-        @cache
-        def open_session(program: str = "") -> ort.InferenceSession:
-            options = groups.session_options(world)
-            spec.apply(options, world.rank, threads, spin)
-            ports = (bundle.inputs, bundle.outputs)
-            keep_double(options, *([p.dtype for p in each.values()] for each in ports))
-            if bundle.step is not None:
-                if options.execution_order == ort.ExecutionOrder.DEFAULT:
-                    # In the order of the graph; by default, the gradients of a bucket come last,
-                    # with all that they are computed from.
-                    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-                # A block for all that a run computes, beside what the first run took piece by piece
-                # and nothing gives back.
-                options.enable_mem_pattern = False
-            file = bundle.rank_file(world.rank, program)
-
-            def make() -> ort.InferenceSession:
-                try:
-                    return ort.InferenceSession(
-                        str(file),
-                        options,
-                        providers=spec.providers,
-                        provider_options=spec.provider_options,
-                        enable_fallback=0,
-                        disabled_optimizers=spec.disabled_optimizers,
-                    )
-                except Exception as error:
-                    raise ModelError(load_text(error, file)) from error
-
-            if not spec.profile:
-                return make()
-            folder = Path(spec.profile) / f"{world.rank}.{program}"
-            return profiled.open(program, file, folder, options, make)
-
-        self._profiled = profiled
-        self._profiles_alone = bool(spec.fields.get("enable_profiling")) and not spec.profile
-        self.session = open_session()
-        self._open_session = open_session
+        self._sessions = RankSessions(bundle, world, spec, threads, spin)
+        self.session = self._sessions.open()
         self._apart = bundle.apart
         self._rank = world.rank
         self._world_size = world.size
@@ -289,9 +237,7 @@ class Executor:
     def end_profile(self) -> Record:
         """What was recorded until now; nothing is from now on. Where onnxruntime writes profiles of
         its own, `file` is that of this rank."""
-        file = self.session.end_profiling() if self._profiles_alone else ""
-        self._profiles_alone = False
-        return {**self._profiled.end(), "file": file}
+        return self._sessions.end_profile()
 
     def facts(self) -> Facts:
         """What onnxruntime says of this rank's session."""
@@ -318,7 +264,7 @@ class Executor:
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
         """Runs the program that tells how good the model is, on the states as they are."""
-        session = self._open_session(EVALUATION)
+        session = self._sessions.open(EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
         given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}

@@ -14,26 +14,25 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
-from onnxpar.files.digests import Digests
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime import launch
-from onnxpar.runtime.bundle import Bundle, NodeArg, Port, Sizes
+from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
 from onnxpar.runtime.checks import (
-    check_array,
     check_feeds,
     check_kept,
     check_names,
     check_timeout,
-    state_port,
 )
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.interface import Interface
+from onnxpar.runtime.launched_rank import LaunchedRank
 from onnxpar.runtime.merge_profiles import merge
 from onnxpar.runtime.options import SessionSpec, run_spec
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
 from onnxpar.runtime.shards import PortParts
+from onnxpar.runtime.states import States
 from onnxpar.runtime.trace import Trace, write_trace
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ class InferenceSession(Session):
             if launched is None:
                 address = bind_address or launch.bind_address()
                 return ProcessRanks(bundle, spec, timeout, log_dir, address)
-            return launch.LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
+            return LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
 
         self._spec, self._profile, self._start = spec, profile, start
         super().__init__(bundle, *self._started(), sess_options)
@@ -324,79 +323,3 @@ def _close_in(owner: int, ranks: Ranks, scratch: OwnFolder | None) -> None:
         ranks.close()
         if scratch is not None:
             scratch.close()
-
-
-def _shape(port: Port) -> tuple[int, ...]:
-    """The shape of a state that has not been kept yet; it is static."""
-    return tuple(s for s in port.shape or () if isinstance(s, int))
-
-
-class States:
-    """The state inputs that a session's ranks keep between runs; they are moved only here."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __repr__(self) -> str:
-        kept = self._session._kept
-        told = [f"{n} {list(kept[n])}" if n in kept else f"{n} not kept" for n in self.names]
-        return f"<States: {', '.join(told) or 'none'}>"
-
-    @property
-    def names(self) -> list[str]:
-        """The inputs of all state pairs."""
-        return list(self._session._bundle.states)
-
-    def read(self, name: str) -> Array:
-        """The kept value of a state input, as a global array. Errors: InputError."""
-        session = self._session
-        port = state_port(session._bundle, name)
-        with session._lock:
-            if name not in session._kept and name not in session._bundle.initial:
-                raise InputError(
-                    f"no value of state {name!r} is kept; run with keep_states=True, or write it"
-                )
-            shape = session._kept.get(name) or _shape(port)
-            check_kept(session._bundle, {name: shape})
-            sizes = session._bundle.sizes({name: shape})
-            return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
-
-    def write(self, name: str, value: Any) -> None:
-        """Keeps a global array as the value of a state input. Errors: InputError."""
-        session = self._session
-        port = state_port(session._bundle, name)
-        array = check_array(port, value)
-        with session._lock:
-            shape = () if port.is_value else np.shape(array)
-            session._ranks.write_state(name, array, session._bundle.sizes({name: shape}))
-            session._kept[name] = shape
-
-    def save(self, folder: str | os.PathLike[str]) -> dict[str, Digests]:
-        """Lets every rank write its parts of all states, kept or first ones, to a folder. Returns
-        the size and the SHA-256 of each file that they wrote."""
-        session = self._session
-        bundle = session._bundle
-        missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
-        if missing:
-            raise InputError(f"no value of state {missing[0]!r} is kept; run or write it first")
-        shapes = {n: session._kept.get(n) or _shape(bundle.inputs[n]) for n in bundle.states}
-        with session._lock:
-            return session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
-
-    def load(self, folder: str | os.PathLike[str], names: Sequence[str]) -> None:
-        """Lets every rank keep what it has written to a folder of these states, or a rank of a
-        session of the same mesh that held the same parts."""
-        session = self._session
-        ports = [state_port(session._bundle, name) for name in names]
-        shapes = {port.name: _shape(port) for port in ports}
-        with session._lock:
-            sizes = session._bundle.sizes(shapes)
-            session._ranks.load_states(os.path.abspath(folder), names, sizes)
-            session._kept.update(shapes)
-
-    def reset(self) -> None:
-        """Forgets all kept values: states have their first ones again, or must be fed again."""
-        session = self._session
-        with session._lock:
-            session._ranks.reset_states()
-            session._kept.clear()

@@ -12,8 +12,9 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import RankError, RunError
 from onnxpar.files.digests import Digests
 from onnxpar.runtime import groups
+from onnxpar.runtime.arena import Heap
 from onnxpar.runtime.bundle import Bundle, Sizes
-from onnxpar.runtime.executor import Executor, Heap, Request
+from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.profile import Record

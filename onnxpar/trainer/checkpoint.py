@@ -32,7 +32,7 @@ from onnxpar.files.write_file import unread
 from onnxpar.ir.training_spec import Slot
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.runtime.launch import tell_of_all
+from onnxpar.runtime.redirect import report_for_all_ranks
 from onnxpar.runtime.state_files import StateFiles
 from onnxpar.trainer.together import ALONE, Together
 
@@ -124,7 +124,7 @@ def damage(path: Path, together: Together) -> str:
 def warn(text: str) -> None:
     """Prints a warning on stderr, and on the terminal if stderr is a log file."""
     print(f"onnxpar: warning: {text}", file=sys.stderr)
-    tell_of_all(f"warning: {text}")
+    report_for_all_ranks(f"warning: {text}")
 
 
 def check_seen(missing: Callable[[], str], together: Together) -> None:

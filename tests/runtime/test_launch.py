@@ -24,7 +24,7 @@ from runtime.bundles import Tensor, all_reduce, write_par
 import onnxpar
 from onnxpar.errors import RankError
 from onnxpar.pipeline import pipeline
-from onnxpar.runtime import launch
+from onnxpar.runtime import launched_rank as launched
 from onnxpar.runtime.launch import Launched, bind_address, launched_rank
 from onnxpar.runtime.threads import ThreadSession
 
@@ -374,7 +374,7 @@ def test_an_error_reaches_the_terminal(four: Path, tmp_path: Path) -> None:
 def test_a_record_of_another_rank_is_bounded(
     packed: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_LONGEST_RECORD", 1000)
-    assert launch._unpacked(zlib.compress(b"[]")) == b"[]"
+    monkeypatch.setattr(launched, "_LONGEST_RECORD", 1000)
+    assert launched._unpacked(zlib.compress(b"[]")) == b"[]"
     with pytest.raises(RankError, match="what a rank has recorded"):
-        launch._unpacked(packed)
+        launched._unpacked(packed)

@@ -1,0 +1,258 @@
+"""The rank that this process is under a launcher."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import RankError, RunError
+from onnxpar.files.digests import Digests
+from onnxpar.runtime.arena import Heap
+from onnxpar.runtime.bundle import Bundle, Port, Sizes
+from onnxpar.runtime.collectives import barrier, gather_bytes
+from onnxpar.runtime.cores import own_cores
+from onnxpar.runtime.executor import Executor, Request
+from onnxpar.runtime.gather import Gather
+from onnxpar.runtime.groups import World
+from onnxpar.runtime.launch import Launched, bind_address
+from onnxpar.runtime.log import describe
+from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.profile import Record
+from onnxpar.runtime.ranks import KeptShapes, PartsOf
+from onnxpar.runtime.redirect import redirect_output
+from onnxpar.runtime.shards import PortParts, Shards
+
+_worlds = itertools.count()
+_LONGEST_RECORD = 1 << 30
+"""Bytes of what a rank has recorded: more than a million events, which it keeps at most, take."""
+
+
+def _unpacked(data: bytes) -> bytes:
+    """What another rank has compressed. Errors: RankError where it is too long, or damaged."""
+    reader = zlib.decompressobj()
+    try:
+        text = reader.decompress(data, _LONGEST_RECORD)
+    except zlib.error as error:
+        raise RankError(f"what a rank has recorded cannot be read: {error}") from None
+    if not reader.eof:
+        raise RankError(f"what a rank has recorded is cut off, or above {_LONGEST_RECORD} bytes")
+    return text
+
+
+class LaunchedRank:
+    """The rank that this process is. Every process gets the parts of all, so that all can assemble.
+
+    All processes must make the same calls with the same feeds. Where a call fails on any of them,
+    each raises the same RunError, and they go on; after a RankError, every later call says why.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        spec: SessionSpec,
+        launched: Launched,
+        timeout: float,
+        log_dir: str | os.PathLike[str] | None = None,
+        address: str | None = None,
+    ) -> None:
+        size, rank = bundle.mesh.size, launched.rank
+        if launched.size != size:
+            raise RankError(
+                f"{bundle.path} has {size} ranks, but {launched.size} processes were started; "
+                f"start {size} (mpirun -n {size} ...), or shard the model for {launched.size}"
+            )
+        if log_dir is not None:
+            redirect_output(log_dir, rank)
+        self._bundle = bundle
+        self._rank = rank
+        self._closed: str | None = None
+        self.kept_shapes: KeptShapes = {}
+        self._all_parts = PortParts(bundle)
+        self._parts: Mapping[str, Shards] = {}
+        self._world = World.create(
+            f"launched-{next(_worlds)}",
+            rank,
+            size,
+            launched.store,
+            address or bind_address(),
+            timeout,
+        )
+        with self._failing_together("the start", is_start=True):
+            threads, spin = _threads(launched.local_size)
+            self._executor = Executor(bundle, self._world, spec, threads, spin, everywhere=True)
+            self._gather = Gather(self._world)
+        self.facts = self._executor.facts()
+
+    def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
+        """Runs this rank and gathers. Errors: RunError, RankError, on every rank."""
+        with self._failing_together("the run"):
+            self._parts = self._all_parts.at(request.sizes)
+            parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
+            slots = self._executor.run(request, parts, Heap())
+            self.kept_shapes = self._executor.kept_shapes
+            return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
+
+    def read_state(self, name: str, sizes: Sizes) -> PartsOf:
+        """The parts of a kept state."""
+        with self._failing_together(f"reading state {name!r}"):
+            self._parts = self._all_parts.at(sizes)
+            slots = self._executor.read_state(name, Heap(), sizes)
+            return self._gather_parts([name], {n: s.array for n, s in slots.items()})
+
+    def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
+        """Keeps this rank's part of an array as a state."""
+        with self._failing_together(f"writing state {name!r}"):
+            parts = self._all_parts.at(sizes)[name]
+            self._executor.write_state(name, parts.take(array, self._rank))
+            self._agree()
+
+    def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
+        """Writes this rank's parts of all states to a folder that all ranks see; returns the
+        digests of all ranks' files when all have."""
+        with self._failing_together(f"saving states to {folder}"):
+            self._agree()  # rank 0 may have just made the folder
+            files = self._executor.save_states(Path(folder), sizes)
+            each = gather_bytes(self._world, json.dumps(files).encode(), "digests")
+        return {name: said for text in each for name, said in json.loads(text).items()}
+
+    def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
+        """Reads this rank's parts of states from a folder."""
+        with self._failing_together(f"loading states from {folder}"):
+            self._executor.load_states(Path(folder), names, sizes)
+            self._agree()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """What every process gives, by rank."""
+        with self._failing_together("an exchange"):
+            return gather_bytes(self._world, payload, "exchange")
+
+    def reset_states(self) -> None:
+        """Forgets all states."""
+        self._executor.reset_states()
+
+    def end_profile(self) -> Sequence[Record]:
+        """What each rank has recorded until now; on other ranks than 0, only their own record."""
+        with self._failing_together("the profile"):
+            record = self._executor.end_profile()
+            packed = zlib.compress(json.dumps(record).encode())
+            each = gather_bytes(self._world, packed, "profile")
+            return [record] if self._rank else [json.loads(_unpacked(data)) for data in each]
+
+    def check_usable(self) -> None:
+        """Errors: RankError after a failure, or after close."""
+        if self._closed is not None:
+            raise RankError(f"this session is closed: {self._closed}; make a new one")
+
+    def close(self) -> None:
+        """Leaves the world."""
+        if self._closed is None:
+            self._leave("close() was called")
+
+    def _gather_parts(self, names: Sequence[str], own: Mapping[str, Array]) -> PartsOf:
+        """Adds the other ranks' parts to this rank's; what all have whole needs none."""
+        split = [name for name in names if not self._parts[name].is_whole]
+        found: PartsOf = {name: {0: own[name]} for name in names if name not in split}
+        if not split:
+            self._agree()
+            return found
+        ranks = range(self._bundle.mesh.size)
+        shapes = self._shapes(split, own)
+        extents = [{n: self._extent(n, shapes[rank][n]) for n in split} for rank in ranks]
+        sent = [[n for n in split if rank in self._parts[n].sources] for rank in ranks]
+        sizes = [sum(extents[rank][n][2] for n in sent[rank]) for rank in ranks]
+        bytes_ = [own[name].reshape(-1).view(np.uint8) for name in split if name in own]
+        rows = self._gather(np.concatenate(bytes_ or [np.empty(0, np.uint8)]), max(sizes))
+        for rank, row in enumerate(rows):
+            start = 0
+            for name in sent[rank]:
+                dtype, shape, count = extents[rank][name]
+                part = row[start : start + count].view(dtype).reshape(shape)
+                found.setdefault(name, {})[rank] = part
+                start += count
+        return found
+
+    def _shapes(
+        self, names: Sequence[str], own: Mapping[str, Array]
+    ) -> list[dict[str, tuple[int, ...]]]:
+        """By rank and name, the shapes of parts of split tensors: those of the layout, or, where
+        data decides some size of any, as each rank tells the others."""
+        ranks = range(self._bundle.mesh.size)
+        said = [{n: self._parts[n].local_shape(rank) for n in names} for rank in ranks]
+        if all(shape is not None for shapes in said for shape in shapes.values()):
+            return [{n: s for n, s in shapes.items() if s is not None} for shapes in said]
+        dims = [len(_ports(self._bundle)[name].shape or ()) for name in names]
+        mine = [own[n].shape if n in own else (0,) * d for n, d in zip(names, dims, strict=True)]
+        told = np.array([size for shape in mine for size in shape], np.int64)
+        rows = self._gather(told.view(np.uint8), told.nbytes).view(np.int64)
+        ends = np.cumsum([0, *dims])
+        return [
+            {n: tuple(row[a:b].tolist()) for n, a, b in zip(names, ends, ends[1:], strict=False)}
+            for row in rows
+        ]
+
+    def _extent(
+        self, name: str, shape: tuple[int, ...]
+    ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+        """Dtype, shape and bytes of a part of this shape."""
+        dtype = _ports(self._bundle)[name].dtype
+        return dtype, shape, dtype.itemsize * math.prod(shape)
+
+    def _agree(self) -> None:
+        """Returns where all ranks have come this far: else one would go on alone."""
+        barrier(self._world, "agreement")
+
+    @contextmanager
+    def _failing_together(self, what: str, is_start: bool = False) -> Iterator[None]:
+        self.check_usable()
+        if not is_start:
+            self._executor.settle()
+            self._world.begin()
+        try:
+            yield
+        except Exception as error:  # the outermost boundary of a rank: the others wait for it
+            raise self._failure(what, describe(error), is_start) from error
+
+    def _failure(self, what: str, text: str, is_start: bool) -> RankError:
+        """What all ranks raise. They are ready for the next call, or the session is closed."""
+        reason = f"rank {self._rank} failed: {text}"
+        try:
+            if is_start:
+                self._world.abort(reason)
+                raise RankError(reason)
+            self._world.interrupt(reason)
+            self._executor.undo()
+            reason = self._world.renew()
+        except RankError as error:
+            self._world.abort(reason)
+            self._leave(str(error))
+            return RankError(f"{what} of {self._bundle.path}, rank {self._rank}: {error}")
+        return RunError(f"{what} of {self._bundle.path}: {reason}")
+
+    def _leave(self, reason: str) -> None:
+        self._closed = reason
+        self._world.close()
+
+
+def _ports(bundle: Bundle) -> dict[str, Port]:
+    return {**bundle.inputs, **bundle.outputs}
+
+
+def _threads(local_size: int) -> tuple[int, bool]:
+    """How many threads this rank runs, and whether they may spin.
+
+    A launcher that binds its processes to cores has shared them out already.
+    """
+    own, present = len(own_cores()), os.cpu_count() or 1
+    if own < present:
+        return own, True
+    return max(1, own // local_size), local_size <= own

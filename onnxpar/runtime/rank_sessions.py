@@ -1,0 +1,85 @@
+"""The onnxruntime sessions of one rank, one for each of its programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnxruntime as ort
+
+from onnxpar.errors import ModelError
+from onnxpar.runtime import groups
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.options import SessionSpec, keep_double
+from onnxpar.runtime.profile import ProfiledSessions, Record
+from onnxpar.runtime.rank_failure import load_text
+
+
+class RankSessions:
+    """Opens each program of a rank when it is first needed."""
+
+    def __init__(
+        self, bundle: Bundle, world: groups.World, spec: SessionSpec, threads: int, spin: bool
+    ) -> None:
+        self._bundle = bundle
+        self._world = world
+        self._spec = spec
+        self._threads = threads
+        self._spin = spin
+        self._opened: dict[str, ort.InferenceSession] = {}
+        self._profiled = ProfiledSessions()
+        self._has_own_profile = bool(spec.fields.get("enable_profiling")) and not spec.profile
+
+    def open(self, program: str = "") -> ort.InferenceSession:
+        """The session of a program; "" is the main one. Errors: ModelError if it does not load."""
+        if program not in self._opened:
+            self._opened[program] = self._open(program)
+        return self._opened[program]
+
+    def _open(self, program: str) -> ort.InferenceSession:
+        rank = self._world.rank
+        file, options = self._bundle.rank_file(rank, program), self._options()
+
+        def make() -> ort.InferenceSession:
+            return self._load(file, options)
+
+        if not self._spec.profile:
+            return make()
+        folder = Path(self._spec.profile) / f"{rank}.{program}"
+        return self._profiled.open(program, file, folder, options, make)
+
+    def _options(self) -> ort.SessionOptions:
+        bundle = self._bundle
+        options = groups.session_options(self._world)
+        self._spec.apply(options, self._world.rank, self._threads, self._spin)
+        ports = (bundle.inputs, bundle.outputs)
+        keep_double(options, *([p.dtype for p in each.values()] for each in ports))
+        if bundle.step is not None:
+            if options.execution_order == ort.ExecutionOrder.DEFAULT:
+                # Keeps the order of the graph; by default, the gradients of a bucket come last,
+                # and with them all values that they are computed from.
+                options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+            # With it, later runs allocate one block for everything, in addition to the memory that
+            # the first run allocated piece by piece and that is never freed.
+            options.enable_mem_pattern = False
+        return options
+
+    def _load(self, file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+        spec = self._spec
+        try:
+            return ort.InferenceSession(
+                str(file),
+                options,
+                providers=spec.providers,
+                provider_options=spec.provider_options,
+                enable_fallback=0,
+                disabled_optimizers=spec.disabled_optimizers,
+            )
+        except Exception as error:
+            raise ModelError(load_text(error, file)) from error
+
+    def end_profile(self) -> Record:
+        """What was recorded until now; recording ends. `file` is onnxruntime's own profile of this
+        rank, if it writes one."""
+        file = self._opened[""].end_profiling() if self._has_own_profile else ""
+        self._has_own_profile = False
+        return {**self._profiled.end(), "file": file}

@@ -1,0 +1,94 @@
+"""The states that a session's ranks keep between runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.files.digests import Digests
+from onnxpar.runtime.bundle import Port
+from onnxpar.runtime.checks import check_array, check_kept, state_port
+
+if TYPE_CHECKING:
+    from onnxpar.runtime.session import Session
+
+
+def _shape(port: Port) -> tuple[int, ...]:
+    """The shape of a state that has not been kept yet; it is static."""
+    return tuple(s for s in port.shape or () if isinstance(s, int))
+
+
+class States:
+    """The state inputs that a session's ranks keep between runs; they are moved only here."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __repr__(self) -> str:
+        kept = self._session._kept
+        told = [f"{n} {list(kept[n])}" if n in kept else f"{n} not kept" for n in self.names]
+        return f"<States: {', '.join(told) or 'none'}>"
+
+    @property
+    def names(self) -> list[str]:
+        """The inputs of all state pairs."""
+        return list(self._session._bundle.states)
+
+    def read(self, name: str) -> Array:
+        """The kept value of a state input, as a global array. Errors: InputError."""
+        session = self._session
+        port = state_port(session._bundle, name)
+        with session._lock:
+            if name not in session._kept and name not in session._bundle.initial:
+                raise InputError(
+                    f"no value of state {name!r} is kept; run with keep_states=True, or write it"
+                )
+            shape = session._kept.get(name) or _shape(port)
+            check_kept(session._bundle, {name: shape})
+            sizes = session._bundle.sizes({name: shape})
+            return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
+
+    def write(self, name: str, value: Any) -> None:
+        """Keeps a global array as the value of a state input. Errors: InputError."""
+        session = self._session
+        port = state_port(session._bundle, name)
+        array = check_array(port, value)
+        with session._lock:
+            shape = () if port.is_value else np.shape(array)
+            session._ranks.write_state(name, array, session._bundle.sizes({name: shape}))
+            session._kept[name] = shape
+
+    def save(self, folder: str | os.PathLike[str]) -> dict[str, Digests]:
+        """Lets every rank write its parts of all states, kept or first ones, to a folder. Returns
+        the size and the SHA-256 of each file that they wrote."""
+        session = self._session
+        bundle = session._bundle
+        missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
+        if missing:
+            raise InputError(f"no value of state {missing[0]!r} is kept; run or write it first")
+        shapes = {n: session._kept.get(n) or _shape(bundle.inputs[n]) for n in bundle.states}
+        with session._lock:
+            return session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
+
+    def load(self, folder: str | os.PathLike[str], names: Sequence[str]) -> None:
+        """Lets every rank keep what it has written to a folder of these states, or a rank of a
+        session of the same mesh that held the same parts."""
+        session = self._session
+        ports = [state_port(session._bundle, name) for name in names]
+        shapes = {port.name: _shape(port) for port in ports}
+        with session._lock:
+            sizes = session._bundle.sizes(shapes)
+            session._ranks.load_states(os.path.abspath(folder), names, sizes)
+            session._kept.update(shapes)
+
+    def reset(self) -> None:
+        """Forgets all kept values: states have their first ones again, or must be fed again."""
+        session = self._session
+        with session._lock:
+            session._ranks.reset_states()
+            session._kept.clear()
