@@ -90,7 +90,7 @@ class Check(Shown):
         """The text of the command: the plan, and a table of outputs with their errors."""
         lines = plan_lines(self.plan.to_json(), full=not self.title)
         table = self.report.text() if self.report.rows else NOTHING
-        made_up = [f"made up: {'; '.join(self.made_up)}"] if self.made_up else []
+        made_up = [f"random inputs: {'; '.join(self.made_up)}"] if self.made_up else []
         return "\n".join([*lines, self.title, *made_up, table])
 
 

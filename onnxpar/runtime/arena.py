@@ -1,4 +1,4 @@
-"""Memory shared by processes: an arena of arrays in an anonymous file, which grows on demand."""
+"""Memory that processes share: arrays in an anonymous file, which grows on demand."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ import numpy as np
 from onnxpar.base.arrays import Array
 
 ALIGNMENT = 64
-"""Of every array, in bytes: a cache line, and more than any kernel asks for."""
+"""Alignment of every array, in bytes: a cache line, and more than any kernel needs."""
 PAGE = mmap.PAGESIZE
 
 NOWHERE = -1
-"""The offset of what is in no arena."""
+"""The offset of a value that is not in an arena."""
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 class Slot(NamedTuple):
-    """An array in an arena, and where it stands there, in bytes.
-
-    Anything else than a tensor of numbers stands NOWHERE.
-    """
+    """An array in an arena, and its offset there in bytes; NOWHERE for anything but a tensor of
+    numbers."""
 
     offset: int
     array: Array
@@ -48,10 +46,10 @@ class Heap:
 
 
 class Arena:
-    """Arrays in a file that has no name: nothing of it outlives the processes that hold it.
+    """Arrays in a file without a name, which vanishes with the processes that have it open.
 
-    Whoever places arrays grows the file; others map what they are told. It never shrinks, so that
-    no mapping can fault. Placing anew reuses the memory: what was there before is overwritten.
+    The process that places arrays grows the file, and others map the size that it sends them. The
+    file never shrinks, so that no mapping can fault. After `clear`, new arrays overwrite old ones.
     """
 
     def __init__(self, fd: int) -> None:
@@ -77,7 +75,7 @@ class Arena:
         self._end = 0
 
     def place(self, specs: Sequence[Spec]) -> list[Slot]:
-        """Room for arrays of these dtypes and shapes behind those placed before."""
+        """Memory for arrays of these dtypes and shapes, after those placed before."""
         offsets = []
         for dtype, shape in specs:
             offsets.append(self._end)
@@ -89,7 +87,7 @@ class Arena:
         return [Slot(o, self.view(o, *spec)) for o, spec in zip(offsets, specs, strict=True)]
 
     def map(self, size: int) -> None:
-        """Maps at least `size` bytes, to which whoever places arrays has grown the file."""
+        """Maps at least `size` bytes, to which the file has already grown."""
         if size > self.size:
             self._memory = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
 

@@ -1,4 +1,4 @@
-"""What the runtime reads of a `model.par` folder: its mesh, ports and state pairs."""
+"""A `model.par` folder as the runtime reads it: mesh, ports and state pairs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FORMAT = 3
 _WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"
 
 Shape = tuple[int | Polynomial | None, ...]
-"""Global sizes; open ones are polynomials of the model's symbols, None is what data decides."""
+"""Global sizes; open ones are polynomials of the model's symbols, data-dependent ones are None."""
 Sizes = tuple[int, ...]
 """The values of a bundle's symbols in a run."""
 
 
 @dataclass(frozen=True)
 class NodeArg:
-    """A graph input or output as `onnxruntime.NodeArg` has it; `shape` is the global one."""
+    """A graph input or output, like `onnxruntime.NodeArg`; `shape` is the global one."""
 
     name: str
     type: str
@@ -43,13 +43,16 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output. What data decides is None: a size, shape or layout; a layout has
-    such a size as -1.
+    """A graph input or output.
 
-    `type` is onnxruntime's text; `dtype` that of a tensor, of objects where the elements are
-    strings. An input that `has_default` need not be fed. Where sizes are open, `layout` is None
-    and `open_layout` its JSON with polynomials for them; an input that has -1 there for an open
-    size may be fed with others than its symbols have.
+    shape        None if the rank is data-dependent, with None for data-dependent sizes
+    layout       None if the rank is data-dependent, with -1 for data-dependent sizes; None also if
+                 sizes are open
+    type         onnxruntime's text for the type
+    dtype        the dtype of a tensor; object for strings
+    has_default  an input need not be fed
+    open_layout  if sizes are open, the JSON of the layout with polynomials; -1 for an open size
+                 that may differ from those of other inputs
     """
 
     name: str
@@ -62,24 +65,24 @@ class Port:
 
     @property
     def is_value(self) -> bool:
-        """Whether it is no tensor of numbers."""
+        """True for anything but a tensor of numbers."""
         return bool(self.type) and is_value(self.type)
 
     def is_free(self, axis: int) -> bool:
-        """Whether an open size need not agree with those of other inputs."""
+        """True if an open size need not agree with those of other inputs."""
         if self.open_layout is None:
             return False
         return bool(self.open_layout["dims"][axis].get("size") == -1)
 
     @property
     def arg(self) -> NodeArg:
-        """As onnxruntime would describe it."""
+        """The port as onnxruntime describes it."""
         shape = [str(s) if isinstance(s, Polynomial) else s for s in self.shape or ()]
         return NodeArg(self.name, self.type or tensor_type(self.dtype), shape)
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The symbols that its shape tells."""
+        """The symbols in its shape."""
         return frozenset(
             v for s in self.shape or () if isinstance(s, Polynomial) for v in s.variables
         )
@@ -96,7 +99,7 @@ class Port:
         return tuple(s.at(sizes) if isinstance(s, Polynomial) else s for s in shape)
 
     def expects(self) -> str:
-        """`float32 [8, 16]`, with `?` for what data decides."""
+        """`float32 [8, 16]`, with `?` for data-dependent sizes."""
         if self.is_value:
             return self.type
         if self.shape is None:
@@ -104,7 +107,7 @@ class Port:
         return f"{self.dtype.name} [{', '.join('?' if s is None else str(s) for s in self.shape)}]"
 
     def admits(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of that shape can be fed."""
+        """True if an array of that shape can be fed."""
         if self.shape is None:
             return True
         return len(shape) == len(self.shape) and all(
@@ -117,9 +120,11 @@ class Port:
 class Bundle:
     """A `model.par` folder: its mesh, ports by name, and state outputs by input.
 
-    `fixed` are inputs of the unsplit model whose default values have become part of this one;
-    `initial` says where the first values of states are, by input: "stored" or "zero"; `step` which
-    ports are what where the model is a training step; `lookups` which inputs are indices.
+    fixed    inputs of the unsplit model whose default values are now constants
+    symbols  names of the open sizes
+    initial  the kind of initial value of each state, by input: "stored" or "zero"
+    step     the roles of ports, if the model is a training step
+    lookups  inputs that are indices
     """
 
     path: Path
@@ -137,7 +142,7 @@ class Bundle:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
-        """Reads `plan.json`. Errors: ModelError, naming the file and what is wrong there."""
+        """Reads `plan.json`. Errors: ModelError, naming the file and the fault."""
         folder = Path(path)
         plan = _read_plan(folder)
         try:
@@ -168,9 +173,9 @@ class Bundle:
         )
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
-        """The values of the symbols, from shapes of inputs by name; 0 for one that stands in none.
+        """The values of the symbols, from shapes of inputs by name; 0 for a symbol that is in none.
 
-        Errors: InputError where two shapes contradict each other, naming both.
+        Errors: InputError if two shapes contradict each other, naming both.
         """
         found: dict[str, int] = {}
         origin: dict[str, str] = {}
@@ -201,32 +206,32 @@ class Bundle:
         for text, own, size in given:
             if any(v not in found for v in own.variables) or own.at(found) != size:
                 others = "; ".join(origin[v] for v in own.variables if v in origin)
-                remedy = "; where they may differ, give them different names" if others else ""
+                remedy = "; if they may differ, give them different names" if others else ""
                 raise InputError(f"{text}, which is {own} in the model; {others}{remedy}")
         return tuple(found.get(s, 0) for s in self.symbols)
 
     def check_complete(self) -> None:
-        """Errors: ModelError where the folder lacks the graph of any rank, or a file has another
-        size than it was written with."""
+        """Errors: ModelError if the graph of a rank is missing, or if the size of a file has
+        changed."""
         for rank in range(self.mesh.size):
             self.rank_file(rank)
-        for name, said in self._files.items():
-            check_size(self._file(name), said, _WRITE_AGAIN)
+        for name, digests in self._files.items():
+            check_size(self._file(name), digests, _WRITE_AGAIN)
 
     def check_files(self, rank: int | None = None, whole: bool = False) -> None:
-        """Errors: ModelError where the files of a rank, by default of all, are not those that were
-        written. Of large files, only some parts are read unless they are checked as a `whole`."""
+        """Errors: ModelError if files of a rank, by default of all ranks, have changed since they
+        were written. Only some parts of large files are read, unless `whole`."""
         own = "rank_" if rank is None else f"rank_{rank:04d}."
         wanted = {
-            name: said
-            for name, said in self._files.items()
+            name: digests
+            for name, digests in self._files.items()
             if name.startswith(own) or not name.startswith("rank_")
         }
         check_files(self.path, wanted, whole, _WRITE_AGAIN)
 
     @property
     def digest(self) -> str:
-        """Stands for plan.json and all files that it lists."""
+        """A digest of plan.json and all files that it lists."""
         return str(self.data.get("sha256", ""))
 
     @property
@@ -236,21 +241,21 @@ class Bundle:
 
     @property
     def apart(self) -> frozenset[str]:
-        """Outputs that a program of their own computes."""
+        """Outputs of the evaluation program."""
         return frozenset(self.step.evaluation if self.step else ())
 
     @property
     def not_evaluated(self) -> frozenset[str]:
-        """Inputs that such a program does not read."""
+        """Inputs that the evaluation program does not read."""
         return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())
 
     def rank_file(self, rank: int, program: str = "") -> Path:
-        """The graph of a rank, or of one of its other programs. Errors: ModelError where the folder
-        lacks it."""
+        """The graph of a rank, or of one of its other programs. Errors: ModelError if it is
+        missing."""
         return self._file(f"rank_{rank:04d}.{program}{'.' if program else ''}onnx")
 
     def states_file(self, rank: int) -> Path:
-        """The first values of a rank's states. Errors: ModelError where the folder lacks it."""
+        """The initial values of a rank's states. Errors: ModelError if the file is missing."""
         return self._file(f"rank_{rank:04d}.states.onnx")
 
     def _file(self, name: str) -> Path:
@@ -282,23 +287,25 @@ def _read_plan(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         found = plan.get("format") if isinstance(plan, dict) else None
-        raise ModelError(f"{file} has format {found!r}, this onnxpar reads {FORMAT}: shard it anew")
+        raise ModelError(
+            f"{file} has format {found!r}, but this onnxpar reads {FORMAT}; shard the model again"
+        )
     check_seal(file, text, _WRITE_AGAIN)
     return plan
 
 
 def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
-    """Errors: ValueError for axes that are none of the mesh."""
+    """Errors: ValueError for axes that are not in the mesh."""
     axes = [a for dim in layout.dims for a in dim_axes(dim)] if layout is not None else []
     for axis in (*axes, *(layout.partial if layout is not None else ())):
         size = mesh.sizes.get(axis.name, 0)
         if axis.size < 1 or axis.pre < 1 or size % (axis.pre * axis.size) or not size:
-            raise ValueError(f"a layout is over {axis}, which is no part of the mesh {mesh}")
+            raise ValueError(f"a layout is over {axis}, which is not in the mesh {mesh}")
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:
-    """Strings and the like are run by value, of which onnxruntime's Python has only NumPy's own
-    numbers. Errors: ModelError."""
+    """Errors: ModelError for a model with strings or the like and an output of a dtype that is not
+    NumPy's own: such a model runs without a binding, and onnxruntime's Python cannot return it."""
     if any(port.is_value for port in (*inputs.values(), *outputs.values())):
         for port in outputs.values():
             if port.dtype.isbuiltin != 1:
@@ -313,7 +320,7 @@ def _port(data: Mapping[str, Any]) -> Port:
     type_ = data.get("type", "")
     dtype = "object" if type_ and is_value(type_) else data["dtype"]
     if dtype not in ELEMENTS and dtype != "object":
-        raise ModelError(f"{name!r}: onnxpar hands no {dtype} tensors over; it knows {[*ELEMENTS]}")
+        raise ModelError(f"{name!r}: {dtype} tensors are not supported; use one of {[*ELEMENTS]}")
     sizes = (
         None
         if shape is None
@@ -330,8 +337,9 @@ def _port(data: Mapping[str, Any]) -> Port:
 
 
 def _opened(tree: Any) -> Any:
-    """The JSON of a layout, its open sizes parsed: here, once, as CPython's parser, which reads
-    them, fails at times where several threads are in it (3.11: "recursion depth mismatch")."""
+    """The JSON of a layout with its open sizes parsed. They are parsed only once, here, because
+    CPython's parser sometimes fails if several threads use it (3.11: "recursion depth
+    mismatch")."""
     if isinstance(tree, list):
         return [_opened(item) for item in tree]
     if not isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Checks of what a user asks of a run, before any rank hears of it."""
+"""Checks of a user's request before it is sent to the ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_feeds(
 
 
 def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Errors: InputError where a state has become another shape than its input takes."""
+    """Errors: InputError if the shape of a kept state does not fit its input."""
     for name, shape in shapes.items():
         port = bundle.inputs[name]
         if not port.is_value and not port.admits(shape):
@@ -60,8 +60,8 @@ def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_array(port: Port, value: Any) -> Any:
-    """The value as an array of the port's dtype and shape, or whatever the port's type is. Errors:
-    InputError."""
+    """The value as an array of the port's dtype and shape, or as a value of the port's type.
+    Errors: InputError."""
     if port.is_value:
         return _check_value(port, value)
     if is_ort_value(value):
@@ -74,7 +74,7 @@ def check_array(port: Port, value: Any) -> Any:
     if array.dtype != port.dtype:
         remedy = f"convert it with .astype({port.dtype.name!r})"
     elif not port.admits(array.shape):
-        remedy = "shapes are those of the unsplit model"
+        remedy = "give the shape of the unsplit model's input"
     else:
         return array
     given = f"{array.dtype.name} {list(array.shape)}"
@@ -82,7 +82,7 @@ def check_array(port: Port, value: Any) -> Any:
 
 
 def _array_of_list(port: Port, value: list[Any]) -> Array:
-    """A list in the port's dtype, as onnxruntime converts lists, though it converts no arrays."""
+    """A list as an array of the port's dtype: onnxruntime converts lists, but not arrays."""
     try:
         return np.asarray(value, port.dtype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -106,7 +106,7 @@ def _check_value(port: Port, value: Any) -> Any:
 
 
 def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[str]) -> list[str]:
-    """The outputs to return; None or none at all means `default`. Errors: InputError."""
+    """The outputs to return; `default` if there are none. Errors: InputError."""
     for name in names or ():
         if name not in bundle.outputs:
             raise InputError(
@@ -127,10 +127,10 @@ def _list(names: Collection[str]) -> str:
 
 
 LONGEST = 1e8
-"""Seconds that a wait may be bounded by: what sockets can take, and three years."""
+"""Longest timeout in seconds, three years, which sockets still accept."""
 
 
 def check_timeout(seconds: float) -> None:
-    """Errors: InputError for what is no bound of a wait."""
+    """Errors: InputError for a number of seconds that is not a timeout."""
     if not 0 < seconds <= LONGEST:
         raise InputError(f"timeout {seconds}: give seconds, above 0 and at most {LONGEST:,.0f}")

@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with`."""
+"""Objects that are closed at the end of a `with`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T", bound="Closing")
 
 
 class Closing(ABC):
-    """A context manager that closes itself."""
+    """A context manager that calls its own `close`."""
 
     @abstractmethod
     def close(self) -> None: ...

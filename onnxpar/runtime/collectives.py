@@ -1,8 +1,8 @@
 """The collectives of a world on NumPy arrays, without a session.
 
-All ranks make the same calls in the same order, with the same `name`, `details` and dtype, and with
-shapes that agree where they must. Where they do not, or where a rank dies or does not come, each
-raises RankError, and so does every later call. Inputs are not changed.
+All ranks must make the same calls in the same order, with the same `name`, `details` and dtype, and
+with matching shapes. If they do not, or if a rank dies or is late, every rank raises RankError, in
+this and every later call. Inputs are not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TYPES = {
     "uint64": 13,
     "bfloat16": 16,
 }
-"""Of TensorProto.DataType, what the ranks can exchange."""
+"""Dtypes that ranks can exchange, with their numbers in TensorProto.DataType."""
 
 
 class _Array(ctypes.Structure):
@@ -55,9 +55,9 @@ _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, _Rows)
 
 
 def as_exchangeable(x: Any, what: str) -> Array:
-    """`x` in C-order and in this machine's byte order, itself if it is so already.
+    """`x` in C order and in this machine's byte order; not copied if it already is.
 
-    Errors: InputError where its dtype is none that ranks can exchange.
+    Errors: InputError if ranks cannot exchange its dtype.
     """
     array = np.asarray(x)
     if array.dtype.name not in _TYPES:
@@ -77,8 +77,9 @@ def all_reduce(
 ) -> Array:
     """The elementwise sum, max, min, prod or, of floats, mean over the ranks, in `out`.
 
-    `x` and `out` are as `as_exchangeable` gives them; they may be the same array. The ranks are
-    folded in order, 16-bit floats in float32 with one rounding, so all get the same bits.
+    `x` and `out` must be results of `as_exchangeable` and may be the same array. Values are reduced
+    in the order of ranks, 16-bit floats in float32 with one rounding, so all ranks get the same
+    bits.
     """
     result = np.empty_like(x) if out is None else out
     call = _call(world, x, name, details)
@@ -87,7 +88,7 @@ def all_reduce(
 
 
 def reduce_scatter(world: World, x: Array, op: str = "sum", name: str = "") -> Array:
-    """This rank's rows of the reduction: parts as equal as can be, the larger ones first."""
+    """This rank's rows of the reduction; shards are as equal as possible, larger ones first."""
     each, more = divmod(len(x), world.size)
     rows = each + (world.rank < more)
     result = np.empty((rows, *x.shape[1:]), x.dtype)
@@ -96,7 +97,7 @@ def reduce_scatter(world: World, x: Array, op: str = "sum", name: str = "") -> A
 
 
 def all_gather(world: World, x: Array, name: str = "") -> tuple[Array, list[int]]:
-    """The rows of all ranks, joined, and how many are whose."""
+    """The joined rows of all ranks, and the number of rows of each."""
     call = _call(world, x, name)
     return _joined(world, x, lambda allocate: _library().onnxpar_all_gather(call, allocate))
 
@@ -104,7 +105,7 @@ def all_gather(world: World, x: Array, name: str = "") -> tuple[Array, list[int]
 def all_to_all(
     world: World, x: Array, splits: Sequence[int], name: str = ""
 ) -> tuple[Array, list[int]]:
-    """The rows that the ranks send to this one, joined, and how many are whose.
+    """The joined rows that the ranks send to this one, and the number of rows of each.
 
     Rank i gets `splits[i]` rows of `x`, in that order.
     """
@@ -121,7 +122,7 @@ def broadcast(world: World, x: Array, root: int, name: str = "", out: Array | No
 
 
 def barrier(world: World, name: str = "") -> None:
-    """Returns when all ranks have called it."""
+    """Waits until all ranks have called it."""
     check(_library().onnxpar_barrier(world.id.encode(), name.encode()))
 
 
@@ -133,7 +134,7 @@ def gather_bytes(world: World, payload: bytes, name: str = "") -> list[bytes]:
 
 
 def _joined(world: World, x: Array, run: Callable[[Any], int]) -> tuple[Array, list[int]]:
-    """What `run` writes to an array of as many rows as it says the ranks give."""
+    """The array that `run` fills; its callback asks for memory when the number of rows is known."""
     made: list[tuple[Array, list[int]]] = []
 
     def allocate(rows: Any) -> int | None:
@@ -141,7 +142,7 @@ def _joined(world: World, x: Array, run: Callable[[Any], int]) -> tuple[Array, l
         try:
             # One byte more, as an empty array may have no address.
             memory = np.empty(sum(counts) * _row_bytes(x) + 1, np.uint8)
-        except (MemoryError, ValueError):  # more than there is, or than any array has
+        except (MemoryError, ValueError):  # too large for memory, or for any array
             return None
         made.append((memory[:-1].view(x.dtype).reshape(sum(counts), *x.shape[1:]), counts))
         return memory.ctypes.data
@@ -155,7 +156,7 @@ def _row_bytes(x: Array) -> int:
 
 
 def _call(world: World, x: Array, name: str, details: str = "") -> Any:
-    """What the library is told of `x`, which must outlive the call."""
+    """The library's description of `x`, which must outlive the call."""
     assert x.flags.c_contiguous and x.dtype.isnative, "see as_exchangeable"
     shape = (ctypes.c_int64 * x.ndim)(*x.shape)
     return ctypes.byref(

@@ -1,4 +1,4 @@
-"""How ranks on one host share its cores."""
+"""Division of a host's cores among its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from onnxpar.layout.layout import nested_parts
 
 @dataclass(frozen=True)
 class Share:
-    """The cores that a rank is bound to (none: any), its threads, and whether they may spin."""
+    """The cores that a rank is bound to (none: not bound), its number of threads, and whether they
+    may spin."""
 
     cores: tuple[int, ...]
     threads: int
@@ -19,11 +20,11 @@ class Share:
 
 
 def shares(ranks: int, cores: Sequence[int] | None = None) -> list[Share]:
-    """Every rank's share of the cores: by default those that this process may use.
+    """Each rank's share of the cores, by default of those that this process may use.
 
-    With more ranks than cores, each has one thread, which never spins: a spinning thread would take
-    the core from the rank that it waits for. A share of one core is not bound to it, as a rank
-    communicates in a thread of its own (measured on 2 cores: a small run takes 4 times as long).
+    With more ranks than cores, each rank has one thread, which never spins: a spinning thread would
+    take the core from the rank that it waits for. A rank with one core is not bound to it, as it
+    communicates in a second thread (measured on 2 cores: bound, a small run takes 4 times as long).
     """
     cores = own_cores() if cores is None else cores
     if ranks > len(cores):

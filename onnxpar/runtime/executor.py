@@ -1,4 +1,4 @@
-"""One rank: its own onnxruntime session, what it is fed, what it gives and the states it keeps."""
+"""Runs one rank: its onnxruntime session, its inputs and outputs, and the states that it keeps."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from onnxpar.runtime.tensors import (
 )
 
 SIZES = "onnxpar.sizes"
-"""The hidden input of a rank's graph: what the open sizes are."""
+"""The hidden input of a rank's graph for the open sizes."""
 
 Facts = Mapping[str, Any]
-"""Of a rank's session: its `providers`, their `provider_options`, and `profiling_start_ns`."""
+"""A rank's session: its `providers`, their `provider_options`, and `profiling_start_ns`."""
 
 Place = tuple[int, tuple[int, ...]]
-"""Address and shape of a bound array: to bind the same again costs as much as a small run."""
+"""Address and shape of a bound array. It is bound only once, as binding takes as long as a small
+run."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Request:
 
 
 def _check_same(bundle: Bundle, world: groups.World) -> None:
-    """Errors: ModelError, the same on all ranks, where they have different models."""
+    """Errors: ModelError, the same on all ranks, if they have different models."""
     each = collectives.gather_bytes(world, bundle.digest.encode(), "plan.json")
     odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
     if odd is not None:
@@ -69,7 +70,7 @@ def _check_same(bundle: Bundle, world: groups.World) -> None:
 class Executor:
     """Runs one rank's graph.
 
-    Of a tensor that is whole on all ranks, only rank 0 returns its copy, unless `everywhere`.
+    A tensor that is whole on all ranks is returned only by rank 0, unless `everywhere`.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Executor:
         self._kept: Mapping[str, Any] = {}
         self._before: Mapping[str, Any] | None = None
         self.running: ort.RunOptions | None = None
-        """Of the run that is under way, for `stop`."""
+        """The options of the current run, for `stop`."""
         self.stopped = False
         self._symbols = bundle.symbols
         self._sizes_now: Sizes = ()
@@ -121,10 +122,11 @@ class Executor:
         """The global shapes of the states that the last run kept, by input."""
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
-        """Runs once on this rank's parts, which are contiguous; returns its parts of the outputs.
+        """Runs once on this rank's shards, which must be contiguous; returns its shards of the
+        outputs.
 
-        Only parts that assembling needs are returned. With `keep`, state outputs stay here as the
-        next run's inputs.
+        Only shards that are needed to assemble the outputs are returned. With `keep`, state outputs
+        stay here as inputs of the next run.
         """
         self.kept_shapes = {}
         self.running = options = run_options(request.options)
@@ -162,51 +164,51 @@ class Executor:
         if request.keep:
             self._keep({i: self._own(o, values[o]) for i, o in self._states.items()})
             self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
-            # In onnxruntime up to 1.25 at least, what is kept refers to the outputs of the
-            # binding: bound anew, they would change it.
+            # In onnxruntime up to at least 1.25, kept values share the memory of the binding's
+            # outputs: binding these again would change them.
             self._forget_bindings()
         return slots
 
     def stop(self, run: ort.RunOptions) -> None:
-        """Ends a run at its next node, as another rank has failed; any thread may call it."""
+        """Ends a run at its next node, after another rank failed; any thread may call it."""
         self.stopped = True
         run.terminate = True
 
     def settle(self) -> None:
-        """What the last call has changed stays: it has ended well on all ranks."""
+        """Confirms the changes of the last call, which succeeded on all ranks."""
         self._before = None
         self.stopped = False
 
     def undo(self) -> None:
-        """Takes back what the call has changed, as another rank has failed in it."""
+        """Reverts the changes of the call, after a rank failed in it."""
         if self._before is not None:
             self._kept, self._before = self._before, None
         self._forget_bindings()
 
     def _forget_bindings(self) -> None:
-        """Begins with a new binding."""
+        """Starts a new binding."""
         self._binding = self.session.io_binding()
         self._bound.clear()
         self._placed.clear()
         self._order = []
 
     def _keep(self, states: Mapping[str, Any]) -> None:
-        """Replaces the kept states; those before stay until `settle`, for `undo`."""
+        """Replaces the kept states; the previous ones stay until `settle`, for `undo`."""
         self._before, self._kept = self._kept, states
 
     def _at(self, sizes: Sizes) -> None:
-        """Takes note of the sizes of a run."""
+        """Sets the open sizes of a run."""
         self._sizes_now = tuple(sizes)
         self._parts = self._all_parts.at(self._sizes_now)
 
     def _check(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape of a tensor of which this rank's part has this shape. Errors: RankError
-        where the part is not what the layout says for the sizes of the run."""
+        """The global shape of a tensor whose shard on this rank has this shape. Errors: RankError
+        if that contradicts the layout at the sizes of the run."""
         binding = dict(zip(self._symbols, self._sizes_now, strict=True))
         return self._parts[name].check_shape(name, self._rank, tuple(shape), binding)
 
     def read_state(self, name: str, room: Room, sizes: Sizes) -> dict[str, Slot]:
-        """This rank's part of a kept state, where assembling needs it."""
+        """This rank's shard of a kept state, if it is needed to assemble the state."""
         self._at(sizes)
         if not self._gives(name):
             return {}
@@ -216,31 +218,31 @@ class Executor:
         return {name: self._ship(name, kept, room)}
 
     def write_state(self, name: str, part: Array) -> None:
-        """Keeps a copy of this rank's part as a state."""
+        """Keeps a copy of this rank's shard as a state."""
         self._keep({**self._kept, name: self._copied(name, part)})
 
     def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
-        """Writes the parts of all states that this rank is the first to hold to a folder. Returns
-        the digests of its files."""
+        """Writes the shards of states that this rank is the first to hold to a folder; returns the
+        digests of its files."""
         self._at(sizes)
         held = [name for name in self._states if self._rank in self._parts[name].sources]
         parts = ((n, view_of(self._state(n), self._ports[n].dtype)) for n in held)
         return write_parts(folder, self._rank, parts)
 
     def load_states(self, folder: Path, names: Sequence[str], sizes: Sizes) -> None:
-        """Keeps this rank's parts of states as ranks of the same mesh have written them."""
+        """Keeps this rank's shards of states that ranks of the same mesh wrote."""
         self._at(sizes)
         files = PartFiles(folder)
         read = {n: files.read(n, self._parts[n].origins[self._rank]) for n in names}
         self._keep({**self._kept, **{n: self._copied(n, part) for n, part in read.items()}})
 
     def end_profile(self) -> Record:
-        """What was recorded until now; nothing is from now on. Where onnxruntime writes profiles of
-        its own, `file` is that of this rank."""
+        """What was recorded until now; recording ends. `file` is onnxruntime's own profile of this
+        rank, if it writes one."""
         return self._sessions.end_profile()
 
     def facts(self) -> Facts:
-        """What onnxruntime says of this rank's session."""
+        """Facts about this rank's session."""
         session = self.session
         return {
             "providers": session.get_providers(),
@@ -253,7 +255,7 @@ class Executor:
         self._keep({})
 
     def _copied(self, name: str, part: Array) -> Any:
-        """A part as it is kept."""
+        """A copy of a shard to keep."""
         return part if self._ports[name].is_value else copy_of(part)
 
     def _evaluate(
@@ -263,7 +265,7 @@ class Executor:
         room: Room,
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
-        """Runs the program that tells how good the model is, on the states as they are."""
+        """Runs the evaluation program on the current states."""
         session = self._sessions.open(EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
@@ -273,7 +275,7 @@ class Executor:
         return {n: self._ship(n, found[n], room) for n in request.fetch if self._gives(n)}
 
     def _state(self, name: str) -> Any:
-        """The kept value of a state, or its first one."""
+        """The kept value of a state, or its initial one."""
         if name not in self._kept:
             shape = self._parts[name].local_shape(self._rank)
             self._kept = {**self._kept, name: copy_of(self._first.value(name, shape))}
@@ -286,7 +288,7 @@ class Executor:
         room: Room,
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
-        """Runs by values: only tensors of numbers can be bound."""
+        """Runs without a binding, as only tensors of numbers can be bound."""
         kept = list(self._states.values()) if request.keep else []
         order = list(dict.fromkeys([*request.fetch, *kept]))
         held = {n: self._state(n) for n in self._states if n in self._kept or n in self._first}
@@ -304,7 +306,7 @@ class Executor:
         return {n: self._put(n, results[n], room) for n in request.fetch if self._gives(n)}
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
-        """Binds all that is fed or kept; of what has a default, only that."""
+        """Binds all inputs that are fed or kept; those with a default only if they are fed."""
         for name in [*self._inputs, *(name for name in self._defaults if name in feeds)]:
             self._bind_input(name, feeds)
         if self._has_sizes:
@@ -328,8 +330,8 @@ class Executor:
             self._bound[name] = at
 
     def _bind_anew(self, request: Request, feeds: Mapping[str, Array]) -> list[str]:
-        """Returns the outputs to bind, in their order: what is fetched or kept. Where they are
-        others than before, or a default is not fed any more, the binding is a new one."""
+        """Returns the outputs to bind, fetched or kept, in order. Starts a new binding if they have
+        changed, or if an input with a default is no longer fed."""
         kept = self._states.values() if request.keep else ()
         order = list(dict.fromkeys([*request.fetch, *kept]))
         gone = any(name in self._bound for name in self._defaults if name not in feeds)
@@ -339,7 +341,7 @@ class Executor:
         return order
 
     def _bind_outputs(self, request: Request, room: Room) -> dict[str, Slot]:
-        """Binds the outputs: into room where sizes are known, else as they come."""
+        """Binds the outputs: to memory of `room` if their sizes are known, else to new memory."""
         kept = set(self._states.values()) if request.keep else set()
         names = [name for name in self._order if name not in kept]
         specs = {n: s for n in names if (s := self._direct(n)) is not None}
@@ -354,10 +356,9 @@ class Executor:
         return slots
 
     def _direct(self, name: str) -> Spec | None:
-        """What to place for an output that onnxruntime can write where the reader wants it.
-
-        onnxruntime does not write an input that is also an output to the memory it was given.
-        """
+        """Dtype and shape of an output that onnxruntime can write directly to memory of a room;
+        None for others, such as an input that is also an output, which onnxruntime does not write
+        to bound memory."""
         shape = self._parts[name].local_shape(self._rank)
         dtype = self._ports[name].dtype
         if shape is None or not self._gives(name) or name in self._passed or is_packed(dtype):
@@ -365,16 +366,16 @@ class Executor:
         return dtype, shape
 
     def _gives(self, name: str) -> bool:
-        """Whether assembling needs this rank's part."""
+        """True if this rank's shard is needed to assemble the tensor."""
         parts = self._parts[name]
         return self._rank in parts.sources or (self._everywhere and parts.is_whole)
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
-        """A copy in room of what onnxruntime placed."""
+        """A copy in a room of a tensor in onnxruntime's memory."""
         return self._put(name, view_of(value, self._ports[name].dtype), room)
 
     def _put(self, name: str, array: Array, room: Room) -> Slot:
-        """A copy of a tensor in room; a value as it is."""
+        """A copy of a tensor in a room; another value as it is."""
         if self._ports[name].is_value:
             return Slot(NOWHERE, array)
         self._check(name, array.shape)
@@ -383,7 +384,7 @@ class Executor:
         return slot
 
     def _own(self, name: str, value: ort.OrtValue) -> ort.OrtValue:
-        """The value, or a copy of an input that is passed through: that is the feeder's."""
+        """The value; if it is an input that is passed through, a copy, as the caller owns it."""
         passed = name in self._passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 

@@ -24,26 +24,27 @@ WORDS = ("", "a", "b", "ab", "ba", "onnx")
 """Random strings."""
 
 DEFAULT_RANGE = (0, 1)
-"""Of integers that nobody gave a range: as indices they fit any table."""
+"""Range of integers without a given range: as indices they are valid for any table."""
 
 
 def make_feeds(
     inputs: Sequence[InputSpec], ranges: Mapping[str, tuple[int, int]], seed: int = 0
 ) -> dict[str, Array]:
-    """Random feeds, the same for the same seed, whatever the order and number of the inputs.
+    """Random feeds. Those of an input depend only on its name and the seed.
 
-    Floats are standard normal, bools even; integers come from [low, high), by input name; strings
-    are WORDS.
-    Errors: InputError for a range that is empty or has no input.
+    Floats are standard normal, bools equally likely, integers from [low, high) by input name, and
+    strings from WORDS. Errors: InputError for a range that is empty or of an unknown input.
     """
     unknown = ranges.keys() - {name for name, _, _ in inputs}
     if unknown:
-        raise InputError(f"a range is given for {sorted(unknown)[0]!r}, which is no input")
+        raise InputError(f"a range is given for {sorted(unknown)[0]!r}, which is not an input")
     feeds = {}
     for name, dtype, shape in inputs:
         source = np.random.default_rng([seed, *name.encode()])
         if "(" in dtype:
-            raise InputError(f"input {name!r} is a {dtype}, which is not made up; {_remedy(dtype)}")
+            raise InputError(
+                f"input {name!r} is a {dtype}, which cannot be random; {_remedy(dtype)}"
+            )
         feeds[name] = _random(name, np.dtype(dtype), tuple(shape), ranges.get(name), source)
     return feeds
 
@@ -51,8 +52,9 @@ def make_feeds(
 def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
     """The arrays of an .npz file by input name; those of a sequence `s` are `s.0`, `s.1` ...
 
-    What NumPy cannot name (bfloat16, float8) is read as what the input says, if the sizes agree.
-    Errors: InputError for a file that is missing or no .npz, a missing or an unknown key.
+    Types that NumPy does not have (bfloat16, float8) are read as those of the input if the sizes
+    agree. Errors: InputError for a file that is missing or not an .npz file, and for a missing or
+    unknown array.
     """
     return _fed(Path(path), read_npz(Path(path)), inputs, [name for name, _, _ in inputs])
 
@@ -60,12 +62,12 @@ def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
 def _fed(
     file: Path, arrays: dict[str, Array], inputs: Sequence[InputSpec], known: Sequence[str]
 ) -> dict[str, Any]:
-    """The values of `inputs`; no array may be left that is of none. `known` are all inputs."""
+    """The values of `inputs`; every array must belong to one. `known` names all inputs."""
     lists = {name: _take_list(name, arrays, dtype) for name, dtype, _ in inputs if "(" in dtype}
     dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs if name not in lists}
     for name in dtypes:
         if name not in arrays:
-            raise InputError(f"{file} lacks input {name!r}; it has {_list(arrays)}")
+            raise InputError(f"{file} has no array for input {name!r}; it has {_list(arrays)}")
     for name in arrays:
         if name not in dtypes:
             raise InputError(f"{file} has {name!r}, but the inputs are {', '.join(known)}")
@@ -73,15 +75,15 @@ def _fed(
 
 
 def read_given(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
-    """The same where inputs may be missing: those that the file has. Errors: InputError for an
-    unknown key, too."""
+    """Like `read_feeds`, but inputs may be missing: the values of those that the file has. Errors:
+    InputError, also for an unknown array."""
     arrays = read_npz(Path(path))
     given = [i for i in inputs if i[0] in arrays or ("(" in i[1] and f"{i[0]}.0" in arrays)]
     return _fed(Path(path), arrays, given, [name for name, _, _ in inputs])
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
-    """Writes an .npz file that `read_feeds` reads. Errors: InputError where it cannot."""
+    """Writes an .npz file that `read_feeds` reads. Errors: InputError if it cannot be written."""
     # A file object, as NumPy adds a suffix to a name, and `file` and others are its keywords.
     with new_file(path) as written, zipfile.ZipFile(written, "w", allowZip64=True) as archive:
         for name, array in arrays.items():
@@ -92,7 +94,7 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> N
 
 
 def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] | None:
-    """The arrays of a sequence; None for an optional of which there is none."""
+    """The arrays of a sequence; None for an optional input without any."""
     if not type_.removeprefix("optional(").startswith("seq(tensor("):
         raise InputError(f"input {name!r} is a {type_}; {_remedy(type_)}")
     found: list[Array] = []
@@ -143,7 +145,7 @@ def read_npz(file: Path) -> dict[str, Array]:
         raise InputError(f"there is no file {file}") from error
     except OSError as error:
         raise InputError(f"cannot read {file}: {unread(error)}") from error
-    # NumPy's reader of headers raises these, too, where a file is damaged.
+    # NumPy's reader of headers also raises these for a damaged file.
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, *_PARSING) as error:
         what = f"array {name!r} of {file} cannot be read: {_why(error)}"
         what = what if name else f"{file} is not a .npz file{_whole(error)}"
@@ -151,19 +153,19 @@ def read_npz(file: Path) -> dict[str, Array]:
 
 
 def _check_header(archive: Any, name: str) -> None:
-    """Errors: ValueError where the header of an array does not fit what the file has of it, before
-    memory is taken for that."""
+    """Errors: ValueError if the header of an array does not fit its size in the file, before memory
+    is allocated for it."""
     files: zipfile.ZipFile = archive.zip
     entry = f"{name}.npy" if f"{name}.npy" in files.namelist() else name
     with files.open(entry) as member:
         if member.read(6) != b"\x93NUMPY":
-            return  # bytes, as NumPy reads them
+            return  # NumPy reads this as bytes
     with files.open(entry) as member:
         version = np.lib.format.read_magic(member)
         if version not in ((1, 0), (2, 0), (3, 0)):
-            return  # NumPy's own function says that it reads none
+            return  # NumPy's own reader reports this
         header: Any = member
-        if version == (3, 0):  # as the second, but for names of fields
+        if version == (3, 0):  # like the second, except for names of fields
             text = member.read(int.from_bytes(member.read(4), "little")).decode()
             plain = text.encode("ascii", "replace")
             header = io.BytesIO(len(plain).to_bytes(4, "little") + plain)
@@ -171,8 +173,8 @@ def _check_header(archive: Any, name: str) -> None:
         read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         try:
             shape, _, dtype = read(header)
-        except (MemoryError, RecursionError, OverflowError):  # of Python's parser
-            raise ValueError("its header is no description of an array") from None
+        except (MemoryError, RecursionError, OverflowError):  # raised by Python's parser
+            raise ValueError("its header does not describe an array") from None
         need, have = math.prod(shape) * dtype.itemsize, files.getinfo(entry).file_size
         is_odd = min(shape, default=0) < 0 or any(size >= 1 << 63 for size in shape)
         if is_odd or (need > have and not dtype.hasobject):
@@ -190,13 +192,14 @@ def _why(error: Exception) -> str:
 
 
 def _whole(error: Exception) -> str:
-    """Why a file as a whole is not read. NumPy takes what it does not know for pickled objects,
-    which says nothing of the file."""
+    """Why a file cannot be read at all; empty for NumPy's error about pickled objects, which it
+    reports for any unknown file."""
     return "" if "allow_pickle" in str(error) else f": {_why(error)}"
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:
-    """NumPy stores ml_dtypes as nameless bytes, and strings with their length."""
+    """The array in the input's dtype: NumPy stores ml_dtypes as void bytes, and strings with their
+    length."""
     if dtype.kind == "O":
         return array.astype(object)
     nameless = array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize

@@ -1,4 +1,4 @@
-"""The first values of a rank's states: zeros, or parts of what was stored with the model."""
+"""The initial values of a rank's states: zeros, or shards of values stored with the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORED, ZERO = "stored", "zero"
 
 
 class FirstStates:
-    """Reads a value when it is asked for, and keeps none."""
+    """Reads each value on demand and keeps none."""
 
     def __init__(self, bundle: Bundle, rank: int) -> None:
         self._bundle = bundle
@@ -27,11 +27,11 @@ class FirstStates:
         return name in self._bundle.initial
 
     def value(self, name: str, shape: tuple[int, ...] | None) -> Array:
-        """This rank's part of a state; `shape` is that of the part. Errors: ModelError where it has
-        no first value."""
+        """This rank's shard of a state; `shape` is that of the shard. Errors: ModelError if the
+        state has no initial value."""
         kind = self._bundle.initial.get(name)
         if kind is None or (kind != STORED and shape is None):
-            raise ModelError(f"state {name!r} has no first value; feed it")
+            raise ModelError(f"state {name!r} has no initial value; feed it")
         if kind != STORED:
             return np.zeros(shape or (), self._bundle.inputs[name].dtype)
         proto = TensorProto()
@@ -41,7 +41,7 @@ class FirstStates:
 
     @cached_property
     def _stored(self) -> dict[str, TensorProto]:
-        """References to the parts, by name."""
+        """References to the stored shards, by name."""
         file = self._bundle.states_file(self._rank)
         model = onnx.load(str(file), load_external_data=False)
         return {tensor.name: tensor for tensor in model.graph.initializer}

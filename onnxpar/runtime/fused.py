@@ -1,7 +1,7 @@
-"""Which nodes of a rank's graph each node computes that onnxruntime has made of them.
+"""Maps each node that onnxruntime runs to the nodes of the rank's graph that it computes.
 
-Whatever onnxruntime fuses, it keeps the names of results. So a node stands for what lies between
-its results and the nearest tensors that are left.
+onnxruntime keeps the names of results when it fuses nodes. So a fused node computes all nodes
+between its results and the nearest tensors that still exist.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from functools import cached_property
 from onnx import GraphProto, NodeProto
 
 _BLOCKED = "_nchwc"
-"""Ends the name of a node in onnxruntime's blocked layout, behind that of the result it stands
-for."""
+"""Suffix of the name of a node in onnxruntime's blocked layout, after the name of its result."""
 
 
 def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
@@ -26,7 +25,7 @@ def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 class Fused:
-    """A rank's graph, and what onnxruntime runs of it."""
+    """A rank's graph before and after onnxruntime's optimization."""
 
     def __init__(self, graph: GraphProto, optimized: GraphProto) -> None:
         self._makers = {t: node for node in nodes_in(graph) for t in node.output if t}
@@ -35,8 +34,8 @@ class Fused:
         self._constants = {tensor.name for tensor in optimized.initializer}
 
     def members(self) -> dict[str, list[NodeProto]]:
-        """The nodes of the rank's graph by the name of the node that computes them, the one that
-        makes its result first. A constant that was computed beforehand belongs to none."""
+        """The nodes of the rank's graph, by the name of the optimized node that computes them;
+        first the node of its result. Nodes that were folded to constants are in none."""
         return {node.name: self._members(node) for node in self._left}
 
     def _members(self, node: NodeProto) -> list[NodeProto]:
@@ -59,7 +58,7 @@ class Fused:
         return list(found.values())
 
     def _results(self, node: NodeProto) -> list[str]:
-        """Tensors of the rank's graph that a node makes, if only in another layout."""
+        """Tensors of the rank's graph that a node computes, possibly in another layout."""
         kept = self._by_name.get(node.name)
         names = [*node.output, node.name.removesuffix(_BLOCKED)]
         found = [name for name in names if name in self._makers]
@@ -75,5 +74,5 @@ class Fused:
 
     @cached_property
     def _frontier(self) -> set[str]:
-        """Tensors of the rank's graph that are left."""
+        """Tensors of the rank's graph that still exist after optimization."""
         return self._constants.union(*map(self._results, self._left))

@@ -1,4 +1,4 @@
-"""Gives every rank the bytes of all ranks, through the same library that runs the collectives."""
+"""Gathers the bytes of all ranks on every rank, with the library that runs the collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.runtime import groups
 
 TAG = (1 << 62) - 1
-"""A tag that no compiled collective has."""
+"""A tag that no collective of a model has."""
 
 
 class Gather:
@@ -23,7 +23,7 @@ class Gather:
         )
 
     def __call__(self, payload: Array, size: int) -> Array:
-        """The payload of each rank, one a row of `size` bytes; none is longer than that."""
+        """The payloads of all ranks, each in a row of `size` bytes, the length of the longest."""
         row = np.zeros((1, size), np.uint8)
         row[0, : payload.size] = payload
         (rows,) = self._session.run(["rows"], {"row": row, "token": np.zeros(0, np.bool_)})
@@ -31,7 +31,7 @@ class Gather:
 
 
 def _model(ranks: int) -> bytes:
-    from onnx import TensorProto, helper  # not needed by sessions that start processes
+    from onnx import TensorProto, helper  # sessions that start processes do not need these
 
     node = helper.make_node(
         "AllGather",

@@ -1,6 +1,6 @@
 """Worlds of ranks: the Python side of the native library `libonnxpar_ops.so`.
 
-A world is one rank's membership of a set of ranks that run collectives together. Ranks are
+A world is one rank's membership in a set of ranks that run collectives together. Ranks are
 processes or, in tests, threads of one process.
 """
 
@@ -22,7 +22,7 @@ from onnxpar.errors import RankError
 from onnxpar.runtime.closing import Closing
 
 _LIBRARY = "libonnxpar_ops.so"
-_ANEW = "install onnxpar anew (pip install .)"
+_REINSTALL = "install onnxpar again (pip install .)"
 _names = itertools.count()
 
 
@@ -35,16 +35,17 @@ def library_path() -> Path:
 
 
 class World(Closing):
-    """One rank's membership of a world; a context manager that leaves it at the end.
+    """One rank's membership in a world; a context manager that leaves it at the end.
 
-    `create` blocks until all `size` ranks have joined, and raises RankError when they have not
-    within `timeout` seconds. The same timeout holds for every collective.
+    `create` waits until all `size` ranks have joined, and raises RankError if they do not within
+    `timeout` seconds. The same timeout holds for every collective.
 
-    `store` is where the ranks find each other: `hash:NAME` (threads of one process), `file:/dir`
-    (one host, or a shared file system) or `tcp://host:port` (rank 0 serves). Only who has the key
-    of the world can join: rank 0 makes one, and leaves it in the folder for its user alone; with
-    `tcp://host:port` it is ONNXPAR_KEY, needed where other hosts can reach the address, or stands
-    after it (`#key`). `id` is unique in this process. Nothing listens beyond `bind_address`.
+    `store` is the place where the ranks find each other: `hash:NAME` (threads of one process),
+    `file:/dir` (one host, or a shared file system) or `tcp://host:port` (rank 0 listens). A process
+    needs the key of the world to join. In a folder, rank 0 writes a random key that only its user
+    can read; with `tcp://host:port`, the key follows the address (`#key`) or is ONNXPAR_KEY, which
+    must be set if other hosts can reach the address. `id` is unique in this process. Ranks listen
+    only on `bind_address`.
     """
 
     def __init__(self, id: str, rank: int, size: int) -> None:
@@ -76,42 +77,43 @@ class World(Closing):
         return cls(id, rank, size)
 
     def abort(self, message: str) -> None:
-        """Make all running and later collectives of this world, on all ranks, fail with that, for
-        good."""
+        """Makes all running and later collectives of this world fail with this message on all
+        ranks."""
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
     def begin(self) -> None:
-        """Begin a call that all ranks make by themselves: only then one that is ahead of this rank
-        and fails in the next call does not end this one."""
+        """Begins a call that ranks make independently, so that a failure of a faster rank in the
+        next call does not end this call."""
         check(library().onnxpar_world_begin(self.id.encode()))
 
     def interrupt(self, message: str) -> None:
-        """Make all collectives of this call, on all ranks, fail until every rank has called
+        """Makes all collectives of this call fail on all ranks, until every rank has called
         `renew`."""
         check(library().onnxpar_world_interrupt(self.id.encode(), message.encode()))
 
     def renew(self) -> str:
-        """Wait until all ranks have left the run that was interrupted, and connect them anew.
+        """Waits until all ranks have left the interrupted call, and connects them again.
 
-        Returns why it was interrupted, the same on all ranks. Errors: RankError where a rank does
-        not come within the timeout, or the world has failed for good.
+        Returns the reason of the interruption, the same on all ranks. Errors: RankError if a rank
+        does not come within the timeout, or if the world was aborted.
         """
         check(library().onnxpar_world_renew(self.id.encode()))
         reason: bytes = library().onnxpar_interruption()
         return reason.decode(errors="replace")
 
     def close(self) -> None:
-        """Leave the world; its sessions' collectives fail from then on."""
+        """Leaves the world; collectives of its sessions fail from then on."""
         if self._open:
             self._open = False
             check(library().onnxpar_world_destroy(self.id.encode()))
 
 
 class Hub(Closing):
-    """Where the ranks of one world meet, served by a process that need not be a rank.
+    """The meeting point of the ranks of a world, in a process that need not be a rank.
 
-    Without one, rank 0 serves it. A launcher that does so itself notices every rank's end alike,
-    rank 0's too, and its own end is an error on all ranks. Its key is random.
+    Without a hub, rank 0 is the meeting point. With a hub in the launcher, the end of rank 0 is
+    noticed like that of any other rank, and the end of the launcher is an error on all ranks. The
+    key of the world is random.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -125,7 +127,7 @@ class Hub(Closing):
 
     @property
     def store(self) -> str:
-        """What the ranks pass to `World.create`, or find in ONNXPAR_STORE, with its key."""
+        """The `store` of `World.create`, or value of ONNXPAR_STORE, with its key."""
         return f"tcp://{self._host}:{self._port}#{self._key}"
 
     def close(self) -> None:
@@ -146,7 +148,8 @@ def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
 
 
 def session_options(world: World, base: ort.SessionOptions | None = None) -> ort.SessionOptions:
-    """Options with which a session runs collectives in `world`: `base`, changed, or new ones."""
+    """Options for a session that runs collectives in `world`: `base`, changed in place, or new
+    ones."""
     options = ort.SessionOptions() if base is None else base
     options.add_session_config_entry("onnxpar.world", world.id)
     options.register_custom_ops_library(str(library_path()))
@@ -155,19 +158,21 @@ def session_options(world: World, base: ort.SessionOptions | None = None) -> ort
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, whose functions return 0 or fail. Errors: RankError where it does not load."""
+    """The library, whose functions return 0 on success. Errors: RankError if it does not load."""
     try:
         return _bound(ctypes.CDLL(str(library_path())))
     except OSError as error:
         missing = re.match(r"(\S+): cannot open shared object file", str(error))
         if missing and missing[1] != str(library_path()):
             raise RankError(
-                f"{_LIBRARY} needs {missing[1]}, which this machine lacks; install it "
+                f"{_LIBRARY} needs {missing[1]}, which this machine does not have; install it "
                 "(on Debian and Ubuntu: apt install libgloo-dev)"
             ) from error
-        raise RankError(f"{library_path()} does not load: {error}; {_ANEW}") from error
+        raise RankError(f"{library_path()} does not load: {error}; {_REINSTALL}") from error
     except AttributeError as error:
-        raise RankError(f"{library_path()} is of another onnxpar: {error}; {_ANEW}") from error
+        raise RankError(
+            f"{library_path()} is from another version of onnxpar: {error}; {_REINSTALL}"
+        ) from error
 
 
 def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
@@ -192,6 +197,6 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def check(failed: int) -> None:
-    """Errors: RankError where a function of the library has failed."""
+    """Errors: RankError if a function of the library failed."""
     if failed:
         raise RankError(library().onnxpar_last_error().decode(errors="replace"))

@@ -1,4 +1,5 @@
-"""What onnxruntime's sessions can do beside `run`, on top of it, or why a sharded one cannot."""
+"""The methods of onnxruntime's sessions besides `run`, or errors for those without a meaning for
+sharded models."""
 
 from __future__ import annotations
 
@@ -25,22 +26,22 @@ answer_for_sharded_sessions()
 
 
 class _NoSession:
-    """Stands for the one native session that a sharded model does not have."""
+    """A placeholder for the native session, which a sharded model does not have."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise InputError(
-            f"{name} is not available of a sharded model, which has a session on each rank; use "
+            f"{name} is not available for a sharded model, which has a session on each rank; use "
             "run, run_with_iobinding or run_async, or run the unsplit model"
         )
 
 
 class Interface(ort.InferenceSession):  # type: ignore[misc]
-    """A session as far as others use it: they may check for onnxruntime's class, or read `_sess`.
+    """A subclass of onnxruntime's session, as libraries check for that class or read `_sess`.
 
-    It is not initialized as one. A method of onnxruntime that is not here, of a version to come,
-    ends in the error of `_NoSession`.
+    The base class is not initialized. A method that a later onnxruntime adds ends in the error of
+    `_NoSession`.
     """
 
     _bundle: Bundle
@@ -67,7 +68,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         raise NotImplementedError
 
     def _names(self, output_names: Sequence[str] | None) -> list[str]:
-        """The outputs to return: of a training step by default those of the step."""
+        """The outputs to return; by default all, without those of an evaluation."""
         apart = self._bundle.apart
         return list(output_names or (n for n in self._bundle.outputs if n not in apart))
 
@@ -79,9 +80,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         user_data: Any,
         run_options: ort.RunOptions | None = None,
     ) -> None:
-        """Runs in a thread of the session, one run after the other in the order of the calls, and
-        calls `callback(results, user_data, error)` there: with an empty error, or with no results.
-        """
+        """Runs in a thread of the session, in the order of the calls, and then calls
+        `callback(results, user_data, error)` there: with an empty error, or with no results."""
         with self._lock:
             self._ranks.check_usable()
             if self._pool is None:
@@ -104,11 +104,11 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             results = self.run(output_names, input_feed, run_options)
         except OnnxparError as error:
             problem = str(error)
-        except Exception as error:  # the callback is the only one who can tell the user
+        except Exception as error:  # only the callback can report it to the user
             problem = f"{type(error).__name__}: {error}"
         try:
             callback(results, user_data, problem)
-        except Exception:  # of the user's code, in a thread that nobody waits for
+        except Exception:  # an error of the user's code, in a thread that nobody waits for
             traceback.print_exc()
 
     def run_with_ort_values(
@@ -117,7 +117,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         input_dict_ort_values: Mapping[str, ort.OrtValue],
         run_options: ort.RunOptions | None = None,
     ) -> list[ort.OrtValue]:
-        """The same with OrtValues in CPU memory, fed and returned."""
+        """Runs with OrtValues in CPU memory as inputs and outputs."""
         names = self._names(output_names)
         results = self.run(names, input_dict_ort_values, run_options)
         return [ort_value_of(name, result) for name, result in zip(names, results, strict=True)]
@@ -131,7 +131,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         fetches: Any,
         fetch_devices: Sequence[Any],
     ) -> None:
-        """The same with onnxruntime's vectors; `fetches` must be empty, and gets the outputs."""
+        """Runs with onnxruntime's vectors; `fetches` must be empty, and receives the outputs."""
         if len(fetches):
             raise InputError("fetches has values already; give an empty OrtValueVector")
         results = self.run(fetch_names, dict(zip(feed_names, feeds, strict=True)), run_options)
@@ -139,7 +139,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             fetches.push_back(ort_value_of(name, result, own=True)._ortvalue)
 
     def io_binding(self) -> IOBinding:
-        """Inputs and outputs that stay bound from run to run."""
+        """A binding of inputs and outputs that lasts from run to run."""
         return IOBinding(self)
 
     def run_with_iobinding(
@@ -149,8 +149,9 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         *,
         keep_states: bool = False,
     ) -> None:
-        """Runs on what is bound, and writes outputs to where they are bound. Errors: as `run`;
-        InputError where the binding is of another session, or an output has no room."""
+        """Runs with the bound inputs, and writes outputs to their bound memory. Errors: as `run`;
+        InputError if the binding is of another session, or if the memory of an output does not
+        fit."""
         if not isinstance(iobinding, IOBinding) or iobinding._session is not self:
             raise InputError("the binding is of another session; make one with io_binding()")
         with self._lock:
@@ -158,15 +159,15 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             iobinding.take(self.run(names, feeds, run_options, keep_states=keep_states))
 
     def get_session_options(self) -> ort.SessionOptions:
-        """The options that the session was made with."""
+        """The options of the session."""
         return self._sess_options
 
     def get_modelmeta(self) -> ModelMetadata:
-        """What the unsplit model said of itself."""
+        """The metadata of the unsplit model."""
         return ModelMetadata.of(self._bundle.data)
 
     def get_providers(self) -> list[str]:
-        """The execution providers of rank 0, the first that can run a node first."""
+        """The execution providers of rank 0, by priority."""
         return list(self._ranks.facts["providers"])
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
@@ -174,7 +175,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         return {name: dict(o) for name, o in self._ranks.facts["provider_options"].items()}
 
     def get_profiling_start_time_ns(self) -> int:
-        """When rank 0 began to record, in nanoseconds of onnxruntime's clock; 0 if it does not."""
+        """The time when rank 0 began to record, in nanoseconds of onnxruntime's clock; 0 if it does
+        not record."""
         return int(self._ranks.facts["profiling_start_ns"])
 
     def set_providers(
@@ -182,7 +184,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
     ) -> None:
-        """Starts the ranks anew with other execution providers."""
+        """Restarts the ranks with other execution providers."""
         raise InputError("this session cannot change its providers; make another")
 
     def disable_fallback(self) -> None:
@@ -191,8 +193,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
     def enable_fallback(self) -> None:
         """Errors: InputError, always."""
         raise InputError(
-            "a rank cannot fall back to other providers while the others wait for it; name those "
-            "to use, with set_providers or providers="
+            "a rank cannot fall back to other providers while the others wait for it; choose "
+            "providers with set_providers or providers="
         )
 
     def get_input_memory_infos(self) -> list[Any]:
@@ -204,10 +206,12 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         return [_cpu_memory() for _ in self.get_outputs()]
 
     def get_input_epdevices(self) -> list[Any]:
-        """The CPU as onnxruntime describes it, for each input. Errors: InputError where this
-        version of onnxruntime does not."""
+        """onnxruntime's description of the CPU, for each input. Errors: InputError if this version
+        of onnxruntime has none."""
         if not hasattr(ort, "get_ep_devices"):
-            raise InputError("this version of onnxruntime has no devices to tell of; take a newer")
+            raise InputError(
+                "this version of onnxruntime does not list devices; install a newer one"
+            )
         devices = [d for d in ort.get_ep_devices() if d.ep_name == "CPUExecutionProvider"]
         return [device for _ in self.get_inputs() for device in devices[:1]]
 
@@ -219,7 +223,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         device_id: int = 0,
         vendor_id: int = -1,
     ) -> ort.OrtValue:
-        """An OrtValue in CPU memory, for instance to bind."""
+        """An OrtValue in CPU memory, for example to bind."""
         if device_type.lower() != "cpu":
             raise InputError(f"memory on {device_type}: the ranks use CPU memory only")
         return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, "cpu", 0)
@@ -234,13 +238,13 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
     def set_tuning_results(self, results: Sequence[Any], *, error_on_invalid: bool = False) -> None:
         """Errors: InputError for any result."""
         if results:
-            raise InputError("the providers of the ranks take no tuning results; leave them out")
+            raise InputError("the providers of the ranks accept no tuning results; leave them out")
 
     def set_ep_dynamic_options(self, options: Mapping[str, str]) -> None:
         """Errors: InputError for any option."""
         if options:
             raise InputError(
-                f"the ranks' providers take no dynamic options ({', '.join(options)}); give "
+                f"the ranks' providers accept no dynamic options ({', '.join(options)}); give "
                 "provider_options when the session is made"
             )
 
@@ -248,7 +252,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         """Errors: InputError, always."""
         raise InputError(
             "each rank has a graph of its own; make the session with profile=True, and "
-            "end_profile(FILE) tells which node ran where"
+            "end_profile(FILE) shows which node ran where"
         )
 
 

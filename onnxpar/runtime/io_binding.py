@@ -1,4 +1,4 @@
-"""onnxruntime's IOBinding for a sharded model: what is bound is global, as in the unsplit model."""
+"""onnxruntime's IOBinding for a sharded model; bound tensors are global."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 
 class IOBinding(ort.IOBinding):  # type: ignore[misc]
-    """Inputs and outputs of a session that stay bound from run to run, in CPU memory.
+    """Inputs and outputs of a session that are bound to CPU memory from run to run.
 
-    Inputs are read when a run begins, so that their memory may change between runs. An output that
-    is bound to memory is written there; it must have the output's dtype and shape. Errors:
-    InputError, naming the input or output.
+    Inputs are read when a run begins, so their values may change between runs. An output can be
+    bound to memory of its dtype and shape. Errors: InputError, naming the input or output.
     """
 
     def __init__(self, session: Session) -> None:
@@ -43,7 +42,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         shape: Any,
         buffer_ptr: int,
     ) -> None:
-        """Binds CPU memory, which must stay there."""
+        """Binds CPU memory, which the caller must keep alive."""
         port = self._input(name)
         _check_device(name, device_type)
         memory = Memory.of(element_type, shape, buffer_ptr)
@@ -56,7 +55,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         self._fed[name] = ortvalue
 
     def synchronize_inputs(self) -> None:
-        """Does nothing: CPU memory is always in step."""
+        """Does nothing: CPU memory needs no synchronization."""
 
     def bind_output(
         self,
@@ -67,34 +66,34 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         shape: Any = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        """Asks for an output, to be written to CPU memory if any is given."""
+        """Requests an output, optionally written to the given CPU memory."""
         self._check_output(name)
         _check_device(name, device_type)
         target = None
         if buffer_ptr is not None:
             if element_type is None or shape is None:
-                raise InputError(f"output {name!r}: memory needs its element_type and shape, too")
+                raise InputError(f"output {name!r}: give element_type and shape of the memory, too")
             self._check_dtype(name, element_dtype(element_type))
             target = Memory.of(element_type, shape, buffer_ptr)
         self._targets[name] = target
         self._results = None
 
     def bind_ortvalue_output(self, name: str, ortvalue: ort.OrtValue) -> None:
-        """Lets runs write an output to an OrtValue."""
+        """Binds an output to an OrtValue."""
         self._check_output(name)
         self._check_dtype(name, array_of(ortvalue).dtype)
         self._targets[name] = ortvalue
         self._results = None
 
     def synchronize_outputs(self) -> None:
-        """Does nothing: a run returns when all is written."""
+        """Does nothing: a run returns after all outputs are written."""
 
     def get_outputs(self) -> list[ort.OrtValue]:
-        """The outputs of the last run, in the order in which they were bound."""
+        """The outputs of the last run, in the order of their bindings."""
         return [self._value(name, result) for name, result in self._last().items()]
 
     def get_outputs_as_ortvaluevector(self) -> Any:
-        """Copies of the outputs of the last run in onnxruntime's vector."""
+        """Copies of the outputs of the last run, in onnxruntime's vector."""
         vector = ort.capi._pybind_state.OrtValueVector()
         for name, result in self._last().items():
             vector.push_back(ort_value_of(name, result, own=True)._ortvalue)
@@ -115,20 +114,20 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
 
     @property
     def outputs(self) -> list[str]:
-        """The outputs to compute. Errors: InputError where there are none."""
+        """The outputs to compute. Errors: InputError if there are none."""
         if not self._targets:
             raise InputError("no output is bound; call bind_output(name) first")
         return list(self._targets)
 
     def feeds(self) -> dict[str, Any]:
-        """What is bound to inputs, as it is now."""
+        """The current values of bound inputs."""
         return {n: v.read() if isinstance(v, Memory) else v for n, v in self._fed.items()}
 
     def take(self, results: list[Any]) -> None:
-        """Writes results to where they are bound; nothing is written where any has no room."""
+        """Writes results to their bound memory; writes none if any does not fit."""
         found = dict(zip(self._targets, results, strict=True))
         for name, result in found.items():
-            self._check_room(name, result)
+            self._check_fits(name, result)
         for name, result in found.items():
             target = self._targets[name]
             if isinstance(target, Memory):
@@ -166,20 +165,20 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         if port.dtype != dtype or port.dtype.kind == "O":
             raise InputError(f"output {name!r} is {port.expects()}; bind memory of {port.dtype}")
 
-    def _check_room(self, name: str, result: Any) -> None:
+    def _check_fits(self, name: str, result: Any) -> None:
         target = self._targets[name]
         if target is None:
             return
         shape = target.shape if isinstance(target, Memory) else tuple(target.shape())
         if shape != result.shape:
             raise InputError(
-                f"output {name!r} came out as {list(result.shape)}, but the memory bound to it is "
-                f"for {list(shape)}; bind memory of that shape, or bind_output({name!r}) alone"
+                f"output {name!r} has the shape {list(result.shape)}, but the memory bound to it "
+                f"is for {list(shape)}; bind memory of that shape, or bind_output({name!r}) alone"
             )
 
 
 def _memory_of(value: ort.OrtValue) -> Memory:
-    """Where an OrtValue of numbers has its tensor."""
+    """The memory of an OrtValue that is a tensor of numbers."""
     shape = tuple(value.shape())
     return Memory.of(value.element_type(), shape, value.data_ptr() if 0 not in shape else 0)
 
@@ -190,8 +189,8 @@ def _check_device(name: str, device_type: str) -> None:
 
 
 def answer_for_sharded_sessions() -> None:
-    """Lets `onnxruntime.IOBinding(session)` make the right binding where the session is of a
-    sharded model: Optimum and others make theirs so, and onnxruntime has no other hook for it."""
+    """Makes `onnxruntime.IOBinding(session)` return an IOBinding of this module for a sharded
+    model. Optimum and others create bindings this way, and onnxruntime has no other hook for it."""
 
     def new(cls: type, session: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = isinstance(session, ort.InferenceSession) and hasattr(session, "_bundle")

@@ -1,6 +1,6 @@
-"""What makes a process a rank: mpirun, srun and torchrun start all ranks, each one process.
+"""Ranks that mpirun, srun or torchrun starts, one process each, as described by the environment.
 
-Read from the environment, as the native library does; `HELP` says which variables, in which order.
+The native library reads the same variables; `HELP` lists them in their order.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from onnxpar.errors import RankError
 
 _SLURM_PORT, _SLURM_PORTS = 20000, 10000
-"""Ports of steps; what follows # in a store keeps worlds apart that happen to share one."""
+"""Ports of Slurm steps. The key after # in a store keeps worlds apart that share a port."""
 
-HELP = """under a launcher, each process is one rank and makes the same calls. Its rank and their
-number are read from the first of
+HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
+number of ranks are read from the first of
   ONNXPAR_RANK, ONNXPAR_WORLD_SIZE           set by hand; these win
   OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE mpirun
   SLURM_PROCID, SLURM_STEP_NUM_TASKS         srun (or SLURM_NTASKS, within a step)
   RANK, WORLD_SIZE                           torchrun
 and two launchers that contradict each other are an error. The ranks meet at the first of
-  ONNXPAR_STORE                   file:/dir, which all see, or tcp://host:port, where rank 0 listens
+  ONNXPAR_STORE                   file:/dir on a shared disk, or tcp://host:port of rank 0
   mpirun's own directory          on one host
-  MASTER_ADDR, MASTER_PORT        at the port behind it: torch's own store has that one
-  a port that follows from the Slurm job and step, on one host
-ONNXPAR_KEY is a secret of 16 to 512 characters, the same on all ranks, without which nobody can
-join (openssl rand -hex 16 makes one). It must be set where the ranks meet at an address that other
-hosts can reach; in a folder, rank 0 leaves a key of its own.
-ONNXPAR_BIND is the address that ranks listen on (127.0.0.1), ONNXPAR_TIMEOUT bounds every wait of
-onnxpar.hvd and of a program without Python, in seconds."""
+  MASTER_ADDR, MASTER_PORT        at the next port, as torch's own store uses MASTER_PORT
+  a port computed from the Slurm job and step, on one host
+ONNXPAR_KEY is a secret of 16 to 512 characters, the same on all ranks; no process can join without
+it (openssl rand -hex 16 makes one). It must be set if the ranks meet at an address that other hosts
+can reach; in a shared folder, rank 0 writes a key of its own.
+ONNXPAR_BIND is the address that ranks listen on; default 127.0.0.1. ONNXPAR_TIMEOUT is the longest
+wait of onnxpar.hvd and of a program without Python, in seconds."""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables that a launcher sets; srun's count only where `step` is set too."""
+    """The variables that a launcher sets; those of srun count only if `step` is set too."""
 
     rank: str
     sizes: tuple[str, ...]
@@ -54,7 +54,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Launched:
-    """The rank that this process is, of how many in all and on this host, and their store."""
+    """The rank of this process, the number of ranks in total and on this host, and their store."""
 
     rank: int
     size: int
@@ -63,9 +63,9 @@ class Launched:
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """What the environment says this process is; None where it is no rank.
+    """The rank that the environment makes of this process; None if it is not a rank.
 
-    Errors: RankError where it says half of it, or where two launchers contradict each other.
+    Errors: RankError if variables are missing, or if two launchers contradict each other.
     """
     present = [one for one in _LAUNCHERS if _is_present(one, environment)]
     if not present:
@@ -73,7 +73,7 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
     rank, size = _place(present[0], environment)
     for other in present[1:]:
         if present[0] is not _OWN and (rank, size) != _place(other, environment):
-            first, second = (_said(one, environment) for one in (present[0], other))
+            first, second = (_assigned(one, environment) for one in (present[0], other))
             raise RankError(
                 f"{first} and {second} contradict each other; unset those of the launcher that "
                 "did not start this process, or set ONNXPAR_RANK and ONNXPAR_WORLD_SIZE, which win"
@@ -90,15 +90,15 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
     if not store and size > 1:
         raise RankError(
             "the ranks do not know where to find each other; set ONNXPAR_STORE to file:/dir, a "
-            "folder that all see, or to tcp://host:port, where rank 0 can listen, and then "
-            "ONNXPAR_KEY to one secret on all"
+            "folder that all ranks can read, or to tcp://host:port, where rank 0 can listen, and "
+            "ONNXPAR_KEY to the same secret on all ranks"
         )
     return Launched(rank, size, local, store or "hash:alone")
 
 
 def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process. A batch script of Slurm has a rank, but no step,
-    and a shell of srun's is a step of one task; names as common as RANK count only together."""
+    """True if a launcher started this process. A Slurm batch script has a rank but no step, and a
+    shell under srun is a step of one task; a name as common as RANK needs its size, too."""
     if not environment.get(one.rank):
         return False
     size = environment.get(one.sizes[0], "")
@@ -113,13 +113,13 @@ def _place(one: _Launcher, environment: Mapping[str, str]) -> tuple[int | None, 
     return _number(environment, one.rank), _number(environment, *one.sizes)
 
 
-def _said(one: _Launcher, environment: Mapping[str, str]) -> str:
+def _assigned(one: _Launcher, environment: Mapping[str, str]) -> str:
     size = next((name for name in one.sizes if environment.get(name)), one.sizes[0])
     return f"{one.rank}={environment[one.rank]}, {size}={environment.get(size, '')}"
 
 
 def _store(environment: Mapping[str, str], size: int, local: int) -> str:
-    """Where the ranks meet; empty where nothing says it."""
+    """The place where the ranks meet; empty if no variable names one."""
     if store := environment.get("ONNXPAR_STORE"):
         return store
     folder = environment.get("PMIX_SERVER_TMPDIR")
@@ -128,7 +128,7 @@ def _store(environment: Mapping[str, str], size: int, local: int) -> str:
     host, port = environment.get("MASTER_ADDR"), _number(environment, "MASTER_PORT")
     if host and port:
         if _number(environment, "LOCAL_WORLD_SIZE") == size:
-            host = "127.0.0.1"  # not the name that others know this host by
+            host = "127.0.0.1"  # others cannot reach it
         return f"tcp://{host}:{port + 1}#{port}"
     job = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     if _is_present(_SLURM, environment) and job is not None and local == size:
@@ -138,7 +138,7 @@ def _store(environment: Mapping[str, str], size: int, local: int) -> str:
 
 
 def bind_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Where ranks listen: ONNXPAR_BIND, else loopback."""
+    """The address that ranks listen on: ONNXPAR_BIND, else loopback."""
     return environment.get("ONNXPAR_BIND") or "127.0.0.1"
 
 
@@ -146,6 +146,6 @@ def _number(environment: Mapping[str, str], *names: str) -> int | None:
     for name in names:
         if name and (text := environment.get(name)):
             if not text.isdigit():
-                raise RankError(f"{name}={text!r} in the environment is no number")
+                raise RankError(f"{name}={text!r} in the environment is not a number")
             return int(text)
     return None

@@ -34,26 +34,27 @@ from onnxpar.runtime.shards import PortParts, Shards
 
 _worlds = itertools.count()
 _LONGEST_RECORD = 1 << 30
-"""Bytes of what a rank has recorded: more than a million events, which it keeps at most, take."""
+"""Most bytes of a rank's record: more than its largest number of events, a million, needs."""
 
 
 def _unpacked(data: bytes) -> bytes:
-    """What another rank has compressed. Errors: RankError where it is too long, or damaged."""
+    """The decompressed record of another rank. Errors: RankError if it is too long or damaged."""
     reader = zlib.decompressobj()
     try:
         text = reader.decompress(data, _LONGEST_RECORD)
     except zlib.error as error:
-        raise RankError(f"what a rank has recorded cannot be read: {error}") from None
+        raise RankError(f"the record of a rank cannot be read: {error}") from None
     if not reader.eof:
-        raise RankError(f"what a rank has recorded is cut off, or above {_LONGEST_RECORD} bytes")
+        raise RankError(f"the record of a rank is cut off, or above {_LONGEST_RECORD} bytes")
     return text
 
 
 class LaunchedRank:
-    """The rank that this process is. Every process gets the parts of all, so that all can assemble.
+    """The rank of this process. Every process gets the shards of all ranks and assembles them.
 
-    All processes must make the same calls with the same feeds. Where a call fails on any of them,
-    each raises the same RunError, and they go on; after a RankError, every later call says why.
+    All processes must make the same calls with the same feeds. If a call fails on any of them,
+    all raise the same RunError and can continue; after a RankError, every later call fails with
+    its reason.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LaunchedRank:
         self.facts = self._executor.facts()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs this rank and gathers. Errors: RunError, RankError, on every rank."""
+        """Runs this rank and gathers the outputs. Errors: RunError, RankError, on every rank."""
         with self._failing_together("the run"):
             self._parts = self._all_parts.at(request.sizes)
             parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
@@ -103,36 +104,36 @@ class LaunchedRank:
             return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """The parts of a kept state."""
+        """The shards of a kept state."""
         with self._failing_together(f"reading state {name!r}"):
             self._parts = self._all_parts.at(sizes)
             slots = self._executor.read_state(name, Heap(), sizes)
             return self._gather_parts([name], {n: s.array for n, s in slots.items()})
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
-        """Keeps this rank's part of an array as a state."""
+        """Keeps this rank's shard of an array as a state."""
         with self._failing_together(f"writing state {name!r}"):
             parts = self._all_parts.at(sizes)[name]
             self._executor.write_state(name, parts.take(array, self._rank))
             self._agree()
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Writes this rank's parts of all states to a folder that all ranks see; returns the
-        digests of all ranks' files when all have."""
+        """Writes this rank's shards of all states to a folder that all ranks share; returns the
+        digests of all files when all ranks have written theirs."""
         with self._failing_together(f"saving states to {folder}"):
             self._agree()  # rank 0 may have just made the folder
             files = self._executor.save_states(Path(folder), sizes)
             each = gather_bytes(self._world, json.dumps(files).encode(), "digests")
-        return {name: said for text in each for name, said in json.loads(text).items()}
+        return {name: digests for text in each for name, digests in json.loads(text).items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
-        """Reads this rank's parts of states from a folder."""
+        """Reads this rank's shards of states from a folder."""
         with self._failing_together(f"loading states from {folder}"):
             self._executor.load_states(Path(folder), names, sizes)
             self._agree()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """What every process gives, by rank."""
+        """The payload of every process, by rank."""
         with self._failing_together("an exchange"):
             return gather_bytes(self._world, payload, "exchange")
 
@@ -141,7 +142,7 @@ class LaunchedRank:
         self._executor.reset_states()
 
     def end_profile(self) -> Sequence[Record]:
-        """What each rank has recorded until now; on other ranks than 0, only their own record."""
+        """The record of each rank so far; on ranks other than 0, only their own."""
         with self._failing_together("the profile"):
             record = self._executor.end_profile()
             packed = zlib.compress(json.dumps(record).encode())
@@ -159,7 +160,7 @@ class LaunchedRank:
             self._leave("close() was called")
 
     def _gather_parts(self, names: Sequence[str], own: Mapping[str, Array]) -> PartsOf:
-        """Adds the other ranks' parts to this rank's; what all have whole needs none."""
+        """Adds the other ranks' shards to this rank's; tensors that are whole need none."""
         split = [name for name in names if not self._parts[name].is_whole]
         found: PartsOf = {name: {0: own[name]} for name in names if name not in split}
         if not split:
@@ -184,16 +185,16 @@ class LaunchedRank:
     def _shapes(
         self, names: Sequence[str], own: Mapping[str, Array]
     ) -> list[dict[str, tuple[int, ...]]]:
-        """By rank and name, the shapes of parts of split tensors: those of the layout, or, where
-        data decides some size of any, as each rank tells the others."""
+        """By rank and name, the shapes of shards: those of the layout, or exchanged between the
+        ranks if any size is data-dependent."""
         ranks = range(self._bundle.mesh.size)
-        said = [{n: self._parts[n].local_shape(rank) for n in names} for rank in ranks]
-        if all(shape is not None for shapes in said for shape in shapes.values()):
-            return [{n: s for n, s in shapes.items() if s is not None} for shapes in said]
+        planned = [{n: self._parts[n].local_shape(rank) for n in names} for rank in ranks]
+        if all(shape is not None for shapes in planned for shape in shapes.values()):
+            return [{n: s for n, s in shapes.items() if s is not None} for shapes in planned]
         dims = [len(_ports(self._bundle)[name].shape or ()) for name in names]
         mine = [own[n].shape if n in own else (0,) * d for n, d in zip(names, dims, strict=True)]
-        told = np.array([size for shape in mine for size in shape], np.int64)
-        rows = self._gather(told.view(np.uint8), told.nbytes).view(np.int64)
+        sizes = np.array([size for shape in mine for size in shape], np.int64)
+        rows = self._gather(sizes.view(np.uint8), sizes.nbytes).view(np.int64)
         ends = np.cumsum([0, *dims])
         return [
             {n: tuple(row[a:b].tolist()) for n, a, b in zip(names, ends, ends[1:], strict=False)}
@@ -203,12 +204,12 @@ class LaunchedRank:
     def _extent(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """Dtype, shape and bytes of a part of this shape."""
+        """Dtype, shape and bytes of a shard of this shape."""
         dtype = _ports(self._bundle)[name].dtype
         return dtype, shape, dtype.itemsize * math.prod(shape)
 
     def _agree(self) -> None:
-        """Returns where all ranks have come this far: else one would go on alone."""
+        """Waits until all ranks are here, so that none continues after another has failed."""
         barrier(self._world, "agreement")
 
     @contextmanager
@@ -223,7 +224,8 @@ class LaunchedRank:
             raise self._failure(what, describe(error), is_start) from error
 
     def _failure(self, what: str, text: str, is_start: bool) -> RankError:
-        """What all ranks raise. They are ready for the next call, or the session is closed."""
+        """The error that all ranks raise. They are ready for the next call, or the session is
+        closed."""
         reason = f"rank {self._rank} failed: {text}"
         try:
             if is_start:
@@ -248,9 +250,9 @@ def _ports(bundle: Bundle) -> dict[str, Port]:
 
 
 def _threads(local_size: int) -> tuple[int, bool]:
-    """How many threads this rank runs, and whether they may spin.
+    """The number of this rank's threads, and True if they may spin.
 
-    A launcher that binds its processes to cores has shared them out already.
+    A launcher that binds its processes to cores has already divided the cores.
     """
     own, present = len(own_cores()), os.cpu_count() or 1
     if own < present:

@@ -1,4 +1,4 @@
-"""Where a rank's standard output and error go, and what an error quotes of them."""
+"""Log files of a rank's standard output and error, and the text of errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NODE_FAILED = re.compile(r"running (\w+) node\. Name:'(.*?)' Status Message: (.*
 
 @dataclass(frozen=True)
 class Log:
-    """A rank's output: `rank.N/stdout.log` and `stderr.log` in a folder, or nameless files."""
+    """A rank's output: `rank.N/stdout.log` and `stderr.log` in a folder, or temporary files without
+    names."""
 
     stdout: IO[bytes]
     stderr: IO[bytes]
@@ -29,7 +30,8 @@ class Log:
 
     @staticmethod
     def open(log_dir: str | os.PathLike[str] | None, rank: int) -> Log:
-        """New, empty logs. Without a `log_dir`, they vanish with the last process that has them."""
+        """New, empty logs. Without a `log_dir`, they vanish with the last process that has them
+        open."""
         if log_dir is None:
             return Log(tempfile.TemporaryFile(), tempfile.TemporaryFile(), None)
         folder = Path(log_dir) / f"rank.{rank}"
@@ -40,11 +42,11 @@ class Log:
 
     @property
     def place(self) -> str:
-        """Where to read on."""
+        """The place of the whole log, for errors that quote its end."""
         return "not kept; see log_dir" if self.folder is None else str(self.folder)
 
     def tail(self) -> str:
-        """The last lines of both, standard output first; empty if there are none."""
+        """The last lines of both files, standard output first; empty if there are none."""
         lines = [line for file in (self.stdout, self.stderr) for line in _last_lines(file)]
         return "\n".join(lines)
 
@@ -55,9 +57,9 @@ class Log:
 
 
 def describe(error: Exception) -> str:
-    """What users are told of an error: ours speak for themselves, others need their type.
+    """The text of an error for users: with its type, unless it is our own.
 
-    Of onnxruntime's words about a node that failed, its op, name and message remain.
+    onnxruntime's text about a failed node is reduced to its op, name and message.
     """
     if isinstance(error, OnnxparError):
         return str(error)
@@ -69,7 +71,8 @@ def describe(error: Exception) -> str:
 
 
 def log(error: Exception) -> None:
-    """Writes an error to a rank's standard error: one line, or the traceback if users want it."""
+    """Writes an error to a rank's standard error: one line, or a traceback if the user asked for
+    it."""
     if wants_traceback():
         traceback.print_exception(error)
     else:

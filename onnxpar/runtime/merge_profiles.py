@@ -1,4 +1,4 @@
-"""What all ranks have recorded, as one trace: on one clock, with what waited for whom."""
+"""Merges the records of all ranks into one trace, on one clock and with waiting times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.trace import Collective, Event, Span, Trace
 
 _Run = tuple[str, int]
-"""A program, and the how manieth of its runs."""
+"""A program, and the number of its run."""
 _Call = tuple[str, int, int]
-"""A collective's name, the number of the run, and the how manieth in it."""
+"""A collective's name, the number of the run, and the number of the call in it."""
 
 
 @dataclass
 class _Rank:
-    """What one rank did, in seconds of its host's clock."""
+    """The record of one rank, in seconds of its host's clock."""
 
     host: str
     spans: list[Span]
@@ -32,7 +32,7 @@ class _Rank:
     roots: Mapping[str, int]
 
     def shift(self, seconds: float) -> None:
-        """Sets the clock."""
+        """Adds to all times."""
         self.spans = [replace(s, start=s.start + seconds) for s in self.spans]
         self.events = [replace(e, start=e.start + seconds) for e in self.events]
 
@@ -40,10 +40,10 @@ class _Rank:
 def merge(
     bundle: Bundle, records: Sequence[Record], left_out: int = 0, sizes: Sequence[Sizes] = ()
 ) -> Trace:
-    """The trace of all ranks, without the first runs that are left out, but with the last. `sizes`
-    are the open ones of each run, in order.
+    """The trace of all ranks, without the first `left_out` runs, but always with the last one.
+    `sizes` are the open sizes of each run, in order.
 
-    Runs that onnxruntime had no room for on some rank are left out on all.
+    Runs that onnxruntime dropped on any rank are left out on all.
     """
     plan = json.loads((bundle.path / "plan.json").read_text(encoding="utf-8"))
     runs = _common_runs(records)
@@ -75,7 +75,7 @@ def merge(
 
 
 def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int], float]]:
-    """The open sizes of runs, each once, with its share of the runs."""
+    """The distinct open sizes of runs, each with its share of the runs."""
     counts = Counter(sizes)
     return [
         (dict(zip(bundle.symbols, of, strict=True)), count / len(sizes))
@@ -84,7 +84,7 @@ def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int]
 
 
 def _common_runs(records: Sequence[Record]) -> list[_Run]:
-    """The runs that all ranks have recorded, in their order."""
+    """The runs that all ranks have recorded, in order."""
     counts = {
         program: min(len(record["programs"][program]["runs"]) for record in records)
         for program in records[0]["programs"]
@@ -100,16 +100,16 @@ def _begin(record: Record, run: _Run) -> int:
 
 
 def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> _Rank:
-    """A rank's part of these runs; times are from `zero`."""
+    """A rank's part of these runs; times are relative to `zero`."""
     spans, events = [], []
-    for program, told in record["programs"].items():
-        runs = told["runs"]
+    for program, recorded in record["programs"].items():
+        runs = recorded["runs"]
         begins = [begin for begin, _ in runs]
         for k, (begin, length) in enumerate(runs):
             if (number := numbers.get((program, k))) is not None:
                 spans.append(Span(rank, number, program, (begin - zero) / 1e6, length / 1e6))
         lanes: dict[int, int] = {}
-        for at, thread, begin, length, own in _with_own(told["events"]):
+        for at, thread, begin, length, own in _with_own(recorded["events"]):
             k = bisect_right(begins, begin) - 1
             run = numbers.get((program, k))
             if run is None or begin > sum(runs[k]):
@@ -134,8 +134,8 @@ def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> 
 
 
 def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The events [node, thread, begin, duration], each with the time that is not of those within
-    it. What is within is cut to what it is in: onnxruntime rounds both."""
+    """The events [node, thread, begin, duration], each with its own time, without that of events
+    within it. An inner event is cut to its outer one, as onnxruntime rounds both."""
     by_thread = defaultdict(list)
     for i, event in enumerate(events):
         by_thread[event[1]].append((event[2], -event[3], -i, event))
@@ -153,8 +153,8 @@ def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 
 
 def _set_clocks(ranks: Sequence[_Rank]) -> None:
-    """Sets the clocks of other hosts by that of rank 0's: a collective is done everywhere at once.
-    Hosts that have none in common with those that are set stay as they are."""
+    """Sets the clocks of all hosts by that of rank 0, as a collective ends everywhere at once.
+    Clocks of hosts without a common collective stay as they are."""
     done = {ranks[0].host}
     while True:
         known = _ends([r for r in ranks if r.host in done])
@@ -172,7 +172,7 @@ def _set_clocks(ranks: Sequence[_Rank]) -> None:
 
 
 def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
-    """When collectives were done of which all members end at once."""
+    """The end of each collective that ends on all its members at once."""
     found: dict[_Call, float] = {}
     for rank in ranks:
         for call, event in _calls(rank.events):
@@ -182,7 +182,7 @@ def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
 
 
 def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
-    """The calls of collectives among the events of a rank."""
+    """The collectives among the events of a rank."""
     counts: Counter[tuple[str, int]] = Counter()
     for event in events:
         if event.collective is not None:
@@ -194,7 +194,7 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
 def _with_plan(
     events: Sequence[Event], planned: Mapping[str, Mapping[str, Any]], ranks: int
 ) -> Iterator[Event]:
-    """The events with what the plan says of collectives; it tells the bytes of all calls in a
+    """The events, with the plan's facts about collectives. The plan has the bytes of all calls in a
     run."""
     calls = Counter((e.name, e.run) for e in events)
     for event in events:
@@ -216,8 +216,8 @@ def _with_plan(
 
 
 def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Iterator[Event]:
-    """A rank's events, of which collectives know how long they waited for the last member, where
-    that can be told."""
+    """A rank's events; collectives with the time that they waited for the last member, if it is
+    known."""
     calls = {id(event): call for call, event in _calls(rank.events)}
     for event in rank.events:
         made = event.collective
@@ -231,7 +231,7 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
 
 
 def _awaited(event: Event, made: Collective, roots: Mapping[str, int]) -> Sequence[int]:
-    """The ranks without which a collective cannot be done on the event's rank."""
+    """The ranks that a collective waits for on the event's rank."""
     group, me = made.group, made.group.index(event.rank)
     awaits = KINDS[made.kind].awaits
     if awaits == "neighbors":

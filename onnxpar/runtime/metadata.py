@@ -1,4 +1,4 @@
-"""What the unsplit model says of itself."""
+"""The metadata of the unsplit model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEY = "metadata"
-"""Of plan.json."""
+"""The key of the metadata in plan.json."""
 _NO_VERSION = (1 << 63) - 1
-"""As onnxruntime has it for a model without one."""
+"""onnxruntime's version of a model without one."""
 
 
 @dataclass(frozen=True)
@@ -26,5 +26,5 @@ class ModelMetadata:
 
     @staticmethod
     def of(plan: Mapping[str, Any]) -> ModelMetadata:
-        """That of a plan.json; those of earlier versions have none."""
+        """The metadata in a plan.json; plans of earlier versions have none."""
         return ModelMetadata(**plan.get(KEY, {}))

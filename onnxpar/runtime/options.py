@@ -37,7 +37,7 @@ _RUN_FIELDS = (
     "logid",
     "only_execute_path_to_fetches",
 )
-# onnxruntime answers for a key, but lists none: these are the keys of its documentation.
+# onnxruntime returns the value of a key, but cannot list the keys: these are the documented ones.
 _SESSION_KEYS = (
     "ep.context_embed_mode",
     "ep.context_enable",
@@ -113,7 +113,7 @@ _SPINNING = "session.intra_op.allow_spinning"
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What a rank's onnxruntime session is made with, besides its model and its world."""
+    """The options of a rank's onnxruntime session, without its model and its world."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
@@ -122,14 +122,15 @@ class SessionSpec:
     provider_options: Sequence[Mapping[str, Any]] | None = None
     disabled_optimizers: Sequence[str] = ()
     profile: str = ""
-    """A folder for what onnxruntime records; empty: it records nothing."""
+    """A folder for onnxruntime's recordings; empty: nothing is recorded."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:
-        """The settable fields and the config entries of `options`; `others` are further fields.
+        """The settable fields and the config entries of `options`; `others` are fields of this
+        class.
 
-        onnxruntime does not tell which initializers, dimension overrides or custom-op libraries
-        were added to options, so these are not carried over; `libraries` names the last again.
+        Initializers, dimension overrides and custom-op libraries that were added to `options` are
+        lost, as onnxruntime does not reveal them; libraries must be given again as `libraries`.
         """
         if options is None:
             return SessionSpec(**others)
@@ -139,16 +140,16 @@ class SessionSpec:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> SessionSpec:
-        """The inverse of `dataclasses.asdict`, which JSON holds; its lists were tuples."""
+        """The inverse of `dataclasses.asdict`, from JSON, which has lists for tuples."""
         providers = data["providers"]
         if providers is not None:
             providers = [tuple(p) if isinstance(p, list) else p for p in providers]
         return SessionSpec(**{**data, "providers": providers})
 
     def apply(self, options: ort.SessionOptions, rank: int, threads: int, spin: bool) -> None:
-        """Sets these options for a rank, and its number of threads unless a user chose one.
+        """Sets these options for a rank, and its number of threads unless the user set one.
 
-        Files that onnxruntime writes get the rank in their name.
+        Names of files that onnxruntime writes get the rank.
         """
         for name, value in self.fields.items():
             if name in _FILE_FIELDS and value:
@@ -169,9 +170,9 @@ def keep_double(
     inputs: Iterable[np.dtype[Any] | None],
     outputs: Iterable[np.dtype[Any] | None],
 ) -> bool:
-    """Leaves out what onnxruntime fuses where all floats of a model's inputs, or else of its
-    outputs, are float64: there its fused norms take another epsilon, and its fused products a scale
-    in float32. A level that is lower yet stays. Returns whether that changes the options."""
+    """Disables onnxruntime's fusions if all floating-point inputs of a model, or outputs if it has
+    none, are float64: for them, its fused norms use a different epsilon, and its fused products a
+    float32 scale. A lower optimization level stays. Returns True if the options change."""
     floats, others = ({t for t in types if t and t.kind == "f"} for types in (inputs, outputs))
     if (floats or others) != {np.dtype(np.float64)}:
         return False
@@ -183,7 +184,7 @@ def keep_double(
 
 
 def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
-    """The fields and config entries of run options as JSON can hold them; None for none."""
+    """The fields and config entries of run options for JSON; None without options."""
     if options is None:
         return None
     fields = {name: getattr(options, name) for name in _RUN_FIELDS}
@@ -216,13 +217,13 @@ def _entries(get: Any, keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         try:
             found[key] = get(key)
-        except RuntimeError:  # onnxruntime's way of saying that it is not set
+        except RuntimeError:  # raised if the key is not set
             continue
     return found
 
 
 def _ranked(path: str, rank: int) -> str:
-    """`a/model.onnx` of rank 3 is `a/model.rank3.onnx`."""
+    """A path with the rank: `a/model.onnx` becomes `a/model.rank3.onnx`."""
     folder, slash, name = path.rpartition("/")
     stem, dot, suffix = name.rpartition(".")
     return folder + slash + (f"{stem}.rank{rank}{dot}{suffix}" if dot else f"{name}rank{rank}_")

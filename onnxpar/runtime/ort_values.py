@@ -1,4 +1,4 @@
-"""onnxruntime's OrtValues and bound memory, as arrays and back."""
+"""Conversion between arrays and onnxruntime's OrtValues or bound memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxpar.runtime.tensors import ELEMENTS, copy_of, dtype_of, memory_of, view
 
 _NAMES = {number: name for name, (number, _) in ELEMENTS.items()}
 _RAW = ort.capi._pybind_state.OrtValue
-"""What an OrtValue wraps, and what onnxruntime's vectors hold."""
+"""The native class that an OrtValue wraps and that onnxruntime's vectors hold."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Memory:
 
     @staticmethod
     def of(element_type: Any, shape: Sequence[int], address: int) -> Memory:
-        """As `bind_input` is told of it. Errors: InputError."""
+        """Memory described by the arguments of `bind_input`. Errors: InputError."""
         return Memory(element_dtype(element_type), tuple(map(int, shape)), int(address))
 
     def read(self) -> Array:
-        """What stands there now; an array over the memory, a copy if that is packed."""
+        """The current values: an array over the memory, or a copy if it is packed."""
         bits = PACKED.get(self.dtype.name)
         bytes_ = self._bytes()
         if bits:
@@ -44,7 +44,7 @@ class Memory:
         return bytes_.view(self.dtype).reshape(self.shape)
 
     def write(self, array: Array) -> None:
-        """Puts an array of this dtype and shape there."""
+        """Writes an array of this dtype and shape to the memory."""
         self._bytes()[...] = memory_of(np.asarray(array, order="C")).reshape(-1).view(np.uint8)
 
     def _bytes(self) -> Array:
@@ -58,24 +58,24 @@ class Memory:
 
 
 def element_dtype(element_type: Any) -> np.dtype[Any]:
-    """The dtype of an element type as onnxruntime takes it: NumPy's, or ONNX's number. Errors:
-    InputError for one that has none."""
+    """The dtype of an element type in onnxruntime's calls: NumPy's type, or ONNX's number. Errors:
+    InputError if there is none."""
     if isinstance(element_type, int):
         if element_type not in _NAMES:
-            raise InputError(f"element type {element_type} is not of a tensor of numbers")
+            raise InputError(f"element type {element_type} is not numeric")
         return np.dtype(_NAMES[element_type])
     dtype: np.dtype[Any] = np.dtype(element_type)
     return dtype
 
 
 def is_ort_value(value: Any) -> bool:
-    """Whether it is an OrtValue, wrapped or not."""
+    """True for an OrtValue, wrapped or not."""
     return isinstance(value, (ort.OrtValue, _RAW))
 
 
 def array_of(value: Any) -> Array:
-    """The tensor of an OrtValue: an array over its memory, or a copy. Errors: InputError where it
-    is not in CPU memory, or no tensor."""
+    """The tensor of an OrtValue: an array over its memory, or a copy. Errors: InputError if it is
+    not a tensor in CPU memory."""
     wrapped = value if isinstance(value, ort.OrtValue) else ort.OrtValue(value)
     if not wrapped.is_tensor():
         raise InputError(f"an OrtValue of {wrapped.data_type()} cannot be fed; give a list or dict")
@@ -89,11 +89,11 @@ def array_of(value: Any) -> Array:
 
 
 def ort_value_of(name: str, value: Any, own: bool = False) -> ort.OrtValue:
-    """An OrtValue of a result, over the array's memory unless it should `own` a copy. Errors:
-    InputError for strings, lists and dicts, of which onnxruntime's Python makes none."""
+    """An OrtValue of a result, over the array's memory, or with a copy of its `own`. Errors:
+    InputError for strings, lists and dicts, which onnxruntime's Python cannot put into one."""
     if not isinstance(value, np.ndarray) or value.dtype.kind == "O":
         raise InputError(
-            f"output {name!r} is no tensor of numbers, and cannot be an OrtValue; fetch "
+            f"output {name!r} is not a tensor of numbers, and cannot be an OrtValue; fetch "
             "it with run() or copy_outputs_to_cpu()"
         )
     if value.dtype.isbuiltin == 1 and not own:

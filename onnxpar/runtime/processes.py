@@ -1,4 +1,4 @@
-"""The processes of a session's ranks: asked, watched and ended together."""
+"""The processes of a session's ranks: started, called, watched and ended together."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from typing import NoReturn
 from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.arena import Arena
 from onnxpar.runtime.log import Log
-from onnxpar.runtime.rank_process import RankProcess, in_lasting_thread
+from onnxpar.runtime.rank_process import RankProcess, call_in_lasting_thread
 from onnxpar.runtime.wire import Closed, Message, Packed, Wire
 
 GRACE = 2.0
-"""Seconds in which the other ranks may say what they were in when one of them failed."""
+"""Seconds in which other ranks may report what they were doing after one of them failed."""
 CLOSING = 5.0
-"""Seconds in which ranks may end by themselves when the session is closed."""
+"""Seconds that ranks get to end by themselves when the session is closed."""
 
 
 class Processes:
-    """One process per rank. Where a call fails on one, all leave it, and go on as they were before.
-    Where one dies, is silent or disagrees, all are ended, and every later call says why.
+    """One process per rank. If a call fails on one rank, all ranks leave it and return to their
+    state before the call. If a rank dies, is silent or disagrees with others, all are ended, and
+    every later call fails with the reason.
 
-    A rank may be silent for `timeout` seconds; a busy one is not silent, however long it computes.
+    A rank may be silent for `timeout` seconds; one that computes is not silent, however long it
+    takes.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Processes:
         self._calls = 0
         self._ended = threading.Event()
         logs = [Log.open(log_dir, rank) for rank in range(size)]
-        self.ranks = in_lasting_thread(
+        self.ranks = call_in_lasting_thread(
             lambda: [RankProcess.start(log, inputs, timeout) for log in logs], self._ended
         )
         self._poll = select.poll()
@@ -54,8 +56,8 @@ class Processes:
     def call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
         """Sends each rank its message and returns all answers.
 
-        Errors: RunError where the call failed on a rank that goes on; RankError, naming the rank
-        that is the end of all, what was asked and what the others were in.
+        Errors: RunError if the call failed on a rank that can continue; RankError, naming the rank
+        that failed, the call, and what the other ranks were doing.
         """
         self.check_usable()
         complete = False
@@ -67,13 +69,13 @@ class Processes:
             complete = True
         finally:
             if not complete:
-                self.end(f"{what} did not end well")
+                self.end(f"{what} failed")
         if reason:
             raise RunError(f"{what} of {self._path}: {reason}")
         return answers
 
     def check_usable(self) -> None:
-        """Errors: RankError where the session is closed, or belongs to another process."""
+        """Errors: RankError if the session is closed, or belongs to another process."""
         if os.getpid() != self._owner:
             raise RankError(
                 f"this session is process {self._owner}'s; make one in process {os.getpid()} too"
@@ -82,7 +84,7 @@ class Processes:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
     def close(self) -> None:
-        """Ends all ranks, which is no failure. A second time, it does nothing."""
+        """Ends all ranks without an error. May be called twice."""
         if self._closed is not None:
             return
         for rank in self.ranks:
@@ -108,7 +110,7 @@ class Processes:
             before = time.monotonic()
             self._read(what)
             now = time.monotonic()
-            # No more than was waited for: this process, too, may have been stopped meanwhile.
+            # At most the time of a poll: this process may have been stopped, too.
             self._count_silence(waiting, min(now - before, 2 * self._tick), what)
             if now - pinged >= self._tick:
                 pinged = now
@@ -117,7 +119,7 @@ class Processes:
         return [rank.reply or {} for rank in self.ranks]
 
     def _read(self, what: str) -> None:
-        """Takes the messages that are there, or waits a tick for one."""
+        """Reads the messages that have arrived, or waits a tick for one."""
         for fd, _ in self._poll.poll(self._tick * 1000):
             rank, wire = self._wires[fd]
             try:
@@ -133,7 +135,7 @@ class Processes:
                     self._stop_others()
 
     def _stop_others(self) -> None:
-        """Lets the ranks that are still in the call leave it."""
+        """Makes the ranks that are still in the call leave it."""
         for rank in self.ranks:
             if rank.reply is None:
                 rank.send_control({"do": "stop", "call": self._calls})
@@ -147,15 +149,15 @@ class Processes:
                 self._fail(rank, what)
 
     def _lose(self, rank: RankProcess, what: str) -> NoReturn:
-        """Fails for a rank that closed its connection, also one that has answered already. It
-        closes a moment before the exit code is there, on a busy host a long one. Errors: RankError.
-        """
+        """Fails because a rank closed its connection, even after its answer. The exit code follows
+        a moment later, on a busy host a long one. Errors: RankError."""
         if rank.fate() is None and not rank.wait(CLOSING):
-            rank.reply = {"error": "it closed its connection, but its process goes on"}
+            rank.reply = {"error": "it closed its connection, but its process still runs"}
         self._fail(rank, what)
 
     def _fail(self, first: RankProcess, what: str) -> NoReturn:
-        """Lets the others stop and say what they were in; ends all; raises the whole story.
+        """Stops the other ranks, collects what they were doing, ends all, and raises an error with
+        all of this.
 
         The culprit is a rank that died or was stopped, else the first to fail. Errors: RankError.
         """
@@ -182,7 +184,7 @@ class Processes:
         return f"{number} {rank.fate() or f'has not answered for {rank.silence:.1f} s'}"
 
     def _hear_out(self, culprit: RankProcess) -> None:
-        """Waits, but not for long, until every other rank that can has answered."""
+        """Waits for a short time until all other running ranks have answered."""
         deadline = time.monotonic() + GRACE
         while (left := deadline - time.monotonic()) > 0 and any(
             rank is not culprit and rank.reply is None and rank.fate() is None
@@ -199,7 +201,7 @@ class Processes:
                     rank.reply = message
 
     def end(self, reason: str) -> None:
-        """Ends all processes at once and frees what they held; only the first reason stays."""
+        """Kills all processes and frees their resources; keeps the first reason given."""
         if self._closed is not None:
             return
         self._closed = reason

@@ -1,6 +1,6 @@
-"""What onnxruntime records of a rank's sessions, as plain data that the ranks hand over.
+"""onnxruntime's recordings of a rank's sessions, as plain data that ranks can send.
 
-Recording costs nothing where it is off: then nothing here runs.
+Without recording, nothing of this module runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
 Record = dict[str, Any]
-"""Of a rank: its `host`, `nodes` and what its `programs` did, as `ProfiledSessions.end` says."""
+"""The record of a rank: `host`, `nodes` and `programs`, as `ProfiledSessions.end` describes."""
 
 WEIGHTS = "session.optimized_model_external_initializers_file_name"
 LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
@@ -37,7 +37,7 @@ class _Recorded:
 
 
 class ProfiledSessions:
-    """The sessions of a rank whose work is recorded, one per program."""
+    """The recorded sessions of a rank, one per program."""
 
     def __init__(self) -> None:
         self._recorded: list[_Recorded] = []
@@ -50,15 +50,15 @@ class ProfiledSessions:
         options: ort.SessionOptions,
         make: Callable[[], ort.InferenceSession],
     ) -> ort.InferenceSession:
-        """Makes a session that records what it does to a new file in the folder, of which it is the
-        only user. `make` makes it of `file` with these options, which are changed."""
+        """Opens a session that records to the new folder. `make` opens `file` with these options,
+        which are changed first."""
         folder.mkdir()
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
         optimized = Path(options.optimized_model_filepath or folder / "optimized.onnx")
         if not options.optimized_model_filepath:
-            # Only its nodes are wanted: which ones onnxruntime has made of others. It warns of such
-            # a file that it is good for this machine alone.
+            # The file is written only to see which nodes onnxruntime fused. The log level hides
+            # its warning that the file is valid for this machine only.
             options.log_severity_level = max(options.log_severity_level, _ERRORS)
             options.optimized_model_filepath = str(optimized)
             (folder / "weights").symlink_to(os.devnull)
@@ -69,10 +69,14 @@ class ProfiledSessions:
         return session
 
     def end(self) -> Record:
-        """Ends recording. `nodes` have a name and an op, the names of the global `nodes` that they
-        compute and, if they are collectives, a group and a root. A program has its `runs` [begin,
-        duration], `events` [node, thread, begin, duration], and how many were `dropped`; times are
-        whole microseconds of this host's clock."""
+        """Ends recording and returns the record, with times in whole microseconds of this host's
+        clock.
+
+        nodes     name and op of each, the names of the global `nodes` that it computes, and group
+                  and root of collectives
+        programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration], and
+                  the number of `dropped` events
+        """
         record: Record = {"host": _host(), "nodes": [], "programs": {}}
         numbers: dict[tuple[str, str], int] = {}
         for each in self._recorded:
@@ -82,7 +86,7 @@ class ProfiledSessions:
             start = each.session.get_profiling_start_time_ns() // 1000
             file = Path(each.session.end_profiling())
             if not file.is_file():
-                raise RankError(f"onnxruntime has written no profile to {file}")
+                raise RankError(f"onnxruntime wrote no profile to {file}")
             record["programs"][each.program] = _program(file, start, numbers, record["nodes"])
             file.unlink()
         self._recorded.clear()
@@ -92,7 +96,7 @@ class ProfiledSessions:
 def _program(
     file: Path, start: int, numbers: dict[tuple[str, str], int], nodes: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The runs and events in a file of onnxruntime's."""
+    """The runs and events in a profile of onnxruntime."""
     runs, events, dropped = [], [], 0
     for event in _lines(file):
         name, times = event["name"], [start + event["ts"], event["dur"]]
@@ -110,7 +114,8 @@ def _program(
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The events in a file, which has one a line: so the rank's watch gets its turns meanwhile."""
+    """The events in a file, one per line. Parsing them one by one lets the rank's watch thread run
+    in between."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             text = line.strip().rstrip(",")
@@ -119,8 +124,8 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
-    """What is known of the nodes that onnxruntime has made of a rank's graph."""
-    import onnx  # ranks need it for this alone
+    """The facts about the nodes of onnxruntime's optimized graph."""
+    import onnx  # ranks need it only here
 
     from onnxpar.ir.origin import origin_of
     from onnxpar.runtime.fused import Fused, nodes_in
@@ -140,8 +145,7 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
 
 
 def _meeting(node: NodeProto) -> dict[str, Any]:
-    """Of a collective, which is what has a tag, its group, which is empty where all ranks meet, and
-    its root."""
+    """Group and root of a collective, a node with a tag; the group is empty for all ranks."""
     attributes = {a.name: a for a in node.attribute}
     if node.domain != "onnxpar" or "tag" not in attributes:
         return {}
@@ -150,7 +154,7 @@ def _meeting(node: NodeProto) -> dict[str, Any]:
 
 
 def _host() -> str:
-    """What ranks of one host have in common: they share a clock."""
+    """An id of this host, whose ranks share a clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,5 +1,5 @@
-"""What users are told where onnxruntime fails on a rank: global names, and no numbers of a part
-that would pass for those of the model."""
+"""The text of an error of onnxruntime on a rank: with global names, and a note where numbers are
+those of a shard."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ _NODE_REFUSED = re.compile(r".*Node ?\((.*?)\) Op \((\w+)\) (.*)", re.DOTALL)
 
 
 def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
-    """The op, the global node and onnxruntime's message; `file` is the graph of the rank."""
+    """Op, global node and onnxruntime's message; `file` is the graph of the rank."""
     text = describe(error)
     found = NODE_FAILED.search(str(error))
     if found is None or ranks == 1:
         return text
     op, name, message = found.groups()
-    if message.startswith(op):  # a collective's, which has global names
+    if message.startswith(op):  # a collective, whose messages have global names
         return text
     origins = _origins(file)
     origin = origins.get(name, name)
     lowered = {global_name for own, global_name in origins.items() if own != global_name}
-    if origin in lowered and _OUT_OF_RANGE.search(message):  # its indices are of a part of a table
+    if origin in lowered and _OUT_OF_RANGE.search(message):  # indices into a shard of a table
         return f"{op} {origin!r}: an index is out of range"
     note = (
-        f" (sizes and indices are those of rank {rank}'s part)" if re.search(r"\d", message) else ""
+        f" (sizes and indices are those of rank {rank}'s shard)"
+        if re.search(r"\d", message)
+        else ""
     )
     return f"{op} {origin!r}: {message}{note}"
 
 
 def load_text(error: Exception, file: Path) -> str:
-    """Why onnxruntime does not load the graph of a rank: the innermost node that it names, by its
-    global name, and its message; else its message, and what to do where files are damaged."""
+    """Why onnxruntime does not load the graph of a rank: the global name of the innermost node in
+    its message, and the message; if files are damaged, the message and the remedy."""
     found = _NODE_REFUSED.search(str(error))
     if found is not None and not is_damaged(file):
         name, op, message = found.groups()
@@ -50,7 +52,7 @@ def load_text(error: Exception, file: Path) -> str:
 
 
 def is_damaged(file: Path) -> bool:
-    """Whether a graph or a file of weights that belongs to it is missing, cut off or unreadable."""
+    """True if a graph or one of its files of weights is missing, cut off or unreadable."""
     try:
         model = onnx.load(str(file), load_external_data=False)
         for tensor in model.graph.initializer:
@@ -68,7 +70,7 @@ def _origins(file: Path) -> dict[str, str]:
     """The global node of each node of a rank's graph."""
     try:
         model = onnx.load(str(file), load_external_data=False)
-    except Exception:  # the names are a help; what failed is told anyway
+    except Exception:  # without global names, the error is still reported
         return {}
     return dict(_named(model.graph))
 

@@ -1,4 +1,4 @@
-"""One rank as a process of this host: how it is started, and what the session holds of it."""
+"""The process of one rank on this host, and the session's connections to it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ sys.modules["onnxpar"] = module_from_spec(find_spec("onnxpar"))
 from onnxpar.runtime.worker import main
 main()
 """
-"""Starts a rank without `onnxpar/__init__.py`: it saves each 0.4 s, and the compiler's memory. It
-does not import from the working folder, as PYTHONSAFEPATH has it from Python 3.11 on."""
+"""Starts a rank without `onnxpar/__init__.py`, which saves 0.4 s and the compiler's memory on each
+rank. Nothing is imported from the working folder, like with PYTHONSAFEPATH of Python 3.11."""
 
 
 @dataclass
 class RankProcess:
-    """A rank's process, what connects it to the session, and for how long it has been silent."""
+    """A rank's process, its connections to the session, and the seconds that it has been silent."""
 
     process: subprocess.Popen[bytes]
     work: Wire
@@ -45,7 +45,8 @@ class RankProcess:
 
     @staticmethod
     def start(log: Log, inputs: Arena, timeout: float) -> RankProcess:
-        """A new process, which waits for its first message. Sends fail after `timeout` seconds."""
+        """Starts a process, which waits for its first message. Sends fail after `timeout`
+        seconds."""
         outputs = Arena.create("onnxpar-outputs")
         work, its_work = pair(timeout)
         control, its_control = pair(timeout)
@@ -63,14 +64,14 @@ class RankProcess:
         return RankProcess(process, work, control, outputs, log)
 
     def send_control(self, message: Message) -> None:
-        """Sends to the rank's watch. That a rank is gone, its work wire tells."""
+        """Sends to the rank's watch thread. A lost rank is noticed on its work wire, not here."""
         try:
             self.control.send(message)
         except Closed:
             return
 
     def fate(self) -> str | None:
-        """How the process ended, or that it is stopped; None while it runs."""
+        """A text on how the process ended or that it is stopped; None while it runs."""
         code = self.process.poll()
         if code is None:
             return "is stopped by a signal" if self._is_stopped() else None
@@ -80,7 +81,7 @@ class RankProcess:
         return f"was killed by {name} (signal {-code})"
 
     def wait(self, seconds: float) -> bool:
-        """Whether the process has ended, at the latest after so many seconds."""
+        """Waits for at most so many seconds; True if the process has ended."""
         try:
             self.process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
@@ -88,7 +89,7 @@ class RankProcess:
         return True
 
     def release(self) -> None:
-        """Closes all that the session holds of an ended rank."""
+        """Closes the session's resources of an ended rank."""
         self.work.close()
         self.control.close()
         self.outputs.close()
@@ -102,11 +103,11 @@ class RankProcess:
         return stat.rpartition(")")[2].split()[0] == "T"
 
 
-def in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
+def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
     """Calls the function in a thread that lives until `end`.
 
-    Children get their parent-death signal when the thread ends that started them, even if the
-    process lives on; so that must not be a thread of the user.
+    Children get their parent-death signal when the thread that started them ends, even if the
+    process continues. So a thread of the user must not start them.
     """
     results: list[T] = []
     errors: list[OSError] = []
@@ -130,6 +131,6 @@ def in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, made such that a rank imports what this process would."""
+    """The environment of a rank: this process's, with its import path."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

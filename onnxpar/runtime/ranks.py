@@ -1,4 +1,4 @@
-"""What a session needs of its ranks, wherever they run, and ranks that are processes."""
+"""The interface between a session and its ranks, and ranks that are processes of this host."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
 
 PartsOf = dict[str, dict[int, Array]]
-"""By tensor and rank, the parts that make up each tensor; valid until the ranks are asked again."""
+"""By tensor and rank, the shards of each tensor; valid until the next call of the ranks."""
 
 
 KeptShapes = Mapping[str, tuple[int, ...]]
 
 
 def common_shapes(found: Sequence[KeptShapes]) -> KeptShapes:
-    """What all ranks say of the states that they have kept. Errors: RankError where they differ."""
+    """The shapes of kept states on which all ranks agree. Errors: RankError if they differ."""
     for rank, shapes in enumerate(found):
         for name, shape in shapes.items():
             if shape != found[0][name]:
                 raise RankError(
-                    f"state {name!r} has the shape {list(found[0][name])} by rank 0, but "
-                    f"{list(shape)} by rank {rank}: its size depends on data, which must be the "
+                    f"state {name!r} has the shape {list(found[0][name])} on rank 0, but "
+                    f"{list(shape)} on rank {rank}: its size depends on data, which must be the "
                     "same on all ranks"
                 )
     return found[0]
 
 
 class Ranks(Protocol):
-    """All ranks of a bundle. Arrays that go in are global, and have been checked. `kept_shapes` are
-    the global shapes of the states that the last run has kept, by input."""
+    """All ranks of a bundle. Arrays passed in are global and already checked. `kept_shapes` are the
+    global shapes of the states that the last run kept, by input."""
 
     facts: Facts
     kept_shapes: KeptShapes
@@ -63,7 +63,7 @@ class Ranks(Protocol):
 
 
 class ProcessRanks:
-    """One process per rank; arrays go through shared memory, an input once for all ranks."""
+    """One process per rank. Arrays pass through shared memory, each input once for all ranks."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ProcessRanks:
         return self._ask({**message, **vars(request)}, f"run {self._runs}")
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """The parts of a kept state."""
+        """The shards of a kept state."""
         message = {"do": "read", "name": name, "sizes": sizes}
         return self._ask(message, f"reading state {name!r}")
 
@@ -116,19 +116,19 @@ class ProcessRanks:
         self._ask(message, f"writing state {name!r}")
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Lets every rank write its parts of all states to a folder; returns the files' digests."""
+        """Writes all states to a folder, each rank its shards; returns the files' digests."""
         ask = pack({"do": "save", "folder": folder, "sizes": sizes})
         messages = [ask] * self._bundle.mesh.size
         answers = self._processes.call(messages, f"saving states to {folder}")
-        return {name: said for answer in answers for name, said in answer["files"].items()}
+        return {name: digests for a in answers for name, digests in a["files"].items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
-        """Lets every rank read its parts of states from a folder."""
+        """Reads states from a folder, each rank its shards."""
         message = {"do": "load", "folder": folder, "names": list(names), "sizes": sizes}
         self._ask(message, f"loading states from {folder}")
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """The payload: ranks are this process's children, and no other process makes its calls."""
+        """The payload alone, as only this process makes calls; the ranks are its children."""
         return [payload]
 
     def reset_states(self) -> None:
@@ -136,12 +136,12 @@ class ProcessRanks:
         self._ask({"do": "reset"}, "the reset of states")
 
     def end_profile(self) -> Sequence[Record]:
-        """What each rank has recorded until now."""
+        """The record of each rank so far."""
         ask = [pack({"do": "profile"})] * self._bundle.mesh.size
         return self._processes.call(ask, "the profile")
 
     def check_usable(self) -> None:
-        """Errors: RankError where the ranks have been ended."""
+        """Errors: RankError if the ranks have ended."""
         self._processes.check_usable()
 
     def close(self) -> None:
@@ -149,9 +149,9 @@ class ProcessRanks:
         self._processes.close()
 
     def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> dict[str, Any]:
-        """Copies each array into shared memory once, cut into parts that every rank can use there.
+        """Copies each array once into shared memory, cut into shards that ranks use in place.
 
-        Returns where they stand: an (offset, shape), or one for each rank.
+        Returns the place of each: an (offset, shape) for all ranks, or one for each rank.
         """
         self.check_usable()
         ports, parts = self._bundle.inputs, self._parts.at(sizes)

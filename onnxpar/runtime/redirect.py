@@ -14,8 +14,8 @@ _terminal: list[tuple[int, int]] = []
 
 
 def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = True) -> None:
-    """Sends what this process writes to `rank.N/stdout.log` and `stderr.log` from now on; to the
-    latter alone without `stdout`."""
+    """Redirects the output of this process to `rank.N/stdout.log` and `stderr.log`, or without
+    `stdout` only standard error."""
     log = Log.open(log_dir, rank)
     for stream, file, number in ((sys.stdout, log.stdout, 1), (sys.stderr, log.stderr, 2)):
         if number == 1 and not stdout:
@@ -28,13 +28,14 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = T
 
 
 _HEAD_START = 2.0
-"""Seconds that a rank that fails leaves rank 0 to say why: launchers end all once one has ended."""
+"""Seconds that a failed rank waits for rank 0 to report first, as a launcher ends all ranks after
+the first one."""
 
 
 def report_failure(text: str) -> None:
-    """Writes why a command failed to what was standard error before it was redirected, if it was.
-    Other ranks than 0 leave that one the time to do so first: most failures are those of all, and
-    launchers end the other ranks then."""
+    """Writes an error to the original standard error, if that is redirected. Ranks other than 0
+    wait first: most failures are the same on all ranks, and the launcher then ends the others
+    after rank 0 has reported."""
     for rank, descriptor in _terminal:
         if rank:
             time.sleep(_HEAD_START)
@@ -42,7 +43,8 @@ def report_failure(text: str) -> None:
 
 
 def report_for_all_ranks(text: str) -> None:
-    """Writes there, on rank 0, what holds for all ranks: a warning, or what a signal did."""
+    """Writes a text about all ranks, such as a warning, to the original standard error of rank 0,
+    if that is redirected."""
     for rank, descriptor in _terminal:
         if not rank:
             _write(descriptor, f"onnxpar: {text}")

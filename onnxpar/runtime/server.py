@@ -1,4 +1,4 @@
-"""What a rank's process does for the session: it joins the world and answers messages."""
+"""The main loop of a rank's process: joins the world and answers the session's messages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
-    """Answers the session until it says close; `inputs` and `outputs` are the arenas' files.
-    Without a path to a bundle, it is no session, but a calibration."""
+    """Answers messages until "close"; `inputs` and `outputs` are the file descriptors of the
+    arenas. Without the path of a bundle, the messages are those of a calibration."""
     start = wire.receive()
     watch.rank = start["world"]["rank"]
     share = start["share"]
@@ -48,7 +48,7 @@ def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
 
 
 class Server:
-    """Answers messages; the arrays that they speak of stand in the arenas."""
+    """Answers messages; their arrays are in the arenas."""
 
     def __init__(
         self, bundle: Bundle, world: World, executor: Executor, inputs: Arena, outputs: Arena
@@ -71,8 +71,8 @@ class Server:
         }
 
     def answer(self, message: Message) -> Message:
-        """Does what the message says. Where it cannot, it ends the call on all ranks, and the rank
-        goes on when the session says "renew"."""
+        """Executes a message. On an error, ends the call on all ranks; the rank continues after the
+        message "renew"."""
         self._calls += 1
         if message["do"] == "renew":
             self._executor.undo()
@@ -89,7 +89,7 @@ class Server:
             return {"error": text, "goes_on": True}
 
     def stop(self, call: int) -> None:
-        """Ends the run of that call, if it is still under way; any thread may call it."""
+        """Ends the run of that call if it is still active; any thread may call it."""
         running = self._executor.running
         if running is not None and self._calls == call:
             self._executor.stop(running)
@@ -123,7 +123,7 @@ class Server:
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:
-        """This rank's parts: [offset, shape] for all ranks alike, or such a pair for each rank."""
+        """This rank's shards. Each has an [offset, shape] for all ranks, or one for each rank."""
         self._inputs.map(message["size"])
         feeds = {}
         for name, where in message["feeds"].items():

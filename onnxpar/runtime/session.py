@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Session(Interface, Closing):
-    """Runs a bundle on its ranks; what is fed and returned is global, as in the unsplit model."""
+    """Runs a bundle on its ranks; inputs and outputs are global, as those of the unsplit model."""
 
     def __init__(
         self,
@@ -73,26 +73,26 @@ class Session(Interface, Closing):
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._bundle.mesh.size
 
     def check_feeds(self, feeds: Mapping[str, Any]) -> None:
-        """Errors: InputError where a run would refuse these feeds."""
+        """Errors: InputError if a run would refuse these feeds."""
         check_feeds(self._bundle, feeds, self._kept)
 
     def output_shapes(self, feeds: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
-        """The shapes of the outputs for these feeds; sizes that data decides are None. Errors:
-        InputError where feeds contradict each other."""
+        """The shapes of the outputs for these feeds; data-dependent sizes are None. Errors:
+        InputError if feeds contradict each other."""
         sizes = dict(zip(self._bundle.symbols, self._sizes(feeds), strict=True))
         return {name: port.shape_at(sizes) for name, port in self._bundle.outputs.items()}
 
     @property
     def apart(self) -> frozenset[str]:
-        """Outputs that evaluate a training step: they are not computed together with others."""
+        """Outputs that evaluate a training step, which need a run of their own."""
         return self._bundle.apart
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Under a launcher, what each rank's process gives, by rank; else the payload alone.
+        """Under a launcher, the payload of each rank's process, by rank; else only this one.
         Errors: RankError."""
         with self._lock:
             self._ranks.check_usable()
@@ -100,7 +100,7 @@ class Session(Interface, Closing):
 
     @property
     def states(self) -> States:
-        """What the ranks keep between runs."""
+        """The states that the ranks keep between runs."""
         return States(self)
 
     def run(
@@ -114,12 +114,14 @@ class Session(Interface, Closing):
         """Runs all ranks and returns the named outputs, or all, as global arrays.
 
         With `keep_states`, outputs of state pairs stay on their ranks and are the inputs of later
-        runs wherever those inputs are not fed; they are returned only if they are named. Of a
-        training step, outputs that evaluate are a run of their own, which changes no state.
-        Fields and config entries of `run_options` reach every rank; setting `terminate` does not.
-        Runs of several threads take their turns. Errors: InputError for wrong feeds, RunError where
-        a run failed on them: states are as before then, and runs may follow. RankError where a rank
-        died, stopped or disagreed: the session is closed then.
+        runs in which those inputs are not fed; they are returned only if they are named. Outputs
+        that evaluate a training step need a run of their own, which changes no state.
+        Fields and config entries of `run_options` apply on every rank; setting `terminate` during
+        a run has no effect. Runs of several threads wait for each other.
+
+        Errors: InputError for wrong feeds; RunError if the run failed on a rank, after which states
+        are as before and further runs are possible; RankError if a rank died, stopped or disagreed,
+        after which the session is closed.
         """
         bundle = self._bundle
         state_outputs = set(bundle.states.values()) if keep_states else set()
@@ -127,7 +129,9 @@ class Session(Interface, Closing):
         names = check_names(bundle, output_names, default)
         apart = [name for name in names if name in bundle.apart]
         if apart and len(apart) < len(names):
-            raise InputError(f"{apart[0]!r} is of an evaluation, which is a run of its own")
+            raise InputError(
+                f"{apart[0]!r} is an output of the evaluation; fetch it in a run of its own"
+            )
         keep_states = keep_states and not apart
         with self._lock:
             self._ranks.check_usable()
@@ -149,21 +153,21 @@ class Session(Interface, Closing):
         return [whole[name] for name in names]
 
     def end_profile(self, path: str | os.PathLike[str], warm_up: int = 0) -> Trace | None:
-        """Writes what all ranks did in the runs until now, but for the first `warm_up` of several,
-        to a file that chrome://tracing and Perfetto show. From now on, nothing is recorded.
+        """Writes a trace of all ranks in the runs so far to a file for chrome://tracing and
+        Perfetto, and ends recording. If there are several runs, the first `warm_up` are left out.
 
-        Under a launcher, rank 0 writes; None on the others. Errors: InputError, where the session
-        was made without `profile`, too; OnnxparError where the file cannot be written.
+        Under a launcher, rank 0 writes; the others return None. Errors: InputError, also if the
+        session was made without `profile`; OnnxparError if the file cannot be written.
         """
         return self._write_trace(self._end_records(), path, warm_up)
 
     def end_profiling(self) -> str:
-        """Ends recording, and returns the name of the file with what was recorded.
+        """Ends recording, and returns the name of the file with the recording.
 
         With `sess_options.enable_profiling`, that is onnxruntime's own profile of rank 0 (under a
         launcher, of this rank); those of the others have their rank in their names. With `profile`,
-        it is the trace of all ranks, in the current folder. With neither, it is "", as
-        onnxruntime's. Errors: OnnxparError where the file cannot be written.
+        it is the trace of all ranks, in the current folder. With neither, it is "", as in
+        onnxruntime. Errors: OnnxparError if the file cannot be written.
         """
         records = self._end_records()
         if records[0].get("file"):
@@ -191,7 +195,7 @@ class Session(Interface, Closing):
         return trace
 
     def _sizes(self, feeds: Mapping[str, Array]) -> Sizes:
-        """What the open sizes are in a run, by what is fed and what is kept."""
+        """The open sizes of a run, from its feeds and the kept states."""
         if not self._bundle.symbols:
             return ()
         inputs = self._bundle.inputs
@@ -199,7 +203,7 @@ class Session(Interface, Closing):
         return self._bundle.sizes({**self._kept, **fed})
 
     def blame(self, error: OnnxparError, feeds: Mapping[str, Any]) -> OnnxparError:
-        """The error of a run, or one that names the element of an input that is its cause."""
+        """The error of a run, or a better one that names the element of an input that caused it."""
         for lookup in self._bundle.lookups:
             fed = feeds.get(lookup.input)
             fault = lookup.fault(fed) if isinstance(fed, np.ndarray) else None
@@ -208,10 +212,10 @@ class Session(Interface, Closing):
         return error
 
     def close(self) -> None:
-        """Ends the ranks; the session cannot run any more. May be called twice."""
+        """Ends the ranks; the session cannot run afterwards. May be called twice."""
         with self._lock:
             self._finalizer()
-            if self._pool is not None:  # runs that wait tell their callbacks that it is closed
+            if self._pool is not None:  # callbacks of waiting runs get the error that it is closed
                 self._pool.shutdown(wait=False)
                 self._pool = None
 
@@ -222,20 +226,24 @@ class Session(Interface, Closing):
 class InferenceSession(Session):
     """`onnxruntime.InferenceSession` for a `model.par` folder.
 
-    Starts one process per rank on this host; under mpirun and its like (see `launch`), where each
-    process is a rank already, it is that rank: then all processes make the same calls with the
-    same feeds, and each gets the whole outputs.
+    Starts one process per rank on this host. Under a launcher such as mpirun (see `launch`), this
+    process already is a rank: then all processes must make the same calls with the same feeds, and
+    each gets the whole outputs.
 
-    `timeout`, in seconds, bounds every wait for a rank or a peer, but not the time it computes.
-    `log_dir` gets `rank.N/stdout.log` and `stderr.log`. Ranks listen on `bind_address` only.
-    `config` adds session config entries, `libraries` custom-op libraries, of which onnxruntime
-    does not tell which ones `sess_options` has. With `profile`, onnxruntime records each node that
-    it runs until `end_profile`, up to a million of them on a rank. With `verify`, all bytes of the
-    folder are compared with their digests first, else only some of large files.
-    `disabled_optimizers` are onnxruntime's, by name. `enable_fallback` and
-    `read_config_from_model` must stay off.
+    timeout              longest wait for a rank, in seconds, not counting its compute time
+    log_dir              folder for the output of ranks, `rank.N/stdout.log` and `stderr.log`
+    bind_address         the only address that ranks listen on
+    config               additional session config entries
+    libraries            custom-op libraries; those of `sess_options` must be repeated here, as
+                         onnxruntime does not reveal them
+    profile              record each node that onnxruntime runs until `end_profile`, up to a million
+                         per rank
+    verify               compare all bytes of the folder with their digests first; by default, only
+                         some parts of large files
+    disabled_optimizers  onnxruntime's optimizers to switch off, by name
 
-    Errors: ModelError for a folder that is no sharded model; RankError where a rank does not start.
+    `enable_fallback` and `read_config_from_model` must stay off. Errors: ModelError for a folder
+    that is not a sharded model; RankError if a rank does not start.
     """
 
     def __init__(
@@ -293,9 +301,9 @@ class InferenceSession(Session):
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
     ) -> None:
-        """Ends the ranks and starts others with these execution providers. States that were kept
-        and profiles that were not ended are lost. Errors: RankError where a rank does not start;
-        then the session is closed."""
+        """Ends the ranks and starts new ones with these execution providers. Kept states and
+        profiles that were not ended are lost. Errors: RankError if a rank does not start; then the
+        session is closed."""
         with self._lock:
             self._ranks.check_usable()
             self._finalizer()
@@ -305,7 +313,7 @@ class InferenceSession(Session):
             self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._ranks, scratch)
 
     def _started(self) -> tuple[Ranks, OwnFolder | None]:
-        """Ranks of this session, and a folder for what they record, if any."""
+        """New ranks of this session, and a folder for their recordings, if any."""
         if not self._profile:
             return self._start(replace(self._spec, profile="")), None
         scratch = OwnFolder()
@@ -317,8 +325,8 @@ class InferenceSession(Session):
 
 
 def _close_in(owner: int, ranks: Ranks, scratch: OwnFolder | None) -> None:
-    """Closes the ranks in the process that has them, and not in one forked from it; removes their
-    folder of files, if any."""
+    """Closes the ranks and removes their folder, if any; does nothing in a process forked from the
+    owner."""
     if os.getpid() == owner:
         ranks.close()
         if scratch is not None:

@@ -1,4 +1,4 @@
-"""Cutting a global array into a rank's part and putting parts together, by indices made once."""
+"""Cuts a rank's shard out of a global array, and assembles shards, by indices computed once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onnxpar.runtime.bundle import Bundle, Sizes
 
 Index = tuple[Any, ...]
 MANY_BLOCKS = 64
-"""From here on, one indexed copy is faster than that many copies of slices."""
+"""Number of blocks above which one indexed copy is faster than copies of slices."""
 
 
 class Shards:
-    """The parts of one tensor. Where data decides the rank, the layout is None: whole; where it
-    decides the size of a dimension, that dimension is whole, and its size is -1."""
+    """The shards of one tensor. If the rank is data-dependent, the layout is None and the tensor
+    whole; a dimension of data-dependent size is whole and has the size -1."""
 
     def __init__(self, layout: Layout | None, mesh: Mesh) -> None:
         self._layout = None if layout is None or layout.is_whole else layout
@@ -36,17 +36,17 @@ class Shards:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
+        """True if every rank holds the whole tensor."""
         return self._layout is None
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """The ranks whose parts make up the tensor: of several that hold the same, the first."""
+        """The ranks whose shards make up the tensor: the first of those that hold the same one."""
         return tuple(sorted(set(self.origins)))
 
     @cached_property
     def origins(self) -> tuple[int, ...]:
-        """For each rank, the first that holds the same part."""
+        """For each rank, the first rank that holds the same shard."""
         if self._layout is None:
             return (0,) * self._mesh.size
         axes = tuple(a for d in self._layout.dims for a in dim_axes(d)) + self._layout.partial
@@ -57,7 +57,7 @@ class Shards:
         )
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's part; None where data decides any of it."""
+        """The shape of a rank's shard; None if any of it is data-dependent."""
         if self._all is None or self._by_data:
             return None
         return self._all.local_shape(self._mesh, rank)
@@ -65,8 +65,8 @@ class Shards:
     def check_shape(
         self, name: str, rank: int, shape: tuple[int, ...], binding: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """The global shape of a result of which a rank has a part of this shape; `binding` has the
-        sizes of the run. Errors: RankError where the layout says otherwise."""
+        """The global shape of a result whose shard on a rank has this shape; `binding` has the open
+        sizes of the run. Errors: RankError if that contradicts the layout."""
         if self._all is None:
             return shape
         expected = self._all.local_shape(self._mesh, rank)
@@ -80,14 +80,14 @@ class Shards:
         says = ", ".join("?" if e < 0 else str(e) for e in expected)
         sizes = ", ".join(f"{symbol}={size}" for symbol, size in binding.items())
         raise RankError(
-            f"{name!r} came out as {list(shape)} on rank {rank}; its layout says [{says}]"
-            + (f" where {sizes}" if sizes else "")
-            + ". Feeds that contradict each other can do that; otherwise a shape or a rule is wrong"
-            " there: please report the model"
+            f"{name!r} has the shape {list(shape)} on rank {rank}; its layout says [{says}]"
+            + (f" for {sizes}" if sizes else "")
+            + ". Feeds that contradict each other can cause this; if yours do not, a shape or a "
+            "rule is wrong: please report the model"
         )
 
     def of_shape(self, shape: Mapping[int, int]) -> Shards:
-        """The same with sizes for dimensions, by index, that data decides."""
+        """The shards for given data-dependent sizes, by index of the dimension."""
         return self._of(tuple(sorted(shape.items())))
 
     def _with_sizes(self, sizes: tuple[tuple[int, int], ...]) -> Shards:
@@ -97,21 +97,19 @@ class Shards:
             dims[i] = Factor(size)
         return Shards(Layout(tuple(dims), self._all.partial, self._all.reduce), self._mesh)
 
-    def _told_by(self, array: Array) -> Shards:
-        """The same with the sizes that data decides as an array has them: whole or a part."""
+    def _for_array(self, array: Array) -> Shards:
+        """The shards with the data-dependent sizes of an array, which may be whole or a shard."""
         return self.of_shape({i: array.shape[i] for i in self._by_data})
 
     def take(self, whole: Array, rank: int) -> Array:
-        """A rank's part of a global array, contiguous; a view of it where that is possible.
-
-        A value that is no array is whole.
-        """
+        """A rank's shard of a global array, contiguous, and a view if possible. A value that is not
+        an array is whole."""
         if not isinstance(whole, np.ndarray):
             return whole
         if self._layout is None:
             part = whole
         elif self._by_data:
-            return self._told_by(whole).take(whole, rank)
+            return self._for_array(whole).take(whole, rank)
         elif self._layout.partial:
             part = self._layout.take(whole, self._mesh, rank)
         else:
@@ -124,11 +122,11 @@ class Shards:
         return part if part.flags.c_contiguous else part.copy()
 
     def write(self, whole: Array, rank: int, part: Array) -> None:
-        """Copies a rank's part of a global array into an array of its shape."""
+        """Copies a rank's shard of a global array into an array of its shape."""
         if self._layout is None:
             np.copyto(part, whole)
         elif self._by_data:
-            self._told_by(whole).write(whole, rank, part)
+            self._for_array(whole).write(whole, rank, part)
         elif self._layout.partial:
             np.copyto(part, self._layout.take(whole, self._mesh, rank))
         else:
@@ -136,11 +134,11 @@ class Shards:
                 part[here] = whole[there]
 
     def assemble(self, parts: Mapping[int, Array]) -> Array:
-        """A new global array from the parts of the `sources`."""
+        """A new global array from the shards of the `sources`."""
         if self._layout is None:
             return np.array(parts[0]) if isinstance(parts[0], np.ndarray) else parts[0]
         if self._by_data:
-            return self._told_by_all(parts).assemble(parts)
+            return self._for_parts(parts).assemble(parts)
         if self._layout.partial:
             return self._layout.assemble(self._for_all_ranks(parts), self._mesh)
         whole: Array = np.empty(self._layout.shape, parts[self.sources[0]].dtype)
@@ -149,8 +147,9 @@ class Shards:
                 whole[there] = parts[rank][here]
         return whole
 
-    def _told_by_all(self, parts: Mapping[int, Array]) -> Shards:
-        """The same with the sizes that the parts have. Errors: RankError where they differ."""
+    def _for_parts(self, parts: Mapping[int, Array]) -> Shards:
+        """The shards with the data-dependent sizes of these parts. Errors: RankError if they
+        differ."""
         first, *others = self.sources
         for i in self._by_data:
             for rank in others:
@@ -160,10 +159,10 @@ class Shards:
                         f"{first}, but {parts[rank].shape[i]} on rank {rank}: its size depends on "
                         "data, which must be the same on all ranks"
                     )
-        return self._told_by(parts[first])
+        return self._for_array(parts[first])
 
     def _find_blocks(self, rank: int) -> list[tuple[Index, Index]]:
-        """Where each block of the part lies: (index into the global array, index into the part)."""
+        """The place of each block: (index into the global array, index into the shard)."""
         assert self._layout is not None
         spans = [_spans(d, self._mesh, rank) for d in self._layout.dims]
         if math.prod(map(len, spans)) > MANY_BLOCKS:
@@ -175,13 +174,13 @@ class Shards:
         ]
 
     def _for_all_ranks(self, parts: Mapping[int, Array]) -> list[Array]:
-        """One array per rank; where `assemble` reads none, any of the right dtype."""
+        """One array per rank; any of the right dtype for ranks that `assemble` does not read."""
         filler = parts[self.sources[0]]
         return [parts.get(rank, filler) for rank in range(self._mesh.size)]
 
 
 class PortParts:
-    """The parts of all ports of a bundle, for the sizes that a run has."""
+    """The shards of all ports of a bundle, for the open sizes of a run."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -194,7 +193,7 @@ class PortParts:
         self.at = lru_cache(maxsize=32)(self._at)
 
     def _at(self, sizes: Sizes) -> Mapping[str, Shards]:
-        """Parts by port, for these values of the bundle's symbols."""
+        """Shards by port, for these values of the bundle's symbols."""
         binding = dict(zip(self._bundle.symbols, sizes, strict=True))
         opened = {}
         for name, port in self._ports.items():
@@ -205,7 +204,7 @@ class PortParts:
 
 
 def _spans(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[slice, slice]]:
-    """The runs of a dimension: (slice of the global dimension, slice of the part's)."""
+    """The runs of a dimension: (slice of the global dimension, slice of the shard's)."""
     out, at = [], 0
     for start, length in runs(dim, mesh, rank) or [(0, 0)]:
         out.append((slice(start, start + length), slice(at, at + length)))

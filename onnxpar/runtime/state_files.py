@@ -1,5 +1,4 @@
-"""States on disk: each rank writes the parts that it is the first to hold, others put them
-together."""
+"""States on disk. Each rank writes the shards that it is the first to hold."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from onnxpar.runtime.shards import Shards
 from onnxpar.runtime.tensors import is_packed
 
 ALIGN = 64
-"""Offsets of tensors in a file of states."""
+"""Alignment of tensors in a file of states, in bytes."""
 
 
 def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> dict[str, Digests]:
-    """Writes parts of states, one after the other, to a rank's files in a folder, to stay: they
-    are on disk when this returns. Returns the files' digests by name. Errors: OnnxparError."""
+    """Writes shards of states to a rank's files in a folder; they are on disk when this returns.
+    Returns the files' digests by name. Errors: OnnxparError."""
     with writing(folder):
         index: dict[str, Any] = {}
         states, list_ = (f"rank_{rank:04d}.{suffix}" for suffix in ("bin", "json"))
@@ -42,7 +41,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> 
 
 
 def _write_part(sink: DigestWriter, part: Array) -> dict[str, Any]:
-    """Writes a part behind others, and returns its entry in the rank's list."""
+    """Writes a shard after the others, and returns its entry in the rank's index."""
     assert not is_packed(part.dtype), "states are computed"
     sink.write(bytes(-sink.size % ALIGN))
     entry = {"offset": sink.size, "dtype": part.dtype.name, "shape": list(part.shape)}
@@ -51,15 +50,15 @@ def _write_part(sink: DigestWriter, part: Array) -> dict[str, Any]:
 
 
 class PartFiles:
-    """The parts of states that ranks wrote to a folder."""
+    """The shards of states that ranks wrote to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened: dict[int, tuple[dict[str, Any], Array]] = {}
 
     def read(self, name: str, rank: int) -> Array:
-        """What a rank has written of a state, unread as yet. Errors: ModelError where the folder
-        lacks it."""
+        """A rank's shard of a state, mapped but not yet read. Errors: ModelError if it is
+        missing."""
         try:
             index, data = self._open(rank)
             entry = index[name]
@@ -77,8 +76,8 @@ class PartFiles:
             raise ModelError(f"{file}: does not have state {name!r} ({error})") from None
 
     def open(self, ranks: Iterable[int]) -> None:
-        """Opens the files of ranks: they can be read then even if they are removed. Errors:
-        OSError; ValueError for a list that is no JSON."""
+        """Opens the files of ranks, which can then be read even if they are removed. Errors:
+        OSError; ValueError for an index that is not JSON."""
         for rank in ranks:
             self._open(rank)
 
@@ -87,14 +86,14 @@ class PartFiles:
             file = self._folder / f"rank_{rank:04d}.json"
             index = json.loads(file.read_text(encoding="utf-8"))
             states = file.with_suffix(".bin")
-            is_empty = not states.stat().st_size  # no file can be mapped for no bytes
+            is_empty = not states.stat().st_size  # an empty file cannot be mapped
             data = np.empty(0, np.uint8) if is_empty else np.memmap(states, np.uint8, "r")
             self._opened[rank] = index, data
         return self._opened[rank]
 
 
 class StateFiles:
-    """The states that ranks wrote to a folder. `layouts` are those of the mesh they ran on."""
+    """The states that ranks wrote to a folder, with the layouts on the mesh of those ranks."""
 
     def __init__(self, folder: Path, mesh: Mesh, layouts: dict[str, Layout]) -> None:
         self._folder = folder
@@ -103,20 +102,20 @@ class StateFiles:
         self._layouts = layouts
 
     def open(self) -> None:
-        """Opens the files of all ranks: states can be read then even if they are removed. Errors:
-        OSError; ValueError for a list that is no JSON."""
+        """Opens the files of all ranks, which can then be read even if they are removed. Errors:
+        OSError; ValueError for an index that is not JSON."""
         self._parts.open(range(self._mesh.size))
 
     def read(self, name: str) -> Array:
-        """A state as a global array. Errors: ModelError where the folder lacks it."""
+        """A state as a global array. Errors: ModelError if it is missing."""
         if name not in self._layouts:
             raise ModelError(f"{self._folder} has no state {name!r}")
         parts = Shards(self._layouts[name], self._mesh)
         return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
 
     def blank(self, name: str) -> Array:
-        """Zeros of a state's dtype and global shape, which take no memory. Errors: ModelError where
-        the folder lacks it."""
+        """Zeros of a state's dtype and global shape, without memory of their own. Errors:
+        ModelError if the state is missing."""
         if name not in self._layouts:
             raise ModelError(f"{self._folder} has no state {name!r}")
         layout = self._layouts[name]
@@ -124,9 +123,9 @@ class StateFiles:
         dtype = self._parts.read(name, first).dtype
         return np.broadcast_to(np.zeros((), dtype), layout.shape)
 
-    def is_dealt(self, name: str, mesh: Mesh, port: Port) -> bool:
-        """Whether the ranks of a mesh hold just these parts of a state. Errors: ModelError where
-        the folder lacks one."""
+    def has_same_shards(self, name: str, mesh: Mesh, port: Port) -> bool:
+        """True if the ranks of a mesh hold exactly these shards of a state. Errors: ModelError if
+        one is missing."""
         layout = self._layouts.get(name)
         if layout is None or port.layout is None or mesh != self._mesh:
             return False

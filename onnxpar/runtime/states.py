@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 
 def _shape(port: Port) -> tuple[int, ...]:
-    """The shape of a state that has not been kept yet; it is static."""
+    """The shape of a state that is not kept yet, which is static."""
     return tuple(s for s in port.shape or () if isinstance(s, int))
 
 
 class States:
-    """The state inputs that a session's ranks keep between runs; they are moved only here."""
+    """The state inputs that a session's ranks keep between runs. They leave the ranks only by these
+    methods."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def __repr__(self) -> str:
         kept = self._session._kept
-        told = [f"{n} {list(kept[n])}" if n in kept else f"{n} not kept" for n in self.names]
-        return f"<States: {', '.join(told) or 'none'}>"
+        texts = [f"{n} {list(kept[n])}" if n in kept else f"{n} not kept" for n in self.names]
+        return f"<States: {', '.join(texts) or 'none'}>"
 
     @property
     def names(self) -> list[str]:
@@ -64,8 +65,8 @@ class States:
             session._kept[name] = shape
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Digests]:
-        """Lets every rank write its parts of all states, kept or first ones, to a folder. Returns
-        the size and the SHA-256 of each file that they wrote."""
+        """Writes all states, kept or initial, to a folder, each rank its shards. Returns the size
+        and the SHA-256 of each file."""
         session = self._session
         bundle = session._bundle
         missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
@@ -76,8 +77,8 @@ class States:
             return session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
 
     def load(self, folder: str | os.PathLike[str], names: Sequence[str]) -> None:
-        """Lets every rank keep what it has written to a folder of these states, or a rank of a
-        session of the same mesh that held the same parts."""
+        """Reads these states from a folder that `save` wrote, in this session or in another one of
+        the same mesh and layouts; each rank keeps its shards."""
         session = self._session
         ports = [state_port(session._bundle, name) for name in names]
         shapes = {port.name: _shape(port) for port in ports}
@@ -87,7 +88,7 @@ class States:
             session._kept.update(shapes)
 
     def reset(self) -> None:
-        """Forgets all kept values: states have their first ones again, or must be fed again."""
+        """Forgets all kept values: states have their initial values again, or must be fed."""
         session = self._session
         with session._lock:
             session._ranks.reset_states()

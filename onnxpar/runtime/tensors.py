@@ -1,4 +1,4 @@
-"""Element types and tensor memory: the same thing in NumPy, ONNX and onnxruntime."""
+"""Element types and tensor memory in NumPy, ONNX and onnxruntime."""
 
 from __future__ import annotations
 
@@ -45,43 +45,43 @@ _DTYPES = {f"tensor({word})": np.dtype(name) for name, (_, word) in ELEMENTS.ite
 
 
 def tensor_type(dtype: np.dtype[Any]) -> str:
-    """`tensor(float)` for float32: onnxruntime's text."""
+    """onnxruntime's text for a dtype: `tensor(float)` for float32."""
     return f"tensor({ELEMENTS[dtype.name][1]})"
 
 
 def dtype_of(tensor_type: str) -> np.dtype[Any] | None:
-    """The inverse of `tensor_type`; None for what is no tensor of a known element type."""
+    """The inverse of `tensor_type`; None for anything but a tensor of a known element type."""
     return _DTYPES.get(tensor_type)
 
 
 def is_packed(dtype: np.dtype[Any]) -> bool:
-    """Whether the runtime's memory differs from NumPy's."""
+    """True if onnxruntime packs several elements of this dtype into a byte, unlike NumPy."""
     return dtype.name in PACKED
 
 
 def memory_of(array: Array) -> Array:
-    """The bytes of a contiguous array as the runtime has them: the array's own, unless packed."""
+    """The bytes of a contiguous array in onnxruntime's format: the array itself, unless packed."""
     return pack(array, PACKED[array.dtype.name]) if is_packed(array.dtype) else array
 
 
 def bind_input(
     binding: ort.IOBinding, name: str, array: Array, memory: Array | None = None
 ) -> None:
-    """Binds the memory of a contiguous array, without a copy; it must live through the run.
+    """Binds the memory of a contiguous array without a copy; it must live through the run.
 
-    `memory` is `memory_of` the array where that is not its own.
+    `memory` is `memory_of` the array, if that is packed.
     """
     element, at = _element(array.dtype), (array if memory is None else memory).ctypes.data
     binding.bind_input(name, "cpu", 0, element, list(array.shape), at)
 
 
 def as_fed(array: Array) -> Array | ort.OrtValue:
-    """What `InferenceSession.run` takes for an array: NumPy's own types as they are."""
+    """The form in which `InferenceSession.run` accepts an array: itself if its dtype is NumPy's."""
     return array if array.dtype.isbuiltin == 1 else copy_of(array)
 
 
 def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
-    """Lets a run write an output to the memory of a contiguous array of its shape and dtype."""
+    """Binds an output to the memory of a contiguous array of its shape and dtype."""
     element, at = _element(array.dtype), array.ctypes.data
     binding.bind_output(name, "cpu", 0, element, list(array.shape), at)
 
@@ -110,5 +110,5 @@ def copy_of(array: Array) -> ort.OrtValue:
 
 
 def _element(dtype: np.dtype[Any]) -> Any:
-    """The element type as onnxruntime takes it: NumPy's, or ONNX's number where NumPy has none."""
+    """The element type in onnxruntime's calls: NumPy's, or ONNX's number if NumPy has none."""
     return dtype.type if dtype.isbuiltin == 1 else ELEMENTS[dtype.name][0]

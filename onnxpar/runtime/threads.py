@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: the same plan and files, without the start of processes."""
+"""Ranks as threads of this process: the same plan and files, without starting processes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class ThreadSession(Session):
-    """A session whose ranks are threads of this process: quick to start, so meant for tests.
+    """A session whose ranks are threads of this process; it starts quickly and is meant for tests.
 
-    A fault in native code, which a rank process would answer for alone, ends this process.
-    `worlds`, one per rank, are those to run in; they stay open, so that many sessions may follow
-    each other in them as long as none fails. By default the session makes its own.
+    A crash in native code ends this process, and not only that of a rank. `worlds`, one per rank,
+    are the worlds to run in; they stay open, so that sessions can use them one after the other as
+    long as none fails. By default, the session creates its own.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class ThreadSession(Session):
 
 
 class ThreadRanks:
-    """One thread per rank. Where one fails in a call, all leave it and go on; where one does not
-    start, or they disagree, every later call says why."""
+    """One thread per rank. If one fails in a call, all leave the call and can continue; if one does
+    not start, or if they disagree, every later call fails with the reason."""
 
     def __init__(
         self,
@@ -80,8 +80,7 @@ class ThreadRanks:
         self.facts = self._executors[0].facts()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once. Errors: RunError, of the first rank that failed; RankError."""
-
+        """Runs all ranks once. Errors: RunError of the first rank that failed; RankError."""
         ports = self._parts.at(request.sizes)
 
         def run(rank: int) -> Mapping[str, Slot]:
@@ -93,7 +92,7 @@ class ThreadRanks:
         return found
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """The parts of a kept state."""
+        """The shards of a kept state."""
         slots = self._all(
             lambda r: self._executors[r].read_state(name, Heap(), sizes), "reading a state"
         )
@@ -107,18 +106,18 @@ class ThreadRanks:
         )
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Lets every rank write its parts of all states to a folder; returns the files' digests."""
+        """Writes all states to a folder, each rank its shards; returns the files' digests."""
         target = Path(folder)
         each = self._all(lambda r: self._executors[r].save_states(target, sizes), "saving states")
-        return {name: said for files in each for name, said in files.items()}
+        return {name: digests for files in each for name, digests in files.items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
-        """Lets every rank read its parts of states from a folder."""
+        """Reads states from a folder, each rank its shards."""
         source = Path(folder)
         self._all(lambda r: self._executors[r].load_states(source, names, sizes), "loading states")
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """The payload: there is no other process."""
+        """The payload alone, as there is no other process."""
         return [payload]
 
     def reset_states(self) -> None:
@@ -126,17 +125,17 @@ class ThreadRanks:
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
 
     def end_profile(self) -> Sequence[Record]:
-        """What each rank has recorded until now."""
+        """The record of each rank so far."""
         return self._all(lambda r: self._executors[r].end_profile(), "the profile")
 
     def check_usable(self) -> None:
-        """Errors: RankError where a rank has failed, or after close."""
+        """Errors: RankError after a failure, or after close."""
         if self._closed:
             cause = self._failure or "close() was called"
             raise RankError(f"this session is closed: {cause}; make a new one")
 
     def close(self) -> None:
-        """Leaves the worlds, unless they were lent."""
+        """Leaves the worlds, unless the caller owns them."""
         if self._closed:
             return
         self._closed = True
@@ -146,7 +145,7 @@ class ThreadRanks:
         self._pool.shutdown()
 
     def _all(self, work: Callable[[int], T], what: str) -> list[T]:
-        """Does the work for all ranks at once."""
+        """Does the work for all ranks in parallel."""
         self.check_usable()
         failed: list[Exception] = []
 
@@ -171,7 +170,8 @@ class ThreadRanks:
         return [result for result in results]  # type: ignore[misc]
 
     def _recovered(self, what: str) -> RankError:
-        """What has failed; the ranks are ready for the next call, or the session is closed."""
+        """The error of a failed call. The ranks are ready for the next call, or the session is
+        closed."""
 
         def renew(rank: int) -> str:
             if self._executors:

@@ -1,7 +1,7 @@
-"""What the ranks of a sharded model did and when: a file that chrome://tracing and Perfetto show.
+"""Traces of the ranks of a sharded model, in files for chrome://tracing and Perfetto.
 
-Each rank is a process there, with threads for its runs, for computing and for communication. What
-this module needs to read a file back stands in the events' `args`, and under `onnxpar`.
+In a file, each rank is a process with threads for runs, compute and communication. The `args` of
+events and the key `onnxpar` hold what is needed to read the file back.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NODE, RUN = "Node", "Run"
 """Categories of events."""
 _RUNS, _COMPUTE, _COMMUNICATION = range(3)
 _LANES = ("runs", "compute", "communication")
-"""Threads of a rank; nodes that run beside others have two more for each thread of theirs."""
+"""Threads of a rank; for nodes that run in parallel, each further thread adds two more."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective is: the ranks that meet, bytes that one of them sends in a call, and the
-    tensor. `wait` is how long the rank waited for the last to come, in seconds. None: not known."""
+    """A collective: its ranks, the bytes that a rank sends per call, and the tensor. `wait` is the
+    time that the rank waited for the last one, in seconds. None: unknown."""
 
     kind: str
     group: tuple[int, ...]
@@ -39,11 +39,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Event:
-    """One call of a node on one rank. Times are seconds from the begin of the first run.
+    """One call of a node on one rank. Times are seconds since the start of the first run.
 
-    `name` and `op` are those of the node that ran, onnxruntime's where it made one of several;
-    `nodes` are the nodes of the global graph that it computes, of which it may compute only a part.
-    `own` is without the nodes of its body. `lane` tells apart what runs at once.
+    name   name of the node that ran, onnxruntime's for a fused node
+    op     its op type
+    nodes  the nodes of the global graph that it computes, or of which it computes a part
+    own    seconds without the nodes of its body
+    lane   different for calls that run at the same time
     """
 
     rank: int
@@ -59,13 +61,13 @@ class Event:
 
     @property
     def wait(self) -> float:
-        """Seconds of it that the rank waited for another one."""
+        """Seconds that the rank waited for another one."""
         return (self.collective and self.collective.wait) or 0.0
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run on one rank: of a training step (program ""), or of its evaluation."""
+    """A run of a program on one rank: the main program "", or the evaluation of a training step."""
 
     rank: int
     run: int
@@ -76,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """All calls of a node, on all ranks that are asked for; seconds are `own` ones, summed."""
+    """All calls of a node on the requested ranks; `seconds` is the sum of their `own` seconds."""
 
     name: str
     op: str
@@ -88,15 +90,15 @@ class NodeTimes:
 
     @property
     def mean(self) -> float:
-        """Seconds of a call."""
+        """Seconds per call."""
         return self.seconds / self.calls
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Runs of all ranks. `left_out` are those before, that are no part of it; `dropped` those
-    behind, for which onnxruntime had no room. `sizes` are those of the runs, where the model leaves
-    them open, each with its share of the runs."""
+    """Runs of all ranks. `left_out` is the number of earlier runs that are not part of the trace;
+    `dropped` the number of later events that onnxruntime could not record. `sizes` are the open
+    sizes of the runs, each with its share of the runs."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -112,11 +114,11 @@ class Trace:
         return sorted({span.run for span in self.spans if span.program == program})
 
     def of(self, rank: int) -> list[Event]:
-        """What a rank did, in the order of its begin."""
+        """The events of a rank, in the order of their start."""
         return [event for event in self.events if event.rank == rank]
 
     def nodes(self, rank: int | None = None) -> list[NodeTimes]:
-        """The times of each node on a rank, or on all: what took longest in all first."""
+        """The times of each node on a rank, or on all ranks; the longest total first."""
         found: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             if rank in (None, event.rank):
@@ -160,7 +162,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Errors: InputError where no file can be written there."""
+    """Errors: InputError if no file can be written there."""
     file = Path(path)
     if not file.parent.is_dir():
         raise InputError(f"{file}: there is no folder {file.parent}; make it first")
@@ -178,7 +180,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         head = data["onnxpar"]
         if head["format"] != FORMAT:
             raise InputError(
-                f"{file} has format {head['format']}, this onnxpar reads {FORMAT}: record it anew"
+                f"{file} has format {head['format']}, but this onnxpar reads {FORMAT}; record the "
+                "trace again"
             )
         events = data["traceEvents"]
         return Trace(
@@ -195,13 +198,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         raise InputError(f"cannot read {file}: {unread(error)}; give a file") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{file} is no trace of onnxpar's ({type(error).__name__}: {error}); write one with "
+            f"{file} is not a trace of onnxpar ({type(error).__name__}: {error}); write one with "
             "`onnxpar run --profile`"
         ) from None
 
 
 def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
-    """The events as Chrome's trace format has them; times are microseconds."""
+    """The events in Chrome's trace format, with times in microseconds."""
     lanes = {(e.rank, _thread(e)) for e in trace.events} | {(s.rank, _RUNS) for s in trace.spans}
     for rank in range(trace.ranks):
         yield _named("process_name", rank, 0, name=f"rank {rank}")

@@ -1,7 +1,7 @@
-"""Values that are no tensors of numbers: strings, sequences, maps and optionals.
+"""Values other than tensors of numbers: strings, sequences, maps and optionals.
 
-They are whole on every rank. As onnxruntime's own Python, they are object arrays of str, lists,
-dicts, and None; between processes they travel as arrays of typed bytes.
+They are whole on every rank. As in onnxruntime's own Python, they are object arrays of str, lists,
+dicts, and None; between processes they are sent as arrays of typed bytes.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from onnxpar.errors import RankError
 from onnxpar.runtime.tensors import dtype_of
 
 BYTES = np.dtype(np.uint8)
-"""What travels."""
+"""The dtype in which values are sent."""
 _STRING = "tensor(string)"
 
 
 def is_value(type_: str) -> bool:
-    """Whether a type is none of tensors of numbers."""
+    """True for a type of anything but tensors of numbers."""
     return not type_.startswith("tensor(") or type_ == _STRING
 
 
 def is_optional(type_: str) -> bool:
-    """Whether an input of that type need not be fed."""
+    """True if an input of that type need not be fed."""
     return type_.startswith("optional(")
 
 
 def to_bytes(value: Any) -> Array:
-    """A value on its way."""
+    """A value encoded for another process."""
     return np.frombuffer(typed_bytes.to_bytes(value), np.uint8)
 
 
 def of_bytes(data: Array) -> Any:
-    """The value at the other end. Errors: RankError where the bytes are of none."""
+    """The decoded value. Errors: RankError if the bytes do not encode one."""
     try:
         return typed_bytes.of_bytes(data.tobytes())
     except ValueError as error:
-        raise RankError(f"what another process sent is no value: {error}") from error
+        raise RankError(f"another process sent bytes that are not a value: {error}") from error
 
 
 def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
-    """The arrays that a value is made of: `s.0` and so on of a list, `m.keys` and `m.values`.
+    """The arrays that make up a value: `s.0` and so on of a list, `m.keys` and `m.values` of a map.
 
-    Of a known type, the numbers of a map have its dtype, which Python's do not.
+    With `type_`, the numbers of a map get its dtype.
     """
     if value is None:
         return {}
@@ -64,7 +64,7 @@ def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
 
 
 def checked_value(type_: str, value: Any) -> Any:
-    """The value as onnxruntime takes it. Errors: TypeError, saying what was expected."""
+    """The value as onnxruntime accepts it. Errors: TypeError, with what is expected."""
     if type_ == _STRING:
         return _checked_strings(value)
     kind, inner = re.fullmatch(r"(\w+)\((.*)\)", type_).groups()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Messages between the session and its ranks: JSON behind its length, over a local socket."""
+"""Messages between the session and its ranks: length and JSON, over a local socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Packed:
-    """A message as it is sent, for many to receive."""
+    """An encoded message, to be sent to several ranks."""
 
     data: bytes
 
@@ -29,7 +29,7 @@ def pack(message: Message) -> Packed:
 
 
 class Closed(Exception):
-    """The other end is gone."""
+    """The other end has closed the connection."""
 
 
 class Wire:
@@ -40,11 +40,11 @@ class Wire:
         self._read = bytearray()
 
     def fileno(self) -> int:
-        """For `poll`."""
+        """The descriptor for `poll`."""
         return self._socket.fileno()
 
     def send(self, message: Message | Packed) -> None:
-        """Sends a message, without waiting until it is read. Errors: Closed."""
+        """Sends a message without waiting for its reader. Errors: Closed."""
         data = message.data if isinstance(message, Packed) else pack(message).data
         try:
             self._socket.sendall(data)
@@ -52,9 +52,10 @@ class Wire:
             raise Closed(str(error)) from error
 
     def receive(self) -> Message:
-        """The next message, as soon as it is there. Errors: Closed.
+        """The next message, as soon as it arrives. Errors: Closed.
 
-        It may bring in more than one, so `poll` only tells when the other end asks and waits.
+        It may buffer further messages, which `poll` does not see; so the other end must wait for an
+        answer to each.
         """
         self._fill(_LENGTH.size)
         end = _LENGTH.size + _LENGTH.unpack_from(self._read)[0]
@@ -64,7 +65,7 @@ class Wire:
         return message
 
     def close(self) -> None:
-        """Closes this end: the other reads Closed."""
+        """Closes this end; the other one gets Closed."""
         self._socket.close()
 
     def _fill(self, length: int) -> None:
@@ -79,7 +80,8 @@ class Wire:
 
 
 def pair(timeout: float) -> tuple[Wire, socket.socket]:
-    """A wire, and the other end to hand on; stuck for `timeout` seconds it counts as closed."""
+    """A wire, and its other end for another process. A wire that is blocked for `timeout` seconds
+    counts as closed."""
     own, other = socket.socketpair()
     own.settimeout(timeout)
     return Wire(own), other

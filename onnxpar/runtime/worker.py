@@ -1,7 +1,7 @@
-"""A rank's process, which a session starts, and nobody else.
+"""The entry point of a rank's process, which a session starts.
 
-Nothing heavy is imported here before the watch stands, so that the rank ends with its parent at any
-time of its life.
+Nothing large is imported before the watch thread runs, so that the rank ends with its parent at any
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serves the session at the other end of the inherited sockets until it closes them."""
+    """Serves the session at the other end of the inherited sockets until the session closes
+    them."""
     parent, work, control, inputs, outputs = map(int, sys.argv[1:])
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
@@ -39,7 +40,7 @@ def main() -> None:
         serve(wire, watch, inputs, outputs)
     except Closed:
         sys.exit(0)
-    except Exception as error:  # the outermost boundary: whatever it is, the session must hear it
+    except Exception as error:  # the outermost boundary: the session must get any error
         log(error)
         watch.abort(f"rank {watch.rank} failed: {describe(error)}")
         _report(wire, describe(error))
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 class Watch:
-    """What a rank hears while it is busy: pings, an abort, a stop, the end of its parent."""
+    """Handles messages while the rank is busy: pings, an abort, a stop, the end of its parent."""
 
     def __init__(self, control: Wire) -> None:
         self.rank = -1
@@ -58,7 +59,7 @@ class Watch:
         self._lock = threading.Lock()
 
     def join(self, world: World) -> None:
-        """From now on, an abort reaches this world; one that came before reaches it now."""
+        """Applies later aborts, and one that came before, to this world."""
         with self._lock:
             self._world = world
             if self._aborted is not None:
@@ -72,7 +73,7 @@ class Watch:
                 self._world.abort(message)
 
     def run(self) -> None:
-        """Answers the session; ends the process when the session has closed its end."""
+        """Answers the session; ends the process when the session closes its end."""
         try:
             while True:
                 message = self._control.receive()
@@ -87,7 +88,7 @@ class Watch:
 
 
 def _die_with(parent: int) -> None:
-    """Lets the kernel kill this process, even a stopped one, when its parent ends."""
+    """Makes the kernel kill this process, even if it is stopped, when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -95,7 +96,7 @@ def _die_with(parent: int) -> None:
 
 
 def _report(wire: Wire, text: str) -> None:
-    """Tells the session, and waits until it has heard."""
+    """Sends an error to the session, and waits until it has read it."""
     try:
         wire.send({"error": text})
         wire.receive()

@@ -194,7 +194,9 @@ class Trainer(Closing):
                 check_array(inputs[name], states.blank(name))
         except InputError as error:
             raise ModelError(f"{checkpoint.path}: {error}") from None
-        alike = [n for n in self.bundle.states if states.is_dealt(n, self.bundle.mesh, inputs[n])]
+        alike = [
+            n for n in self.bundle.states if states.has_same_shards(n, self.bundle.mesh, inputs[n])
+        ]
         self.session.states.load(checkpoint.path, alike)
         for name in [name for name in self.bundle.states if name not in alike]:
             value = states.read(name) if name in known else self._zeros(name)

@@ -57,9 +57,9 @@ def test_made_up_inputs_are_named(
 ) -> None:
     arguments = ["check", str(model), "--devices", "2", "--inputs"]
     assert main([*arguments, feeds(tmp_path, "z")]) == 0
-    assert "made up: x float32 [8, 16]\n" in capsys.readouterr().out
+    assert "random inputs: x float32 [8, 16]\n" in capsys.readouterr().out
     assert main([*arguments, feeds(tmp_path, "x", "z")]) == 0
-    assert "made up" not in capsys.readouterr().out
+    assert "random inputs" not in capsys.readouterr().out
 
 
 def test_the_times_of_both(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,5 +184,5 @@ def test_results_that_are_rounding_alone_are_told(tmp_path: Path) -> None:
 def test_nan_on_both_sides_is_told(nodes: str, said: str, tmp_path: Path) -> None:
     report = amplified(nodes, same, tmp_path)
     assert report.ok and re.search(
-        f"warning: {said} on the ranks and in the unsplit", report.text()
+        f"warning: {said} both on the ranks and in the unsplit", report.text()
     )

@@ -30,7 +30,7 @@ WRONG_FEEDS = [
     (
         {"x": np.zeros((4, 2), np.float32)},
         "input 'x' was given float32 [4, 2], expects float32 [4, 7]; "
-        "shapes are those of the unsplit model",
+        "give the shape of the unsplit model's input",
     ),
     ({"x": np.zeros(28, np.float32)}, "float32 [28], expects float32 [4, 7]"),
     ({"x": [[1.0, "a"]]}, "input 'x' was given a list that does not become float32 [4, 7]: could"),
@@ -90,13 +90,13 @@ def test_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, this onnxpar reads 3"),
+        ({"format": 99}, "has format 99, but this onnxpar reads 3"),
         ({"mesh": 7}, "plan.json is damaged: TypeError"),
         ({"outputs": [{}]}, "plan.json is damaged: KeyError: 'name'"),
         ({"states": [{"input": "x", "output": "nope"}]}, r"state pairs name no port: \['nope'\]"),
         (
             {"inputs": [{"name": "x", "dtype": "str", "shape": None}]},
-            "'x': onnxpar hands no str tensors over",
+            "'x': str tensors are not supported",
         ),
     ],
 )

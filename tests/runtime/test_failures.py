@@ -280,7 +280,7 @@ def test_an_interrupted_run_closes_the_session(
         session.run(None, {"x": x})
     assert not any(map(is_alive, ranks))
     text, _ = failure(session, x)
-    assert "this session is closed: run 2 did not end well" in text
+    assert "this session is closed: run 2 failed" in text
 
 
 OWNER = """

@@ -155,7 +155,7 @@ def test_what_versions_to_come_add_says_why_not(session: Session) -> None:
         def brand_new(self) -> Any:
             return self._sess.brand_new()
 
-    with pytest.raises(InputError, match="brand_new is not available of a sharded model"):
+    with pytest.raises(InputError, match="brand_new is not available for a sharded model"):
         Newer.brand_new(session)
 
 
@@ -312,7 +312,7 @@ def test_strings_are_bound_but_are_no_ort_values(tmp_path: Path) -> None:
         t, y = binding.copy_outputs_to_cpu()
         assert list(t) == ["a", "bc"] and list(y) == [0, -1, -2, -3]
         for get in (binding.get_outputs, lambda: session.run_with_ort_values(["t"], arrays)):
-            with pytest.raises(InputError, match="'t' is no tensor of numbers"):
+            with pytest.raises(InputError, match="'t' is not a tensor of numbers"):
                 get()
         with pytest.raises(InputError, match="memory of object"):
             binding.bind_output("t", "cpu", 0, np.float32, [2], 1)
@@ -348,7 +348,7 @@ def test_bad_bound_runs(session: Session, sharded: Path) -> None:
     with pytest.raises(InputError, match="'x' is not fed"):
         session.run_with_iobinding(binding)
     binding.bind_cpu_input("x", x_of())
-    with pytest.raises(InputError, match=r"came out as \[8, 4\], but the memory .* \[2, 4\]"):
+    with pytest.raises(InputError, match=r"has the shape \[8, 4\], but the memory .* \[2, 4\]"):
         session.run_with_iobinding(binding)
     assert not z.any()  # nothing is written where not all can be
     with ThreadSession(sharded) as other, pytest.raises(InputError, match="of another session"):

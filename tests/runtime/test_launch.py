@@ -339,7 +339,7 @@ def test_what_the_environment_says() -> None:
         launched_rank(two_hosts)
     with pytest.raises(RankError, match="rank 3 of None; set ONNXPAR_WORLD_SIZE"):
         launched_rank({"ONNXPAR_RANK": "3"})
-    with pytest.raises(RankError, match="ONNXPAR_RANK='x' in the environment is no number"):
+    with pytest.raises(RankError, match="ONNXPAR_RANK='x' in the environment is not a number"):
         launched_rank({"ONNXPAR_RANK": "x"})
 
 
@@ -376,5 +376,5 @@ def test_a_record_of_another_rank_is_bounded(
 ) -> None:
     monkeypatch.setattr(launched, "_LONGEST_RECORD", 1000)
     assert launched._unpacked(zlib.compress(b"[]")) == b"[]"
-    with pytest.raises(RankError, match="what a rank has recorded"):
+    with pytest.raises(RankError, match="the record of a rank"):
         launched._unpacked(packed)

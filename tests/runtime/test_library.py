@@ -39,7 +39,7 @@ def test_a_damaged_plugin(use: Callable[[Path], None], tmp_path: Path, content: 
     file = tmp_path / "plugin.so"
     file.write_bytes(content)
     use(file)
-    with pytest.raises(RankError, match=r"plugin\.so does not load: .*; install onnxpar anew"):
+    with pytest.raises(RankError, match=r"plugin\.so does not load: .*; install onnxpar again"):
         groups.thread_worlds(1)
 
 
@@ -48,5 +48,7 @@ def test_the_plugin_of_another_version(use: Callable[[Path], None], tmp_path: Pa
     whole = groups.library_path().read_bytes()
     file.write_bytes(whole.replace(b"onnxpar_world_renew", b"onnxpar_world_renow"))
     use(file)
-    with pytest.raises(RankError, match=r"is of another onnxpar: .*onnxpar_world_renew"):
+    with pytest.raises(
+        RankError, match=r"is from another version of onnxpar: .*onnxpar_world_renew"
+    ):
         groups.thread_worlds(1)

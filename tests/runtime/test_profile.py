@@ -418,7 +418,7 @@ def test_what_onnxruntime_makes_of_nodes() -> None:
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"traceEvents": []}'])
 def test_files_that_are_no_traces(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
-    with pytest.raises(InputError, match=r"t\.json is no trace of onnxpar's"):
+    with pytest.raises(InputError, match=r"t\.json is not a trace of onnxpar"):
         read_trace(tmp_path / "t.json")
     with pytest.raises(InputError, match=r"missing\.json: no such file"):
         read_trace(tmp_path / "missing.json")

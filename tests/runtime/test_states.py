@@ -153,7 +153,9 @@ def test_a_kept_state_of_another_shape_than_its_layout_says(
     )
     with (
         open_session(par) as session,
-        pytest.raises(RankError, match=r"'s_next' came out as \[\d, \d\] on rank [01]; its layout"),
+        pytest.raises(
+            RankError, match=r"'s_next' has the shape \[\d, \d\] on rank [01]; its layout"
+        ),
     ):
         session.run(["y"], {"s": np.zeros(SHAPE, np.float32)}, keep_states=True)
 
