@@ -1,8 +1,8 @@
-"""ONNX's own multi-device annotations, as a model states them.
+"""ONNX's own multi-device annotations, read from and written to a model.
 
-IR 11 lets a model name configurations of devices, and each node say how its tensors are sharded
-over one of them. Read before the graph is imported, since graphsurgeon drops them; a node is known
-by its first result, which keeps its name whatever the loader does to the graph.
+Since IR 11, a model can name configurations of devices, and a node can state how its tensors are
+sharded over one of them. They are read before the graph is imported, since graphsurgeon drops
+them. A node is identified by its first result, whose name the loader never changes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from onnx import ModelProto, NodeProto, ShardingSpecProto
 from onnxpar.errors import StrategyError
 
 PREFIX = "onnxpar."
-"""Of the metadata that says beside an annotation what the standard cannot."""
+"""Prefix of metadata that adds to an annotation what the standard cannot express."""
 Component = tuple[int | None, int]
-"""Part of a dimension: its size, None for the rest of it, and into how many shards it is split."""
+"""Part of a dimension: its size (None: the rest of the dimension) and its number of shards."""
 
 
 @dataclass(frozen=True)
 class TensorSharding:
-    """How one tensor of a node is sharded.
+    """The sharding of one tensor of a node.
 
-    `devices` are the devices that hold each shard, row-major over `dims`; empty where the model
-    leaves that open. `dims` are the split dimensions by axis, which may be negative.
+    `devices` lists the devices that hold each shard, row-major over `dims`; it is empty if the
+    model does not assign devices. `dims` are the split dimensions by axis, which may be negative.
     """
 
     tensor: str
@@ -36,7 +36,7 @@ class TensorSharding:
     dims: Mapping[int, tuple[Component, ...]] = field(default_factory=dict)
 
     def agrees(self, other: TensorSharding | None) -> bool:
-        """Whether both split alike; sizes may be open in one of them."""
+        """True if both have the same devices and numbers of shards; sizes are not compared."""
         if other is None or self.devices != other.devices:
             return False
         return self._counts() == other._counts()
@@ -45,7 +45,7 @@ class TensorSharding:
         return {axis: [n for _, n in components] for axis, components in self.dims.items()}
 
     def to_proto(self) -> ShardingSpecProto:
-        """As the standard has it; shards on several devices get groups named -1, -2, ..."""
+        """The proto of the standard; a shard on several devices gets a group: -1, -2, ..."""
         spec = ShardingSpecProto(tensor_name=self.tensor)
         for i, group in enumerate(self.devices):
             spec.device.append(group[0] if len(group) == 1 else -1 - i)
@@ -62,7 +62,10 @@ class TensorSharding:
 
 @dataclass(frozen=True)
 class NodeConfiguration:
-    """What a model says of one node: shardings by tensor, and onnxpar's own metadata."""
+    """The annotation of one node: shardings by tensor, and onnxpar's own metadata.
+
+    `what` names the node in messages.
+    """
 
     what: str
     shardings: Mapping[str, TensorSharding]
@@ -80,14 +83,14 @@ class Configuration:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def says_something(self) -> bool:
-        """Whether it shards any tensor, rather than stages only."""
+    def shards_tensors(self) -> bool:
+        """True if it shards a tensor; False if it only assigns pipeline stages."""
         return any(note.shardings for note in self.nodes.values())
 
 
 def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
-    """The configurations of a model. Errors: StrategyError, naming the node, the tensor and what
-    breaks the standard."""
+    """The configurations of a model. Errors: StrategyError that names the node, the tensor and the
+    violation of the standard."""
     sizes = {c.name: c.num_devices for c in model.configuration}
     nodes: dict[str, dict[str, NodeConfiguration]] = {name: {} for name in sizes}
     for node in model.graph.node:
@@ -108,8 +111,8 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
             )
         if any(_annotated_bodies(node)):
             warnings.warn(
-                f"{node.op_type} '{node.name or _key(node)}': annotations in its bodies are not "
-                "followed",
+                f"{node.op_type} '{node.name or _key(node)}': annotations of nodes in its bodies "
+                "are ignored",
                 stacklevel=2,
             )
     metadata = _own_metadata(model)
@@ -119,8 +122,9 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
 def choose_configuration(
     configurations: Sequence[Configuration], name: str | None, devices: int | None
 ) -> Configuration | None:
-    """The configuration of that name, else the only one that shards over so many devices; None if
-    the model has none, or for the name `none`. Errors: StrategyError, listing what there is."""
+    """The configuration of that name, or without a name the only one with that number of devices;
+    None for the name `none` and for a model without configurations. Errors: StrategyError that
+    lists the model's configurations."""
     if name == "none":
         return None
     have = ", ".join(f"{c.name!r} of {c.devices} devices" for c in configurations) or "none"
@@ -129,7 +133,7 @@ def choose_configuration(
         if not named:
             raise StrategyError(f"--configuration {name}: the model has {have}")
         return named[0]
-    configurations = [c for c in configurations if c.says_something]
+    configurations = [c for c in configurations if c.shards_tensors]
     fitting = [c for c in configurations if devices in (None, c.devices)]
     if len(fitting) == 1:
         return fitting[0]
@@ -148,7 +152,7 @@ def annotate_node(
     shardings: Sequence[TensorSharding],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a node's annotation."""
+    """Adds an annotation to a node."""
     entry = node.device_configurations.add(configuration_id=configuration)
     entry.sharding_spec.extend(s.to_proto() for s in shardings)
     onnx.helper.set_metadata_props(node, {**_all_metadata(node), **metadata})
@@ -157,14 +161,15 @@ def annotate_node(
 def annotate_model(
     model: ModelProto, configuration: str, devices: int, metadata: Mapping[str, str]
 ) -> None:
-    """Declares the only configuration of a model that has none yet; IR 11 is the first with it."""
+    """Declares a configuration in a model that has none, and raises its IR version to 11, the
+    first with configurations."""
     model.ir_version = max(model.ir_version, 11)
     model.configuration.add(name=configuration, num_devices=devices)
     onnx.helper.set_model_props(model, {**_all_metadata(model), **metadata})
 
 
 def clear_annotations(model: ModelProto) -> None:
-    """Drops all annotations of a model, and the metadata beside them."""
+    """Removes all annotations from a model, with onnxpar's metadata."""
     del model.configuration[:]
     for node in model.graph.node:
         del node.device_configurations[:]
@@ -202,7 +207,9 @@ def _read_sharding(
     tensor = spec.tensor_name
     what = f"{what}, tensor {tensor!r}"
     if not tensor or tensor not in [*node.input, *node.output]:
-        raise StrategyError(f"{what}: is annotated, but the node neither reads nor makes it")
+        raise StrategyError(
+            f"{what}: the annotation names a tensor that is not an input or output of the node"
+        )
     dims: dict[int, tuple[Component, ...]] = {}
     for dim in spec.sharded_dim:
         parts = tuple(
@@ -211,8 +218,8 @@ def _read_sharding(
         )
         if dim.axis in dims or not parts or any(shards < 1 for _, shards in parts):
             raise StrategyError(
-                f"{what}: the sharding of axis {dim.axis} must stand there once, with at least "
-                "one num_shards >= 1"
+                f"{what}: axis {dim.axis} must have exactly one sharded_dim, with at least one "
+                "simple_sharding, each with num_shards >= 1"
             )
         dims[dim.axis] = parts
     groups = {e.key: tuple(e.value) for e in spec.index_to_device_group_map}
@@ -226,12 +233,12 @@ def _check_devices(held: tuple[tuple[int, ...], ...], shards: int, devices: int,
         return
     if len(held) != shards:
         raise StrategyError(
-            f"{what}: {len(held)} entries of device for {shards} shards; give one per shard, and "
+            f"{what}: {len(held)} entries of device for {shards} shards; give one per shard; list "
             "replicas of a shard as a group in index_to_device_group_map"
         )
     used = [d for group in held for d in group]
     if sorted(used) != list(range(devices)):
         raise StrategyError(
-            f"{what}: is held by devices {used}; all of the configuration's {devices} devices must "
-            "hold it, each once, since every rank runs every node"
+            f"{what}: its shards are on devices {used}; each of the configuration's {devices} "
+            "devices must hold exactly one shard, since every rank runs every node"
         )

@@ -1,4 +1,4 @@
-"""Holds a model against the ONNX standard, without reading its weights."""
+"""Checks a model against the ONNX standard, without reading its weights."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from onnxpar.ir.stored import (
 from onnxpar.model.runtime_shapes import REFUSED, is_known, is_own_domain
 
 _MAX_IR, MAX_OPSET = 13, 26
-"""What onnxruntime 1.31 loads; anything newer is refused by name rather than by the runtime."""
+"""The newest IR and opset that onnxruntime 1.31 loads; a newer model gets an error of our own."""
 MIN_IR = 4
-"""From here on, initializers need not be inputs."""
+"""The first IR version in which initializers need not be inputs."""
 _READ_AT_MOST = 1 << 16
-"""Bytes of an initializer that the checker may read."""
+"""Largest initializer that the checker may read, in bytes."""
 _LENT = "com.microsoft"
+"""Domain into which ops are moved that the checker is to skip."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why onnxruntime does not load a model. It is not `certain` where all that the model lacks may
-    be a kernel, or an option of one, which another execution provider may have."""
+    """The reason why onnxruntime does not load a model. It is not `certain` if only a kernel, or an
+    option of a kernel, may be missing: another execution provider may have it."""
 
     reason: str
     certain: bool = True
 
     def error(self, path: Path) -> ModelError:
-        """For users."""
-        return ModelError(f"{path}: onnxruntime does not load it: {self.reason}")
+        """The error that a user sees."""
+        return ModelError(f"{path}: onnxruntime cannot load this model: {self.reason}")
 
 
 def check_functions(model: onnx.ModelProto, path: Path) -> None:
@@ -55,64 +56,68 @@ def check_functions(model: onnx.ModelProto, path: Path) -> None:
 
 
 def check_references(graph: GraphProto, path: Path) -> None:
-    """Errors: ModelError for a node that takes an attribute from a function but stands in none."""
+    """Errors: ModelError for a node outside a function that refers to an attribute of one."""
     for node in nodes_of(graph):
         name = next((a.name for a in node.attribute if a.ref_attr_name), None)
         if name is not None:
             raise ModelError(
                 f"{path}: attribute {name!r} of {node.op_type} {node.name!r} refers to an "
-                "attribute of a function, but the node stands in none; export the model again"
+                "attribute of a function, but the node is in no function; export the model again"
             )
 
 
 def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
-    """Why onnxruntime does not load a model without functions that the standard allows; None where
-    it does. Stored tensors have been checked.
+    """The reason why onnxruntime does not load a model; None if it does. The model has no
+    functions, and its stored tensors have been checked.
 
-    Errors: ModelError where the model breaks the standard and onnxruntime does not load it either.
+    Errors: ModelError if the model violates the standard and onnxruntime does not load it either.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset > MAX_OPSET or model.ir_version > _MAX_IR:
         raise ModelError(
-            f"{path}: opset {opset}, IR {model.ir_version}; onnxruntime loads up to opset "
-            f"{MAX_OPSET}, IR {_MAX_IR}: convert it with onnx.version_converter"
+            f"{path}: the model has opset {opset}, IR {model.ir_version}; onnxruntime loads up to "
+            f"opset {MAX_OPSET}, IR {_MAX_IR}; convert it with onnx.version_converter"
         )
     if opset < 1 and any(n.domain in ("", "ai.onnx") for n in nodes_of(model.graph)):
-        raise ModelError(f"{path}: imports no opset for ONNX's own ops; export the model again")
+        raise ModelError(
+            f"{path}: the model imports no opset for ONNX's own ops; export the model again"
+        )
     _check_types(model.graph, path)
     broken: str | None = None
     try:
         onnx.checker.check_model(_bare(model))
-    except UnicodeDecodeError:  # of what it says
-        broken = "a text in it is not UTF-8"
+    except UnicodeDecodeError:  # the message quotes the model
+        broken = "a text in the model is not UTF-8"
     except onnx.checker.ValidationError as error:
         broken = str(error).splitlines()[0]
-    # What is like the model loads much sooner than all its weights.
+    # An outline without weights loads much faster than the model.
     if broken is None and (_has_unknown(model) or _refusal(_outline(model)) is None):
         return None
     refusal = _refusal(str(path))
     if refusal is not None and refusal.certain and broken is not None:
-        raise ModelError(f"{path}: breaks the ONNX standard: {broken}")
+        raise ModelError(f"{path}: the model violates the ONNX standard: {broken}")
     return refusal
 
 
 def check_bound(model: onnx.ModelProto, dims: Mapping[str, int | str], path: Path) -> None:
-    """Errors: StrategyError where onnxruntime, which loads a model with open sizes, does not load
-    it with those that `dims` has given it: a branch for other sizes does not fit them. That may
-    show only when it folds constants."""
+    """Checks a model whose open sizes `dims` has bound; onnxruntime loads it with open sizes.
+
+    Errors: StrategyError if onnxruntime does not load it with these sizes: a branch for other sizes
+    does not fit them. Constant folding is on, as it may be what finds the misfit.
+    """
     if dims and not _has_unknown(model):
         refusal = _refusal(_outline(model), ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
         if refusal is not None and refusal.certain:
             given = " ".join(f"--dim {name}={size}" for name, size in dims.items())
             raise StrategyError(
-                f"{path}: onnxruntime does not load it with {given}: {refusal.reason}; leave sizes "
-                "open, and say with --typical which ones runs have"
+                f"{path}: onnxruntime cannot load this model with {given}: {refusal.reason}; leave "
+                "the sizes open, and give the usual ones with --typical"
             )
 
 
 _OF_KERNELS = ("NOT_IMPLEMENTED", "Exception during initialization")
-"""In what onnxruntime says where the model is valid but a kernel is missing, or refuses to be made:
-an LSTM whose batch comes first."""
+"""Parts of onnxruntime's messages for a valid model whose kernel is missing or cannot be created
+(such as an LSTM whose first dimension is the batch)."""
 _FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -126,9 +131,12 @@ _FAULTS = (
 
 @contextmanager
 def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
-    """Within it, a model is read further that onnxruntime does not load: a ModelError that names
-    the node goes through, all else ends in one that tells the reason, also the end of the block
-    where the refusal is certain. None: the runtime loads the model, and this does nothing."""
+    """Continues to read a model that onnxruntime does not load, to find an error that names a node.
+
+    A ModelError passes through; other exceptions become a ModelError with the reason of the
+    refusal, and so does the end of the block if the refusal is certain. Without a refusal, this
+    does nothing.
+    """
     if refusal is None:
         yield
         return
@@ -141,7 +149,7 @@ def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
 
 
 def _check_types(graph: GraphProto, path: Path) -> None:
-    """Errors: ModelError for an input whose type nothing else could tell."""
+    """Errors: ModelError for an input without a type."""
     for port in graph.input:
         kind = port.type.WhichOneof("value")
         if kind is None or (kind == "tensor_type" and not port.type.tensor_type.elem_type):
@@ -149,8 +157,8 @@ def _check_types(graph: GraphProto, path: Path) -> None:
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model as the checker is to see it: without large data, which it would copy, and without
-    what the runtime does not mind."""
+    """The model for ONNX's checker: without large data, which the checker would copy, and without
+    violations that the runtime tolerates."""
     bare = copy_with_stubs(model, _stub_of_large)
     for tensor in stored_tensors(bare.graph):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -170,8 +178,8 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _has_unknown(model: onnx.ModelProto) -> bool:
-    """Whether there are ops of others, of which onnxruntime alone cannot judge: those of plugins,
-    and collectives in a program per rank."""
+    """True if there are ops that onnxruntime alone does not know: those of plugins, and the
+    collectives of a program per rank."""
     called = {(f.domain, f.name) for f in model.functions}
     nodes = [*nodes_of(model.graph)]
     for function in model.functions:
@@ -184,7 +192,7 @@ def _has_unknown(model: onnx.ModelProto) -> bool:
 
 
 def _outline(model: onnx.ModelProto) -> bytes:
-    """The model with inputs in place of large initializers of the main graph."""
+    """The serialized model, with inputs in place of large initializers of the main graph."""
     large = [t for t in model.graph.initializer if _is_large(t)]
     outline = copy_with_stubs(model, lambda t: TensorProto() if _is_large(t) else None)
     graph = outline.graph
@@ -208,15 +216,15 @@ def _refusal(
     model: str | bytes,
     level: ort.GraphOptimizationLevel = ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
 ) -> Refusal | None:
-    """Why onnxruntime does not load a model, by file or in memory; None where it does."""
+    """The reason why onnxruntime does not load a model (a path or bytes); None if it does."""
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     try:
         ort.InferenceSession(model, options, ["CPUExecutionProvider"])
-    except UnicodeDecodeError:  # of what it says
-        return Refusal("a name in it is not UTF-8")
+    except UnicodeDecodeError:  # the message quotes the model
+        return Refusal("a name in the model is not UTF-8")
     except REFUSED as error:
         text = str(error).splitlines()[0]
         return Refusal(text, not any(lack in text for lack in _OF_KERNELS))
@@ -224,8 +232,8 @@ def _refusal(
 
 
 def _lend_domain(graph: GraphProto, opsets: Any) -> None:
-    """Ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) move to one
-    that the checker does not look into."""
+    """Moves ops that onnxruntime adds to ONNX's own domain (SimplifiedLayerNormalization) to a
+    domain that the checker skips."""
     opset = next((o.version for o in opsets if o.domain in ("", "ai.onnx")), 1)
     for node in nodes_of(graph):
         is_standard = node.domain in ("", "ai.onnx") and onnx.defs.has(node.op_type, opset)
@@ -240,8 +248,8 @@ def _stub_of_large(tensor: TensorProto) -> TensorProto | None:
 
 
 def _inline_stub(tensor: TensorProto) -> TensorProto:
-    """A tensor of no elements, or a scalar: for the checker, which would copy the data, or look for
-    it in the working directory."""
+    """An empty tensor, or a scalar, in place of one whose data the checker would copy, or look for
+    in the working directory."""
     dims, dtype = tensor.dims, tensor.data_type
     data = b"" if dims else bytes(16)[: -(-element_bits(dtype) // 8)]
     return TensorProto(name=tensor.name, data_type=dtype, dims=[0] if dims else [], raw_data=data)

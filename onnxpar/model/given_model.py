@@ -1,4 +1,4 @@
-"""Models as Python has them: files, bytes and ModelProtos."""
+"""Models that Python callers pass: files, bytes and ModelProtos."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from onnxpar.files.own_folder import OwnFolder
 from onnxpar.ir.stored import stored_tensors
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
-"""A model file, its bytes, or the model as onnx has it."""
+"""A model file, its bytes, or a ModelProto."""
 
 
 @contextmanager
 def model_file(model: Source) -> Iterator[Path]:
-    """A file of the model: its own, or one that is there meanwhile, named after the graph.
+    """A file of the model: its own, or a temporary one that is named after the graph.
 
-    Errors: ModelError where bytes are no model, or lack data that stands beside a file.
+    Errors: ModelError if bytes are not a model, or if a model in memory has external data.
     """
     if isinstance(model, (str, os.PathLike)):
         yield Path(model)
         return
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(
-            f"{type(model).__name__} is no model; give a path, bytes or an onnx.ModelProto"
+            f"{type(model).__name__} is not a model; give a path, bytes or an onnx.ModelProto"
         )
     data, proto = _parsed(model)
     for tensor in stored_tensors(proto.graph):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             raise ModelError(
-                f"initializer {tensor.name!r} of the model given in memory has its data in a file "
-                "that only the model's own path tells; give that path instead, or a model that "
-                "onnx.load has read together with its external data"
+                f"initializer {tensor.name!r} of the model in memory has its data in an external "
+                "file, whose folder is unknown; give the model's path instead, or a model that "
+                "onnx.load has read with its external data"
             )
     with OwnFolder() as folder:
         file = folder / f"{_name(proto.graph.name)}.onnx"
@@ -46,7 +46,7 @@ def model_file(model: Source) -> Iterator[Path]:
         try:
             yield file
         except OnnxparError as error:
-            # The folder is gone when the user reads it; the name says which model it was.
+            # The folder is gone when the user reads the message; the file name tells the model.
             error.args = (str(error).replace(f"{folder}/", ""), *error.args[1:])
             raise
 
@@ -67,6 +67,7 @@ def _parsed(model: bytes | onnx.ModelProto) -> tuple[bytes, onnx.ModelProto]:
 
 
 def _name(graph: str) -> str:
-    """The graph's name as that of a file; a name that says nothing would be that of our folder."""
+    """The graph's name as a file name. `model.onnx` would be shown by the name of our temporary
+    folder (see model_name.py)."""
     name = re.sub(r"[^\w.-]", "_", graph)[:60].strip(".")
     return name if name not in ("", "model") else "unnamed"

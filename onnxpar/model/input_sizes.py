@@ -1,4 +1,4 @@
-"""Which sizes of a model's inputs are open, and the symbols that they are written with."""
+"""The open sizes of a model's inputs, written in symbols."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def bind_dims(
 ) -> dict[_At, Polynomial]:
     """Replaces symbols of the graph's inputs by sizes, in place; returns the sizes that stay open.
 
-    `dims` has sizes by symbol, or by the label that the file has: numbers, or texts made of other
-    symbols, which ties them. Errors: StrategyError for a symbol that the model does not have, or
-    that would be made of itself.
+    `dims` maps a symbol, or a label of the file, to a number or to an expression of other symbols,
+    which ties them. Errors: StrategyError for a symbol that the model does not have, or that would
+    depend on itself.
     """
     labels = {
         (tensor.name, axis): _label(tensor.name, axis, dim.dim_param)
@@ -54,8 +54,8 @@ def bind_dims(
         tie = _solved(own, value)
         if tie is None:
             raise StrategyError(
-                f"--dim {label}={dims[label]}: with what else is given, that makes {own} of "
-                f"{value}; write each symbol in terms of others, once"
+                f"--dim {label}={dims[label]}: with the other --dim options, this defines {own} "
+                f"as {value}; define each symbol once, in terms of other symbols"
             )
         done = [(symbol, by.replace(*tie)) for symbol, by in done] + [tie]
         found = {at: size.replace(*tie) for at, size in found.items()}
@@ -69,7 +69,7 @@ def bind_dims(
 
 
 def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:
-    """What --dim says a label is. Errors: StrategyError for what is no size of the model's."""
+    """The size that --dim gives a label. Errors: StrategyError for an invalid expression."""
     if isinstance(value, int):
         return Polynomial.constant(value)
     if value.strip() in sizes:
@@ -79,20 +79,20 @@ def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Pol
         size = Polynomial.parse(value)
     except ValueError:
         raise StrategyError(
-            f"--dim {label}={value}: {value!r} is no size; write a number, or sums and products "
+            f"--dim {label}={value}: {value!r} is not a size; write a number, or sums and products "
             f"of {', '.join(symbols)}"
         ) from None
     unknown = sorted(set(size.variables) - set(symbols))
     if unknown:
         raise StrategyError(
-            f"--dim {label}={value}: there is no symbol {unknown[0]}; there are: "
+            f"--dim {label}={value}: the model has no symbol {unknown[0]}; it has: "
             f"{', '.join(symbols)}"
         )
     return size
 
 
 def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None:
-    """A symbol, and what it is where a size has that value; None where nothing tells."""
+    """A symbol and its value, from `own` == `value`; None if the equation has no such solution."""
     symbol = own.symbol
     if symbol is not None:
         return None if symbol in value.variables else (symbol, value)
@@ -110,44 +110,44 @@ def fix_shapes(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> N
 
 
 def _label(name: str, axis: int, label: str) -> str:
-    """The label of an open dimension: what stands for an unknown size ('?', '-1', 'None') is not
-    one, so that two of them need not be equal."""
+    """The label of an open dimension. Placeholders for unknown sizes ('?', '-1', 'None') are
+    replaced by INPUT.AXIS, since two of them need not be equal."""
     is_name = re.search(r"[^\W\d_]", label) and label not in ("None", "True", "False")
     return label if is_name else f"{name}.{axis}"
 
 
 def _sizes(labels: Iterable[str]) -> dict[str, Polynomial]:
-    """What each label says: a symbol, or a size made of symbols that other labels tell (`past + 1`
-    beside `past`). A symbol is an identifier; labels that differ have symbols that differ."""
+    """The size of each label: a symbol, or an expression of symbols that other labels define
+    (`past + 1` beside `past`). Symbols are identifiers; different labels get different symbols."""
     distinct = list(dict.fromkeys(labels))
     names = {label for label in distinct if _is_identifier(label)}
     sizes = {label: Polynomial.variable(label) for label in names}
-    told = set(names)
+    known = set(names)
     formulas = {label: size for label in distinct if (size := _formula(label)) is not None}
     for label in sorted(formulas, key=lambda label: len(formulas[label].variables)):
         size = formulas[label]
-        untold = set(size.variables) - told
-        if not untold or (len(untold) == 1 and _tells(size, *untold)):
+        unknown = set(size.variables) - known
+        if not unknown or (len(unknown) == 1 and _defines(size, *unknown)):
             sizes[label] = size
-            told |= untold
+            known |= unknown
     for label in distinct:
         if label not in sizes:
             name = re.sub(r"\W", "_", label, flags=re.ASCII)
             name = name if _is_identifier(name) else f"_{name}"
-            while name in told:
+            while name in known:
                 name += "_"
-            told.add(name)
+            known.add(name)
             sizes[label] = Polynomial.variable(name)
     return {label: sizes[label] for label in distinct}
 
 
 def _is_identifier(label: str) -> bool:
-    """Whether a label can be a symbol as it is: plans write sizes as expressions."""
+    """True if a label can be used as a symbol: plans write sizes as expressions."""
     return label.isidentifier() and label.isascii() and not keyword.iskeyword(label)
 
 
 def _formula(label: str) -> Polynomial | None:
-    """The size that an expression says, None for what is none or could be negative."""
+    """The size that a label denotes; None if it is not an expression, or could be negative."""
     try:
         size = Polynomial.parse(label)
     except ValueError:
@@ -156,9 +156,9 @@ def _formula(label: str) -> Polynomial | None:
     return size if size.variables and positive and size.symbol is None else None
 
 
-def _tells(size: Polynomial, symbol: str) -> bool:
-    """Whether a size is an expression of a symbol that nothing else tells, rather than a name with
-    a hyphen in it (`dim-1` and `dim-2`)."""
+def _defines(size: Polynomial, symbol: str) -> bool:
+    """True if a label defines a symbol that no other label has: it is a sum, rather than a name
+    with a hyphen (`dim-1` and `dim-2`)."""
     is_divided = any(symbol in q.over.variables for q in size.quotients) or size.denominator > 1
     is_sum = not is_divided and all(c > 0 for _, c in size.terms)
     return is_sum and all(monomial.count(symbol) <= 1 for monomial, _ in size.terms)

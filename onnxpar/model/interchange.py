@@ -1,7 +1,7 @@
-"""ONNX protos to graphsurgeon graphs and back, without what its importer and exporter lose.
+"""ONNX protos to graphsurgeon graphs and back, without the losses of its importer and exporter.
 
-What its objects have no place for (docs, metadata, types that are no tensors, default values of
-inputs) hangs on the very objects, so that it goes where they go.
+Facts that graphsurgeon's objects have no field for (docs, metadata, non-tensor types, default
+values of inputs) are attributes that we set on these objects, so that they move with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onnx import (
 from onnxpar.errors import ModelError
 from onnxpar.ir.stored import ExternalValues, graphs_of, stored_proto, subgraphs_of
 
-gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that go around it
+gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that we keep ourselves
 _LISTS = {
     AttributeProto.FLOATS: "floats",
     AttributeProto.INTS: "ints",
@@ -43,25 +43,25 @@ _SKIPPED = {
 
 
 class _EmptyList(list[Any]):
-    """An empty attribute, which knows of what kind."""
+    """An empty list attribute that knows its kind."""
 
     kind = AttributeProto.INTS
 
 
 def default_of(tensor: gs.Tensor) -> TensorProto | None:
-    """The default value of an input that need not be fed, None for any other tensor."""
+    """The default value of an input that need not be fed; None for any other tensor."""
     found: TensorProto | None = getattr(tensor, "onnx_default", None)
     return found
 
 
 def is_weight(tensor: gs.Tensor) -> bool:
-    """Whether a tensor is stored with the model, be it for good or until it is fed."""
+    """True if a tensor is stored with the model: a constant, or an input with a default value."""
     return isinstance(tensor, gs.Constant) or default_of(tensor) is not None
 
 
 def declared_shape(tensor: gs.Tensor) -> tuple[int | None, ...] | None:
-    """The shape of a graph input or output of strings, with None for sizes that are open; None for
-    any other tensor, or where the rank is open."""
+    """The shape of a graph input or output of strings, with None for open sizes; None for any
+    other tensor, and if the rank is open."""
     source = _source(tensor)
     if source is None or _is_plain(source.type) or not source.type.HasField("tensor_type"):
         return None
@@ -72,8 +72,8 @@ def declared_shape(tensor: gs.Tensor) -> tuple[int | None, ...] | None:
 
 
 def reopen(graph: gs.Graph, declared: Mapping[str, TypeProto]) -> None:
-    """Takes sizes that the model leaves open back from inputs and outputs of strings, of which
-    there is no layout; `declared` are the types that the model has for its ports."""
+    """Removes the sizes of inputs and outputs of strings, which have no layout, where the model
+    leaves them open; `declared` has the model's types of its ports."""
     for tensor in (*graph.inputs, *graph.outputs):
         source = _source(tensor)
         if declared_shape(tensor) is None:
@@ -86,7 +86,7 @@ def reopen(graph: gs.Graph, declared: Mapping[str, TypeProto]) -> None:
 
 
 def type_text(tensor: gs.Tensor) -> str:
-    """The type of a graph input or output as onnxruntime writes it: `seq(tensor(float))`."""
+    """The type of a graph input or output in onnxruntime's notation: `seq(tensor(float))`."""
     source = _source(tensor)
     if source is not None and not _is_plain(source.type):
         return _type_text(source.type)
@@ -115,11 +115,11 @@ def _element_text(element: int) -> str:
 def import_graph(
     model: onnx.ModelProto, defaults: Mapping[str, TensorProto], folder: Path
 ) -> gs.Graph:
-    """The graph of a model without functions; `defaults` are the values of inputs that may be
-    fed, external data is in `folder`. The model is taken apart.
+    """The graph of a model without functions; the model is consumed. `defaults` are default values
+    of inputs by name; external data is in `folder`.
 
-    Strings, sequences, optionals and maps have no shape in it, so that they stay whole. Errors:
-    ModelError for an attribute that graphs have no place for.
+    Strings, sequences, optionals and maps have no shape in the graph, so that they stay whole.
+    Errors: ModelError for an attribute that is a list of graphs.
     """
     protos = list(graphs_of(model.graph))
     ports = [[_copy(p) for p in (*g.input, *g.output)] for g in protos]
@@ -149,10 +149,10 @@ def import_graph(
 
 
 def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
-    """The model of a graph, with the docs and metadata of what is left of the imported one.
+    """The model of a graph; what is left of the imported model keeps its docs and metadata.
 
-    What subgraphs read of the constants around them stands there once. Types of values in
-    between are the runtime's to infer.
+    Constants that subgraphs capture are written once, in the graph that has them. The types of
+    intermediate values are left to the runtime to infer.
     """
     graphs = list(_gs_graphs(graph))
     for inner in graphs:
@@ -166,7 +166,7 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     nodes = list(_gs_nodes(graph))
     empty = [_take_empty(node) for node in nodes]
     model: onnx.ModelProto = gs.export_onnx(graph, do_type_check=False)
-    model.ir_version = graph.ir_version  # which older graphsurgeons do not write
+    model.ir_version = graph.ir_version  # older versions of graphsurgeon do not write it
     for node, message, lists in zip(nodes, _nodes(model.graph), empty, strict=True):
         message.attribute.extend(AttributeProto(name=k, type=v.kind) for k, v in lists.items())
         _describe(message, _source(node))
@@ -187,7 +187,7 @@ def _named(tensor: TensorProto, name: str) -> TensorProto:
 
 
 def declare_types(graph: gs.Graph, proto: GraphProto) -> None:
-    """Declares the dtypes and shapes of what nodes make in an exported graph, in subgraphs too."""
+    """Declares dtypes and shapes of the nodes' outputs in an exported graph and its subgraphs."""
     for inner, message in zip(_gs_graphs(graph), graphs_of(proto), strict=True):
         ports = {port.name for port in (*message.input, *message.output)}
         for tensor in [t for node in inner.nodes for t in node.outputs]:
@@ -203,7 +203,7 @@ def declare_types(graph: gs.Graph, proto: GraphProto) -> None:
 
 
 def header_of(model: onnx.ModelProto) -> onnx.ModelProto:
-    """What a model says of itself, without its graph."""
+    """A model's docs, metadata, version and producer, without its graph."""
     header = onnx.ModelProto(metadata_props=model.metadata_props)
     for field in ("doc_string", "domain", "model_version", "producer_name", "producer_version"):
         if model.HasField(field):
@@ -213,7 +213,7 @@ def header_of(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def metadata_of(header: onnx.ModelProto) -> dict[str, Any]:
-    """What a model says of itself, by the names of onnxruntime's ModelMetadata."""
+    """A model's metadata by the field names of onnxruntime's ModelMetadata."""
     version = {"version": header.model_version} if header.HasField("model_version") else {}
     return {
         "producer_name": header.producer_name,
@@ -227,8 +227,8 @@ def metadata_of(header: onnx.ModelProto) -> dict[str, Any]:
 
 
 def _source(holder: gs.Graph | gs.Node | gs.Tensor) -> Any:
-    """The message that a graph, node or port was imported from; None for those that passes made."""
-    return vars(holder).get("onnx_source")  # graphs log an attribute that they do not have
+    """The proto that a graph, node or port was imported from; None if a pass created it."""
+    return vars(holder).get("onnx_source")  # getattr would log a warning for graphs without it
 
 
 def _copy(port: ValueInfoProto) -> ValueInfoProto:
@@ -259,7 +259,7 @@ def _constants(graph: gs.Graph) -> Iterator[gs.Constant]:
 
 
 def _is_plain(type_: TypeProto) -> bool:
-    """Whether it is a type of tensors of numbers, or none at all."""
+    """True for tensors of anything but strings, and for a missing type."""
     kind = type_.WhichOneof("value")
     return kind is None or (
         kind == "tensor_type" and type_.tensor_type.elem_type != TensorProto.STRING
@@ -267,6 +267,7 @@ def _is_plain(type_: TypeProto) -> bool:
 
 
 def _blur(type_: TypeProto) -> None:
+    """Removes what graphsurgeon cannot read: shapes of strings, non-tensor types."""
     if type_.HasField("tensor_type"):
         if not _is_plain(type_):
             type_.tensor_type.ClearField("shape")
@@ -275,7 +276,8 @@ def _blur(type_: TypeProto) -> None:
 
 
 def _set_aside(node: NodeProto) -> dict[str, Any]:
-    """Takes what graphsurgeon cannot read from the attributes, as its exporter can write it."""
+    """Removes the attributes that graphsurgeon cannot read from a node; returns their values in a
+    form that its exporter can write."""
     found = {a.name: _unreadable(a, node) for a in node.attribute if not a.ref_attr_name}
     taken = {name: deepcopy(value) for name, value in found.items() if value is not None}
     for i in reversed(range(len(node.attribute) if taken else 0)):
@@ -285,11 +287,11 @@ def _set_aside(node: NodeProto) -> dict[str, Any]:
 
 
 def _unreadable(attribute: AttributeProto, node: NodeProto) -> Any:
-    """The value of an attribute that graphsurgeon skips or refuses, None for any other."""
+    """The value of an attribute that graphsurgeon skips or rejects; None for any other."""
     if attribute.type == AttributeProto.GRAPHS:
         raise ModelError(
-            f"{node.op_type} '{node.name}': attribute {attribute.name!r} is a list of graphs, as "
-            "no op of ONNX or onnxruntime has; make each an attribute of its own"
+            f"{node.op_type} '{node.name}': attribute {attribute.name!r} is a list of graphs, "
+            "which no op of ONNX or onnxruntime has; make each graph an attribute of its own"
         )
     if attribute.type in _SKIPPED:
         value = getattr(attribute, _SKIPPED[attribute.type])
@@ -321,7 +323,7 @@ def _take_empty(node: gs.Node) -> dict[str, _EmptyList]:
 
 
 def _read_constant_outputs(graph: gs.Graph) -> None:
-    """Reads outputs that are constants off them by an Identity: an output has one layout."""
+    """Puts an Identity between a constant and the output that it is: an output has one layout."""
     names = {t.name for t in graph.outputs} | graph.tensors().keys()
     for i, constant in enumerate(graph.outputs):
         if not isinstance(constant, gs.Constant):
@@ -338,7 +340,7 @@ def _read_constant_outputs(graph: gs.Graph) -> None:
 
 
 def _describe(message: Any, source: Any) -> None:
-    """Gives a message the docs and metadata of another."""
+    """Copies docs and metadata from one proto to another."""
     if source is None:
         return
     message.doc_string = source.doc_string
@@ -367,8 +369,8 @@ def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
 
 
 def _hoist(graph: gs.Graph, proto: GraphProto) -> list[TensorProto]:
-    """Takes the constants that are not their own from subgraphs, which the exporter repeats there;
-    returns those that the graph does not have yet."""
+    """Removes captured constants from subgraphs, where the exporter repeats them; returns those
+    that the graph itself does not have yet."""
     have = {t.name for t in proto.initializer}
     missing: dict[str, TensorProto] = {}
     inner_graphs = [g for n in graph.nodes for g in n.attrs.values() if isinstance(g, gs.Graph)]

@@ -1,4 +1,4 @@
-"""Refuses nodes that cannot run on their operands, as onnxruntime does when it loads the model."""
+"""Rejects nodes that cannot run on their operands, as onnxruntime does when it loads the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from onnxpar.model.shapes import Walk, known_sizes
 
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
-    """Holds a node that ONNX's inference refuses on every walk against what all walks know.
+    """Checks a node that ONNX's inference rejects on every walk, with the types and values that
+    are the same on all walks.
 
-    Errors: ModelError where onnxruntime refuses it, too.
+    Errors: ModelError if onnxruntime rejects it, too.
     """
     names = [name for name in node.input if name]
     if any(name not in walk.types for name in names for walk in walks):
@@ -39,7 +40,7 @@ def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
 
 
 def _common(types: Sequence[TypeProto]) -> TypeProto:
-    """A type with the sizes that are the same in all of these."""
+    """The first type, with only those sizes that are the same in all of them."""
     common = TypeProto()
     common.CopyFrom(types[0])
     shapes = [known_sizes(type_) for type_ in types]
@@ -56,7 +57,7 @@ def _common(types: Sequence[TypeProto]) -> TypeProto:
 
 
 def _text(type_: TypeProto) -> str:
-    """A type as `float32[2, 8]`, or `float32` where its rank is not known."""
+    """A type as `float32[2, 8]`, or `float32` if its rank is not known."""
     if not type_.HasField("tensor_type"):
         return str(type_.WhichOneof("value")).removesuffix("_type")
     name = str(helper.tensor_dtype_to_np_dtype(type_.tensor_type.elem_type))
@@ -65,5 +66,5 @@ def _text(type_: TypeProto) -> str:
 
 
 def _reason(text: str) -> str:
-    """What onnxruntime says, without its codes and where in its own code it says it."""
+    """An onnxruntime message without error codes and source locations."""
     return re.sub(r"^.*(\[\w+\]|: FAIL :)( Exception during loading:)?", "", text).strip(" .")

@@ -1,4 +1,4 @@
-"""The name of a model: that of its file, or of its folder where the file is called model.onnx."""
+"""The name of a model: that of its file, or of its folder if the file is called model.onnx."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 import re
 from pathlib import Path
 
-_SAYS_NOTHING = re.compile(r"model\.onnx|onnx|snapshots|[0-9a-f]{40}")
+_GENERIC = re.compile(r"model\.onnx|onnx|snapshots|[0-9a-f]{40}")
 """Exporters write `gpt2/model.onnx`, hubs `gpt2/onnx/model.onnx`, and their caches
 `models--gpt2/snapshots/607a30d783dfa663caf39e06633721c8d4cfcd7e/onnx/model.onnx`."""
 
 
 def model_name(path: Path) -> str:
-    """The last part of a model's path that tells one model from another.
+    """The last part of a model's path that distinguishes it from other models.
 
     >>> model_name(Path("exports/gpt2/onnx/model.onnx")), model_name(Path("gpt2.onnx"))
     ('gpt2', 'gpt2.onnx')
     """
     parts = Path(os.path.abspath(path)).parts[1:]
-    telling = (part for part in reversed(parts) if not _SAYS_NOTHING.fullmatch(part))
-    return next(telling, path.name)
+    specific = (part for part in reversed(parts) if not _GENERIC.fullmatch(part))
+    return next(specific, path.name)

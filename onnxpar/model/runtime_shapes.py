@@ -1,8 +1,8 @@
-"""Types and shapes of ops that ONNX does not know, asked of onnxruntime one node at a time.
+"""Types and shapes of ops that ONNX does not know, inferred by onnxruntime one node at a time.
 
 onnxruntime has schemas of its own (com.microsoft, SimplifiedLayerNormalization ...) and infers
-with them when a session is made. Where that leaves a size open though all operands are known,
-one run on zeros tells it, unless some operand could hold sizes.
+with them when it creates a session. If a size stays open though all operands are known, one run
+on zeros finds it, unless the values of an operand could be sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import onnxruntime as ort
 from onnx import AttributeProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto
 
 RUN_LIMIT = 1 << 22
-"""Elements of all operands up to which a node is run for its shapes."""
+"""Most elements, over all operands, with which a node is run to find its shapes."""
 
 _STATE = ort.capi.onnxruntime_pybind11_state
 REFUSED = (
@@ -27,17 +27,18 @@ REFUSED = (
     _STATE.NotImplemented,
     _STATE.RuntimeException,
 )
-"""What onnxruntime raises for a model that it cannot load or run."""
+"""Exceptions of onnxruntime for a model that it cannot load or run."""
 _GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
-"""Caches whose length an operand says; the runtime takes them for as long as those before."""
+"""Results that are caches whose length an operand gives; onnxruntime wrongly infers the length of
+the cache that is read."""
 _NO_SIZES = frozenset(("DecoderMaskedMultiHeadAttention",))
-"""Ops whose integers are no sizes of their results."""
+"""Ops whose integer operands do not determine sizes of their results."""
 _SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
 _Shape = list[int | str | None]
 
 
 class RuntimeShapes:
-    """Answers by node and operand types; each question is asked once."""
+    """Result types by node and operand types; onnxruntime is asked once for each combination."""
 
     def __init__(self, opsets: Iterable[OperatorSetIdProto], ir_version: int) -> None:
         self._opsets = list(opsets)
@@ -50,8 +51,8 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> str | None:
-        """Why the runtime does not load a node with operands of these types, None where it does or
-        where a type is not known."""
+        """The reason why onnxruntime does not load a node with operands of these types; None if it
+        does, or if a type is not known."""
         if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
             return None
         try:
@@ -66,7 +67,7 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> dict[str, TypeProto]:
-        """The types of the results that the runtime can tell, by name."""
+        """The types of results that onnxruntime can infer, by name."""
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             return {}
         if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
@@ -74,7 +75,7 @@ class RuntimeShapes:
         model = self._one_node(node, types, values)
         key = model.SerializeToString(deterministic=True)
         if key not in self._known:
-            self._known[key] = _ask(model)
+            self._known[key] = _result_types(model)
         found = zip(node.output, self._known[key], strict=True)
         return {name: type_ for name, type_ in found if name and type_ is not None}
 
@@ -84,7 +85,8 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> onnx.ModelProto:
-        """The node alone, its tensors named by position, so that equal nodes ask alike."""
+        """A model of one node. Tensors are named by position, so that equal nodes give equal
+        models."""
         names = {n: f"i{i}" for i, n in enumerate(dict.fromkeys(n for n in node.input if n))}
         alone = NodeProto()
         alone.CopyFrom(node)
@@ -109,25 +111,25 @@ class RuntimeShapes:
 
 @cache
 def is_known(op: str, domain: str) -> bool:
-    """Whether the runtime has a schema for the op."""
+    """True if onnxruntime has a schema for the op."""
     return any(s.name == op and s.domain == domain for s in _STATE.get_all_operator_schema())
 
 
 @cache
 def is_own_domain(domain: str) -> bool:
-    """Whether all ops of that domain are the runtime's own."""
+    """True if all ops of that domain are onnxruntime's own."""
     return domain == "ai.onnx" or any(s.domain == domain for s in _STATE.get_all_operator_schema())
 
 
 @cache
 def _schemas() -> Mapping[tuple[str, str], Any]:
-    """The newest schema of every op that the runtime knows, by domain and name."""
+    """The newest schema of every op that onnxruntime knows, by domain and name."""
     found = sorted(_STATE.get_all_operator_schema(), key=lambda s: int(s.since_version))
     return {(s.domain, s.name): s for s in found}
 
 
 def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
-    """The runtime's names for the operands and results of an op; none for one that it lacks."""
+    """onnxruntime's names for the operands and results of an op; empty lists for an unknown op."""
     schema = _schemas().get((domain, op))
     if schema is None:
         return [], []
@@ -135,7 +137,7 @@ def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
 
 
 def _session(model: onnx.ModelProto) -> Any:
-    """A session of a one-node model. Errors: REFUSED."""
+    """A session of a one-node model. Errors: those in REFUSED."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
@@ -143,8 +145,8 @@ def _session(model: onnx.ModelProto) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
-def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
-    """The types of the results of a one-node model; None where the runtime has no kernel."""
+def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:
+    """The types of the results of a one-node model; None for each if onnxruntime has no kernel."""
     outputs = model.graph.node[0].output
     try:
         session = _session(model)
@@ -152,7 +154,7 @@ def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
         return [None] * len(outputs)
     shapes: list[_Shape | None] = [list(o.shape) for o in session.get_outputs()]
     if any(not isinstance(s, int) for shape in shapes for s in shape or ()) or not all(shapes):
-        # Of an unknown rank the runtime says what it says of a scalar.
+        # onnxruntime reports an unknown rank as it reports a scalar.
         shapes = _run(session, model.graph) or [shape or None for shape in shapes]
     made = iter(zip(session.get_outputs(), shapes, strict=True))
     types = [_type(*next(made)) if name else None for name in outputs]
@@ -164,14 +166,14 @@ def _ask(model: onnx.ModelProto) -> list[TypeProto | None]:
 
 
 def _type(output: Any, shape: _Shape | None) -> TypeProto | None:
-    """`tensor(float)` and a shape as ONNX has them; None for what is neither tensor, sequence,
-    map nor optional."""
+    """The ONNX type of an output such as `tensor(float)`, with this shape; None if it is not a
+    tensor, sequence, map or optional."""
     kind, _, inner = output.type.removesuffix(")").partition("(")
     return _of_text(output.type) if kind != "tensor" else _tensor_type(inner, shape)
 
 
 def _of_text(text: str) -> TypeProto | None:
-    """`seq(map(int64,tensor(float)))` as ONNX has it."""
+    """The ONNX type of a text such as `seq(map(int64,tensor(float)))`."""
     kind, _, inner = text.removesuffix(")").partition("(")
     if kind == "tensor":
         return _tensor_type(inner, None)
@@ -196,7 +198,8 @@ def _element(text: str) -> int:
 
 
 def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
-    """The shapes that a run on zeros makes; None where it could mislead or is too large."""
+    """Shapes of the results of a run on zeros; None if they could depend on values, or if the
+    operands are too large."""
     feeds = {}
     for port in graph.input:
         tensor = port.type.tensor_type

@@ -1,9 +1,9 @@
 """Shape inference and constant folding, node by node, for a graph with static inputs.
 
-ONNX's own inference stops at the first shape that is computed by nodes. Here each node is either
-evaluated (all its operands are known and small) or inferred with what is known so far, so that
-targets computed from Shape are constants by the time they are needed. Declared shapes are
-not trusted, but for results of ops that ONNX does not know.
+ONNX's own inference stops at the first shape that nodes compute. Here each node is either
+evaluated (if all its operands are known and small) or inferred from what is known so far, so that
+shapes computed from a Shape node are constants when they are needed. Declared shapes are ignored,
+except those of results of ops that ONNX does not know.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _NEVER = frozenset(
         "SequenceEmpty",
         "Optional",
         "Dropout",
-        "DequantizeLinear",  # the runtime computes with integers where it sees these beside an op
-        "LRN",  # onnx's reference counts its channels by the size of the batch
+        "DequantizeLinear",  # the runtime computes with integers if an op's operands come from it
+        "LRN",  # onnx's reference confuses the number of channels with the batch size
     )
 )
+"""Ops that are never folded: random ones, those with bodies, and those commented."""
 
 
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
-    """Drops all other nodes; `others` says that some of these are not yet among the graph's."""
+    """Removes all nodes but `kept`; `others` is True if some of these are not in the graph yet."""
     if others or len(kept) < len(graph.node):
         found = list(kept)
         del graph.node[:]
@@ -51,9 +52,9 @@ def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool =
 
 
 class Walk:
-    """What is known of the tensors of a graph, node by node in graph order, for inputs of these
-    types. With `keep`, nothing that may be trained is folded into another constant: neither arrays
-    of floating-point numbers, nor numbers of these names."""
+    """Types and values of a graph's tensors as far as they are known, for inputs of these types;
+    filled node by node, in graph order. With `keep`, weights that may be trained are not folded
+    into other constants: floating-point arrays, and floating-point scalars of these names."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Walk:
         self.add_weights(model.graph.initializer)
 
     def add_weights(self, weights: Iterable[TensorProto]) -> None:
-        """Takes note of initializers."""
+        """Records the types of initializers, and the values of small ones."""
         for weight in weights:
             self.types[weight.name] = onnx.helper.make_tensor_type_proto(
                 weight.data_type, list(weight.dims)
@@ -94,18 +95,18 @@ class Walk:
                 self.protos[weight.name] = weight
 
     def suppose(self, values: Mapping[str, Any]) -> None:
-        """Takes tensors to have these values."""
+        """Records values of tensors by name."""
         for name, value in values.items():
             self._know(name, value)
 
     def fold(self, node: NodeProto, values: Sequence[Any]) -> None:
-        """Takes the node's results for constants."""
+        """Records the node's results as constants that replace it."""
         for name, value in zip(node.output, values, strict=True):
             self._know(name, value)
             self.folded.add(name)
 
     def know(self, node: NodeProto, values: Sequence[Any]) -> None:
-        """Takes the node's results for known, though it stays."""
+        """Records the values of the node's results; the node stays."""
         for name, value in zip(node.output, values, strict=True):
             self._know(name, value)
 
@@ -118,15 +119,15 @@ class Walk:
         )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, None where it is not known."""
+        """The shape of a tensor; None unless all of it is known."""
         return _static_shape(self.types.get(name))
 
     def sizes(self, name: str) -> tuple[int | None, ...] | None:
-        """The shape of a tensor as far as it is known, None where not even its rank is."""
+        """The shape of a tensor, with None for unknown sizes; None if the rank is unknown."""
         return known_sizes(self.types.get(name))
 
     def evaluate(self, node: NodeProto) -> list[Any] | None:
-        """The node's results where they are constant and small, else None."""
+        """The node's results if they are constant and small, else None."""
         values = self._evaluate(node)
         return values if values is not None and len(values) == len(node.output) else None
 
@@ -155,7 +156,8 @@ class Walk:
         return list(results)
 
     def _fits(self, node: NodeProto) -> bool:
-        """Whether the results are small enough to be stored; many equal floats are not worth it."""
+        """True if the results are small enough to be stored. Large ConstantOfShape results of
+        floats are not: storing many equal values would only cost space."""
         if node.op_type == "ConstantOfShape":
             value = next((numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, "f4"))
             size = np.prod(self.values[node.input[0]], dtype=np.int64)
@@ -187,13 +189,13 @@ class Walk:
         return [np.array(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
 
     def infer(self, node: NodeProto) -> None:
-        """Records the types of the results that inference can tell."""
+        """Records the types of results that inference finds, and conflicts."""
         self.types.update(self._inferred(node))
         if reads_beyond(node, self.values, self.sizes) and self.conflicts[-1:] != [node]:
             self.conflicts.append(node)
 
     def probe(self, node: NodeProto, operand: str, axis: int, size: int) -> dict[str, TypeProto]:
-        """The types that the node's results would have if a dimension of an operand had another
+        """The types that the node's results would have if one dimension of an operand had this
         size; nothing is recorded."""
         own, conflicts = self.types[operand], len(self.conflicts)
         other = TypeProto()
@@ -206,14 +208,14 @@ class Walk:
         return found
 
     def forget(self, name: str) -> None:
-        """Takes back the shape of a tensor, and its value."""
+        """Removes the recorded shape and value of a tensor."""
         if name in self.types and self.types[name].HasField("tensor_type"):
             self.types[name].tensor_type.ClearField("shape")
         self.values.pop(name, None)
         self.protos.pop(name, None)
 
     def forget_size(self, name: str, axis: int) -> None:
-        """Takes back what a dimension of a tensor was found to be, and the tensor's value."""
+        """Removes the recorded size of one dimension of a tensor, and the tensor's value."""
         self.types[name].tensor_type.shape.dim[axis].Clear()
         self.values.pop(name, None)
         self.protos.pop(name, None)
@@ -253,7 +255,7 @@ class Walk:
         return {name: type_ for name, type_ in found.items() if name}
 
     def declare(self, graph: onnx.GraphProto) -> None:
-        """Writes value_info, and the folded constants that some node of the graph still reads."""
+        """Writes value_info, and the folded constants that nodes or outputs of the graph read."""
         used = {name for node in graph.node for name in _reads(node)}
         outputs = {o.name for o in graph.output}
         for name in sorted(self.folded & (used | outputs)):
@@ -274,7 +276,7 @@ class Walk:
 def infer_results(
     node: gs.Node, shapes: Sequence[Sequence[int] | None], opset: int
 ) -> list[tuple[Any, list[int]]]:
-    """The dtype and shape of each of a node's results, for operands of these shapes."""
+    """The dtype and shape of each result of a node, for operands of these shapes."""
     types = {}
     constants = {}
     for tensor, shape in zip(node.inputs, shapes, strict=True):
@@ -301,7 +303,7 @@ def infer_results(
 
 
 def _is_at_hand(tensor: gs.Constant) -> bool:
-    """Whether a value may decide a shape: made here, or small and stored in the model itself."""
+    """True if a value is in memory, or small and stored in the model: it may determine a shape."""
     values = tensor._values
     return not isinstance(values, gs.ir.tensor.LazyValues) or is_folded(values.tensor)
 
@@ -317,7 +319,7 @@ def _constant(node: NodeProto) -> list[Any] | None:
 
 
 def known_sizes(type_: TypeProto | None) -> tuple[int | None, ...] | None:
-    """The sizes of a tensor, None for those that are not known; None for an unknown rank."""
+    """The sizes of a tensor, with None for unknown ones; None if the rank is unknown."""
     if type_ is None or not type_.HasField("tensor_type"):
         return None
     if not type_.tensor_type.HasField("shape"):
@@ -338,7 +340,7 @@ def _static_shape(type_: TypeProto | None) -> tuple[int, ...] | None:
 
 
 def _reads(node: NodeProto) -> list[str]:
-    """Every name that a node reads, those that its subgraphs capture included."""
+    """All names that a node reads, including those that its subgraphs capture."""
     names = list(node.input)
     for attribute in node.attribute:
         for graph in [attribute.g, *attribute.graphs]:

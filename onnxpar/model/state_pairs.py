@@ -1,7 +1,8 @@
-"""Which outputs of a model are fed back as which inputs: by what ops say, and by names in pairs.
+"""State pairs: outputs of a model that are fed back as inputs, found by ops and by names.
 
-An op says it where it has a `past_key` and a `present_key`, or writes into a cache or extends it.
-Names say it where they differ by words for before and after alone, and one is a word for a state.
+An op makes a pair if it has a `past_key` and a `present_key`, or if it writes into a cache or
+extends it. Names make a pair if they differ only by words for before and after, and one of them
+contains a word for a state.
 """
 
 from __future__ import annotations
@@ -28,31 +29,34 @@ _AFTER = frozenset(
 _KEPT = frozenset(
     ("past", "present", "cache", "caches", "kv", "state", "states", "mem", "memory", "h", "c")
 )
-"""One of these words stands in the name of a state."""
+"""The name of a state contains one of these words."""
 _ACTIVATIONS = (("hidden", "states"), ("last", "hidden", "state"), ("encoder", "hidden", "states"))
-"""What has such a word in its name, but is none."""
+"""Words of names that look like states, but are activations."""
 
 _THROUGH = frozenset(
     ("Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather", "Split")
 )
-"""Ops whose first operand is the same cache in another form, or a part of it."""
+"""Ops whose result is their first operand in another form, or a part of it."""
 _WRITES = frozenset(("Scatter", "ScatterElements", "ScatterND"))
 """Ops that write into their first operand."""
 
 
 def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
-    """The pairs that are given. Errors: StrategyError for a name that the model does not have."""
+    """The given pairs. Errors: StrategyError for a name that the model does not have."""
     inputs = {t.name for t in graph.inputs}
     outputs = {t.name for t in graph.outputs}
     for source, result in given:
         if source not in inputs or result not in outputs:
-            raise StrategyError(f"state {source}={result}: no such input and output of the model")
+            raise StrategyError(
+                f"state {source}={result}: the model has no input {source!r} with an output "
+                f"{result!r}; write --state INPUT=OUTPUT"
+            )
     return list(dict(given).items())
 
 
 def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = False) -> list[Pair]:
-    """Pairs of an input and an output: the given ones, then those that ops tell, then those that
-    names tell. Of a training step, only caches that a Concat extends are looked for.
+    """Pairs of an input and an output: the given ones, then those found by ops, then those found
+    by names. In a training step, only caches that a Concat extends are looked for.
 
     Errors: StrategyError for a given name that the model does not have.
     """
@@ -70,8 +74,8 @@ def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = Fal
 
 
 def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
-    """Inputs that no output follows, though one follows the others whose names differ from theirs
-    by numbers alone: `past.5.key` where those of layers 0 to 4 are states."""
+    """Inputs without an output to be fed back, though inputs whose names differ only by numbers
+    are states: `past.5.key`, if `past.0.key` to `past.4.key` are states."""
     paired = {source for source, _ in pairs}
     like: dict[str, list[gs.Tensor]] = defaultdict(list)
     for tensor in graph.inputs:
@@ -87,11 +91,11 @@ def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
 
 
 def unpaired_text(missing: Sequence[str]) -> str:
-    """What a user should know of inputs that no output follows, though one follows their like."""
+    """The warning about inputs that look like states but have no output to be fed back."""
     names = ", ".join(map(repr, missing[:4])) + (", ..." if len(missing) > 4 else "")
     return (
-        f"no output is fed back as {names}, though states have such names: it must be fed whole to "
-        "each run; declare its pair with --state IN=OUT"
+        f"no output is fed back as {names}, although states have such names: each run needs its "
+        "whole value as an input; declare its pair with --state IN=OUT"
     )
 
 
@@ -101,7 +105,7 @@ def _extended(
     pairs: Mapping[str, str],
     is_step: bool,
 ) -> str | None:
-    """The input that an output is a later form of, by the ops between them."""
+    """The input that becomes this output, found by the ops between them; None if there is none."""
     found = [
         name
         for name in dict.fromkeys(_sources(output, False, set(), is_step))
@@ -116,8 +120,8 @@ def _extended(
 def _sources(
     tensor: gs.Tensor, is_cache: bool, seen: set[tuple[int, bool]], is_step: bool
 ) -> Iterator[str]:
-    """Names of the tensors without a producer that a tensor is a later form of, with something
-    between them that extends a cache or writes into one."""
+    """Names of tensors without a producer that become this tensor, through an op that extends a
+    cache or writes into one. `is_cache` is True if such an op has been passed."""
     if (id(tensor), is_cache) in seen:
         return
     seen.add((id(tensor), is_cache))
@@ -148,8 +152,8 @@ def _sources(
 
 @cache
 def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
-    """Results and the operands that they follow: `present_key` and `past_key`, `Y_h` and
-    `initial_h`."""
+    """Index of the operand that each result updates: `past_key` for `present_key`, `initial_h` for
+    `Y_h`."""
     operands, results = operator_ports(domain, op)
     before = {_stem(name, _BEFORE): i for i, name in enumerate(operands) if _is_kept(name)}
     after = {i: _stem(name, _AFTER) for i, name in enumerate(results) if _is_kept(name)}
@@ -159,7 +163,7 @@ def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
 def _named_alike(
     inputs: Mapping[str, gs.Tensor], outputs: Mapping[str, gs.Tensor], pairs: Mapping[str, str]
 ) -> dict[str, str]:
-    """Pairs of the inputs and outputs that are left, by their names alone."""
+    """Pairs of the remaining inputs and outputs, found by names alone."""
     free = [t for name, t in inputs.items() if name not in pairs]
     results = [t for name, t in outputs.items() if name not in pairs.values()]
     sources = {t.name: _stem(t.name, _BEFORE) for t in free}
@@ -171,16 +175,16 @@ def _named_alike(
         for result in results:
             if ends[result.name] != stem or any(count[stem] > 1 for count in often):
                 continue
-            is_told = _tells(source.name, _BEFORE) or _tells(result.name, _AFTER)
+            is_directed = _has_word(source.name, _BEFORE) or _has_word(result.name, _AFTER)
             is_kept = _is_kept(source.name) or _is_kept(result.name)
-            if is_told and is_kept and _fits(source, result) and not _is_left_out(result):
+            if is_directed and is_kept and _fits(source, result) and not _is_left_out(result):
                 found[source.name] = result.name
     return found
 
 
 def _is_left_out(result: gs.Tensor) -> bool:
-    """Whether a branch of an If makes an empty constant of a result: what was fed is to be fed
-    again."""
+    """True if a branch of an If returns an empty constant as this result: the old value stays
+    valid, and is to be fed again."""
     if isinstance(result, gs.Constant):
         return 0 in result.shape
     for node in result.inputs[:1]:
@@ -202,7 +206,7 @@ def _words(name: str) -> list[str]:
 
 
 def _stem(name: str, directions: frozenset[str]) -> Stem:
-    """The words of a name without those that tell the state before a run from the one after it."""
+    """The words of a name without those for before and after, sorted."""
     words = _words(name)
     stem = [w for w in words if w not in directions]
     if words[:3] in (["past", "key", "values"], ["present", "key", "values"]):
@@ -210,20 +214,20 @@ def _stem(name: str, directions: frozenset[str]) -> Stem:
     return tuple(sorted(stem))
 
 
-def _tells(name: str, directions: frozenset[str]) -> bool:
+def _has_word(name: str, directions: frozenset[str]) -> bool:
     return not directions.isdisjoint(_words(name))
 
 
 def _is_kept(name: str) -> bool:
-    """Whether a name has a word for a state in it."""
+    """True if a name contains a word for a state, and is not that of an activation."""
     words = _words(name)
     text = " ".join(words)
     return not _KEPT.isdisjoint(words) and not any(" ".join(a) in text for a in _ACTIVATIONS)
 
 
 def _fits(source: gs.Tensor, result: gs.Tensor) -> bool:
-    """Whether a result can be fed back: of the same type, and as long in all dimensions but at most
-    one, which grows."""
+    """True if a result can be fed back: it has the same dtype, and the same size in all dimensions
+    but at most one, which grows."""
     before, after = tensor_shape(source), tensor_shape(result)
     if source.dtype != result.dtype or before is None or after is None:
         return source.dtype == result.dtype and source.dtype is not None

@@ -1,4 +1,4 @@
-"""Whether indices that are known lie within the table that a node looks them up in."""
+"""Checks known indices against the size of the table that a node looks them up in."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TABLES: Mapping[tuple[str, str], tuple[int, int, str]] = {
     (_MICROSOFT, "GatherBlockQuantized"): (0, 1, "gather_axis"),
     (_MICROSOFT, "RotaryEmbedding"): (2, 1, ""),
 }
-"""Of nodes that look up: which operands are the table and the indices, and the attribute that says
-along which axis; the first axis where none does."""
+"""Ops that look up rows: the positions of table and indices among the operands, and the attribute
+that names the table's axis (none: the first axis)."""
 
 
 def reads_beyond(
@@ -25,8 +25,8 @@ def reads_beyond(
     values: Mapping[str, Array],
     sizes: Callable[[str], tuple[int | None, ...] | None],
 ) -> bool:
-    """Whether a node looks up an index that its table does not have, by the values and sizes of
-    tensors that are known."""
+    """True if a node certainly looks up an index that is out of its table's range, by known values
+    and sizes of tensors."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     place = _TABLES.get((domain, node.op_type))
     if place is None or len(node.input) <= max(place[:2]):
@@ -42,8 +42,8 @@ def reads_beyond(
 def _positions(
     node: NodeProto, indices: Array, sizes: Callable[[str], tuple[int | None, ...] | None]
 ) -> int:
-    """How many rows an index stands for: one, or where it is the position of the first of a
-    sequence, as many as that has."""
+    """Number of rows that an index reads: the length of the sequence if the index is the position
+    of its first element, else 1."""
     shape = sizes(node.input[0]) or ()
     is_first = node.op_type == "RotaryEmbedding" and indices.size == 1 and len(shape) in (3, 4)
     return (shape[len(shape) - 2] if is_first else 1) or 1

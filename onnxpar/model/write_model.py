@@ -1,4 +1,4 @@
-"""Writes a graph as a model of its own, with weights copied stream-wise from where they are."""
+"""Writes a graph as a model file; weights are copied in blocks from the files they are in."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.model.interchange import default_of, export_graph
 
 ALIGN = 4096
-"""Offsets of weights in the data file, so that a runtime can map them."""
+"""Alignment of weights in the data file in bytes, so that a runtime can map them."""
 INLINE = 1 << 16
-"""Bytes up to which a weight stands in the model where others do not."""
+"""Largest weight in bytes that stays in the model file if there is a data file."""
 MOST = 1 << 30
-"""Bytes of weights up to which all stand in the model, if they did before."""
+"""Most bytes of weights without a data file, for a model that had none."""
 CHUNK = 8 << 20
 
 
 Values = Callable[[str], Array | None]
-"""New values of weights by name, None for those that stay."""
+"""New values of weights by name; None for a weight that keeps its value."""
 
 
 def write_model(
     model: onnx.ModelProto, source: Path, output: Path, values: Values = lambda name: None
 ) -> None:
-    """Writes a model whose external data is in the folder `source`, to `output`; large weights to
-    `output` with .data after its name. Errors: OnnxparError; nothing is left half-written."""
+    """Writes a model to `output`, and its large weights to `output`.data; its external data is in
+    the folder `source`. Errors: OnnxparError; nothing is left half-written."""
     if output.exists() and not output.is_file():
-        raise OnnxparError(f"{output}: is no file that a model can be written to; name another")
+        raise OnnxparError(f"{output} exists and is not a file; choose another name")
     tensors = list(stored_tensors(model.graph))
     is_external = any(t.data_location == TensorProto.EXTERNAL for t in tensors)
     location = output.name + ".data"
@@ -66,9 +66,9 @@ def write_model(
 
 
 def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[str, Path]) -> None:
-    """Gives the name `output` to a model, and their locations to its files of data, which are in
-    `folder`, as it will be itself first. Wherever the process is killed, what stands at `output` is
-    an old model or the new one, with its own data. Errors: OSError."""
+    """Puts a model at `output`, and its data files, which are in `folder`, at their locations. If
+    the process is killed at any time, `output` is the old model or the new one, each with its own
+    data. Errors: OSError."""
     there = output.parent
     taken = {name: own_name(f"{name}.") for name in data if (there / name).exists()}
     (folder / "model").write_bytes(_bytes_with(model, {}))
@@ -88,9 +88,9 @@ def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[
 def _puts_data(
     output: Path, folder: Path, data: Mapping[str, Path], taken: Mapping[str, str]
 ) -> bool:
-    """Replaces data of an old model, when none refers to it any more: the new model stands at its
-    place, with data of other names. Whether the data has its own names, too, which a file system
-    without links cannot do."""
+    """Replaces the data files of an old model at `output`: first puts the new model there, with its
+    data under the names in `taken`, then links the data to its own names. True if that worked;
+    False on a file system without links."""
     there = output.parent
     try:
         for name, own in taken.items():
@@ -112,7 +112,7 @@ def _puts_data(
 
 
 def _bytes_with(model: onnx.ModelProto, names: Mapping[str, str]) -> bytes:
-    """The model with other locations of its data than it has."""
+    """The serialized model, with its data files renamed by `names`."""
     entries = [
         entry
         for tensor in stored_tensors(model.graph)
@@ -129,7 +129,7 @@ def _bytes_with(model: onnx.ModelProto, names: Mapping[str, str]) -> bytes:
 
 
 def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
-    """The model of a graph, with the default values of its inputs."""
+    """The model of a graph, including the default values of its inputs."""
     for node in all_nodes(graph):
         node.attrs.pop("onnxpar.opset", None)
     model = export_graph(graph, header)
@@ -143,7 +143,7 @@ def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def goes_apart(tensor: TensorProto) -> bool:
-    """Whether the data of a tensor goes to the data file, where there is one."""
+    """True if the data of a tensor belongs into the data file, given that there is one."""
     is_external = tensor.data_location == TensorProto.EXTERNAL
     return is_external or (stored_bytes(tensor) > INLINE and bool(tensor.raw_data))
 
@@ -155,8 +155,8 @@ def move_data(
     location: str,
     place: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
-    """Lets a tensor refer to the data file `location`, and appends its data to `sink`, which is
-    that file, unless it has a `place` there already. Returns its offset and length, in bytes."""
+    """Makes a tensor refer to the data file `location`, and appends its data to `sink`, which is
+    that file, unless the data is already there, at `place`. Returns offset and length in bytes."""
     length = stored_bytes(tensor)
     if place is None:
         sink.write(bytes(-sink.tell() % ALIGN))

@@ -619,8 +619,8 @@ def test_symbols_are_tied_by_hand(tmp_path: Path) -> None:
     [
         ({"s74": "s2", "s2": "s74 + 1"}, "--dim s2=s74 [+] 1.*once"),
         ({"s74": "s74 + 1"}, "--dim s74=s74 [+] 1"),
-        ({"s74": "batch"}, "no symbol batch; there are: s18, s2, s5, s74"),
-        ({"s74": "s2 ** 2"}, "is no size"),
+        ({"s74": "batch"}, "no symbol batch; it has: s18, s2, s5, s74"),
+        ({"s74": "s2 ** 2"}, "is not a size"),
         ({"other": "s2"}, "no such symbol"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_preset_decides_what_annotations_leave_open(tmp_path: Path) -> None:
     [
         (4, {"up": [("w", [0, 1], {1: 2})]}, {}, r"MatMul 'up', tensor 'w'.*\[0, 1\].*4 devices"),
         (2, {"up": [("w", [0, 1], {1: 4})]}, {}, "2 entries of device for 4 shards"),
-        (2, {"up": [("q", [0, 1], {1: 2})]}, {}, "tensor 'q': is annotated, but the node neither"),
+        (2, {"up": [("q", [0, 1], {1: 2})]}, {}, "tensor 'q': the annotation names a tensor"),
         (4, {"up": [("w", [3, 2, 1, 0], {1: 4})]}, {}, "MatMul 'up', tensor 'w'.*no order of"),
         (
             2,
