@@ -320,11 +320,11 @@ def test_models_in_memory_that_are_none(tmp_path: Path) -> None:
         onnxpar.shard(proto, **TP)
     with pytest.raises(ModelError, match="not an ONNX model"):
         onnxpar.plan(b"hello", **TP)
-    with pytest.raises(ModelError, match="int is no model"):
+    with pytest.raises(ModelError, match="int is not a model"):
         onnxpar.plan(3, **TP)  # type: ignore[arg-type]
     onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0)
     apart = onnx.load(tmp_path / "m.onnx", load_external_data=False)
-    with pytest.raises(ModelError, match=r"in a file .* give that path"):
+    with pytest.raises(ModelError, match=r"external file, .*give the model.s path"):
         onnxpar.plan(apart, **TP)
     assert onnxpar.plan(onnx.load(tmp_path / "m.onnx"), **TP).collectives
     del proto.graph.output[:]
