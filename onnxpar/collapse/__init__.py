@@ -1,1 +1,1 @@
-"""Rewrites of the loader: functions, branches, sequences, old opsets, what exporters left."""
+"""Rewrites of the loader: functions, branches, sequences, old opsets, quirks of exporters."""

@@ -1,4 +1,4 @@
-"""If nodes whose condition is a constant: only the branch that is taken is left."""
+"""The branch that replaces an If node with a constant condition."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from onnx import GraphProto, NodeProto
 def taken_branch(
     node: NodeProto, values: Mapping[str, np.ndarray[Any, Any]], names: Collection[str]
 ) -> GraphProto | None:
-    """The branch that a node always takes, ending in nodes that make the node's own results.
+    """The branch that an If always takes, with Identity nodes that make the results of the If.
 
-    None where it is no If, its condition is not among the known values, or the branch makes a
-    tensor of a name that is in use.
+    None if the node is not an If, if its condition is not known, or if a tensor of the branch has a
+    name that is in use.
     """
     if node.op_type != "If" or node.domain not in ("", "ai.onnx") or node.input[0] not in values:
         return None

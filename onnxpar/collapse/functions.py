@@ -1,4 +1,4 @@
-"""Puts the bodies of a model's functions in place of their calls."""
+"""Inlines the functions of a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from onnxpar.model.checker import check_functions
 from onnxpar.model.runtime_shapes import is_known
 
 MOST_NODES = 100_000
-"""Into which calls may expand, unless the file itself has a tenth as many."""
+"""Most nodes that calls may expand into, or ten times the nodes in the file if that is more."""
 _Key = tuple[str, str, str]
 
 
 def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model without functions. One of the name of an op that onnxruntime has is not called
-    there either. Errors: ModelError for a function that calls itself, or calls that expand into
-    too many nodes, before they do."""
+    """The model without functions. Functions that have the name of an op of onnxruntime are
+    dropped: onnxruntime does not call them either. Errors: ModelError, before the calls expand, for
+    a function that calls itself, and for calls that expand into too many nodes."""
     functions = [f for f in proto.functions if not is_known(f.name, f.domain)]
     if len(functions) < len(proto.functions):
         del proto.functions[:]
@@ -46,20 +46,21 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         function = proto.functions[0]
         raise ModelError(
             f"{path}: function {function.domain}.{function.name} cannot be inlined, as its opset "
-            f"is not the model's; export both with one opset"
+            "differs from the model's; export both with the same opset"
         )
     return proto
 
 
 def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
-    """Counts the nodes without making them. Errors: ModelError."""
+    """Counts the nodes of the inlined model without making them. Errors: ModelError if there are
+    too many, or if a function reads an unknown name or calls itself."""
     for function in proto.functions:
         made = {"", *function.input, *(name for node in function.node for name in node.output)}
         lost = sorted({name for node in function.node for name in reads_of(node)} - made)
         if lost:
             raise ModelError(
                 f"{path}: function {f'{function.domain}.{function.name}'!r} reads {lost[0]!r}, "
-                "which is neither an input of it nor made in it; export the model again"
+                "which is neither an input nor a result in it; export the model again"
             )
     bodies = {_key(f): list(_nodes(f.node)) for f in proto.functions}
     sizes: dict[_Key, int] = {}
@@ -75,7 +76,7 @@ def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
             elif missing in path_down:
                 name = f"{missing[0]}.{missing[1]}"
                 raise ModelError(
-                    f"{path}: function {name!r} calls itself, at once or through others; "
+                    f"{path}: function {name!r} calls itself, directly or through others; "
                     "write it as a Loop"
                 )
             else:
@@ -86,9 +87,9 @@ def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
     if total > max(MOST_NODES, 10 * written):
         largest = max(sizes, key=lambda key: sizes[key])
         raise ModelError(
-            f"{path}: calls of functions expand into {total:,} nodes, those of "
-            f"{f'{largest[0]}.{largest[1]}'!r} alone into {sizes[largest]:,}; "
-            f"{MOST_NODES:,} are the most"
+            f"{path}: calls of functions expand into {total:,} nodes, more than {MOST_NODES:,}; "
+            f"each call of {f'{largest[0]}.{largest[1]}'!r} expands into {sizes[largest]:,}; "
+            "export the model without functions"
         )
 
 

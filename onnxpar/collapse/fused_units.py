@@ -1,10 +1,10 @@
-"""Which tensors stand between nodes that onnxruntime makes one node of.
+"""Tensors between nodes that onnxruntime fuses, which must not be resharded.
 
-A model that stores integers computes with them by DequantizeLinear, and rounds what it computes by
+A quantized model reads stored integers through DequantizeLinear, and rounds results with
 QuantizeLinear. onnxruntime fuses these with the node between them (MatMulNBits, QLinearConv and
-others). Where a collective or a cut stands between, it computes in floats instead: it rounds other
-than in the unsplit model, and holds the floats in memory. So such tensors are never resharded: the
-nodes on both sides split them alike.
+others). If a collective or a slice were between them, it would compute in floats instead: rounding
+would differ from the unsplit model, and the floats would take memory. So such tensors are never
+resharded: the nodes on both sides split them alike.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from onnxpar.ir.subgraphs import replace_reads, scopes
 
 _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Identity"}
-"""Ops that onnxruntime exchanges with the DequantizeLinear before them, or fuses with it."""
+"""Ops that onnxruntime swaps with the DequantizeLinear before them, or fuses with it."""
 _ABSORBED = {"Relu", "Clip"}
-"""Ops that the QuantizeLinear after them does, too, as its integers have bounds."""
+"""Ops that are part of the QuantizeLinear after them, since its integers have bounds."""
 
 
 def fused_tensors(graph: gs.Graph) -> frozenset[str]:
-    """The names of the tensors that nodes of the graph and its bodies must split alike."""
+    """Names of the tensors in the graph and its bodies that must not be resharded."""
     return frozenset(name for scope in scopes(graph) for name in _Scope(scope).fused())
 
 
 class _Scope:
+    """One graph or body, in which fused tensors are looked for."""
+
     def __init__(self, graph: gs.Graph) -> None:
         self.nodes = graph.nodes
         self.own = {id(node) for node in graph.nodes}
@@ -33,7 +35,7 @@ class _Scope:
         self.floats: set[str] = set()
 
     def fused(self) -> set[str]:
-        """Tensors from DequantizeLinear to what reads it, and from there to QuantizeLinear."""
+        """Tensors from a DequantizeLinear to its reader, and from there to a QuantizeLinear."""
         for node in self.nodes:
             source = node.inputs[0] if node.inputs else None
             is_float = source is not None and source.name in self.floats
@@ -44,8 +46,8 @@ class _Scope:
         return self.floats.union(*map(self._before, ends))
 
     def _before(self, node: gs.Node) -> set[str]:
-        """The tensors between a QuantizeLinear and the node that computes what it rounds, where all
-        that this reads was dequantized, or is stored."""
+        """The tensors between a QuantizeLinear and the node whose result it rounds, if all operands
+        of that node are dequantized or stored."""
         found: set[str] = set()
         while node.inputs[0].inputs and self._reader(node.inputs[0]):
             found.add(node.inputs[0].name)
@@ -58,16 +60,16 @@ class _Scope:
         return set()
 
     def _reader(self, tensor: gs.Tensor) -> gs.Node | None:
-        """The node of this graph that alone reads a tensor, once."""
+        """The only reader of a tensor, if it is in this graph and reads it once; else None."""
         readers = tensor.outputs
         is_one = len(readers) == 1 and id(tensor) not in self.results
         return readers[0] if is_one and id(readers[0]) in self.own else None
 
 
 def separate_dequantized(graph: gs.Graph) -> None:
-    """Gives each reader of what a DequantizeLinear makes one of its own, as onnxruntime does: they
-    may be split in different ways. Only a weight in blocks that a product reads stays shared: of
-    such, onnxruntime does not fuse a DequantizeLinear that others read, too."""
+    """Gives each reader of a DequantizeLinear its own copy of that node, as onnxruntime does, so
+    that they can be split differently. Only a blocked weight that a product reads stays shared:
+    onnxruntime does not fuse its DequantizeLinear if other nodes read it, too."""
     for scope in scopes(graph):
         results = {id(tensor) for tensor in scope.outputs}
         _join_blocks(scope, results)
@@ -82,7 +84,7 @@ def separate_dequantized(graph: gs.Graph) -> None:
 
 
 def _join_blocks(graph: gs.Graph, results: set[int]) -> None:
-    """Lets products with the same stored weight in blocks read the same DequantizeLinear."""
+    """Makes products with the same blocked weight read the same DequantizeLinear."""
     first: dict[tuple[int, ...], gs.Node] = {}
     for node in graph.nodes:
         if node.op != _DEQUANTIZE or not _multiplies_blocks(node):
@@ -103,7 +105,7 @@ def _readers(node: gs.Node) -> list[gs.Node]:
 
 
 def _copy_for(reader: gs.Node, node: gs.Node, number: int) -> gs.Node:
-    """A copy of a node that this reader reads instead."""
+    """A copy of a node, which this reader then reads instead."""
     result = node.outputs[0]
     own = gs.Variable(f"{result.name}@{number}", result.dtype, result.shape)
     for i, operand in enumerate(reader.inputs):

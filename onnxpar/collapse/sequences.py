@@ -1,6 +1,7 @@
-"""Sequences that a graph only takes apart again become Splits, which have layouts and gradients.
+"""Replaces sequences whose elements are only picked again by Splits, which have layouts and
+gradients.
 
-torch's dynamo exporter writes `split` and `unbind` so where it does not optimize.
+torch's dynamo exporter writes `split` and `unbind` as sequences if it does not optimize.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from onnxpar.ir.subgraphs import scopes
 from onnxpar.ir.tensors import constant
 
 _SPLIT_BY_OPERAND = 13
-"""The opset since which Split is told the sizes by an operand."""
+"""The opset since which an operand of Split gives the sizes."""
 _MOST_PARTS = 1 << 12
-"""Of a sequence that becomes a Split, which has a result for each."""
+"""Most elements of a sequence that becomes a Split, which has a result for each."""
 
 
 def split_sequences(graph: gs.Graph) -> None:
-    """Replaces each SplitToSequence whose parts are all picked by constant numbers; static shapes
-    are required."""
+    """Replaces each SplitToSequence whose elements are all picked by constant positions. Requires
+    static shapes."""
     if graph.opset < _SPLIT_BY_OPERAND:
         return
     for scope in scopes(graph):
@@ -54,14 +55,14 @@ def _replace(graph: gs.Graph, node: gs.Node) -> None:
 
 
 def _place(reader: gs.Node, count: int) -> int | None:
-    """Which of so many elements a node picks; None where it does something else."""
+    """The position of the element (of `count`) that a node picks; None if it does not pick one."""
     number = constant(reader.inputs[1]) if reader.op == "SequenceAt" else None
     place = count if number is None else int(number)
     return place % count if -count <= place < count else None
 
 
 def _sizes(node: gs.Node) -> list[int]:
-    """The sizes of the parts, none where only a run can tell."""
+    """The sizes of the parts; empty if they are data-dependent."""
     shape, axis = node.inputs[0].shape, node.attrs.get("axis", 0)
     if shape is None or not all(isinstance(s, (int, np.integer)) for s in shape):
         return []

@@ -1,5 +1,5 @@
-"""Restates what onnxruntime tolerates in a file, but the ONNX standard does not, as the standard
-has it. Exporters write all of this, and nobody notices as long as the file runs."""
+"""Repairs violations of the ONNX standard that onnxruntime tolerates. Exporters write all of them,
+and nobody notices as long as the file runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TYPED = (
     "double_data",
     "uint64_data",
 )
-"""Where a tensor's elements are, if not in raw_data."""
+"""Fields that may have a tensor's elements instead of raw_data."""
 
 
 def restate(model: onnx.ModelProto) -> None:
-    """Changes the model in place; it computes the same.
+    """Repairs the model in place; it computes the same.
 
     Sorts nodes, drops unnamed and repeated entries, opens declared sizes that are not positive,
-    and spells ONNX's own domain in one way.
+    and writes ONNX's own domain as "".
     """
     for tensor in stored_tensors(model.graph):
         _keep_one_value(tensor)
@@ -42,7 +42,8 @@ def restate(model: onnx.ModelProto) -> None:
 
 
 def _keep_one_value(tensor: TensorProto) -> None:
-    """The runtime reads raw_data where there is any, and no file unless the tensor says so."""
+    """Drops data that onnxruntime ignores: typed fields beside raw_data, and references to external
+    data in a tensor that is not external."""
     if tensor.HasField("raw_data"):
         for field in _TYPED:
             tensor.ClearField(field)
@@ -66,8 +67,8 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def _return_once(graph: GraphProto) -> None:
-    """Returns an output that is listed twice once. A body of If, Loop or Scan may hand back the
-    same tensor in two places, and is left alone."""
+    """Removes repeated outputs. Bodies of If, Loop or Scan are left alone: they may return the same
+    tensor twice."""
     outputs = {port.name: port for port in reversed(graph.output)}
     if len(outputs) < len(graph.output):
         _replace(graph.output, [*outputs.values()][::-1])
@@ -95,15 +96,15 @@ def _replace(field: Any, messages: list[Any]) -> None:
 
 
 def _open_sizes(type_: TypeProto, below: int) -> None:
-    """Takes back sizes that are less than `below`, by which old exporters mean any size."""
+    """Opens sizes that are less than `below`, which old exporters write for any size."""
     for dim in type_.tensor_type.shape.dim if type_.HasField("tensor_type") else ():
         if dim.HasField("dim_value") and dim.dim_value < below:
             dim.ClearField("dim_value")
 
 
 def _sorted(graph: GraphProto) -> list[int]:
-    """The nodes' places in an order in which each follows those that it reads, by the order of the
-    file otherwise; where nodes wait for each other, these are left as they are."""
+    """Positions of the nodes in topological order, otherwise in the order of the file; nodes in a
+    cycle keep their order."""
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
     waits = [
         {makers[n] for n in reads_of(node) if n in makers} - {i}

@@ -1,7 +1,8 @@
-"""Takes apart ops that onnxruntime makes of several when it optimizes a model.
+"""Replaces ops that onnxruntime fused when it optimized a model by the ops that they consist of.
 
-What is fused is split as one; taken apart, a sum over ranks can come between a product and what
-follows it, and bits are the same. Each rank's session fuses again what still lies side by side.
+A fused op can only be split as one; after this, a sum over ranks can be put between a product and
+the ops that follow it. Results have the same bits. Each rank's session fuses ops again if nothing
+has been put between them.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ _PARAMS: dict[str, tuple[str, ...]] = {
     "HardSigmoid": ("alpha", "beta"),
     "Clip": ("min", "max"),
 }
-"""Activations that may be fused, and what `activation_params` gives them, in order."""
+"""Activations that may be fused, and their parameters in `activation_params`, in order."""
 
 
 _RESERVED = ("gemm_input_shape", "gemm_output_shape")
-"""Constants that onnxruntime adds under these names, though an earlier run of its may have."""
+"""Names of constants that onnxruntime adds, even if it did so when it optimized the model."""
 
 
 def unfuse(model: onnx.ModelProto) -> None:
-    """Replaces fused nodes by ONNX's ops, in place, in subgraphs too."""
+    """Replaces fused nodes by ONNX's ops, in place, also in subgraphs."""
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     _Unfusing(model.graph, opset).run()
     _free_names(model.graph)
 
 
 def _free_names(graph: onnx.GraphProto) -> None:
-    """Renames constants that a session would add a second time, and then refuse."""
+    """Renames constants that a session would add a second time, and then reject."""
     renamed = {w.name: f"{w.name}::kept" for w in graph.initializer if w.name.startswith(_RESERVED)}
     for weight in graph.initializer:
         weight.name = renamed.get(weight.name, weight.name)
@@ -52,6 +53,8 @@ def _free_names(graph: onnx.GraphProto) -> None:
 
 
 class _Unfusing:
+    """Replaces the fused nodes of one graph; methods below handle the current `node`."""
+
     def __init__(self, graph: onnx.GraphProto, opset: int) -> None:
         self.graph = graph
         self.opset = opset
@@ -60,6 +63,7 @@ class _Unfusing:
         self.node = NodeProto()
 
     def run(self) -> None:
+        """Replaces the fused nodes of the graph and its subgraphs."""
         for node in self.graph.node:
             for attribute in node.attribute:
                 single = [attribute.g] if attribute.HasField("g") else []
@@ -75,20 +79,21 @@ class _Unfusing:
             self.graph.node.extend(made)
 
     def given(self, index: int) -> str:
-        """The name of an operand, empty where it is left out."""
+        """The name of an operand; empty if it is left out."""
         return self.node.input[index] if index < len(self.node.input) else ""
 
     def add(
         self, op: str, inputs: Iterable[str], outputs: int = 1, main: bool = False, **attrs: Any
     ) -> list[str]:
-        """A node in front of the last one; the main one keeps the name of the fused one."""
+        """Adds a node before the last one; returns its results. The `main` one gets the name of the
+        fused node."""
         at = f"{self.node.output[0]}::{op}{len(self.made)}"
         names = [at if outputs == 1 else f"{at}:{i}" for i in range(outputs)]
         self._make(op, inputs, names, main, attrs)
         return names
 
     def finish(self, op: str, inputs: Iterable[str], main: bool = False, **attrs: Any) -> None:
-        """The node that makes the result of the fused one."""
+        """Adds the last node, which makes the results of the fused one."""
         self._make(op, inputs, self.node.output, main, attrs)
 
     def _make(
@@ -102,14 +107,14 @@ class _Unfusing:
         self.made.append(node)
 
     def constant(self, value: Any) -> str:
-        """A new constant of the graph."""
+        """Adds a constant to the graph; returns its name."""
         name = f"{self.node.output[0]}::constant{len(self.graph.initializer)}"
         array = np.asarray(value)
         self.graph.initializer.append(numpy_helper.from_array(array, name))
         return name
 
     def convolution(self) -> bool:
-        """FusedConv: a convolution, a summand and an activation."""
+        """Replaces FusedConv: a convolution, a summand and an activation."""
         attrs = _attributes(self.node)
         op = attrs.pop("activation", b"").decode()
         params = attrs.pop("activation_params", [])
@@ -129,7 +134,7 @@ class _Unfusing:
         return True
 
     def gemm(self) -> bool:
-        """FusedGemm: a Gemm and an activation."""
+        """Replaces FusedGemm: a Gemm and an activation."""
         attrs = _attributes(self.node)
         op = attrs.pop("activation", b"").decode()
         params = [attrs.pop(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")]
@@ -140,12 +145,12 @@ class _Unfusing:
         return True
 
     def has(self, op: str) -> bool:
-        """Whether the model's opset has the activation as an op of its own."""
+        """True if the model's opset has the activation as an op."""
         least = 11 if op == "Clip" else 1
         return op in _PARAMS and self.opset >= least and onnx.defs.has(op, self.opset)
 
     def activate(self, op: str, operand: str, params: list[float]) -> None:
-        """The activation of a fused op."""
+        """Adds the activation of a fused op, as the last node."""
         if op == "Clip":
             bounds = [self.constant(np.float32(p)) for p in params]
             self.finish(op, [operand, *bounds])
@@ -154,7 +159,7 @@ class _Unfusing:
             self.finish(op, [operand], **given)
 
     def dynamic_product(self) -> bool:
-        """DynamicQuantizeMatMul: an operand is quantized, once for all products that read it."""
+        """Replaces DynamicQuantizeMatMul; an operand of several products is quantized once."""
         source = self.given(0)
         if source not in self.quantized:
             self.quantized[source] = self.add("DynamicQuantizeLinear", [source], 3)
@@ -163,13 +168,13 @@ class _Unfusing:
         return True
 
     def scaled_product(self) -> bool:
-        """MatMulIntegerToFloat: a product of integers and its scale."""
+        """Replaces MatMulIntegerToFloat: a product of integers and its scale."""
         operands = [self.given(i) for i in (0, 1, 4, 5)]
         self.product(operands, [self.given(2), self.given(3)], 6)
         return True
 
     def product(self, operands: list[str], scales: list[str], bias: int) -> None:
-        """A product of integers, scaled, and a bias if there is one."""
+        """Adds a scaled product of integers, plus operand `bias` if there is one."""
         (total,) = self.add("MatMulInteger", operands, main=True)
         (number,) = self.add("Cast", [total], to=TensorProto.FLOAT)
         (scale,) = self.add("Mul", scales)
@@ -193,7 +198,7 @@ def _attributes(node: NodeProto) -> dict[str, Any]:
 
 
 def _trim(inputs: Iterable[str]) -> list[str]:
-    """Operands without those left out at the end."""
+    """Operands without trailing empty names."""
     names = list(inputs)
     while names and not names[-1]:
         names.pop()

@@ -1,4 +1,4 @@
-"""Vectors that several nodes read as their scale or bias, and how each node gets its own.
+"""Gives each node its own copy of a vector that several nodes read as scale or bias.
 
 Exporters store equal tensors once. In a network that is not trained yet, all scales of
 normalizations are ones and all biases zeros: they become one tensor, which would be trained as one.
@@ -37,14 +37,14 @@ _VECTORS = {
 }
 """Operands that are a scale, a bias, or statistics of channels."""
 _WEIGHTS = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), "LSTM": (3,), "GRU": (3,), "RNN": (3,)}
-"""Operands that are weights: one that is zero all over is shared by chance."""
+"""Operands that are weights: if all elements of one are equal, it is shared by chance."""
 _MERGED = 1024
-"""Elements up to which exporters compare tensors."""
+"""Most elements of tensors that exporters compare."""
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """A node that reads a tensor as an operand, through nodes that pass it on."""
+    """A node that reads a tensor as an operand, `through` nodes that only pass it on."""
 
     node: NodeProto
     operand: int
@@ -52,18 +52,18 @@ class _Reader:
 
 
 def shared_vectors(graph: GraphProto) -> dict[str, int]:
-    """How many nodes read each vector that several read as their scale or bias, by its name."""
+    """Number of readers of each vector that several nodes read as scale or bias, by its name."""
     return {name: len(readers) for name, readers in _shared(graph)}
 
 
 def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
-    """Gives each reader of shared vectors a copy of its own, in place: the first keeps `NAME`, the
-    others read `NAME@1`, `NAME@2` and so on. `names` are vectors; all shared ones by default."""
+    """Gives each reader of a shared vector its own copy, in place: the first keeps `NAME`, the
+    others read `NAME@1`, `NAME@2`, ... `names` are the vectors; by default all shared ones."""
     taken = {t.name for t in graph.initializer}
     taken |= {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
     tensors = {t.name: t for t in graph.initializer}
     inputs = {i.name: i for i in graph.input}
-    nodes = list(graph.node)  # which keeps them, and so their ids
+    nodes = list(graph.node)  # keeps the objects alive, so that their ids stay valid
     places = {id(node): place for place, node in enumerate(nodes)}
     added: dict[int, list[NodeProto]] = {}
     for name, readers in list(_shared(graph)):
@@ -74,7 +74,7 @@ def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
             copy = graph.initializer.add()
             copy.CopyFrom(tensors[name])
             copy.name = source
-            if name in inputs:  # as before IR 4
+            if name in inputs:  # before IR 4
                 port = graph.input.add()
                 port.CopyFrom(inputs[name])
                 port.name = source
@@ -91,7 +91,7 @@ def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
 
 
 def _insert(graph: GraphProto, added: dict[int, list[NodeProto]]) -> None:
-    """Puts nodes behind those at some places."""
+    """Inserts nodes after the nodes at given positions."""
     nodes = []
     for place, node in enumerate(graph.node):
         nodes += [node, *added.get(place, ())]
@@ -108,7 +108,7 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _shared(graph: GraphProto) -> Iterator[tuple[str, list[_Reader]]]:
-    """The vectors that several nodes read as scale or bias, with these nodes."""
+    """The vectors that several nodes read as scale or bias, each with its readers."""
     reads: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
@@ -150,7 +150,7 @@ def _is_vector_of(reader: _Reader, is_filled: bool) -> bool:
 
 
 def _is_filled(tensor: TensorProto) -> bool:
-    """Whether a small tensor has one value all over."""
+    """True if all elements of a small tensor are equal."""
     size = int(np.prod(tensor.dims, dtype=np.int64))
     if tensor.data_location == TensorProto.EXTERNAL or not 0 < size <= _MERGED:
         return False

@@ -1,6 +1,6 @@
-"""Restates models of opsets 7 to 9 in opset 10, node by node, so that nothing else changes.
+"""Converts models of opsets 7 to 9 to opset 10, node by node, so that nothing else changes.
 
-onnx.version_converter drops metadata, and restamps Scan-8 as Scan-9, which means something else.
+onnx.version_converter drops metadata, and relabels Scan-8 as Scan-9, which has another meaning.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Fresh = Callable[[str], str]
 
 
 def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
-    """The model with ONNX's own domain at opset 10, where it is older or not imported at all;
-    `what` names it. It may be changed in place.
+    """The model with ONNX's own domain at opset 10 or newer; it may be changed in place. `what`
+    names it in messages.
 
-    Errors: ModelError, naming the node of which opset 10 has no equal.
+    Errors: ModelError that names a node without an equivalent in opset 10.
     """
     if all(o.domain not in ("", "ai.onnx") for o in model.opset_import):
         model.opset_import.add(domain="", version=NEWEST)
@@ -45,8 +45,8 @@ def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
 
 
 def raise_opset(model: onnx.ModelProto, opset: int, what: str) -> onnx.ModelProto:
-    """The model with ONNX's own domain at least at this opset, by ONNX's converter, which drops
-    metadata; stored tensors go around it. Errors: ModelError."""
+    """The model with ONNX's own domain at least at this opset. Uses ONNX's converter, which drops
+    metadata; large tensors are kept out of it. Errors: ModelError."""
     have = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     if have >= opset:
         return model
@@ -69,7 +69,7 @@ def raise_opset(model: onnx.ModelProto, opset: int, what: str) -> onnx.ModelProt
 
 
 def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
-    """Opsets 1 to 6 as opset 7, by ONNX's converter; exporters wrote nothing then that it drops."""
+    """Converts opsets 1 to 6 to opset 7 with ONNX's converter; what it drops did not exist then."""
     opset = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     if opset >= OLDEST:
         return model
@@ -86,8 +86,8 @@ def _convert(model: onnx.ModelProto, have: int, opset: int, what: str) -> onnx.M
     ) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(
-            f"{what}: opset {have} does not convert to {opset}: {reason}; export it with opset "
-            f"{max(opset, NEWEST)} or newer"
+            f"{what}: cannot convert opset {have} to {opset}: {reason}; export the model with "
+            f"opset {max(opset, NEWEST)} or newer"
         ) from None
 
 
@@ -101,7 +101,7 @@ def _names(graph: GraphProto) -> Iterator[str]:
 
 
 def _read(graph: GraphProto) -> set[str]:
-    """Every name that a node or an output reads, at any depth."""
+    """All names that nodes or outputs read, at any depth."""
     names = {o.name for o in graph.output} | {n for node in graph.node for n in node.input}
     return names.union(*(_read(inner) for node in graph.node for inner in subgraphs_of(node)))
 
@@ -115,8 +115,8 @@ def _upgrade_graph(graph: GraphProto, opset: int, fresh: Fresh, what: str, read:
         if reason:
             name = node.name or (node.output[0] if node.output else "")
             raise ModelError(
-                f"{what}: {node.op_type} '{name}' of opset {opset} has no equal in {NEWEST}: "
-                f"{reason}; export the model with opset {NEWEST} or newer"
+                f"{what}: {node.op_type} '{name}' of opset {opset} has no equivalent in opset "
+                f"{NEWEST}: {reason}; export the model with opset {NEWEST} or newer"
             )
         if node.domain in ("", "ai.onnx"):
             nodes += _restate(node, opset, fresh)
@@ -127,20 +127,20 @@ def _upgrade_graph(graph: GraphProto, opset: int, fresh: Fresh, what: str, read:
 
 
 def _obstacle(node: NodeProto, opset: int, read: set[str]) -> str:
-    """Why a node cannot be restated, or nothing."""
+    """The reason why a node cannot be converted; empty if it can be."""
     attributes = {a.name: a for a in node.attribute}
     if node.op_type == "Scan" and opset == 8:
-        return "it scans a batch, with lengths of sequences"
+        return "it scans a batch of sequences of different lengths"
     if node.op_type == "BatchNormalization" and opset < 9:
         spatial = attributes.get("spatial")
         return "spatial=0" if spatial is not None and spatial.i == 0 else ""
     if node.op_type == "Dropout" and len(node.output) > 1 and node.output[1] in read:
-        return "its mask is read, which was a number and is a bool"
+        return f"its mask is read, which is not a bool before opset {NEWEST}"
     return ""
 
 
 def _restate(node: NodeProto, opset: int, fresh: Fresh) -> list[NodeProto]:
-    """Edits a node; returns the constants that it now reads.
+    """Converts a node in place; returns the constants that it now reads.
 
     All other ops that changed since opset 7 only gained types or optional attributes.
     """
@@ -163,7 +163,7 @@ def _restate(node: NodeProto, opset: int, fresh: Fresh) -> list[NodeProto]:
 
 
 def _take(node: NodeProto, name: str) -> onnx.AttributeProto:
-    """Removes an attribute and returns it; an empty one where it is not there."""
+    """Removes and returns an attribute; returns an empty one if the node does not have it."""
     for i, attribute in enumerate(node.attribute):
         if attribute.name == name:
             found = onnx.AttributeProto()

@@ -1,4 +1,4 @@
-"""Parts of a graph: the nodes that some outputs need, and copies of nodes."""
+"""Copies of nodes, and the nodes that some outputs need."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from onnxpar.ir.subgraphs import captured
 def clone_nodes(
     nodes: Iterable[gs.Node], prefix: str = "", instead: Mapping[int, gs.Tensor] | None = None
 ) -> tuple[list[gs.Node], dict[int, gs.Tensor]]:
-    """Copies of nodes and of the tensors that they make, whose names start with a prefix; returns
-    them, and the copy of each tensor by the identity of the original. What else the nodes read is
-    shared, but for tensors that others are given `instead` of, by identity."""
+    """Copies nodes and their results; the names of copies start with `prefix`.
+
+    Returns the copies, and the copy of each tensor by the id() of the original. Other operands are
+    shared with the original nodes, except those that `instead` replaces, by id().
+    """
     copies: dict[int, gs.Tensor] = dict(instead or {})
     return [clone_node(node, prefix, copies) for node in nodes], copies
 
 
 def clone_node(node: gs.Node, prefix: str, copies: dict[int, gs.Tensor]) -> gs.Node:
-    """A copy of a node, which reads copies where there are some, by identity of the original, and
-    adds those of what it makes."""
+    """A copy of a node. It reads `copies` (by id() of the original) in place of operands, and adds
+    those of its results."""
     inputs = [copies.get(id(t), t) for t in node.inputs]
     attrs = {key: _attribute(value, prefix, copies) for key, value in node.attrs.items()}
     outputs = [_tensor(t, prefix, copies) for t in node.outputs]
@@ -58,7 +60,7 @@ def _tensor(tensor: gs.Tensor, prefix: str, copies: dict[int, gs.Tensor]) -> gs.
 
 
 def needed(graph: gs.Graph, outputs: Collection[str]) -> list[gs.Node]:
-    """The nodes that these outputs are computed by, in order."""
+    """The nodes that compute these outputs, in order."""
     wanted = set(outputs)
     found = []
     for node in reversed(graph.nodes):
@@ -69,8 +71,8 @@ def needed(graph: gs.Graph, outputs: Collection[str]) -> list[gs.Node]:
 
 
 def nodes_of_run(graph: gs.Graph, apart: Collection[str]) -> list[gs.Node]:
-    """The nodes that a run computes, in order: without what only outputs that are computed `apart`
-    need."""
+    """The nodes that a run computes, in order: without those that only the outputs in `apart`
+    need, which another program computes."""
     outputs = [t.name for t in graph.outputs]
     kept = [name for name in outputs if name not in apart]
     return list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)

@@ -12,7 +12,7 @@ PARAMETER = "PARAMETER"
 
 
 def exported_kinds(graph: GraphProto) -> dict[str, str]:
-    """PARAMETER, BUFFER or CONSTANT_TENSOR by name; empty where the exporter wrote no signature."""
+    """PARAMETER, BUFFER or CONSTANT_TENSOR by name; empty if the exporter wrote no signature."""
     for entry in graph.metadata_props:
         if entry.key == _SIGNATURE:
             return {name: kind for kind, name in _ENTRY.findall(entry.value)}

@@ -1,5 +1,5 @@
-"""Identities that frame a recomputation: the gradient that opens a gate, and what waits for it.
-They know it by their metadata, which models keep."""
+"""Gates: Identity nodes that delay a recomputation until a gradient is there. A gate has one on the
+gradient, and one on each tensor that waits for it; metadata, which models keep, marks them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KEY = "onnxpar.gate"
 
 
 def add_gate(graph: gs.Graph, gate: str, name: str, tensor: gs.Tensor) -> gs.Variable:
-    """Appends an Identity of a gate to a graph; returns its result."""
+    """Appends an Identity that belongs to a gate to a graph; returns its result."""
     result = gs.Variable(name, tensor.dtype, tensor.shape)
     node = gs.Node("Identity", name, {}, [tensor], [result])
     source = NodeProto()

@@ -1,5 +1,5 @@
-"""Where the nodes of a rank's graph come from: what lowering makes names the global node, in its
-metadata. Other nodes keep the name that they have in the global graph."""
+"""The global node that a node of a rank's graph comes from. Nodes that lowering creates name it in
+their metadata; other nodes keep the name that they have in the global graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "onnxpar.node"
 
 
 def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
-    """Notes the global node that these are made for."""
+    """Records the global node for which these nodes were created."""
     for node in nodes:
         if node.name != origin and vars(node).get("onnx_source") is None:
             node.onnx_source = NodeProto()
@@ -23,5 +23,5 @@ def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
 
 
 def origin_of(node: NodeProto) -> str:
-    """The name of the global node that a rank's node is made for, or that it is itself."""
+    """The name of the global node that a rank's node was created for, else its own name."""
     return next((str(p.value) for p in node.metadata_props if p.key == _KEY), node.name)

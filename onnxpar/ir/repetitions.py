@@ -1,4 +1,4 @@
-"""How often the nodes of a graph run, bodies of loops included."""
+"""Number of times that each node of a graph runs, also in bodies of loops."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.subgraphs import subgraphs
 
 MOST = 1 << 20
-"""A Loop whose limit is larger is left by its condition, of which nothing is known: one turn."""
+"""Largest limit of a Loop that is taken as its number of iterations. A Loop with a larger one is
+ended by its condition, which is not known; it counts as one iteration."""
 
 
 def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
-    """By name, how often each of these nodes and those of their bodies runs."""
+    """Number of runs of these nodes and of those in their bodies, by name."""
     found: dict[str, int] = {}
 
     def add(node: gs.Node, times: int) -> None:
@@ -30,7 +31,7 @@ def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
 
 
 def iterations(node: gs.Node) -> int:
-    """How often the bodies of a node run, as far as the graph tells; else 1."""
+    """Number of runs of a node's bodies; 1 if the graph does not determine it."""
     if node.op == "Scan":
         first = len(node.inputs) - node.attrs["num_scan_inputs"]
         axis = (node.attrs.get("scan_input_axes") or [0])[0]

@@ -1,7 +1,7 @@
-"""Makes the bodies of If, Loop and Scan read like parts of the graph around them.
+"""Opens the bodies of If, Loop and Scan, so that passes can treat them as parts of the main graph.
 
-No two tensors share a name, weights and declared types all stand in the main graph, and every
-result of a body is made by one of its own nodes.
+Afterwards no two tensors share a name, all weights and declared types are in the main graph, and
+every result of a body is made by a node of that body.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ CONTROL = ("If", "Loop", "Scan")
 
 
 def is_control(node: NodeProto) -> bool:
-    """Whether a node's bodies are parts of the program."""
+    """True if a node is control flow, whose bodies are parts of the program."""
     return node.op_type in CONTROL and node.domain in ("", "ai.onnx")
 
 
 def open_scopes(graph: GraphProto) -> None:
-    """Renames and moves what is in subgraphs at any depth, in place. What a body calls its
-    operands is its own affair: they are known by position."""
+    """Renames tensors of subgraphs at any depth, and moves their weights and types to the main
+    graph, in place. Inputs of a body can be renamed freely: they are identified by position."""
     taken = {t.name for t in (*graph.input, *graph.initializer)}
     taken |= {output for node in graph.node for output in node.output}
     _Opening(graph, taken).enter(graph, {})
 
 
 class _Opening:
+    """Opens the bodies of one model; `taken` are the names in use."""
+
     def __init__(self, main: GraphProto, taken: set[str]) -> None:
         self.main = main
         self.taken = taken
 
     def enter(self, graph: GraphProto, names: Mapping[str, str]) -> None:
-        """Goes through the bodies of a graph whose tensors have their names already."""
+        """Opens the bodies of a graph whose own tensors have been renamed; `names` has the new
+        names of tensors around the bodies."""
         for node in graph.node:
             for body in subgraphs_of(node):
                 if is_control(node):
@@ -65,7 +68,7 @@ class _Opening:
         self.enter(body, names)
 
     def _own_results(self, body: GraphProto, names: Mapping[str, str]) -> None:
-        """Every result gets a node and a tensor of its own."""
+        """Adds an Identity for each result that no node of the body makes, or that is repeated."""
         made = {o for node in body.node for o in node.output}
         for port in body.output:
             port.name = names.get(port.name, port.name)
@@ -77,7 +80,7 @@ class _Opening:
             port.name = result
 
     def _declare(self, name: str, names: dict[str, str]) -> str:
-        """The name of a tensor that a body makes; its own, if no other tensor has it."""
+        """The new name of a tensor of a body: the old one, unless another tensor has it."""
         names[name] = own = self._fresh(name)
         return own
 
@@ -90,7 +93,7 @@ class _Opening:
 
 
 def _rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Follows the renaming of what is around a graph that is otherwise left alone."""
+    """Renames captured tensors in a graph that is otherwise not changed."""
     own = {t.name for t in (*graph.input, *graph.initializer)}
     own |= {o for node in graph.node for o in node.output}
     seen = {old: new for old, new in names.items() if old not in own}

@@ -1,4 +1,4 @@
-"""Tensors stored with a model: where their data is, how many bits it has, and sparse ones."""
+"""Tensors stored with a model: the place and size of their data, checks, and sparse tensors."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from onnxpar.base.packing import stored_bits
 from onnxpar.errors import ModelError
 
 FOLD_LIMIT = 1 << 16
-"""Elements of a result up to which it is folded; larger ones are computed in each run."""
+"""Most elements of a folded result; larger ones are computed in each run."""
 SMALL_WEIGHT = 256
-"""Elements of a floating-point initializer up to which it takes part in folding."""
+"""Most elements of a floating-point initializer that takes part in folding."""
 _MOST_BYTES = (1 << 31) - 1
-"""Of a tensor that stands in a model."""
+"""Most bytes of a tensor in a model file."""
 
 
 def element_bits(dtype: int) -> int:
-    """Bits of an element of TensorProto's number, as it is stored; strings have none."""
+    """Bits of a stored element of a TensorProto.DataType; 0 for strings."""
     if dtype == TensorProto.STRING:
         return 0
     return stored_bits(np.dtype(helper.tensor_dtype_to_np_dtype(dtype)))
 
 
 def stored_bytes(tensor: TensorProto) -> int:
-    """Bytes of a tensor's data; less than one byte an element where they are packed."""
+    """Bytes of a tensor's data; packed elements take less than a byte each."""
     return -(-int(math.prod(tensor.dims)) * element_bits(tensor.data_type) // 8)
 
 
 def is_folded(weight: TensorProto) -> bool:
-    """Whether an initializer takes part in folding."""
+    """True if an initializer takes part in folding: it is in the model file, and small."""
     if weight.data_location == TensorProto.EXTERNAL:
         return False
     size = int(math.prod(weight.dims))
@@ -55,8 +55,8 @@ def is_folded(weight: TensorProto) -> bool:
 def copy_with_stubs(
     model: ModelProto, stub: Callable[[TensorProto], TensorProto | None]
 ) -> ModelProto:
-    """A copy of the model in which `stub` stands in for initializers of the main graph, where it
-    gives one; the data of those is never copied."""
+    """A copy of the model in which the result of `stub` replaces an initializer of the main graph,
+    unless it is None. The data of replaced initializers is never copied."""
     copy = ModelProto()
     for message, target in ((model, copy), (model.graph, copy.graph)):
         for field, value in message.ListFields():
@@ -74,44 +74,44 @@ def copy_with_stubs(
 
 
 class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
-    """Values that are read from a file in the model's folder when something looks at them."""
+    """Values of a weight that are read from a file in the model's folder on first use."""
 
     def __init__(self, tensor: TensorProto, folder: Path) -> None:
         super().__init__(tensor)
         self.folder = folder
 
     def load(self) -> np.ndarray[Any, Any]:
-        """Reads them."""
+        """Reads the values."""
         return numpy_helper.to_array(self.tensor, str(self.folder))
 
 
 def stored_proto(tensor: gs.Constant) -> TensorProto | None:
-    """The reference behind a weight that has not been read, None for a value in memory."""
+    """The TensorProto of a weight that has not been read; None for a value in memory."""
     values: Any = tensor._values
     return values.tensor if isinstance(values, gs.ir.tensor.LazyValues) else None
 
 
 def external_location(tensor: TensorProto) -> tuple[str, int, int | None]:
-    """(location, offset, length) of external data, as the model states them; the length is None
-    where it is all that the tensor needs. Errors: ValueError for what is no number."""
+    """(location, offset, length) of external data, as the model states them; a length of None means
+    as much as the tensor needs. Errors: ValueError if offset or length is not a number."""
     entries = {e.key: e.value for e in tensor.external_data}
-    length = int(entries.get("length", 0)) or None  # the runtime takes 0 for none
+    length = int(entries.get("length", 0)) or None  # the runtime takes 0 as no length
     return entries.get("location", ""), int(entries.get("offset", 0)), length
 
 
 _KEYS = ("location", "offset", "length", "checksum")
-"""What the runtime knows of external data."""
+"""Keys of external data that the runtime knows."""
 
 
 def check_stored(tensor: TensorProto, model: Path) -> None:
-    """Errors: ModelError where a tensor's data is not as much as its type and shape say, or is
-    missing, short or outside the model's folder."""
+    """Errors: ModelError if the size of a tensor's data does not match its type and shape, or if
+    the data is missing, or outside the model's folder."""
     dtype = tensor.data_type
     known = [n for n in TensorProto.DataType.values() if n != TensorProto.UNDEFINED]
     if dtype not in known or min(tensor.dims, default=0) < 0:
         raise ModelError(
             f"{model}: weight {tensor.name!r} has data type {dtype} and shape {list(tensor.dims)}, "
-            "which no tensor has; write the model again"
+            "which are not valid; export the model again"
         )
     if tensor.data_location == TensorProto.EXTERNAL:
         _check_external(tensor, model)
@@ -127,8 +127,8 @@ def check_stored(tensor: TensorProto, model: Path) -> None:
         what = "elements"
     if have != need:
         raise ModelError(
-            f"{model}: weight {tensor.name!r} has {have} {what}, its shape and type {need}; the "
-            "file is damaged"
+            f"{model}: weight {tensor.name!r} has {have} {what}, but its shape and type need "
+            f"{need}; the file is damaged"
         )
 
 
@@ -136,44 +136,46 @@ _VALUES = {
     "value", "sparse_value", "value_float", "value_floats", "value_int", "value_ints",
     "value_string", "value_strings",
 }  # fmt: skip
-"""Attributes of a Constant, of which it has one."""
+"""The attributes of which a Constant has exactly one."""
 
 
 def check_constants(graph: GraphProto, model: Path) -> None:
-    """Errors: ModelError for a Constant that has no value, or one that is no tensor; onnxruntime
-    loads some, of any domain, and what they make is not defined."""
+    """Errors: ModelError for a Constant (of any domain) without a value, or whose value is not a
+    tensor. onnxruntime loads some of these, with undefined results."""
     for node in nodes_of(graph):
         values = {attribute.name for attribute in node.attribute} & _VALUES
         if node.op_type == "Constant" and len(values) != 1:
             raise ModelError(
-                f"{model}: Constant {next(iter(node.output), '')!r} has {len(values)} values; one "
-                "is expected: export the model again"
+                f"{model}: Constant {next(iter(node.output), '')!r} has {len(values)} values "
+                "instead of one; export the model again"
             )
         for attribute in node.attribute if node.op_type == "Constant" else ():
             is_tensor = attribute.HasField("t") or attribute.HasField("sparse_tensor")
             if attribute.name in ("value", "sparse_value") and not is_tensor:
                 raise ModelError(
-                    f"{model}: Constant {next(iter(node.output), '')!r} has a value that is no "
+                    f"{model}: Constant {next(iter(node.output), '')!r} has a value that is not a "
                     "tensor; export the model again"
                 )
 
 
 def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
-    """Errors: ModelError where the places of a sparse tensor's values are not within it, or it
-    would be larger than any tensor in a file."""
+    """Errors: ModelError if the indices of a sparse tensor are out of its range, or if its dense
+    form would be larger than any tensor in a file."""
     values, at, dims = sparse.values, sparse.indices, list(sparse.dims)
     what = f"{model}: sparse tensor {values.name!r} of shape {dims}"
     if min(dims, default=1) < 1:
-        raise ModelError(f"{what}: sizes start at 1; export the model again")
+        raise ModelError(f"{what}: sizes must be at least 1; export the model again")
     need = math.prod(dims) * element_bits(values.data_type) // 8
     if need > _MOST_BYTES:
-        raise ModelError(f"{what} takes {need:,} bytes as onnxruntime holds it; 2 GiB are the most")
+        raise ModelError(
+            f"{what} takes {need:,} bytes in onnxruntime, which makes it dense; the limit is 2 GiB"
+        )
     count = list(values.dims)
     shapes = [count, [*count, len(dims)]]
     if len(count) != 1 or at.data_type != TensorProto.INT64 or list(at.dims) not in shapes:
         raise ModelError(
             f"{what} has values of shape {count} and indices of shape {list(at.dims)} and data "
-            f"type {at.data_type}; a row of values and an int64 index of each is expected"
+            f"type {at.data_type}; it must have a vector of values, and an int64 index for each"
         )
     places = numpy_helper.to_array(at, str(model.parent))
     most = dims if places.ndim == 2 else [math.prod(dims)]
@@ -186,18 +188,18 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
         location, offset, length = external_location(tensor)
     except ValueError as error:
         raise ModelError(
-            f"{model}: offset or length of weight {tensor.name!r} is no number: {error}"
+            f"{model}: offset or length of weight {tensor.name!r} is not a number: {error}"
         ) from None
     for entry in tensor.external_data:
         if entry.key not in _KEYS and not entry.key.startswith("prepacked"):
             raise ModelError(
-                f"{model}: external data of weight {tensor.name!r} has an entry {entry.key!r}; "
-                f"there are {', '.join(_KEYS)}"
+                f"{model}: external data of weight {tensor.name!r} has an unknown entry "
+                f"{entry.key!r}; the known ones are {', '.join(_KEYS)}"
             )
     if "\0" in location:
         raise ModelError(
-            f"{model}: external data of weight {tensor.name!r} is in a file {location!r}, which is "
-            "no name of a file; export the model again"
+            f"{model}: external data of weight {tensor.name!r} has the location {location!r}, "
+            "which is not a valid file name; export the model again"
         )
     folder = model.parent.resolve()
     data = (folder / location).resolve()
@@ -211,8 +213,8 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
     have = data.stat().st_size - offset if length is None else length
     if have < need or data.stat().st_size < offset + need or offset < 0:
         raise ModelError(
-            f"{model}: external data {location!r} is too short for {tensor.name!r}: "
-            f"{need} bytes from {offset}"
+            f"{model}: external data {location!r} is too short for {tensor.name!r}, which needs "
+            f"{need} bytes from offset {offset}"
         )
 
 
@@ -225,7 +227,7 @@ def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
-    """The graph and the bodies of its nodes, each before those within it."""
+    """The graph and all its subgraphs at any depth; a graph comes before its subgraphs."""
     yield graph
     for node in graph.node:
         for inner in subgraphs_of(node):
@@ -233,7 +235,7 @@ def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
-    """Every node of a graph, those of subgraphs behind the one that they belong to."""
+    """Every node of a graph; the nodes of its subgraphs come right after it."""
     for node in graph.node:
         yield node
         for inner in subgraphs_of(node):
@@ -241,13 +243,13 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 def reads_of(node: NodeProto) -> set[str]:
-    """Every name that a node reads, also what its subgraphs capture."""
+    """All names that a node reads, including those that its subgraphs capture."""
     return set(node.input).union(*map(captured_by, subgraphs_of(node)))
 
 
 def captured_by(graph: GraphProto) -> set[str]:
-    """Every name that a subgraph reads of the graph around it; names of its own may be the same as
-    names around it."""
+    """All names that a subgraph reads from the graph around it; its own tensors may have the same
+    names as tensors around it."""
     read = {port.name for port in graph.output}.union(*map(reads_of, graph.node))
     own = {t.name for t in (*graph.input, *graph.initializer)}
     return read - own - {name for node in graph.node for name in node.output}
@@ -258,7 +260,7 @@ def _attributes(graph: GraphProto) -> Iterator[AttributeProto]:
 
 
 def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """Every stored tensor of a graph, of attributes and of subgraphs too."""
+    """All stored tensors of a graph, including those in attributes and subgraphs."""
     for each in graphs_of(graph):
         yield from each.initializer
     for attribute in _attributes(graph):
@@ -269,7 +271,7 @@ def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
-    """The same of sparse ones."""
+    """All sparse tensors of a graph, including those in attributes and subgraphs."""
     for each in graphs_of(graph):
         yield from each.sparse_initializer
     for attribute in _attributes(graph):
@@ -278,10 +280,10 @@ def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
 
 
 def check_text(model: ModelProto, path: Path) -> None:
-    """Errors: ModelError for a name that is not UTF-8, which protobuf hands over as bytes."""
+    """Errors: ModelError for a name that is not UTF-8, which protobuf returns as bytes."""
     for text in _texts(model):
         if isinstance(text, bytes):
-            raise ModelError(f"{path}: {text!r} in it is not UTF-8; export or copy it again")
+            raise ModelError(f"{path}: the name {text!r} is not UTF-8; export or copy it again")
 
 
 def _texts(model: ModelProto) -> Iterator[Any]:
@@ -330,7 +332,7 @@ def _texts_of(tensor: TensorProto) -> Iterator[Any]:
 
 
 def lift_constants(graph: GraphProto) -> None:
-    """Makes constants whose data is elsewhere initializers, so that nothing reads them."""
+    """Turns Constant nodes with external data into initializers, so that nothing reads the data."""
     kept = []
     for node in graph.node:
         found = [a for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
@@ -347,7 +349,7 @@ def lift_constants(graph: GraphProto) -> None:
 
 
 def densify(graph: GraphProto, folder: Path) -> None:
-    """Makes sparse initializers and constants dense, as the runtime does; data is in `folder`."""
+    """Makes sparse initializers and constants dense, as onnxruntime does; data is in `folder`."""
     graph.initializer.extend(_dense(sparse, folder) for sparse in graph.sparse_initializer)
     del graph.sparse_initializer[:]
     for node in graph.node:

@@ -1,5 +1,4 @@
-"""Subgraphs: those that are parts of the program, what others read around them, and which nodes are
-random."""
+"""Subgraphs of nodes, the tensors that they capture, and random nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def subgraphs(node: gs.Node) -> Iterator[gs.Graph]:
 
 
 def bodies(node: gs.Node) -> list[gs.Graph]:
-    """The subgraphs of control flow, by name of the attribute: both branches, or the body."""
+    """The subgraphs of a control-flow node, sorted by attribute: both branches, or the body."""
     if node.op not in CONTROL or node.domain not in (None, "", "ai.onnx"):
         return []
     return [node.attrs[key] for key in sorted(node.attrs) if isinstance(node.attrs[key], gs.Graph)]
@@ -50,7 +49,7 @@ def all_nodes(graph: gs.Graph) -> Iterator[gs.Node]:
 
 
 def nodes_within(nodes: Iterable[gs.Node]) -> Iterator[gs.Node]:
-    """The nodes and those of their subgraphs at any depth."""
+    """The nodes, each followed by those of its subgraphs at any depth."""
     for node in nodes:
         yield node
         for graph in subgraphs(node):
@@ -58,15 +57,15 @@ def nodes_within(nodes: Iterable[gs.Node]) -> Iterator[gs.Node]:
 
 
 def constants(graph: gs.Graph) -> list[gs.Constant]:
-    """Every constant that the graph and its subgraphs read, once."""
+    """All constants that the graph and its subgraphs read, each once."""
     found = [t for scope in scopes(graph) for t in scope.tensors().values()]
     return list({t.name: t for t in found if isinstance(t, gs.Constant)}.values())
 
 
 def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int]]:
-    """(tensor, reader, position) for all that subgraphs at any depth read from outside themselves.
+    """(tensor, reader, position) for all tensors that a node's subgraphs, at any depth, capture.
 
-    The reader is a node (its input) or a graph (its output).
+    The reader is a node (position among its inputs) or a graph (position among its outputs).
     """
     for graph in subgraphs(node):
         own = {t.name for t in graph.inputs} | {t.name for n in graph.nodes for t in n.outputs}
@@ -77,14 +76,14 @@ def captured(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node | gs.Graph, int
 
 
 def is_random(node: gs.Node) -> bool:
-    """Whether two ranks may get different results: those with a seed draw the same everywhere."""
+    """True if two ranks may get different results: a node draws random numbers without a seed."""
     if draws(node):
         return "seed" not in node.attrs
     return any(is_random(inner) for graph in subgraphs(node) for inner in graph.nodes)
 
 
 def draws(node: gs.Node) -> bool:
-    """Whether a node itself draws random numbers, with a seed or without."""
+    """True if a node itself draws random numbers, with or without a seed."""
     if node.op == "Dropout":
         training = node.inputs[2] if len(node.inputs) > 2 else None
         if isinstance(training, gs.Constant):
@@ -94,7 +93,7 @@ def draws(node: gs.Node) -> bool:
 
 
 def replace_reads(old: gs.Tensor, new: gs.Tensor) -> None:
-    """Lets every node that reads a tensor read another one."""
+    """Makes all nodes that read a tensor read another one."""
     for node in list(old.outputs):
         for i, operand in enumerate(node.inputs):
             if operand is old:
@@ -102,12 +101,12 @@ def replace_reads(old: gs.Tensor, new: gs.Tensor) -> None:
 
 
 def detach(node: gs.Node) -> None:
-    """Makes a node, and its subgraphs at any depth, read nothing any more."""
+    """Removes all inputs from a node, and from the nodes of its subgraphs at any depth."""
     node.inputs.clear()
     for inner in [n for graph in subgraphs(node) for n in graph.nodes]:
         detach(inner)
 
 
 def read_by(node: gs.Node) -> list[gs.Tensor]:
-    """The operands of a node, and what its subgraphs read of the graph."""
+    """The operands of a node, and the tensors that its subgraphs capture."""
     return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]

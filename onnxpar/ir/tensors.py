@@ -13,13 +13,13 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.packing import stored_bits
 
 Size = int | None
-"""Elements of a dimension; None where only a run of the model can tell."""
+"""Size of a dimension; None if it is data-dependent."""
 Whole = Mapping[str, Collection[str] | None]
 """Factors that a node must not split, by the name of its first result; None for all of them."""
 
 
 def tensor_shape(tensor: gs.Tensor) -> tuple[Size, ...] | None:
-    """The shape of a tensor, None for an unknown rank; symbols that stayed open are None."""
+    """The shape of a tensor, with None for unknown sizes; None if the rank is unknown."""
     shape = tensor.shape
     if shape is None:
         return None
@@ -27,24 +27,24 @@ def tensor_shape(tensor: gs.Tensor) -> tuple[Size, ...] | None:
 
 
 def numel(shape: Sequence[Size]) -> int:
-    """The number of elements; an unknown dimension counts as one."""
+    """The number of elements; an unknown dimension counts as 1."""
     return math.prod(s or (1 if s is None else 0) for s in shape)
 
 
 def constant(tensor: gs.Tensor) -> np.ndarray[Any, Any] | None:
-    """The value of a constant operand, None where it is computed or fed."""
+    """The value of a constant operand; None if it is computed or fed."""
     if isinstance(tensor, gs.Constant):
         return np.asarray(tensor.values)
     return None
 
 
 def given(node: gs.Node, index: int) -> gs.Tensor | None:
-    """An operand that may be left out, None where it is."""
+    """An optional operand; None if it is left out."""
     return node.inputs[index] if index < len(node.inputs) and node.inputs[index].name else None
 
 
 def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
-    """The tensor's dtype for NumPy; bfloat16 and the like are ml_dtypes'."""
+    """The tensor's dtype in NumPy; bfloat16 and similar types are from ml_dtypes."""
     dtype = tensor.dtype
     if isinstance(dtype, int):
         dtype = onnx.helper.tensor_dtype_to_np_dtype(dtype)
@@ -53,20 +53,20 @@ def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
 
 
 def dtype_of(tensor: gs.Tensor) -> np.dtype[Any] | None:
-    """The element type as NumPy (or ml_dtypes) has it, None where it is unknown."""
+    """The tensor's dtype in NumPy (or ml_dtypes); None if it is unknown."""
     return None if tensor.dtype is None else numpy_dtype(tensor)
 
 
 def is_float(tensor: gs.Tensor) -> bool:
-    """Whether the elements are floating-point numbers that sums are carried out in."""
+    """True for the floating-point types in which sums are computed."""
     return str(dtype_of(tensor)) in ("float16", "bfloat16", "float32", "float64")
 
 
 def shape_bytes(tensor: gs.Tensor, shape: Sequence[int]) -> int:
-    """Bytes of a part of this shape."""
+    """Bytes of a shard of this shape."""
     return math.ceil(math.prod(shape) * element_bytes(tensor))
 
 
 def element_bytes(tensor: gs.Tensor) -> float:
-    """Bytes of an element, of which some types have but a part; 4 where the type is unknown."""
+    """Bytes of an element, less than 1 for packed types; 4 if the type is unknown."""
     return stored_bits(numpy_dtype(tensor)) / 8 if tensor.dtype is not None else 4.0

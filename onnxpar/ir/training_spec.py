@@ -1,4 +1,4 @@
-"""What a model that is a training step says of itself: which of its ports are what."""
+"""The description of a training step in a model's metadata: the roles of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ METADATA = "onnxpar.training"
 """The key of a step's description in a model's metadata."""
 
 EVALUATION = "evaluation"
-"""How outputs begin that evaluate, and the program that computes these alone."""
+"""Prefix of evaluation outputs, and the name of the program that computes only these."""
 RESIDUAL = "residual"
-"""The kind of slots that hold what ranks have not sent of a gradient."""
+"""Kind of slots that hold the part of a gradient that a rank has not sent yet."""
 GRADIENT = ".grad"
-"""Ends the names of outputs that are gradients."""
+"""Suffix of the names of outputs that are gradients."""
 SCALE = "loss_scale"
-"""The input and kind of slot that is the factor of the loss, where it changes."""
+"""Name of the input, and kind of the slot, of a dynamic loss scale."""
 SKIPPED = "skipped"
-"""The metric that is 1 where a gradient was no number and nothing was updated."""
+"""Name of the metric that is 1 if a gradient was not finite, so that nothing was updated."""
 SEED = "seed"
-"""The input that all random numbers of a step follow from."""
+"""Name of the input from which all random numbers of a step are derived."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor that a step hands to the next one.
+    """A tensor that a step passes to the next one.
 
-    kind    "parameter", or what the optimizer calls it
-    of      the parameter that it belongs to, empty for what belongs to all
-    default whether the model has its first value; else it is zero
+    kind    "parameter", or the optimizer's name for it
+    of      the parameter that it belongs to; empty if it belongs to all
+    default True if the model has its first value; else it starts as zero
     """
 
     input: str
@@ -43,11 +43,11 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """How the tensors of a step that is each rank's own program are dealt over a mesh.
+class StepSharding:
+    """The sharding of a step's tensors over a mesh, if the step is a program per rank.
 
-    tensors  an entry for each, as strategies have them
-    like     tensors that are dealt like another one
+    tensors  an entry for each tensor, as in strategies
+    like     tensors that are sharded like another one
     """
 
     mesh: list[tuple[str, int]]
@@ -57,15 +57,16 @@ class Deal:
 
 @dataclass
 class Step:
-    """What the ports of a training step are; `seed` is there where it draws random numbers. A step
-    takes its batch in so many `turns`, one part after the other, and computes in a `precision` if
-    that is not the parameters' type.
+    """The roles of a training step's inputs and outputs. Field names are part of the metadata.
 
-    `evaluation` are outputs that tell how good the model is when it is used, which no update needs:
-    they can be computed alone. `gradients` are the tensors of the graph that are the gradients of
-    the loss, by parameter. `deal` is there where the step is each rank's own program,
-    `compression` where gradients travel between ranks otherwise than they are. `cautions` are
-    sentences on what it trains otherwise than the network that was exported.
+    seed         input for random numbers; None if the step draws none
+    turns        number of micro-batches that the step processes one after the other
+    precision    dtype of computation; None for that of the parameters
+    evaluation   outputs that measure the model without updating it; they can be computed alone
+    gradients    tensors of the graph that are gradients of the loss, by parameter
+    deal         sharding of the tensors, if the step is a program per rank
+    compression  compression of gradients that ranks exchange; empty for none
+    cautions     sentences on differences between training this step and the exported network
     """
 
     loss: str = "loss"
@@ -78,17 +79,17 @@ class Step:
     evaluation: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     gradients: dict[str, str] = field(default_factory=dict)
-    deal: Deal | None = None
+    deal: StepSharding | None = None
     compression: str = ""
     cautions: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """As the metadata has it."""
+        """The text in the metadata."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def of(header: onnx.ModelProto) -> Step | None:
-        """The step that a model says it is, None where it says nothing of that."""
+        """The step that a model's metadata describes; None if there is no description."""
         for entry in header.metadata_props:
             if entry.key == METADATA:
                 return Step.from_json(json.loads(entry.value))
@@ -98,12 +99,12 @@ class Step:
     def from_json(data: Mapping[str, Any]) -> Step:
         """The inverse of `asdict`."""
         slots = [Slot(**slot) for slot in data["slots"]]
-        deal = Deal(**data["deal"]) if data.get("deal") else None
+        deal = StepSharding(**data["deal"]) if data.get("deal") else None
         return Step(**{**data, "slots": slots, "deal": deal})
 
     @property
     def unsplit(self) -> Step:
-        """The step as it was before ranks had something to keep for themselves."""
+        """The step of the unsplit model: without the residuals that ranks keep."""
         return replace(self, slots=[s for s in self.slots if s.kind != RESIDUAL])
 
     @property

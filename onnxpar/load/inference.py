@@ -1,7 +1,7 @@
-"""Folds and infers a whole model, the bodies of its control flow included.
+"""Folds and infers a whole model, including the bodies of its control flow.
 
-A tensor that a body is handed has the shape that it has on every turn: dimensions that the body
-hands back otherwise are left open. Its value is never known.
+An input of a body gets the shape that it has in every iteration: dimensions that the body changes
+are left open. Its value is never known.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Type = TypeProto | None
 
 
 def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
-    """Folds what is constant, branches too, and declares the type of every tensor it can tell, in
-    place; bodies are opened (`open_scopes`). `keep` as for `Walk`. Errors: ModelError for a node
-    that cannot run on its operands."""
+    """Folds constants and branches, and declares every type that can be inferred, in place; bodies
+    are opened (`open_scopes`). `keep` as for `Walk`. Errors: ModelError for a node that cannot run
+    on its operands."""
     open_scopes(model.graph)
     walk = Walk(model, keep=keep)
     _Inference(walk).graph(model.graph)
@@ -35,11 +35,13 @@ def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
 
 
 class _Inference:
+    """Infers graphs and bodies into one walk."""
+
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
 
     def graph(self, graph: GraphProto, is_body: bool = False) -> None:
-        """Goes through the nodes, and drops those that are constant."""
+        """Infers the nodes of a graph, and removes those that are constant."""
         results = {p.name for p in graph.output} if is_body else set()
         kept: list[NodeProto] = []
         todo = deque(graph.node)
@@ -66,7 +68,8 @@ class _Inference:
     def _fold(
         self, node: NodeProto, values: Sequence[object], results: set[str]
     ) -> list[NodeProto]:
-        """Takes a node's results for constants, which results of a body must be copies of."""
+        """Records a node's results as constants. Returns an Identity for each that is a result of
+        its body: that must be made by a node."""
         copies = []
         for i, name in enumerate(node.output):
             if name in results:
@@ -100,15 +103,15 @@ class _Inference:
         self._know(node.output, [*carried, *(_stacked(t, 0, iterations) for t in results)])
 
     def _scan(self, node: NodeProto, body: GraphProto) -> None:
-        said = {a.name: a for a in node.attribute}
-        states = len(node.input) - said["num_scan_inputs"].i
+        attributes = {a.name: a for a in node.attribute}
+        states = len(node.input) - attributes["num_scan_inputs"].i
         given = [self.walk.types.get(name) for name in node.input]
-        axes = said["scan_input_axes"].ints if "scan_input_axes" in said else [0] * len(given)
+        axes = _axes(attributes.get("scan_input_axes"), len(given))
         parts = [_element(t, axis) for t, axis in zip(given[states:], axes, strict=False)]
-        carried = self._settle(body, given[:states], behind=[t for t, _ in parts])
+        carried = self._settle(body, given[:states], after=[t for t, _ in parts])
         results = self._results(body)[states:]
         steps = next((size for _, size in parts if size is not None), None)
-        axes = said["scan_output_axes"].ints if "scan_output_axes" in said else [0] * len(results)
+        axes = _axes(attributes.get("scan_output_axes"), len(results))
         stacked = [_stacked(t, axis, steps) for t, axis in zip(results, axes, strict=True)]
         self._know(node.output, [*carried, *stacked])
 
@@ -117,16 +120,18 @@ class _Inference:
         body: GraphProto,
         given: Sequence[_Type],
         before: Sequence[_Type] = (),
-        behind: Sequence[_Type] = (),
+        after: Sequence[_Type] = (),
     ) -> list[_Type]:
-        """Infers a body, and what type the tensors have that it is handed first and hands back."""
+        """Infers a body; returns the types that its carried tensors have in every iteration.
+        `given` are their types before the first one; `before` and `after` those of the inputs
+        around them."""
         ports = body.input[len(before) :]
         carried = [t or _bare(p.type) for t, p in zip(given, ports, strict=False)]
         skipped = len(before) // 2  # a condition comes back, a counter does not
         while True:
             trial = GraphProto()
             trial.CopyFrom(body)
-            self._know([p.name for p in body.input], [*before, *carried, *behind])
+            self._know([p.name for p in body.input], [*before, *carried, *after])
             self.graph(trial, is_body=True)
             back = self._results(trial)[skipped : skipped + len(carried)]
             common = [_common(a, b) for a, b in zip(carried, back, strict=True)]
@@ -137,7 +142,7 @@ class _Inference:
             carried = [c or _bare(t) for c, t in zip(common, carried, strict=True)]
 
     def _iterations(self, node: NodeProto, body: GraphProto) -> int | None:
-        """How often a Loop runs, None where only a run can tell."""
+        """Number of iterations of a Loop; None if it is data-dependent."""
         count, start = (self.walk.values.get(name) for name in node.input[:2])
         makers = {o: n for n in body.node for o in n.output}
         name = body.output[0].name
@@ -158,7 +163,7 @@ class _Inference:
                 self.walk.types[name] = type_
 
     def _forget(self, body: GraphProto) -> None:
-        """Takes back what a guess at the types of its operands has made known."""
+        """Removes what was recorded about a body's tensors, after a wrong guess at its inputs."""
         names = {p.name for p in body.input}
         for node in body.node:
             names.update(node.output, map(_stored_name, node.output))
@@ -172,16 +177,21 @@ class _Inference:
 
 
 def _stored_name(result: str) -> str:
-    """The name of the constant that a body's result is a copy of."""
+    """The name of the constant whose copy is a result of a body."""
     return f"{result}::value"
 
 
 _COUNTERS = (TensorProto.INT64, TensorProto.BOOL)
-"""What the body of a Loop is handed first: the number of the turn, and the condition."""
+"""Dtypes of the first inputs of a Loop's body: the iteration number and the condition."""
+
+
+def _axes(attribute: onnx.AttributeProto | None, count: int) -> Sequence[int]:
+    """The axes of a Scan's sequences; the default is axis 0 for each."""
+    return [0] * count if attribute is None else attribute.ints
 
 
 def _scalar(declared: TypeProto, dtype: int) -> TypeProto:
-    """One element, of the rank that the body declares: the runtime follows it."""
+    """The type of one element, of the rank that the body declares, as in onnxruntime."""
     rank = len(declared.tensor_type.shape.dim)
     return helper.make_tensor_type_proto(dtype, [1] * min(rank, 1))
 
@@ -199,7 +209,7 @@ def _bare(type_: TypeProto) -> TypeProto:
 
 
 def _common(a: _Type, b: _Type) -> _Type:
-    """What two types have in common."""
+    """The first type, without a shape or sizes in which the second differs."""
     if a is None or a == b:
         return a
     shapes = [t.tensor_type.shape for t in (a, b) if t and t.tensor_type.HasField("shape")]
@@ -215,7 +225,8 @@ def _common(a: _Type, b: _Type) -> _Type:
 
 
 def _element(sequence: _Type, axis: int) -> tuple[_Type, int | None]:
-    """The type of what a Scan hands its body of a sequence, and how many there are."""
+    """The type of the slices of a sequence that a Scan passes to its body, and their number (None
+    if it is data-dependent)."""
     if sequence is None:
         return None, None
     element = TypeProto()
@@ -230,7 +241,7 @@ def _element(sequence: _Type, axis: int) -> tuple[_Type, int | None]:
 
 
 def _stacked(element: _Type, axis: int, count: int | None) -> _Type:
-    """The type of a row of results; `count` is None where only a run can tell."""
+    """The type of `count` results, stacked along an axis; None is a data-dependent count."""
     if element is None or not element.tensor_type.HasField("shape"):
         return element
     sizes = list(element.tensor_type.shape.dim)
@@ -246,7 +257,7 @@ def _stacked(element: _Type, axis: int, count: int | None) -> _Type:
 
 
 def _declare_bodies(node: NodeProto, walk: Walk) -> None:
-    """Writes the types of what bodies are handed, make and hand back, at any depth."""
+    """Declares the types of inputs, outputs and intermediate tensors of bodies, at any depth."""
     for body in subgraphs_of(node) if is_control(node) else ():
         del body.value_info[:]
         results = {p.name for p in body.output}

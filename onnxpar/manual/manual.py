@@ -21,7 +21,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.stored import nodes_of
 from onnxpar.ir.subgraphs import subgraphs
-from onnxpar.ir.training_spec import Deal
+from onnxpar.ir.training_spec import StepSharding
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.manual.collective_shapes import OPS, result_types
@@ -45,7 +45,7 @@ class Manual:
 
     mesh: Mesh
     strategy: Strategy
-    deal: Deal | None = None
+    deal: StepSharding | None = None
 
     def __post_init__(self) -> None:
         if self.strategy.shard:
@@ -57,7 +57,7 @@ class Manual:
     def check_names(self, names: Iterable[str]) -> None:
         """Errors: StrategyError for an entry that matches no input, weight or output, or that
         contradicts a training step."""
-        deal = self.deal or Deal([], {}, {})
+        deal = self.deal or StepSharding([], {}, {})
         names = [*deal.tensors, *deal.like] if self.deal else list(names)
         for pattern in self.strategy.tensors:
             matching(str(pattern), names, "input, weight or output", self.strategy.source)

@@ -1,7 +1,7 @@
-"""Sizes of inputs that one branch of an If alone reads: no other input needs to agree with them.
+"""Sizes of inputs that only one branch of an If reads: no other input needs to agree with them.
 
-A run computes one of the branches. What the other one would read may be a dummy then, such as the
-empty cache of a decoder's first step.
+A run computes one of the branches. Inputs that only the other branch reads may be dummies then,
+such as the empty cache of a decoder's first step.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from onnxpar.symbols.symbols import Polynomial
 At = tuple[str, int]
 """A tensor's name and an axis of it."""
 SizeOf = Callable[[str], list[Polynomial | None]]
-"""The sizes of a tensor in closed form; None for those that have none or are not known."""
+"""The sizes of a tensor in closed form; None for a size without one, or an unknown size."""
 
 
 def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf) -> frozenset[At]:
-    """The open sizes of inputs that only branches read which are not computed together, where no
-    size of what the If makes is told by them."""
+    """The open sizes of inputs that are read only by alternative branches of an If, none of whose
+    results has a size that depends on them."""
     others = {port.name for port in graph.output}
     ifs = [node for node in graph.node if _is_if(node)]
     for node in graph.node:
         others.update(node.input if _is_if(node) else reads_of(node))
-    told: dict[str, set[str]] = {}
+    result_symbols: dict[str, set[str]] = {}
     for node in ifs:
         each = [captured_by(a.g) for a in node.attribute if a.HasField("g")]
         others.update(set.intersection(*each))
         sizes = [size for name in node.output if name for size in size_of(name)]
         symbols = {str(v) for size in sizes if size is not None for v in size.variables}
         for name in set.union(*each):
-            told.setdefault(name, set()).update(symbols)
+            result_symbols.setdefault(name, set()).update(symbols)
     return frozenset(
         (name, axis)
         for (name, axis), size in dims.items()
-        if name in told and name not in others and told[name].isdisjoint(size.variables)
+        if name in result_symbols
+        and name not in others
+        and result_symbols[name].isdisjoint(size.variables)
     )
 
 

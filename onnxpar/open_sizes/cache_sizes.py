@@ -1,7 +1,7 @@
-"""Open sizes that the kernel of a cache needs to follow from others.
+"""Relations between open sizes that the kernel of GroupQueryAttention needs.
 
-Shapes alone tie most sizes to each other (`equal_sizes.py`); what a GroupQueryAttention is told of
-the length of its keys is a number in an operand.
+Most relations follow from shapes (`equal_sizes.py`); but a GroupQueryAttention reads the length of
+its keys from the value of an operand.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from onnx import NodeProto
 from onnxpar.open_sizes.lockstep import Lockstep
 from onnxpar.symbols.symbols import Binding, Polynomial
 
-Step = list[tuple[Polynomial, int]]
-"""Ways to mend one contradiction: a size, and what it should be."""
+Remedies = list[tuple[Polynomial, int]]
+"""Alternative remedies for one contradiction: a size, and the value that it should have."""
 
 _MICROSOFT = "com.microsoft"
 _OP = "GroupQueryAttention"
@@ -24,10 +24,13 @@ _OP = "GroupQueryAttention"
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes around a GroupQueryAttention, None where they have no closed form: the batch, the
-    tokens of a run (`own`), the length of the `past` cache, what the operand says of the length of
-    all `keys`, and the rows of the table of angles. A cache `is_buffer` where it has one length
-    before and after, and `is_ring` where it keeps the last tokens of a `window`."""
+    """Sizes of a GroupQueryAttention; None for a size without a closed form.
+
+    `own` is the number of tokens of a run, `past` the length of the cache, `keys` the length of all
+    keys that the operand gives, `rows` the number of rows of the table of angles. A cache
+    `is_buffer` if its length is the same before and after; it `is_ring` if it keeps only the last
+    tokens, as many as its `window`.
+    """
 
     batch: Polynomial | None
     own: Polynomial | None
@@ -38,10 +41,13 @@ class CacheSizes:
     is_buffer: bool
     is_ring: bool
 
-    def steps(self, sizes: Binding) -> Iterator[Step]:
-        """What the kernel would refuse of these sizes: the length of a mask is that of past and
-        present, a ring is as long as its window, and its mask at least as long, as the rest of it
-        stays unwritten; only one sequence at a time may go on."""
+    def contradictions(self, sizes: Binding) -> Iterator[Remedies]:
+        """Remedies for each contradiction that makes the kernel reject these sizes.
+
+        The length of the keys must be that of past and present together. A ring must be as long as
+        its window, and its keys at least as long, as the rest of the ring would stay unwritten.
+        Several tokens can be appended to a filled cache only for a batch of 1.
+        """
         if self.own is None or self.past is None:
             return
         own, past = self.own.at(sizes), self.past.at(sizes)
@@ -61,7 +67,7 @@ class CacheSizes:
                 yield [(self.keys, self._total(own, past)), (self.past, before)]
 
     def fits(self, sizes: Binding) -> bool:
-        """Whether the table of angles has a row for every key."""
+        """True if the table of angles has a row for every key."""
         if self.rows is None or self.own is None:
             return True
         if self.is_ring:
@@ -72,25 +78,27 @@ class CacheSizes:
         return total <= self.rows.at(sizes)
 
     def _total(self, own: int, past: int) -> int:
-        """The keys that are attended to: those before and the own, or all that a buffer has."""
+        """Number of keys that are attended to: past and own ones, or the whole of a buffer."""
         return past if past and self.is_buffer else past + own
 
 
 def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
-    """Those of every GroupQueryAttention that the walks have kept."""
-    said = {
+    """The sizes of every GroupQueryAttention that the walks have kept."""
+    declared = {
         port.name: [dim.dim_value or dim.dim_param for dim in port.type.tensor_type.shape.dim]
         for port in (*graph.input, *graph.output)
     }
     nodes = (n for n in walks.kept if n.op_type == _OP and n.domain == _MICROSOFT)
-    return [_of(node, walks, said) for node in nodes]
+    return [_of(node, walks, declared) for node in nodes]
 
 
-def _of(node: NodeProto, walks: Lockstep, said: Mapping[str, Sequence[int | str]]) -> CacheSizes:
+def _of(
+    node: NodeProto, walks: Lockstep, declared: Mapping[str, Sequence[int | str]]
+) -> CacheSizes:
     names = [*node.input, *[""] * 9]
     attributes = {a.name: a.i for a in node.attribute}
-    before = said.get(names[3], [])
-    after = said.get(node.output[1], []) if len(node.output) > 1 else []
+    before = declared.get(names[3], [])
+    after = declared.get(node.output[1], []) if len(node.output) > 1 else []
     return CacheSizes(
         batch=walks.size(names[0], 0),
         own=walks.size(names[0], 1),
@@ -106,14 +114,15 @@ def _of(node: NodeProto, walks: Lockstep, said: Mapping[str, Sequence[int | str]
 def settled(
     caches: Sequence[CacheSizes], sizes: Mapping[str, int], kept: Collection[str]
 ) -> dict[str, int]:
-    """Sizes of all symbols that contradict no cache, as far as those that are `kept` allow. Each
-    changes once; what rings need comes first, as growing caches can follow a longer mask."""
+    """Sizes of all symbols, changed so that they contradict no cache, as far as possible without
+    changing those in `kept`. Each size changes at most once. Rings are handled first: growing
+    caches can adapt to a longer mask."""
     found, done = dict(sizes), set(kept)
     ordered = sorted(caches, key=lambda cache: not cache.is_ring)
     for _ in sizes:
         for cache in ordered:
-            for step in list(cache.steps(found)):
-                for size, to in step:
+            for remedies in list(cache.contradictions(found)):
+                for size, to in remedies:
                     if size.symbol is not None and size.symbol not in done and to >= 0:
                         found[size.symbol] = to
                         done.add(size.symbol)

@@ -1,7 +1,7 @@
-"""Which dimensions of a node's operands have one size, by what its op takes.
+"""Dimensions of a node's operands that its op requires to be equal.
 
-Where a dimension may also be 1 and be repeated, two open sizes count as one: a run in which one of
-them is 1 and the other is not is refused, as the symbols then contradict each other.
+If an op also accepts a dimension of 1, which it repeats, two open sizes still count as equal. A run
+in which only one of them is 1 is rejected, since its sizes contradict the symbols.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shapes = Sequence[Shape | None]
 Place = tuple[int, int]
 """An operand and its axis."""
 Pairs = Iterator[tuple[Place, Place | int]]
-"""Dimensions that must be equal, or a dimension and its size."""
+"""Pairs of dimensions that must be equal, or of a dimension and its size."""
 
 _BROADCAST = frozenset(
     (
@@ -79,12 +79,12 @@ EVEN = _BROADCAST | frozenset(
         "Gemm",
     )
 )
-"""Ops whose sizes are those of their operands."""
+"""Ops whose results have the sizes of their operands."""
 
 
 def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place | int, bool]]:
-    """Pairs of dimensions that must be equal, and whether one may be 1 all the same, as the op
-    repeats it. In place of the second one a number stands where the op's attributes decide it."""
+    """Pairs of dimensions that must be equal, each with True if the op also accepts and repeats 1
+    for one of them. The second of a pair is a number if the op's attributes give the size."""
     operands: Sequence[int] = range(len(shapes))
     skipped = 0
     if node.op_type not in _BROADCAST:
@@ -98,7 +98,8 @@ def _none(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _aligned(shapes: Shapes, operands: Sequence[int], skipped: int) -> Pairs:
-    """Dimensions that stand in the same place from behind, but for the last ones."""
+    """Dimensions of operands that are the same when counted from the last one, without the last
+    `skipped` ones."""
     for i, j in combinations(operands, 2):
         a, b = shapes[i], shapes[j]
         for back in range(1 + skipped, 1 + min(len(a or ()), len(b or ()))):
@@ -113,19 +114,19 @@ def _matmul(node: NodeProto, shapes: Shapes) -> Pairs:
     a, b = shapes[0], shapes[1]
     if not a or not b:
         return
-    said = _attributes(node)
+    attributes = _attributes(node)
     first, second = len(a) - 1, max(len(b) - 2, 0)
-    if said.get("transA") and len(a) > 1:
+    if attributes.get("transA") and len(a) > 1:
         first -= 1
-    if said.get("transB") and len(b) > 1:
+    if attributes.get("transB") and len(b) > 1:
         second += 1
     yield (0, first), (1, second)
 
 
 def _gemm(node: NodeProto, shapes: Shapes) -> Pairs:
-    said = _attributes(node)
+    attributes = _attributes(node)
     if shapes[0] and shapes[1]:
-        yield (0, 0 if said.get("transA") else 1), (1, 1 if said.get("transB") else 0)
+        yield (0, 0 if attributes.get("transA") else 1), (1, 1 if attributes.get("transB") else 0)
 
 
 def _concat(node: NodeProto, shapes: Shapes) -> Pairs:
@@ -155,18 +156,18 @@ def _same_shape(*operands: int) -> Callable[[NodeProto, Shapes], Pairs]:
 
 
 def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
-    """Queries, keys and values have one batch, keys and values one length; a cache has the batch,
-    the heads and the width of a head."""
+    """Queries, keys and values have the same batch, keys and values the same length; a cache has
+    the same batch, number of heads and head width."""
     q, k, v = ([*shapes, None, None, None])[:3]
     if q and k and v and len(q) == len(k) == len(v):
         yield (0, 0), (1, 0)
         yield (0, 0), (2, 0)
         length = len(k) - 2
         yield (1, length), (2, length)
-    said = _attributes(node)
-    if not q or said.get("k_quant_type", b"NONE") != b"NONE":
+    attributes = _attributes(node)
+    if not q or attributes.get("k_quant_type", b"NONE") != b"NONE":
         return
-    heads, width = _heads(said, q, is_packed=not k)
+    heads, width = _heads(attributes, q, is_packed=not k)
     of_values = width if not v or not heads else (v[-1] or 0) // (heads if len(v) == 3 else 1)
     first = _CACHES.get((node.domain, node.op_type), len(shapes))
     for i, of_cache in ((first, width), (first + 1, of_values)):
@@ -176,16 +177,16 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _attention_of_one(node: NodeProto, shapes: Shapes) -> Pairs:
-    """The same for an op that takes one query of each row of the batch."""
+    """As `_attention`, for an op that takes one query per row of the batch."""
     if shapes[0] and len(shapes[0]) == 3:
         yield (0, 1), 1
     yield from _attention(node, shapes)
 
 
-def _heads(said: Mapping[str, object], q: Shape, is_packed: bool) -> tuple[int, int]:
-    """How many heads a cache has, and the width of a key; 0 where that is not known."""
+def _heads(attributes: Mapping[str, object], q: Shape, is_packed: bool) -> tuple[int, int]:
+    """Number of heads of a cache, and width of a key; 0 if unknown."""
     own, shared = (
-        next((n for key in keys if isinstance(n := said.get(key), int)), 0)
+        next((n for key in keys if isinstance(n := attributes.get(key), int)), 0)
         for keys in (("num_heads", "q_num_heads"), ("kv_num_heads",))
     )
     shared, size = shared or own, q[-1] or 0
@@ -200,13 +201,13 @@ _CACHES = {
     ("com.microsoft", "MultiHeadAttention"): 6,
     ("com.microsoft", "DecoderMaskedMultiHeadAttention"): 5,
 }
-"""The operand of past keys, after which that of past values stands."""
+"""Position of the operand of past keys; past values are the next operand."""
 _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "MatMul": ((0, 1), 2),
     "MatMulInteger": ((0, 1), 2),
     "FusedMatMul": ((0, 1), 2),
 }
-"""Operands that are repeated to fit each other, but for so many dimensions from behind."""
+"""Operands that are broadcast against each other, and how many of their last dimensions are not."""
 _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,

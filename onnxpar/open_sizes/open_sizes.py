@@ -1,4 +1,4 @@
-"""Models with open sizes: at which bindings they are inferred, and their graph at each."""
+"""Models with open sizes: the bindings at which they are inferred, and the graph at each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxpar.ir.scopes import open_scopes
 from onnxpar.ir.stored import FOLD_LIMIT, copy_with_stubs
 from onnxpar.ir.tensors import Whole
 from onnxpar.model.misfits import check_fits
-from onnxpar.model.shapes import keep_nodes
+from onnxpar.model.shapes import Walk, keep_nodes
 from onnxpar.open_sizes.branch_sizes import free_sizes
 from onnxpar.open_sizes.cache_sizes import CacheSizes, cache_sizes
 from onnxpar.open_sizes.lockstep import Lockstep, Strides, Unsolved
@@ -33,12 +33,14 @@ OpenDims = Mapping[tuple[str, int], Polynomial]
 
 @dataclass(frozen=True)
 class OpenSizes:
-    """What a model leaves open. `graph(i)` is the model's graph at `bindings[i]`; the same nodes
-    and tensors at each, with other sizes. `labels` are the symbols as `--dim` knows them; nodes
-    whose results have sizes without a closed form are among the `whole` ones. `typical` are sizes
-    for costs, with weights, and `is_told` whether a user gave them; `caches` say which sizes their
-    kernels refuse together. Inputs may have other sizes than their symbols have in dimensions that
-    are `free`."""
+    """The open sizes of a model, and its graphs at sample bindings.
+
+    `graph(i)` is the model's graph at `bindings[i]`: the same nodes and tensors for every i, with
+    other sizes. `labels` are the names of the symbols for `--dim`. `whole` has nodes whose results
+    have sizes without a closed form. `typical` are sizes for costs, with weights; `is_told` is True
+    if the user gave them. `caches` have relations between sizes that kernels need. In `free`
+    dimensions, inputs may have other sizes than their symbols.
+    """
 
     symbols: tuple[str, ...]
     bindings: list[Binding]
@@ -54,11 +56,11 @@ class OpenSizes:
 
     @property
     def flags(self) -> str:
-        """What binds every symbol."""
+        """The options that bind every symbol."""
         return " ".join(f"--dim {label}=N" for label in self.labels)
 
     def variables(self) -> dict[Variable, list[int]]:
-        """The values of every symbol and quotient."""
+        """Values of every symbol and quotient, by binding."""
         found: dict[Variable, list[int]] = {s: [b[s] for b in self.bindings] for s in self.symbols}
         return found | {q: [q.at(b) for b in self.bindings] for q in self.quotients}
 
@@ -72,22 +74,22 @@ def infer_open(
 ) -> OpenSizes:
     """Folds and infers the model at sample sizes of at least `least`, in place.
 
-    Where symbols turn out to be one size, or one the sum of others (a mask over past and present)
-    or a multiple of a number (an image that is halved and doubled), they are tied; where sizes do
-    not fit the model at all (a table of positions), others are tried. `prepare` makes a graph of
-    an inferred model. Errors: ModelError for a node that cannot run on its operands.
+    Symbols are tied if they turn out to be equal, or one to be the sum of others (a mask over past
+    and present) or a multiple of a number (an image that is halved and doubled). If sizes do not
+    fit the model (a table of positions), others are tried. `prepare` makes a graph of an inferred
+    model. Errors: ModelError for a node that cannot run on its operands.
     """
     open_scopes(proto.graph)  # bodies may call different weights by one name
     labels = _symbols(dims)
-    # No sample may cut a table so that nothing is left of it, or a single row.
+    # A sample must not leave nothing, or a single row, of a table that it cuts.
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
     search = _Search(proto, dims, least, taken)
     dims, walks = search.run()
     live = [walks.walks[i] for i in walks.live]
     for name, size in search.limited:
         warnings.warn(
-            f"{name} is {size} in every run, as ops of the model need that at the sizes tried; "
-            f"where it runs at others, give --dim {name}=N",
+            f"{name} is {size} in every run: ops of the model need that at the sizes tried; if the "
+            f"model also runs at other sizes, give --dim {name}=N",
             stacklevel=2,
         )
     for node in walks.conflicts:
@@ -98,9 +100,28 @@ def infer_open(
     fits = [search.suits, search.fits]
     profiles = typical_sizes(typical, symbols, ties, dims, caches, fits)
     keep_nodes(proto.graph, walks.kept)
-    free = free_sizes(proto.graph, dims, walks.sizes)
-    bare = copy_with_stubs(proto, _reference_to_nowhere)
     bindings = [walks.bindings[i] for i in walks.live]
+    return OpenSizes(
+        tuple(bindings[0]),
+        bindings,
+        dims,
+        _graph_at(proto, live, prepare),
+        tuple(walks.quotients),
+        labels,
+        dict.fromkeys(walks.lost),
+        profiles,
+        bool(typical.profiles),
+        caches,
+        free_sizes(proto.graph, dims, walks.sizes),
+    )
+
+
+def _graph_at(
+    proto: onnx.ModelProto, live: Sequence[Walk], prepare: Callable[[onnx.ModelProto], gs.Graph]
+) -> Callable[[int], gs.Graph]:
+    """A function from the index of a binding to the model's graph at it; only the graph at the
+    first binding has large weights."""
+    bare = copy_with_stubs(proto, _reference_to_nowhere)
 
     def graph(i: int) -> gs.Graph:
         model = proto
@@ -110,22 +131,7 @@ def infer_open(
         live[i].declare(model.graph)
         return prepare(model)
 
-    quotients = tuple(walks.quotients)
-    whole = dict.fromkeys(walks.lost)
-    told = bool(typical.profiles)
-    return OpenSizes(
-        tuple(bindings[0]),
-        bindings,
-        dims,
-        graph,
-        quotients,
-        labels,
-        whole,
-        profiles,
-        told,
-        caches,
-        free,
-    )
+    return graph
 
 
 def _symbols(dims: OpenDims) -> tuple[str, ...]:
@@ -150,7 +156,7 @@ class _Search:
         self.best: tuple[tuple[int, int], OpenDims, Lockstep] | None = None
 
     def run(self) -> tuple[OpenDims, Lockstep]:
-        """The dimensions, written in the symbols that are left, and the best walk."""
+        """The dimensions, written in the remaining symbols, and the best walk."""
         for general in DOMAINS:
             self.domains = {}
             for _ in range(_ROUNDS):
@@ -173,7 +179,7 @@ class _Search:
                 if self.best is None or badness <= self.best[0]:
                     self.best = (badness, self.dims, walks)
                 elif badness[0] > self.best[0][0]:
-                    break  # what has grown does not fit
+                    break  # larger sizes do not fit
                 if not self._grow(walks, small):
                     break
             if self.best is not None and not self.best[0][0]:
@@ -182,21 +188,21 @@ class _Search:
         _, dims, walks = self.best
         for odd in walks.unsolved[:1]:
             raise StrategyError(
-                f"{odd.node.op_type} '{odd.node.name or odd.node.output[0]}' needs two sizes to be "
-                f"equal, {odd.first} and {odd.second}, which does not tell what the open ones are; "
-                f"give " + " ".join(f"--dim {s}=N" for s in _symbols(self.dims))
+                f"{odd.node.op_type} '{odd.node.name or odd.node.output[0]}' needs the sizes "
+                f"{odd.first} and {odd.second} to be equal, which onnxpar cannot solve for an open "
+                "size; give " + " ".join(f"--dim {s}=N" for s in _symbols(self.dims))
             )
         return dims, walks
 
     def fits(self, binding: Binding) -> bool:
-        """Whether the shapes of the model allow these sizes, as they do those sampled."""
+        """True if these sizes cause no more conflicts in the model than the samples."""
         assert self.best is not None
         return self._conflicts(binding) <= len(self.best[2].conflicts)
 
     def suits(self, binding: Binding) -> bool:
-        """Whether they also fit where all integers that are fed are 0, or 1: positions that are
-        computed from a mask or from token ids must lie in their table. What does not fit with
-        these values at sizes of 1 does not count."""
+        """True if these sizes also fit if all integer inputs are 0, and if they are 1: positions
+        computed from a mask or from token ids must be in range of their table. Conflicts that these
+        values also cause at sizes of 1 do not count."""
         if not self.fits(binding):
             return False
         for value in (0, 1):
@@ -206,12 +212,12 @@ class _Search:
         return True
 
     def _conflicts(self, binding: Binding, value: int | None = None) -> int:
-        """How many nodes do not fit these sizes, where all integers that are fed have a value."""
+        """Number of nodes that do not fit these sizes, with `value` in all integer inputs."""
         types = self._types(binding)
         alone = Lockstep(self.proto, [types], [binding], _symbols(self.dims))
         if value is not None:
             alone.walks[0].suppose(_integers(types, value))
-        with np.errstate(all="ignore"):  # what is folded may be the logarithm of 0
+        with np.errstate(all="ignore"):  # folding may compute the logarithm of 0
             alone.run()
         return len(alone.conflicts)
 
@@ -238,8 +244,8 @@ class _Search:
         return found
 
     def _bound(self, unsolved: Sequence[Unsolved]) -> bool:
-        """Keeps symbols within the sizes that nodes need, where that is a range; whether there is
-        anything new."""
+        """Restricts symbols to the sizes that nodes need, if these are a range; True if a domain
+        has changed."""
         before = dict(self.domains)
         for odd in unsolved:
             difference = odd.first - odd.second
@@ -251,13 +257,14 @@ class _Search:
         return self.domains != before
 
     def _small(self, walks: Lockstep) -> list[Polynomial]:
-        """Open sizes that some sample leaves too few elements of."""
+        """Open sizes that are too small at some sample."""
         bindings = [walks.bindings[i] for i in walks.live]
         small = [s for s in walks.found if any(s.at(b) < self.least for b in bindings)]
         return [*small, *walks.void]
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
-        """Lets symbols have larger sizes, of wider steps, where a quotient needs them."""
+        """Samples larger sizes of symbols in `small`, with wider steps if a quotient needs them;
+        True if a domain has changed and is not too large."""
         before = dict(self.domains)
         for size in small:
             for symbol in size.variables:
@@ -277,15 +284,15 @@ class _Search:
 
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 _ROUNDS = 24
-"""Walks over a model at most, for each way to sample its symbols."""
+"""Most walks over a model for each kind of domain."""
 _WIDEST = 1 << 16
-"""Up to which size the sizes are looked for that a node needs."""
+"""Upper bound of the search for the sizes that a node needs."""
 _LARGEST = 1 << 22
-"""The size up to which samples grow."""
+"""Upper bound of sample sizes."""
 
 
 def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
-    """Inputs of integers that all have one value; those too large to reckon with are left out."""
+    """Values of integer inputs, all elements being `value`; large inputs are left out."""
     found = {}
     for name, type_ in types.items():
         tensor = type_.tensor_type
@@ -298,14 +305,14 @@ def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
 
 
 def _prime_above(n: int, ranks: int) -> int:
-    """The first prime above a number that does not divide the number of ranks: steps of it leave
-    every remainder of both, and of all numbers of parts."""
+    """The first prime above n that does not divide the number of ranks: samples at such steps have
+    every remainder modulo n, modulo the ranks, and modulo all numbers of shards."""
     primes = (p for p in count(n + 1) if all(p % d for d in range(2, math.isqrt(p) + 1)))
     return next(p for p in primes if ranks % p)
 
 
 def _reference_to_nowhere(weight: TensorProto) -> TensorProto | None:
-    """What stands in for a large weight at the other bindings, where nobody reads it."""
+    """A stub for a large weight, used at all bindings but the first, where nobody reads it."""
     is_large = math.prod(weight.dims) > FOLD_LIMIT
     if weight.data_location == TensorProto.EXTERNAL or not is_large:
         return None

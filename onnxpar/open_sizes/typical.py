@@ -1,4 +1,4 @@
-"""Sizes that runs typically have, at which costs are computed where a model leaves sizes open."""
+"""Typical sizes of runs, at which the costs of models with open sizes are computed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from onnxpar.open_sizes.cache_sizes import CacheSizes, settled
 from onnxpar.symbols.symbols import Binding, Polynomial
 
 Profile = tuple[Mapping[str, int], float]
-"""Sizes by symbol, and how much they count."""
+"""Sizes by symbol, and their weight."""
 OpenDims = Mapping[tuple[str, int], Polynomial]
 
 BATCH = 1
 LENGTHS = (128, 64, 32, 16, 8, 4, 2, 1)
-"""Of sequences and all else; the first that the model's other sizes allow."""
+"""Default lengths of sequences and all else; the first that the model's other sizes allow."""
 IMAGES = (224, 256, 64, 32, 16, 8)
-"""Of the height and width of images, the same."""
+"""Default heights and widths of images; the first that the model's other sizes allow."""
 _LENGTH_NAME = re.compile(r"seq|len|time|token|frame|past|step", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Typical:
-    """What a user gives: nothing, or sizes of some symbols, several times with weights."""
+    """Sizes of some symbols that a user gives: none, one profile, or several with weights."""
 
     profiles: tuple[Profile, ...] = ()
 
@@ -42,7 +42,9 @@ class Typical:
             sizes, weight = (entry, 1.0) if isinstance(entry, Mapping) else entry
             for name, size in sizes.items():
                 if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                    raise StrategyError(f"typical {name}={size!r}: a whole number from 0 on")
+                    raise StrategyError(
+                        f"typical {name}={size!r}: a size must be an integer of at least 0"
+                    )
             if not weight > 0:
                 raise StrategyError(f"typical: the weight {weight!r} must be above 0")
             profiles.append((dict(sizes), float(weight)))
@@ -50,7 +52,7 @@ class Typical:
 
     @staticmethod
     def parse(entries: Sequence[str]) -> Typical:
-        """Texts such as `batch=1,seq=128`, or `batch=8,seq=16:0.2` with a weight. Errors:
+        """Parses texts such as `batch=1,seq=128`, or `batch=8,seq=16:0.2` with a weight. Errors:
         StrategyError."""
         profiles = []
         for entry in entries:
@@ -63,8 +65,8 @@ class Typical:
                 bad, weight = True, 0.0
             if bad or not weight > 0:
                 raise StrategyError(
-                    f"--typical {entry}: write NAME=N,NAME=N, and :WEIGHT after it where it is "
-                    "given several times"
+                    f"--typical {entry}: write NAME=N,NAME=N; add :WEIGHT if you give --typical "
+                    "several times"
                 )
             profiles.append(({name: int(size) for name, _, size in pairs}, weight))
         return Typical(tuple(profiles))
@@ -72,14 +74,14 @@ class Typical:
 
 @dataclass(frozen=True)
 class Ties:
-    """Symbols that turned out to be one size with others, or a sum of them, in the order in which
-    that was found."""
+    """Symbols that turned out to be equal to expressions of others, in the order of discovery."""
 
     found: tuple[tuple[str, Polynomial], ...] = ()
 
     def solve(self, given: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of the symbols that are left, by those that are given of any; the others are
-        `free`. Errors: StrategyError where sizes contradict each other."""
+        """Sizes of the remaining symbols, solved from the given sizes of any symbols; sizes that
+        these do not determine are taken from `free`. Errors: StrategyError if given sizes
+        contradict each other."""
         sizes = {name: given.get(name, size) for name, size in free.items()}
         for name, size in reversed(self.found):
             if name not in given:
@@ -105,10 +107,10 @@ def typical_sizes(
     caches: Sequence[CacheSizes],
     fits: Sequence[Callable[[Binding], bool]],
 ) -> tuple[Profile, ...]:
-    """Sizes for all symbols, with weights of which the sum is 1: what is given; else a batch of 1,
-    and lengths that the model's other sizes allow, as far as `fits` tells; a later one counts where
-    nothing fits by those before. Empty where nothing is given and nothing fits. Errors:
-    StrategyError for a symbol that is not open, or sizes that do not fit."""
+    """Sizes of all symbols, with weights whose sum is 1: the given ones; else a batch of 1, and
+    default lengths that the model's other sizes allow. Each function of `fits` is tried only if
+    nothing fits by those before it. Empty if nothing is given and nothing fits. Errors:
+    StrategyError for a symbol that is not open, or for given sizes that do not fit."""
     known = {*symbols, *(name for name, _ in ties.found)}
     total = sum(weight for _, weight in typical.profiles)
     found: list[Profile] = []
@@ -117,7 +119,7 @@ def typical_sizes(
         unknown = [name for name in sizes if re.sub(r"\W", "_", name) not in known]
         if unknown:
             raise StrategyError(
-                f"--typical {unknown[0]}: no size of that name is open; there are: "
+                f"--typical {unknown[0]}: the model has no open size of that name; it has: "
                 f"{', '.join(sorted(known))}"
             )
         tried: list[dict[str, int]] = []
@@ -135,8 +137,8 @@ def typical_sizes(
 
 
 def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]]:
-    """Sizes for all symbols, the usual first. Of one that counts parts, as width_by_32 does, the
-    usual ones are those of what is made of them."""
+    """Default sizes for all symbols, the usual ones first. If a symbol counts units of an input
+    dimension (width_by_32), the dimension gets the usual size."""
     batch, images = _batch(symbols, dims), _images(symbols, dims)
     parts = {
         symbol: size.at({symbol: 1}) - size.at({symbol: 0})
@@ -151,8 +153,8 @@ def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]
 
 
 def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are a batch: those with its name; else all that only begin inputs, such as
-    the numbers of texts and of images; else the one that begins most inputs."""
+    """The symbols that are a batch: those named so; else all that are only first dimensions of
+    inputs (the number of texts and of images); else the most frequent first dimension."""
     named = {s for s in symbols if "batch" in s.lower() or s.lower() in ("b", "n", "bs")}
     leading: Counter[str] = Counter(
         size.symbol
@@ -164,8 +166,8 @@ def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
 
 
 def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are the height or width of an image: where both are open, behind two others,
-    and no name says that they are lengths."""
+    """The symbols that are the height or width of an image: dimensions 2 and 3, both open, whose
+    names are not those of lengths."""
     found: set[str] = set()
     for (name, axis), size in dims.items():
         beside = dims.get((name, axis + 1 if axis % 2 == 0 else axis - 1))
@@ -184,7 +186,7 @@ def sizes_text(profiles: Sequence[Profile]) -> str:
 
 
 def check_closed(typical: Typical, path: Any) -> None:
-    """Errors: StrategyError where sizes are given of a model that leaves none open."""
+    """Errors: StrategyError if sizes are given for a model without open sizes."""
     if typical.profiles:
         name = next(iter(typical.profiles[0][0]), "")
-        raise StrategyError(f"--typical {name}: {path} leaves no size open")
+        raise StrategyError(f"--typical {name}: {path} has no open sizes")

@@ -1,8 +1,9 @@
-"""Finds sizes in closed form from their values at samples.
+"""Finds closed forms of sizes from their values at samples.
 
-A model with open sizes is inferred at several bindings at once. Whatever differs between them
-depends on the symbols, and how it does is the simplest polynomial that holds at every binding. So
-all of the compiler works with numbers, at the first binding; the others tell what to make of them.
+A model with open sizes is inferred at several bindings at once. A size that differs between them
+depends on the symbols; its closed form is the simplest polynomial that holds at every binding. So
+the whole compiler works with numbers, those of the first binding; the other bindings are only used
+to find closed forms.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ import numpy as np
 from onnxpar.symbols.symbols import Binding, Monomial, Polynomial, Quotient, Variable
 
 FEWEST, MOST = 8, 32
-"""Bindings that a polynomial must agree with: as many as there are ranks, within these bounds, so
-that sizes leave every remainder."""
+"""Bounds of the number of bindings that a polynomial must agree with: as many as there are ranks,
+so that sizes have every remainder."""
 FAR = 2
-"""Further bindings, at much larger sizes: what only looks constant is not so there."""
+"""Number of further bindings at much larger sizes, at which what only looks constant changes."""
 ENOUGH = 6
-"""Bindings that must be left when those are dropped at which sizes coincide."""
+"""Fewest bindings that must be left after those that the model does not fit are dropped."""
 MOST_MONOMIALS = 1 << 14
-"""Monomials above which no two are tried together; then a size has no closed form."""
+"""Most monomials of which sums of two are tried; with more, a size has no closed form."""
 _DEGREE = 3
 _TRIES = 100
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Sizes that a symbol has in samples: multiples of `step` from `low` to `high`, consecutive
-    ones, plus `offset`; of a `closed` one, any of these, and no others."""
+    """Sample sizes of a symbol: n * `step` + `offset`, with n from `low` to `high`. Samples have
+    consecutive n, in random order, and a few much larger ones. The symbol of a `closed` domain has
+    no other sizes; its samples are random."""
 
     step: int
     low: int
@@ -49,14 +51,14 @@ class Domain:
 
 
 DOMAINS = (Domain(1, 11, 60), Domain(1, 4, 16))
-"""Where all symbols are sampled first, and where a model does not fit those sizes (a table of
-positions is shorter)."""
+"""Domains that are tried in this order; a model may not fit the larger sizes (a table of positions
+may be shorter)."""
 
 
 def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> list[Binding]:
-    """Bindings to infer a model at: sizes of at least `least`, consecutive for each symbol so that
-    they leave every remainder, and different from each other in each binding. The first is of
-    sizes that are not `taken`, where that is possible; the last FAR ones are much larger."""
+    """Bindings at which a model is inferred. Sizes are at least `least`, consecutive for each
+    symbol so that they have every remainder, and different from each other in each binding. If
+    possible, the first binding has no size in `taken`; the last FAR bindings are much larger."""
     source = random.Random(0)
     count = min(max(FEWEST, least), MOST)
     rows: list[tuple[int, ...]] = []
@@ -83,10 +85,10 @@ def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> l
 
 
 def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> Polynomial | None:
-    """The simplest polynomial of the variables with these values, None where there is none.
+    """The simplest polynomial of the variables with these values; None if there is none.
 
-    `variables` gives each one's value at every sample. At most three terms, of which one is a
-    number, so that several samples stand against what is found by chance.
+    `variables` gives the value of each at every sample. A polynomial has at most three terms, one
+    of them a number; there are more samples than that, so that it is not a coincidence.
     """
     return next(iter(fits(values, variables)), None)
 
@@ -94,7 +96,7 @@ def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> P
 def fits(
     values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
 ) -> tuple[Polynomial, ...]:
-    """All polynomials that are as simple as the simplest with these values."""
+    """All polynomials with these values that are as simple as the simplest one."""
     return _fits(tuple(values), tuple((n, tuple(v)) for n, v in variables.items()))
 
 
@@ -128,7 +130,7 @@ def _sum(terms: Sequence[tuple[Monomial, Fraction]]) -> Polynomial:
 
 
 def _simplest(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
-    """Those of the least denominator and degree, without quotients where that is possible."""
+    """The polynomials with the smallest denominator, degree and number of quotients."""
 
     def weight(polynomial: Polynomial) -> tuple[int, int, int]:
         degree = max(len(monomial) for monomial, _ in polynomial.terms)
@@ -142,7 +144,7 @@ def _simplest(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
 def _monomials(
     variables: tuple[tuple[Variable, tuple[int, ...]], ...],
 ) -> dict[Monomial, tuple[int, ...]]:
-    """Monomials and their values, the simplest first; those that never vary are left out."""
+    """Monomials and their values, the simplest first, without constant ones."""
     out: dict[Monomial, tuple[int, ...]] = {}
     ordered = sorted(variables, key=lambda v: (isinstance(v[0], Quotient), str(v[0])))
     for degree in range(1, _DEGREE + 1):
@@ -155,7 +157,7 @@ def _monomials(
 
 
 def _is_sensible(names: Monomial) -> bool:
-    """Whether no quotient is multiplied with what is over the same symbols."""
+    """False if a quotient is multiplied with a variable that depends on one of its symbols."""
     for name in set(names):
         if isinstance(name, Quotient):
             own = set(name.over.variables)
@@ -166,7 +168,7 @@ def _is_sensible(names: Monomial) -> bool:
 
 
 def _line(values: tuple[int, ...], column: tuple[int, ...]) -> tuple[Fraction, Fraction] | None:
-    """(a, b) of values = a * column + b, with whole a and b."""
+    """Integers (a, b) of values = a * column + b; None if there are none, or a is 0."""
     other = next(i for i, c in enumerate(column) if c != column[0])
     slope, rest = divmod(values[other] - values[0], column[other] - column[0])
     base = values[0] - slope * column[0]
@@ -177,7 +179,7 @@ def _line(values: tuple[int, ...], column: tuple[int, ...]) -> tuple[Fraction, F
 def _likely_pairs(
     values: tuple[int, ...], columns: Mapping[Monomial, tuple[int, ...]]
 ) -> list[tuple[Monomial, Monomial]]:
-    """The pairs of monomials that these values may be a sum of, as far as doubles can tell."""
+    """Pairs of monomials whose sum may have these values, judged in double precision."""
     names = list(columns)
     if len(names) < 2 or len(values) < 3:
         return list(itertools.combinations(names, 2))
@@ -202,7 +204,7 @@ def _likely_pairs(
 def _plane(
     values: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[Fraction, Fraction, Fraction] | None:
-    """(x, y, z) of values = x * a + y * b + z, with whole x and y."""
+    """(x, y, z) of values = x * a + y * b + z, with integers x and y other than 0; else None."""
     rows = [(p - a[0], q - b[0], v - values[0]) for p, q, v in zip(a, b, values, strict=True)]
     for (p, q, v), (r, s, w) in itertools.combinations(rows[1:], 2):
         below = p * s - q * r

@@ -1,4 +1,4 @@
-"""How a result's size depends on an operand's, found by asking for many sizes of the operand."""
+"""Finds a result's size as a quotient of an operand's size, by probing sizes of the operand."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from onnxpar.symbols.symbols import Polynomial, quotient
 
 _WINDOWS = (24, 96, 384, 1536)
-"""Consecutive sizes that are asked for: a stride shows where a third of them repeats."""
+"""Numbers of consecutive sizes to probe; a stride is at most a third of that number."""
 
 AFAR = 1 << 16
-"""How much larger an operand is made to see whether the result's size depends on it at all."""
+"""Increase of an operand's size that shows if a result's size depends on it at all."""
 
 
 def find_quotient(size_of: Callable[[int], int | None], first: int) -> tuple[int, int, int] | None:
-    """(a, b, c) such that `size_of(x)` is (a*x + b) // c for all x from `first` on that are asked
-    for, c as small as it can be; None where there are none."""
+    """(a, b, c) with `size_of(x)` == (a*x + b) // c for all probed x, which start at `first`; c is
+    the smallest possible. None if there are no such numbers."""
     if size_of(first) == size_of(first + AFAR):
         return None
     sizes: list[int] = []
@@ -32,6 +32,7 @@ def find_quotient(size_of: Callable[[int], int | None], first: int) -> tuple[int
 
 
 def _fraction(sizes: Sequence[int], first: int) -> tuple[int, int, int] | None:
+    """(a, b, c) with sizes[i] == (a*(first + i) + b) // c."""
     for below in range(1, len(sizes) // 3 + 1):
         rises = {after - before for before, after in zip(sizes, sizes[below:], strict=False)}
         if len(rises) > 1:
@@ -46,6 +47,6 @@ def _fraction(sizes: Sequence[int], first: int) -> tuple[int, int, int] | None:
 
 
 def applied(found: tuple[int, int, int], size: Polynomial) -> Polynomial:
-    """The quotient of a size."""
+    """The quotient (a*size + b) // c in closed form, from (a, b, c)."""
     times, shift, below = found
     return quotient(Polynomial.constant(times) * size + Polynomial.constant(shift), below)

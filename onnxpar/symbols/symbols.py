@@ -1,8 +1,7 @@
-"""Sizes in closed form: sums and products of the symbols that a model leaves open, and of sizes
-that are divided by a number and rounded down.
+"""Closed forms of sizes: polynomials of a model's symbols and of quotients, rounded down.
 
-A stride makes `(width + 1) // 2` of a width. Such a quotient is a variable of its own: sums and
-products are made of symbols and quotients alike, and a quotient may be over another.
+A convolution with a stride turns a width into `(width + 1) // 2`. Such a quotient is a variable of
+a polynomial like a symbol; its own numerator is a polynomial, which can contain quotients.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ Binding = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Quotient:
-    """A size divided by a number, rounded down. Made by `quotient`, which gives equal sizes one
-    form."""
+    """A size divided by a number, rounded down. Create it with `quotient`, which normalizes it, so
+    that equal sizes compare equal."""
 
     over: Polynomial
     below: int
 
     def at(self, binding: Binding) -> int:
-        """Its value."""
+        """The value at a binding."""
         return self.over.at(binding) // self.below
 
     def __str__(self) -> str:
@@ -42,23 +41,23 @@ Monomial = tuple[Variable, ...]
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A sum of (monomial, coefficient): the size that its text says, `2*batch*seq + 1`."""
+    """A sum of (monomial, coefficient), such as `2*batch*seq + 1`."""
 
     terms: tuple[tuple[Monomial, Fraction], ...]
 
     @staticmethod
     def constant(value: int) -> Polynomial:
-        """A number."""
+        """The polynomial of a number."""
         return Polynomial((((), Fraction(value)),) if value else ())
 
     @staticmethod
     def variable(name: Variable) -> Polynomial:
-        """A symbol or a quotient alone."""
+        """The polynomial of a single symbol or quotient."""
         return Polynomial((((name,), Fraction(1)),))
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The symbols in it, those of its quotients too, sorted."""
+        """The symbols, including those of quotients, sorted."""
         found: set[str] = set()
         for monomial, _ in self.terms:
             for v in monomial:
@@ -67,7 +66,7 @@ class Polynomial:
 
     @property
     def quotients(self) -> tuple[Quotient, ...]:
-        """The quotients in it, those within others before them."""
+        """The quotients; a quotient within another comes before it."""
         found: list[Quotient] = []
         for monomial, _ in self.terms:
             for v in monomial:
@@ -77,7 +76,7 @@ class Polynomial:
 
     @property
     def symbol(self) -> str | None:
-        """The symbol that it is, if it is one alone."""
+        """The symbol, if the polynomial is a single one; else None."""
         if len(self.terms) == 1 and len(self.terms[0][0]) == 1 and self.terms[0][1] == 1:
             variable = self.terms[0][0][0]
             return variable if isinstance(variable, str) else None
@@ -85,11 +84,11 @@ class Polynomial:
 
     @property
     def denominator(self) -> int:
-        """What the sum of the terms, with whole coefficients, is divided by."""
+        """The common denominator of the coefficients."""
         return math.lcm(1, *(c.denominator for _, c in self.terms))
 
     def at(self, binding: Binding) -> int:
-        """Its value; rounded down where it is no whole number there."""
+        """The value at a binding, rounded down to an integer."""
         below = self.denominator
         total = 0
         for monomial, coefficient in self.terms:
@@ -100,8 +99,8 @@ class Polynomial:
         return total // below
 
     def solve(self, symbol: str, binding: Binding, value: int) -> int | None:
-        """The value of a symbol for which it has this value; None where it is not linear in the
-        symbol, a quotient of it included, or no whole number solves it."""
+        """The value of a symbol at which the polynomial has this value. None if no integer solves
+        that, or if the polynomial is not linear in the symbol (or has a quotient of it)."""
         if any(symbol in q.over.variables for q in self.quotients):
             return None
         if any(monomial.count(symbol) > 1 for monomial, _ in self.terms):
@@ -125,15 +124,15 @@ class Polynomial:
 
     @staticmethod
     def parse(text: str) -> Polynomial:
-        """Reads what `str` writes, and the like: `floor(w / 2)` and `ceil` too. Errors: ValueError
-        for anything else."""
+        """Parses the output of `str`, also with `floor(w / 2)` and `ceil`. Errors: ValueError for
+        any other text."""
         try:
             return _parsed(ast.parse(text, mode="eval").body)
         except SyntaxError:
-            raise ValueError(f"{text!r} is no size") from None
+            raise ValueError(f"{text!r} is not a size") from None
 
     def replace(self, symbol: str, by: Polynomial) -> Polynomial:
-        """The size with a symbol written otherwise."""
+        """The polynomial with a symbol replaced by another polynomial."""
         total = Polynomial(())
         for monomial, coefficient in self.terms:
             term = _polynomial([((), coefficient)])
@@ -158,8 +157,8 @@ class Polynomial:
 
 
 def quotient(over: Polynomial, below: int) -> Polynomial:
-    """A size divided by a number above zero, rounded down: what divides evenly is taken out, and of
-    a quotient of a quotient one is made."""
+    """A size divided by a positive number, rounded down, in normal form: terms that divide evenly
+    are moved out, and nested quotients are merged."""
     assert below > 0
     over, below = over * Polynomial.constant(over.denominator), below * over.denominator
     outside = _polynomial((m, Fraction(c // below)) for m, c in over.terms)
@@ -184,7 +183,7 @@ def quotient(over: Polynomial, below: int) -> Polynomial:
 
 
 def rounded_up(over: Polynomial, below: int) -> Polynomial:
-    """A size divided by a number above zero, rounded up."""
+    """A size divided by a positive number, rounded up."""
     over, below = over * Polynomial.constant(over.denominator), below * over.denominator
     return quotient(over + Polynomial.constant(below - 1), below)
 
@@ -216,7 +215,7 @@ def _parsed(node: ast.expr) -> Polynomial:
             return rounded_up(inner, 1)
     if isinstance(node, ast.BinOp):
         return _parsed_operation(node)
-    raise ValueError(f"{ast.unparse(node)!r} is no size")
+    raise ValueError(f"{ast.unparse(node)!r} is not a size")
 
 
 def _parsed_operation(node: ast.BinOp) -> Polynomial:
@@ -233,4 +232,4 @@ def _parsed_operation(node: ast.BinOp) -> Polynomial:
             return _polynomial((m, c / by) for m, c in left.terms)
         if by.denominator == 1 and by > 0:
             return quotient(left, int(by))
-    raise ValueError(f"{ast.unparse(node)!r} is no size")
+    raise ValueError(f"{ast.unparse(node)!r} is not a size")

@@ -1,4 +1,4 @@
-"""What a symbol must be for two sizes to be equal."""
+"""Solves the equation of two sizes for a symbol."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from onnxpar.symbols.symbols import Polynomial
 
 _LARGEST = 4096
-"""The largest number of which a symbol may have to be a multiple."""
+"""The largest number whose multiple a symbol may have to be."""
 
 
 def solve_tie(a: Polynomial, b: Polynomial, order: Sequence[str]) -> tuple[str, Polynomial] | None:
-    """A symbol, and what to write for it, so that both sizes are equal; None where no such is
-    found. Of several symbols, the last in `order` is written in terms of the others."""
+    """A symbol and its replacement, which makes both sizes equal; None if none is found. Of several
+    symbols, the last in `order` is replaced."""
     difference = _without_common_factor(a - b)
     if not difference.variables:
         return None
@@ -25,12 +25,12 @@ def solve_tie(a: Polynomial, b: Polynomial, order: Sequence[str]) -> tuple[str, 
 
 
 def _oddity(size: Polynomial) -> int:
-    """How many terms would be taken away."""
+    """Number of negative terms."""
     return sum(c < 0 for _, c in size.terms)
 
 
 def _without_common_factor(size: Polynomial) -> Polynomial:
-    """Sizes are above zero, so that a factor of all terms may be left out."""
+    """The size without variables that all terms share; these are positive, so its zeros stay."""
     terms = list(size.terms)
     for variable in set(terms[0][0]) if terms else ():
         while all(variable in m for m, _ in terms):
@@ -43,7 +43,8 @@ def _without_common_factor(size: Polynomial) -> Polynomial:
 
 
 def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
-    """The symbol for which a size is 0, where it stands in one term alone."""
+    """The value of a symbol at which a size is 0, if the symbol is a term of its own and occurs
+    nowhere else."""
     own = [c for m, c in size.terms if m == (symbol,)]
     rest = Polynomial(tuple((m, c) for m, c in size.terms if m != (symbol,)))
     if not own or symbol in rest.variables:
@@ -54,7 +55,7 @@ def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
 
 
 def _multiple(size: Polynomial) -> tuple[str, Polynomial] | None:
-    """A symbol as a multiple of a new one, where a size is 0 for such alone."""
+    """A symbol as a multiple of a new one (plus a remainder), if a size is 0 exactly for these."""
     if len(size.variables) != 1:
         return None
     (symbol,) = size.variables
@@ -77,6 +78,6 @@ def _multiple(size: Polynomial) -> tuple[str, Polynomial] | None:
 
 
 def _name(symbol: str, step: int) -> str:
-    """`width_by_32`: how often 32 fits into the width."""
+    """The name of a symbol that counts units: `width_by_32` for the width in units of 32."""
     found = re.fullmatch(r"(.+)_by_(\d+)", symbol)
     return f"{found[1]}_by_{int(found[2]) * step}" if found else f"{symbol}_by_{step}"

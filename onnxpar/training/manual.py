@@ -16,7 +16,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.subgraphs import all_nodes, subgraphs
-from onnxpar.ir.training_spec import GRADIENT, Deal, Step
+from onnxpar.ir.training_spec import GRADIENT, Step, StepSharding
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.manual.manual import Manual
 from onnxpar.model.interchange import default_of
@@ -113,7 +113,7 @@ class RankProgram(Program):
             for name, shape in {**shapes, **fed}.items()
         }
         like = {name: of for name, of in like.items() if name != of and of in tensors}
-        step.deal = Deal(list(self.manual.mesh.shape), tensors, like)
+        step.deal = StepSharding(list(self.manual.mesh.shape), tensors, like)
         replace(self.manual, deal=step.deal).check_names([])
 
 

@@ -404,7 +404,7 @@ def test_a_rule_of_a_plugin_that_fails(fault: str, tmp_path: Path, capsys: Captu
 
 def test_a_step_of_a_step(place: Path, capsys: Capture) -> None:
     grad = ["grad", place / "step.onnx", "--loss", "mse", "--optimizer", "sgd"]
-    refused(capsys, [*grad, "-o", place / "o.onnx"], "step.onnx", "training step already")
+    refused(capsys, [*grad, "-o", place / "o.onnx"], "step.onnx", "already a training step")
 
 
 def test_a_seed_below_0(place: Path, capsys: Capture) -> None:

@@ -439,11 +439,11 @@ def untyped_input() -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("proto", "reason"),
     [
-        (broken(longer), "'w' has 100 bytes, its shape and type 96"),
-        (broken(longer_list), "'w' has 25 elements, its shape and type 24"),
+        (broken(longer), "'w' has 100 bytes, but its shape and type need 96"),
+        (broken(longer_list), "'w' has 25 elements, but its shape and type need 24"),
         (broken(of_no_type), "'w' has data type 0"),
         (elsewhere(location=""), "external data '' of 'w' is missing"),
-        (elsewhere(location="w.bin", offset=""), "weight 'w' is no number"),
+        (elsewhere(location="w.bin", offset=""), "weight 'w' is not a number"),
         (elsewhere(location="w.bin", offset="-4"), "too short for 'w'"),
         (elsewhere(location="/etc/hostname"), "outside the model's folder"),
         (untyped_input(), "input 'x' has no type"),

@@ -227,9 +227,9 @@ def test_what_cannot_be_read(entry: str) -> None:
 @pytest.mark.parametrize(
     ("name", "entry", "message"),
     [
-        ("bert.legacy.dynamic", "foo=3", "no size of that name is open; there are: batch, seq"),
+        ("bert.legacy.dynamic", "foo=3", "the model has no open size of that name; it has: batch"),
         ("bert.legacy.dynamic", "seq=99", "the model does not allow these sizes"),
-        ("bert.legacy.static", "seq=9", "leaves no size open"),
+        ("bert.legacy.static", "seq=9", "has no open sizes"),
     ],
 )
 def test_what_does_not_fit(
