@@ -1,8 +1,8 @@
-"""What talking, moving and computing cost: latency, bytes and operations, by topology.
+"""The cost model of communication, memory traffic and compute: latency, bytes and operations.
 
-A collective is the messages that the plugin sends (`native/gloo_transport.cc`): rounds of them, in
-each of which every member talks to every other at once. The slowest link that a group crosses
-decides.
+A collective is modelled by the messages that the plugin sends (`native/gloo_transport.cc`): rounds
+in which every member sends to every other at once. Its speed is that of the slowest link that the
+group crosses.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from onnxpar.ir.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 
 DIRECT_BYTES = 384 * 1024
-"""An all-reduce that sends no more is one round, everything to everyone, instead of two."""
+"""Most bytes that an all-reduce sends in one round, everything to everyone, instead of two."""
 SCATTERED_BYTES = 64 * 1024
-"""From here on, a broadcast to several ranks has them pass chunks on."""
+"""Bytes above which a broadcast to several ranks makes them pass chunks on."""
 
 
 def bytes_sent(kind: str, ranks: int, size: float) -> float:
-    """Bytes that each rank sends, of a tensor that takes `size` bytes where it is largest.
+    """Bytes that each rank sends, for a tensor of `size` bytes on the rank where it is largest.
 
-    Ring algorithms: an all-reduce sends everything but its own part, twice.
+    Assumes ring algorithms: an all-reduce sends everything but the rank's own chunk, twice.
     """
     return KINDS[kind].traffic * size * (ranks - 1) / ranks
 
 
 def messages(kind: str, ranks: int, size: float) -> tuple[int, float]:
-    """Rounds of messages, one after the other, and the bytes that the busiest rank sends in all, of
-    a tensor that takes `size` bytes where it is largest."""
+    """Number of rounds of messages, and total bytes that the busiest rank sends, for a tensor of
+    `size` bytes on the rank where it is largest."""
     return _MESSAGES.get(kind, _of_shards)(ranks, size)
 
 
@@ -66,8 +66,8 @@ _MESSAGES: dict[str, Callable[[int, float], tuple[int, float]]] = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of everything that ranks of a mesh do, on a topology. Errors: StrategyError where it
-    has fewer ranks than the mesh."""
+    """Seconds of communication, memory traffic and compute of a mesh's ranks on a topology. Errors:
+    StrategyError if the topology has fewer ranks than the mesh."""
 
     topology: Topology
     mesh: Mesh
@@ -77,54 +77,54 @@ class Costs:
         self.topology.check(self.mesh.size)
 
     def step(self, kind: str, axes: Axes, size: float) -> float:
-        """One step of a reshard: a collective over axes, or a local cut or select."""
+        """Seconds of one step of a reshard: a collective over axes, or a local slice or select."""
         return self.local(kind, size) if KINDS[kind].is_local else self.collective(kind, axes, size)
 
     def collective(self, kind: str, axes: Axes, size: float) -> float:
-        """A collective among the ranks that differ along axes, of a tensor that takes `size` bytes
-        on a rank where it is largest: before an all-reduce, behind an all-gather. Of a
-        NeighborExchange or HaloExchange, the bytes that are sent."""
+        """Seconds of a collective among the ranks that differ along axes. `size` is the bytes of
+        the tensor on a rank where it is largest (before an all-reduce, after an all-gather); for a
+        NeighborExchange or HaloExchange, it is the bytes sent."""
         ranks = parts_over(axes)
         if ranks == 1:
             return 0.0
         link = self.level(axes).link(kind)
         rounds, sent = messages(kind, ranks, size)
         seconds = rounds * link.latency + sent / link.bandwidth
-        if kind == "AllReduce":  # not worth taking apart wherever the plugin changes its way
+        if kind == "AllReduce":  # so that costs do not jump where the plugin changes its algorithm
             return min(seconds, 2 * link.latency + bytes_sent(kind, ranks, size) / link.bandwidth)
         return seconds
 
     def level(self, axes: Axes) -> Level:
-        """The outermost level that a group along axes crosses."""
+        """The outermost level that some group along axes crosses."""
         found = self._crossed.get(axes)
         if found is None:
             found = self._crossed[axes] = self._find_level(axes)
         return found
 
     def _find_level(self, axes: Axes) -> Level:
-        """The innermost level of which one unit holds each whole group."""
+        """The innermost level at which every group along axes is within one unit."""
         ranks: Any = np.arange(self.mesh.size)
         firsts = ranks[self.mesh.coordinate(axes, ranks) == 0]
         reach = max(self.mesh.group(axes, 0))
         *inner, outermost = self.topology.levels
         for level, unit in zip(inner, self.topology.units(), strict=True):
-            unit = min(unit, self.mesh.size)  # numbers in a file may be larger than NumPy's
+            unit = min(unit, self.mesh.size)  # sizes in a file may exceed NumPy's integers
             if (firsts // unit == (firsts + reach) // unit).all():
                 return level
         return outermost
 
     def local(self, kind: str, size: float) -> float:
-        """A copy of `size` bytes: a cut, or a select."""
+        """Seconds of a local copy of `size` bytes: a slice, or a select."""
         return self.topology.device.launch + size / self.topology.device.memory_bandwidth
 
     def rows(self, count: float) -> float:
-        """What so many rows take, each of which is moved or worked on by itself."""
+        """Additional seconds for `count` rows that are copied or processed one by one."""
         device = self.topology.device
         return count * (ROW_BYTES / device.memory_bandwidth if device.row is None else device.row)
 
     def compute(self, flops: float, size: float, convolves: bool = False) -> float:
-        """An op of so many multiplications and additions that reads and writes `size` bytes: the
-        slower of the two (the roofline), behind the launch."""
+        """Seconds of an op with `flops` multiplications and additions that reads and writes `size`
+        bytes: the launch, plus the slower of the two (the roofline model)."""
         device = self.topology.device
         rate = device.convolution if convolves and device.convolution else device.flops
         return device.launch + max(flops / rate, size / device.memory_bandwidth)

@@ -1,7 +1,7 @@
-"""Rank tables of MindSpore and HCCL, which say on which server each rank is.
+"""Rank tables of MindSpore and HCCL, which list the server of each rank.
 
 Formats: hiascend.com, "HCCL: ranktable"; `server_list` is its template 1 (version 1.0 and later),
-`group_list` its template 2, with a rank to each instance (MindSpore) or none.
+`group_list` its template 2, in which instances have a rank (MindSpore) or none.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from onnxpar.errors import StrategyError
 
 
 def is_rank_table(data: Any) -> bool:
-    """Whether this is a rank table rather than a topology."""
+    """True for a rank table, False for a topology."""
     return isinstance(data, Mapping) and ("server_list" in data or "group_list" in data)
 
 
 def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
-    """How many servers there are, and how many ranks on each. Errors: StrategyError where servers
-    have different numbers of ranks, or ranks are not numbered server by server."""
+    """Number of servers, and of ranks on each. Errors: StrategyError if servers have different
+    numbers of ranks, or if ranks are not numbered server by server."""
     ranks = list(_ranks(data, source))
     if sorted(rank for rank, _ in ranks) != list(range(len(ranks))) or not ranks:
         found = sorted(rank for rank, _ in ranks)
-        raise StrategyError(f"{source}: rank_id are {found}; each of 0 to N-1 is expected once")
+        raise StrategyError(
+            f"{source}: the rank_ids are {found}; use each number from 0 to N-1 once"
+        )
     servers: dict[str, list[int]] = defaultdict(list)
     for rank, server in sorted(ranks):
         servers[server].append(rank)
@@ -33,19 +35,19 @@ def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise StrategyError(
-            f"{source}: servers have different numbers of ranks ({each}); use as many on each"
+            f"{source}: servers have different numbers of ranks ({each}); use the same number on "
+            "each"
         )
     for name, of in servers.items():
         if of[-1] - of[0] != len(of) - 1:
             raise StrategyError(
-                f"{source}: server {name} has the ranks {of}; number the ranks of a server one "
-                "after the other"
+                f"{source}: server {name} has the ranks {of}; give each server consecutive ranks"
             )
     return len(servers), len(ranks) // len(servers)
 
 
 def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
-    """(rank, server) of every device; devices without a rank are numbered as they stand."""
+    """(rank, server) of every device; devices without a rank are numbered in their order."""
     number = count()
     try:
         for server in data.get("server_list", ()):
@@ -56,4 +58,4 @@ def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
                 for _ in instance["devices"]:
                     yield int(instance.get("rank_id", next(number))), str(instance["server_id"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StrategyError(f"{source}: is no complete rank table ({error!r})") from None
+        raise StrategyError(f"{source}: the rank table is incomplete ({error!r})") from None

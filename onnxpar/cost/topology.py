@@ -1,4 +1,4 @@
-"""What ranks run on: levels of links between them, and what one of them computes."""
+"""The hardware of ranks: levels of links between them, and the speed of a rank's device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from onnxpar.ir.collectives import KINDS
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank sends over: `latency` in seconds until the first byte of a round is there, and
-    `bandwidth` in bytes per second, while all ranks of the level send."""
+    """A rank's connection to others: `latency` in seconds until the first byte of a round arrives,
+    and `bandwidth` in bytes per second while all ranks of the level send."""
 
     latency: float
     bandwidth: float
@@ -29,9 +29,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """A host, a rack and the like: `size` of the level below it (ranks, for the innermost), which
-    talk over its links. `size` None: as many as there are. `collectives` are links by kind of
-    collective, where measurements tell them apart."""
+    """A level of the topology, such as a host or a rack: `size` units of the level inside it (ranks
+    in the innermost level), which communicate over its links. A `size` of None means as many as
+    there are. `collectives` has links by kind of collective, if these were measured."""
 
     name: str
     size: int | None
@@ -40,31 +40,31 @@ class Level:
     collectives: Mapping[str, Link] = field(default_factory=dict)
 
     def link(self, kind: str) -> Link:
-        """What a collective of that kind goes over."""
+        """The link for a kind of collective."""
         return self.collectives.get(kind) or Link(self.latency, self.bandwidth)
 
 
 HOST = Link(50e-6, 2e9)
-"""Between ranks of a host, over Gloo on the loopback device."""
+"""Default link between ranks of a host: Gloo over the loopback device."""
 NETWORK = Link(100e-6, 1e9)
-"""Between hosts of which nothing is known: an Ethernet of 10 Gbit/s that few ranks share."""
+"""Default link between hosts: an Ethernet of 10 Gbit/s that few ranks share."""
 
 
 ROW_BYTES = 100
-"""Of contiguous memory, which take about as long as what each row costs beside its bytes."""
+"""Bytes of contiguous memory whose copy takes as long as the overhead of a row."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes with. By default about one core of 2020.
+    """The speed of a rank's device; by default about one CPU core of 2020.
 
-    flops             multiplications and additions per second, each of a pair counted
-    memory_bandwidth  bytes per second that are read or written
-    launch            seconds that any op takes, however little it does
-    memory            bytes for a rank; None: unknown
-    convolution       flops of convolutions; None: as of matrix products
+    flops             operations per second (a multiplication and addition counts as two)
+    memory_bandwidth  bytes read or written per second
+    launch            seconds that every op takes at least
+    memory            bytes that a rank has; None: unknown
+    convolution       operations per second of convolutions; None: the same as `flops`
     row               seconds for each run of contiguous elements that is copied, multiplied or
-                      normalized by itself; None: those of ROW_BYTES
+                      normalized on its own; None: the time to copy ROW_BYTES
     """
 
     flops: float = 2e10
@@ -76,6 +76,7 @@ class Device:
 
 
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
+"""Kinds of collectives for which a level may have links."""
 _DEVICE_UNITS = {
     "flops": "FLOP/s",
     "convolution": "FLOP/s",
@@ -89,8 +90,8 @@ _LINK_UNITS = {"latency": "s", "bandwidth": "B/s"}
 
 @dataclass(frozen=True)
 class Topology:
-    """Levels from the inside out, and the device that every rank is. Ranks are numbered row-major:
-    rank r is in host r // (ranks per host).
+    """Levels from the innermost to the outermost, and the device of every rank. Ranks are numbered
+    row-major: rank r is on host r // (ranks per host).
 
     >>> Topology.of({"levels": [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]})
     ... # doctest: +ELLIPSIS
@@ -109,7 +110,7 @@ class Topology:
     def given(
         topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
     ) -> Topology | None:
-        """What a caller gives: a file, the same structure in Python, or a topology."""
+        """The topology that a caller gives: a file, its structure in Python, or a Topology."""
         if isinstance(topology, Mapping):
             return Topology.of(topology)
         if isinstance(topology, (str, os.PathLike)):
@@ -119,60 +120,64 @@ class Topology:
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Topology:
         """Reads a topology file (YAML), or a rank table of MindSpore or HCCL (JSON). Errors:
-        StrategyError, naming the file and what is wrong."""
+        StrategyError that names the file and the mistake."""
         try:
             text = Path(path).read_text()
             data = json.loads(text) if text.lstrip().startswith("{") else parse(text)
         except OSError as error:
             raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
         except (ValueError, RecursionError) as error:
-            raise StrategyError(f"{path}: neither YAML nor JSON: {error}") from None
+            raise StrategyError(f"{path} is neither YAML nor JSON: {error}") from None
         return Topology.of(data, os.fspath(path))
 
     @staticmethod
     def of(data: Any, source: str = "topology") -> Topology:
-        """A topology from the same structure in Python. Errors: StrategyError."""
+        """A topology from the structure of a topology file or rank table. Errors: StrategyError."""
         if is_rank_table(data):
             return _of_rank_table(data, source)
         entries = _mapping(data, ("levels", "device"), source)
         found = entries.get("levels")
         if not isinstance(found, list) or not found:
-            raise StrategyError(f"{source}: levels must be a list, from the inside out; at least 1")
+            raise StrategyError(
+                f"{source}: levels must be a list of at least one level, the innermost first"
+            )
         levels = [_level(entry, f"{source}: levels[{i}]") for i, entry in enumerate(found)]
         for level in levels[:-1]:
             if level.size is None:
                 raise StrategyError(
-                    f"{source}: level '{level.name}' has no size, which only the outermost may "
-                    "leave open; say how many there are in it"
+                    f"{source}: level '{level.name}' has no size, which only the outermost level "
+                    "may omit; give the number of units in it"
                 )
         names = [level.name for level in levels]
         for name in names:
             if names.count(name) > 1:
-                raise StrategyError(f"{source}: two levels are named '{name}'; name each apart")
+                raise StrategyError(
+                    f"{source}: two levels are named '{name}'; give each its own name"
+                )
         return Topology(tuple(levels), _device(entries.get("device") or {}, f"{source}: device"))
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks there are; None where the outermost level is open."""
+        """Number of ranks; None if the outermost level has no size."""
         sizes = [level.size for level in self.levels if level.size is not None]
         return math.prod(sizes) if len(sizes) == len(self.levels) else None
 
     def units(self) -> list[int]:
-        """Ranks in one of each level but the outermost."""
+        """Number of ranks in one unit of each level but the outermost."""
         sizes = [level.size or 1 for level in self.levels[:-1]]
         return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
 
     def check(self, ranks: int) -> None:
-        """Errors: StrategyError where there are fewer ranks than these."""
+        """Errors: StrategyError if the topology has fewer ranks."""
         if self.ranks is not None and self.ranks < ranks:
             outermost = self.levels[-1]
             raise StrategyError(
-                f"the topology has {self.ranks} ranks, the mesh {ranks}; use fewer, or leave out "
-                f"the size of '{outermost.name}', which then has as many as are needed"
+                f"the topology has {self.ranks} ranks, the mesh {ranks}; use fewer ranks, or omit "
+                f"the size of '{outermost.name}' in the topology, which is then as large as needed"
             )
 
     def text(self) -> str:
-        """The topology as a file that `read` reads; quantities to six digits."""
+        """The text of a topology file; quantities have six digits."""
         lines = ["levels:  # from the inside out"]
         for level in self.levels:
             lines.append(f"  - name: {json.dumps(level.name)}")
@@ -192,7 +197,7 @@ class Topology:
 
 
 def _of_rank_table(data: Any, source: str) -> Topology:
-    """Devices of a host, and hosts; the table says nothing of their speed."""
+    """The hosts of a rank table and their ranks, with default speeds, which the table lacks."""
     hosts, devices = hosts_of(data, source)
     host = Level("host", devices, HOST.latency, HOST.bandwidth)
     if hosts == 1:
@@ -202,7 +207,7 @@ def _of_rank_table(data: Any, source: str) -> Topology:
 
 def _mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise StrategyError(f"{where}: a mapping with {', '.join(keys)} is expected")
+        raise StrategyError(f"{where}: must be a mapping with the keys {', '.join(keys)}")
     unknown = sorted(set(map(str, data)) - set(keys))
     if unknown:
         raise StrategyError(f"{where}: unknown key {unknown[0]!r}; use {', '.join(keys)}")
@@ -210,12 +215,13 @@ def _mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
 
 
 def _number(entries: Mapping[str, Any], key: str, unit: str, where: str) -> float:
-    """One entry; a latency may be 0, all else is more."""
+    """One quantity of a mapping; times may be 0, all others must be above 0."""
     if entries.get(key) is None:
         raise StrategyError(f"{where}: {key} is missing; give it in {unit}")
     value = quantity(entries[key], unit, f"{where}: {key}")
     if value < 0 or (value == 0 and unit != "s"):
-        raise StrategyError(f"{where}: {key} is {entries[key]!r}; it must be above 0")
+        least = "at least" if unit == "s" else "above"
+        raise StrategyError(f"{where}: {key} is {entries[key]!r}; it must be {least} 0")
     return value
 
 
@@ -228,9 +234,9 @@ def _level(data: Any, where: str) -> Level:
     entries = _mapping(data, ("name", "size", *_LINK_UNITS, "collectives"), where)
     name, size = entries.get("name"), entries.get("size")
     if not isinstance(name, str) or not name:
-        raise StrategyError(f"{where}: name is missing; host, rack or the like")
+        raise StrategyError(f"{where}: name is missing; write host, rack or the like")
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise StrategyError(f"{where}: size is {size!r}; it must be a whole number from 1 on")
+        raise StrategyError(f"{where}: size is {size!r}; it must be an integer of at least 1")
     own = _link({key: entries.get(key) for key in _LINK_UNITS}, where)
     kinds = _mapping(entries.get("collectives") or {}, _LINKED, f"{where}: collectives")
     links = {kind: _link(link, f"{where}: {kind}") for kind, link in kinds.items()}

@@ -10,21 +10,21 @@ from functools import cached_property
 from onnxpar.errors import StrategyError
 
 MOST_RANKS = 1 << 20
-"""Lists of ranks stay small enough to be kept."""
+"""Most ranks, so that lists of all ranks fit into memory."""
 
 
 def check_ranks(count: int) -> None:
-    """Errors: StrategyError for a number of ranks that nothing can be planned for."""
+    """Errors: StrategyError for a number of ranks below 1 or above MOST_RANKS."""
     if not 1 <= count <= MOST_RANKS:
-        raise StrategyError(f"--devices {count}: at least 1 rank, and at most {MOST_RANKS:,}")
+        raise StrategyError(f"--devices {count}: the number must be from 1 to {MOST_RANKS:,}")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis or a part of one: `tp`, or `tp:(2)4`, the 4 after a leading 2.
+    """A mesh axis or a sub-axis: `tp`, or `tp:(2)4`, the sub-axis of size 4 after one of size 2.
 
-    `pre` is the product of the parts before it, so that the whole axis has pre 1 and its full size.
-    The notation is OpenXLA Shardy's.
+    `pre` is the product of the sizes of the sub-axes before it; a whole axis has pre 1 and its full
+    size. The notation is OpenXLA Shardy's.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Axis:
     pre: int = 1
 
     def overlaps(self, other: Axis) -> bool:
-        """Whether the two share coordinates, so that no tensor may use both."""
+        """True if both share coordinates of a mesh axis, so that no tensor may use both."""
         if self.name != other.name:
             return False
         return max(self.pre, other.pre) < min(self.pre * self.size, other.pre * other.size)
@@ -53,7 +53,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Reads `dp=2,tp=4`. Errors: StrategyError, naming the entry that is not NAME=SIZE."""
+        """Parses `dp=2,tp=4`. Errors: StrategyError that names an entry that is not NAME=SIZE."""
         axes = []
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
@@ -72,10 +72,12 @@ class Mesh:
                 raise StrategyError("mesh: an axis has an empty name; give it one, such as dp")
             if names.count(name) > 1:
                 raise StrategyError(
-                    f"mesh: axis {name!r} stands twice; give each axis its own name"
+                    f"mesh: two axes have the name {name!r}; give each axis its own name"
                 )
             if size < 1:
-                raise StrategyError(f"mesh: axis {name!r} has size {size}; sizes start at 1")
+                raise StrategyError(
+                    f"mesh: axis {name!r} has size {size}; sizes must be at least 1"
+                )
         check_ranks(math.prod(size for _, size in shape))
         return Mesh(shape)
 
@@ -90,16 +92,16 @@ class Mesh:
         return dict(self.shape)
 
     def axis(self, name: str) -> Axis:
-        """The whole axis of that name. Errors: StrategyError, listing the axes there are."""
+        """The whole axis of that name. Errors: StrategyError that shows the mesh."""
         if name not in self.sizes:
             raise StrategyError(f"mesh {self} has no axis {name!r}")
         return Axis(name, self.sizes[name])
 
     def flat(self, pre: int, size: int) -> Axes:
-        """The (sub-)axes that a flat, row-major view of all ranks splits as `(pre)size`.
+        """The (sub-)axes of `(pre)size`, a sub-axis of the flat, row-major list of all ranks.
 
-        MindSpore's tuples count parts, not axes; its device matrix is such a view.
-        Errors: StrategyError where the cut does not fall on factors of the axes.
+        MindSpore's tuples count shards and do not name axes; its device matrix is such a list.
+        Errors: StrategyError if `pre` and `size` do not fit the sizes of the axes.
         """
         out: list[Axis] = []
         for name, n in self.shape:
@@ -117,12 +119,13 @@ class Mesh:
             pre = 1
         if size != 1:
             raise StrategyError(
-                f"{size} more parts do not fit the mesh {self}; choose its sizes so"
+                f"a split into {size} more shards does not fit the mesh {self}; choose axes whose "
+                "sizes are factors of the numbers of shards"
             )
         return tuple(out)
 
     def coordinate(self, axes: Sequence[Axis], rank: int) -> int:
-        """The row-major position of a rank within axes."""
+        """The row-major position of a rank along axes."""
         at = 0
         for axis in axes:
             stride = self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
@@ -130,7 +133,7 @@ class Mesh:
         return at
 
     def group(self, axes: Sequence[Axis], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along axes only, in their row-major order."""
+        """The ranks that differ from `rank` only along axes, in row-major order."""
         ranks = [rank]
         for axis in axes:
             stride = self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
@@ -147,7 +150,7 @@ class Mesh:
         return strides
 
     def text(self, axis: Axis) -> str:
-        """`tp` for a whole axis, `tp:(2)4` for a part."""
+        """`tp` for a whole axis, `tp:(2)4` for a sub-axis."""
         whole = axis.pre == 1 and axis.size == self.sizes[axis.name]
         return axis.name if whole else f"{axis.name}:({axis.pre}){axis.size}"
 
@@ -156,17 +159,17 @@ class Mesh:
 
 
 def parts_over(axes: Iterable[Axis]) -> int:
-    """Into how many parts these axes split."""
+    """Number of shards into which these axes split a dimension."""
     return math.prod(axis.size for axis in axes)
 
 
 def in_mesh_order(axes: Axes) -> Axes:
-    """Axes by name, the parts of one axis from the major to the minor."""
+    """Axes sorted by name, sub-axes of one axis from major to minor."""
     return tuple(sorted(axes, key=lambda a: (a.name, a.pre)))
 
 
 def merge_axes(axes: Axes) -> Axes:
-    """Joins neighbouring parts of one axis: `tp:(1)2, tp:(2)2` is `tp`, for tp of 4."""
+    """Joins adjacent sub-axes of one axis: `tp:(1)2, tp:(2)2` is `tp` if tp has size 4."""
     if not axes:
         return axes
     out: list[Axis] = []

@@ -1,18 +1,18 @@
-"""Rows: the runs of contiguous elements in which a part of a tensor is cut out or put in."""
+"""Rows: runs of contiguous elements that a slice of a tensor is copied in."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from onnxpar.layout.layout import Dim, Factor, Product, dim_axes, estimated_size, normalize
+from onnxpar.layout.dims import Dim, Factor, Product, dim_axes, estimated_size, normalize
 from onnxpar.layout.mesh import Mesh
 
 
 def rows_within(dim: Dim, mesh: Mesh) -> int:
-    """Into how many rows a split of a dimension cuts it: one, where ranks hold a run of it; of a
-    merged dimension as many as there are of its outer factors; of segments each element, as they
-    are picked one by one."""
+    """Number of rows in which a rank's shard of a dimension is copied: 1 if it is contiguous; for a
+    product, one for each element of the factors before the split one; for segments, one for each
+    element, as these are picked one by one."""
     dim = normalize(dim)
     if isinstance(dim, Factor):
         return 1
@@ -25,7 +25,7 @@ def rows_within(dim: Dim, mesh: Mesh) -> int:
 
 
 def rows_moved(before: Sequence[Dim], after: Sequence[Dim], mesh: Mesh) -> int:
-    """Rows of a tensor that one step takes from one layout to another, where a rank has most."""
+    """Number of rows that one step of a reshard copies, on the rank with the most."""
     rows, outer = 0, 1
     for b, a in zip(before, after, strict=True):
         if b != a:

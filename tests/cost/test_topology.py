@@ -65,16 +65,16 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
 @pytest.mark.parametrize(
     "data,message",
     [
-        (None, "a mapping with levels, device is expected"),
-        ([1], "a mapping with levels, device"),
+        (None, "must be a mapping with the keys levels, device"),
+        ([1], "must be a mapping with the keys levels, device"),
         ({}, "levels must be a list"),
         ({"levels": []}, "levels must be a list"),
         ({"level": [LEVEL]}, "unknown key 'level'; use levels, device"),
-        ({"levels": ["host"]}, r"levels\[0\]: a mapping with name, size"),
+        ({"levels": ["host"]}, r"levels\[0\]: must be a mapping with the keys name, size"),
         ({"levels": [{**LEVEL, "speed": 1}]}, r"levels\[0\]: unknown key 'speed'"),
         ({"levels": [{**LEVEL, "name": ""}]}, r"levels\[0\]: name is missing"),
         ({"levels": [LEVEL, LEVEL]}, "two levels are named 'host'"),
-        ({"levels": [{**LEVEL, "size": 0}]}, "size is 0; it must be a whole number"),
+        ({"levels": [{**LEVEL, "size": 0}]}, "size is 0; it must be an integer"),
         ({"levels": [{**LEVEL, "size": "2"}]}, "size is '2'"),
         ({"levels": [{**LEVEL, "size": True}]}, "size is True"),
         (
@@ -87,7 +87,7 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
         ),
         ({"levels": [{**LEVEL, "latency": "fast"}]}, "'fast' is not a time; write 50us"),
         ({"levels": [{**LEVEL, "latency": "1 GB"}]}, "'1 GB' is not a time"),
-        ({"levels": [{**LEVEL, "latency": -1}]}, "latency is -1; it must be above 0"),
+        ({"levels": [{**LEVEL, "latency": -1}]}, "latency is -1; it must be at least 0"),
         ({"levels": [{**LEVEL, "bandwidth": 0}]}, "bandwidth is 0; it must be above 0"),
         ({"levels": [{**LEVEL, "bandwidth": ".inf"}]}, "is not a data rate; write 2GB/s"),
         (
@@ -115,7 +115,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for text in ("{", "a: [", "\x00"):
         file = tmp_path / "bad.yaml"
         file.write_text(text)
-        with pytest.raises(StrategyError, match=r"bad\.yaml: neither YAML nor JSON"):
+        with pytest.raises(StrategyError, match=r"bad\.yaml is neither YAML nor JSON"):
             Topology.read(file)
 
 
@@ -200,13 +200,19 @@ def test_rank_tables(table: Any, levels: tuple[Level, ...], tmp_path: Path) -> N
     "table,message",
     [
         (servers([0, 1], [2]), r"different numbers of ranks \(10.0.0.0: 2, 10.0.0.1: 1\)"),
-        (servers([0, 2], [1, 3]), r"10.0.0.0 has the ranks \[0, 2\]; number the ranks"),
-        (servers([0, 1], [1, 2]), r"rank_id are \[0, 1, 1, 2\]; each of 0 to N-1"),
-        (servers(), r"rank_id are \[\]"),
-        ({"server_list": [{"server_id": "a"}]}, r"no complete rank table \(KeyError\('device'\)\)"),
-        ({"server_list": [1]}, "no complete rank table"),
-        ({"server_list": [{"server_id": "a", "device": [{"rank_id": "x"}]}]}, "no complete"),
-        (groups(("a", 0, 2)), r"rank_id are \[0, 0\]"),
+        (
+            servers([0, 2], [1, 3]),
+            r"10.0.0.0 has the ranks \[0, 2\]; give each server consecutive ranks",
+        ),
+        (servers([0, 1], [1, 2]), r"rank_ids are \[0, 1, 1, 2\]; use each number from 0"),
+        (servers(), r"rank_ids are \[\]"),
+        (
+            {"server_list": [{"server_id": "a"}]},
+            r"rank table is incomplete \(KeyError\('device'\)\)",
+        ),
+        ({"server_list": [1]}, "rank table is incomplete"),
+        ({"server_list": [{"server_id": "a", "device": [{"rank_id": "x"}]}]}, "incomplete"),
+        (groups(("a", 0, 2)), r"rank_ids are \[0, 0\]"),
     ],
 )
 def test_rank_tables_that_are_wrong(table: Any, message: str) -> None:

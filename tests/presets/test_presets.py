@@ -38,7 +38,7 @@ def test_uneven_batch_has_no_collective(model: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tensor-parallel 0", "--devices 0: at least 1 rank, and at most 1,048,576"),
+        ("tensor-parallel 0", "--devices 0: the number must be from 1 to 1,048,576"),
         ("hybrid 3", "give --mesh dp=..,tp=.."),
         ("hybrid tp=4", "hybrid needs an axis dp and another"),
         ("pipeline-parallel 2", "there are data-parallel, tensor-parallel, hybrid"),

@@ -1,0 +1,272 @@
+"""Dimensions of layouts: trees of segments and factors that mesh axes split.
+
+A dimension is a concatenation of segments, each a product of factors, each factor split over an
+ordered list of mesh axes. `indices` defines the meaning: the global positions that a rank holds, in
+their order. All other functions follow from it, or are faster versions of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over
+
+
+@lru_cache(maxsize=65536)
+def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Default shard sizes: split by the first count, then each part by the next, larger ones first.
+
+    >>> nested_parts(5, (2, 2))
+    (2, 1, 1, 1)
+    """
+    parts: tuple[int, ...] = (size,)
+    for n in counts:
+        parts = tuple(p // n + (i < p % n) for p in parts for i in range(n))
+    return parts
+
+
+@dataclass(frozen=True)
+class Factor:
+    """An index variable: `size` elements, split over `axes` into shards of the sizes in `parts` (by
+    default those of `nested_parts`).
+
+    A shard may be empty. With `filled`, a rank with an empty shard computes on a stand-in of one
+    element, which is dropped from its results; layouts of tensors are never filled.
+    """
+
+    size: int
+    axes: Axes = ()
+    parts: tuple[int, ...] | None = None
+    filled: bool = False
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if it can be split: it has more than one element."""
+        return self.size > 1
+
+    def part_sizes(self) -> tuple[int, ...]:
+        """The size of each shard, in the row-major order of the axes."""
+        sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
+        return tuple(max(s, 1) for s in sizes) if self.filled and self.size else sizes
+
+    def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
+        """Start and size of a rank's shard; a stand-in is an element next to the empty shard."""
+        if not self.axes:
+            return 0, self.size
+        sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
+        at = mesh.coordinate(self.axes, rank)
+        start, size = sum(sizes[:at]), sizes[at]
+        if self.filled and self.size and not size:
+            return min(start, self.size - 1), 1
+        return start, size
+
+
+class SizedFactor(Factor):
+    """A factor that counts as a leaf at any size. It is a leaf at the size for which the rule was
+    made, but may have one element or none at another size."""
+
+    @property
+    def is_leaf(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Product:
+    """Factors merged into one dimension, the major one first: `(b h)` in einsum-like text."""
+
+    children: tuple[Dim, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(c.size for c in self.children)
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Segments that follow each other in a dimension: `q + k + v`."""
+
+    children: tuple[Dim, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(c.size for c in self.children)
+
+
+Dim = Factor | Product | Concat
+
+
+def leaves(dim: Dim) -> Iterator[Factor]:
+    """The factors of a dimension, from the first to the last."""
+    if isinstance(dim, Factor):
+        yield dim
+    else:
+        for child in dim.children:
+            yield from leaves(child)
+
+
+def dim_axes(dim: Dim) -> tuple[Axis, ...]:
+    """All axes that split factors of the dimension, each once."""
+    return tuple(dict.fromkeys(axis for leaf in leaves(dim) for axis in leaf.axes))
+
+
+def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
+    """Number of elements of the dimension that a rank holds."""
+    if isinstance(dim, Factor):
+        return dim.part(mesh, rank)[1]
+    sizes = [local_size(c, mesh, rank) for c in dim.children]
+    return math.prod(sizes) if isinstance(dim, Product) else sum(sizes)
+
+
+def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
+    """As `local_size`, for costs: a data-dependent size, which is -1 in its factor, counts as 1."""
+    return abs(local_size(dim, mesh, rank))
+
+
+def is_data_dependent(dim: Dim) -> bool:
+    """True if the size of the dimension is data-dependent, so that its one factor has size -1."""
+    return isinstance(dim, Factor) and dim.size < 0
+
+
+def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
+    """The global positions that a rank holds, in the order in which it holds them (int64)."""
+    if isinstance(dim, Factor):
+        start, size = dim.part(mesh, rank)
+        return np.arange(start, start + size)
+    if isinstance(dim, Concat):
+        offsets = np.cumsum([0] + [c.size for c in dim.children])
+        parts = [
+            indices(c, mesh, rank) + o for c, o in zip(dim.children, offsets[:-1], strict=True)
+        ]
+        return np.concatenate(parts)
+    at = np.zeros(1, np.int64)
+    for child in dim.children:
+        at = (at[:, None] * child.size + indices(child, mesh, rank)[None, :]).reshape(-1)
+    return at
+
+
+def first_index(dim: Dim, mesh: Mesh, rank: int) -> int:
+    """The first position that a rank holds, or would hold if its shard is empty."""
+    if isinstance(dim, Factor):
+        return dim.part(mesh, rank)[0]
+    at = 0
+    for child in dim.children:
+        first = first_index(child, mesh, rank)
+        if isinstance(dim, Product):
+            at = at * child.size + first
+        elif local_size(child, mesh, rank):
+            return at + first
+        else:
+            at += child.size
+    return at
+
+
+def runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
+    """The positions of `indices` as maximal runs (start, length), in order."""
+    at = indices(dim, mesh, rank)
+    if not len(at):
+        return []
+    cuts = np.flatnonzero(np.diff(at) != 1) + 1
+    bounds = np.concatenate([[0], cuts, [len(at)]])
+    return [(int(at[a]), int(b - a)) for a, b in pairwise(bounds)]
+
+
+def normalize(dim: Dim) -> Dim:
+    """The shortest tree with the same meaning. Usual trees with equal meanings become equal."""
+    if isinstance(dim, Factor):
+        axes = merge_axes(dim.axes)
+        default = nested_parts(dim.size, tuple(a.size for a in axes))
+        return Factor(dim.size, axes, None if dim.part_sizes() == default else dim.part_sizes())
+    kind = type(dim)
+    children: list[Dim] = []
+    for child in map(normalize, dim.children):
+        children += child.children if isinstance(child, kind) else [child]
+    return _product(children) if kind is Product else _concat(children)
+
+
+def _product(children: list[Dim]) -> Dim:
+    out: list[Dim] = []
+    for child in children:
+        if child.size == 1 and not dim_axes(child):
+            continue
+        joined = _join_factors(out[-1], child) if out else None
+        if joined:
+            out[-1] = joined
+        else:
+            out.append(child)
+    return out[0] if len(out) == 1 else Product(tuple(out)) if out else Factor(1)
+
+
+def _join_factors(major: Dim, minor: Dim) -> Factor | None:
+    """One factor for (whole whole) or (split whole); None for other pairs."""
+    if not isinstance(major, Factor) or not isinstance(minor, Factor) or minor.axes:
+        return None
+    if not major.axes:
+        return Factor(major.size * minor.size)
+    parts = tuple(p * minor.size for p in major.part_sizes())
+    joined = normalize(Factor(major.size * minor.size, major.axes, parts))
+    assert isinstance(joined, Factor)
+    return joined
+
+
+def _concat(children: list[Dim]) -> Dim:
+    out: list[Dim] = []
+    for child in children:
+        last = out[-1] if out else None
+        if not child.size:
+            continue
+        if isinstance(last, Factor) and isinstance(child, Factor) and not last.axes + child.axes:
+            out[-1] = Factor(last.size + child.size)
+        else:
+            out.append(child)
+    return out[0] if len(out) == 1 else Concat(tuple(out)) if out else Factor(0)
+
+
+def dim_text(dim: Dim, mesh: Mesh, nested: bool = False) -> str:
+    if isinstance(dim, Factor):
+        if not dim.axes:
+            return str(dim.size) if nested else "-"
+        text = ".".join(mesh.text(a) for a in dim.axes)
+        if dim.parts:
+            text += "{" + ",".join(map(str, dim.parts)) + "}"
+        return text
+    joint = "*" if isinstance(dim, Product) else "+"
+    text = joint.join(dim_text(c, mesh, True) for c in dim.children)
+    return f"({text})" if nested else text
+
+
+def axis_json(axis: Axis) -> list[Any]:
+    return [axis.name, axis.size, axis.pre]
+
+
+def dim_json(dim: Dim) -> Any:
+    if isinstance(dim, Factor):
+        out: dict[str, Any] = {"size": dim.size}
+        if dim.axes:
+            out["axes"] = [axis_json(a) for a in dim.axes]
+        if dim.parts:
+            out["parts"] = list(dim.parts)
+        return out
+    key = "product" if isinstance(dim, Product) else "concat"
+    return {key: [dim_json(c) for c in dim.children]}
+
+
+def dim_of_json(data: Mapping[str, Any]) -> Dim:
+    if "product" in data:
+        return Product(tuple(dim_of_json(c) for c in data["product"]))
+    if "concat" in data:
+        return Concat(tuple(dim_of_json(c) for c in data["concat"]))
+    parts = tuple(data["parts"]) if "parts" in data else None
+    return Factor(data["size"], tuple(Axis(*a) for a in data.get("axes", [])), parts)
+
+
+def split_count(dim: Dim) -> int:
+    """Number of shards into which the dimension is split."""
+    return parts_over(dim_axes(dim))
