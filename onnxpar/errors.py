@@ -1,29 +1,29 @@
-"""Errors for users. A failed `assert` is our own bug; everything a user can cause is an
+"""Errors for users. A failed `assert` is a bug of onnxpar; every error that a user can cause is an
 OnnxparError."""
 
 import os
 from collections.abc import Mapping
 
 TRACEBACK = "ONNXPAR_TRACEBACK"
-"""Set to 1 in the environment, it adds Python's traceback to an error, and the rest of a long
-message."""
+"""The environment variable that, if set to 1, adds Python's traceback to an error, and the rest of
+a long message."""
 
 
 def wants_traceback() -> bool:
-    """Whether the user asked for tracebacks."""
+    """True if the user asked for tracebacks."""
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
 class OnnxparError(Exception):
-    """Base of every error that a user can cause and remedy; the message names both."""
+    """Base of all errors that a user can cause; the message names the cause and the remedy."""
 
 
 class ModelError(OnnxparError):
-    """The model file cannot be read, or breaks the ONNX standard."""
+    """A model file that cannot be read, or violates the ONNX standard."""
 
 
 class DamagedError(ModelError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint that has changed since it was written."""
 
 
 class NewerFormatError(ModelError):
@@ -31,16 +31,16 @@ class NewerFormatError(ModelError):
 
 
 class StrategyError(OnnxparError):
-    """A strategy, mesh or preset that this model cannot meet."""
+    """A strategy, mesh or preset that is invalid, or impossible for the model."""
 
 
 class SizeError(StrategyError):
-    """A strategy that the sizes of a model do not allow; with other sizes, it may."""
+    """A strategy that is impossible for the sizes of a model; other sizes may allow it."""
 
 
 class OpenSizesError(StrategyError):
-    """Layouts that open sizes do not allow. `nodes` split what cannot be told before a run: factors
-    of their rules, where it is known which."""
+    """Layouts that are impossible since sizes are open. `nodes` has the factors, by node, that must
+    not be split, if these are known."""
 
     def __init__(self, message: str, nodes: Mapping[str, frozenset[str]] | None = None) -> None:
         super().__init__(message)
@@ -48,20 +48,20 @@ class OpenSizesError(StrategyError):
 
 
 class InputError(OnnxparError):
-    """A missing or unknown feed, or one of the wrong shape or dtype."""
+    """An invalid input: a missing or unknown feed, a wrong shape or dtype, an unusable path."""
 
 
 class RankError(OnnxparError):
-    """A rank died, stopped, disagreed with others or did not start, which ends a session."""
+    """A rank that died, stopped, disagreed with others or did not start. It ends the session."""
 
 
 class RunError(RankError):
-    """A run that failed on its feeds. The ranks go on: states are as before, runs may follow."""
+    """A run that failed on its feeds. The session continues: states are as before the run."""
 
 
 class DivergenceError(OnnxparError):
-    """A training run whose loss is no number any more."""
+    """A training run whose loss is not finite any more."""
 
 
 class PassError(OnnxparError):
-    """A pass that failed: a bug of the pass, or of the graph that a pass before it has left."""
+    """A pass that failed: a bug of that pass, or of an earlier one that left a wrong graph."""

@@ -1,1 +1,1 @@
-"""What every room may use: arrays, units, text, interrupts. It knows nothing of models."""
+"""Modules that know nothing of models, for every room: arrays, units, text, interrupts."""

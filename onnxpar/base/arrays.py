@@ -1,4 +1,4 @@
-"""NumPy arrays, as annotations name them."""
+"""The type of NumPy arrays in annotations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Ends the command `onnxpar` on one line where it is interrupted or terminated while Python still
-imports it, or already leaves it. The package imports this first; other programs are left alone."""
+"""Ends the command `onnxpar` with a one-line message if it is interrupted or terminated while
+Python still imports modules, or already exits. The package imports this first; other programs are
+not affected."""
 
 from __future__ import annotations
 
@@ -16,22 +17,22 @@ STATUSES = {
     signal.SIGTERM: ("terminated", 143),
     signal.SIGHUP: ("terminated, as its terminal is gone", 129),
 }
-"""What a command says when a signal ends it, and its exit status."""
+"""Message and exit status of a command that a signal ends."""
 _waiting: list[int] = []
-"""Signals that came while nothing was to be interrupted."""
+"""Signals that arrived within `uninterrupted`."""
 _shields = [0]
+"""Number of `uninterrupted` blocks that are open."""
 
 
 class Terminated(BaseException):
-    """The process was asked to end by a signal; raised so that what is half-written is removed
-    first."""
+    """A signal asked the process to end; raised so that half-written files are removed first."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def raise_for(number: int) -> None:
-    """Raises what ends a command upon a signal: at once, or at the end of `uninterrupted`."""
+    """Raises the exception of a signal: at once, or at the end of `uninterrupted`."""
     if _shields[0]:
         _waiting.append(number)
     elif number == signal.SIGINT:
@@ -42,8 +43,8 @@ def raise_for(number: int) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within it, a signal that ends the command waits: for what must not be left half-made and
-    does not take long. Other threads than the main one are never interrupted."""
+    """Delays signals that end the command until the block ends, for short steps that must not be
+    left half-done. Only the main thread is ever interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,14 +58,14 @@ def uninterrupted() -> Iterator[None]:
 
 
 def end_now(number: int, frame: FrameType | None) -> None:
-    """Ends the process, which has nothing to clean up yet, or no more."""
+    """Ends the process at once: a signal handler for times when there is nothing to clean up."""
     word, status = STATUSES[signal.Signals(number)]
     os.write(2, f"onnxpar: {word}\n".encode())
     os._exit(status)
 
 
 def _is_command() -> bool:
-    """Whether this process is `onnxpar ...` or `python -m onnxpar ...`."""
+    """True if this process is `onnxpar ...` or `python -m onnxpar ...`."""
     name = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
     after_m = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []
     return name == "onnxpar" or (name == "-m" and after_m[:1] == ["onnxpar"])
@@ -73,7 +74,7 @@ def _is_command() -> bool:
 def _watch() -> None:
     for number in STATUSES:
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        if signal.getsignal(number) == handler:  # nohup ignores them, which stays so
+        if signal.getsignal(number) == handler:  # nohup ignores SIGHUP; keep that
             signal.signal(number, end_now)
 
 

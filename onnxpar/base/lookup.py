@@ -1,4 +1,4 @@
-"""Inputs whose elements are indices into a table, so that one out of range can be named."""
+"""Inputs whose elements are indices into a table, and a check of their range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxpar.base.arrays import Array
 
 @dataclass(frozen=True)
 class Lookup:
-    """An input that a node looks up in a table: its elements are in [-rows, rows)."""
+    """An input whose elements index the rows of a node's table; the range is [-rows, rows)."""
 
     input: str
     node: str
@@ -19,7 +19,7 @@ class Lookup:
     rows: int
 
     def fault(self, value: Array) -> str | None:
-        """Names the first element of the input that is out of range; None where all are in it."""
+        """A message that names the first element out of range; None if there is none."""
         if value.dtype.kind not in "iu":
             return None
         outside = (value >= self.rows) | (value < -self.rows)
@@ -28,6 +28,6 @@ class Lookup:
         at = tuple(int(i) for i in np.argwhere(outside)[0])
         where = f" at {list(at)}" if at else ""
         return (
-            f"input {self.input!r}: index {value[at]}{where} is out of range for {self.table!r} of "
-            f"{self.rows} rows, in node {self.node!r}"
+            f"input {self.input!r}: index {value[at]}{where} is out of range for {self.table!r} "
+            f"with {self.rows} rows, in node {self.node!r}"
         )

@@ -34,12 +34,12 @@ class _MovedModule(ModuleType):
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Finds the old names; a module of an old name has the attributes of the new one."""
+    """Imports old names; the module of an old name has the attributes of the new module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of an old name, None for all others."""
+        """The spec of an old name; None for other names."""
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -47,7 +47,7 @@ class _MovedModules(MetaPathFinder, Loader):
         return _MovedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills a module of an old name."""
+        """Fills the module of an old name, with a warning."""
         new = MOVED[module.__name__]
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
         found = vars(importlib.import_module(new))

@@ -1,6 +1,7 @@
-"""Elements of less than 8 bits: together in the bytes of a file or a runtime, the first lowest.
+"""Packing of elements of less than 8 bits, as in files and runtimes: the first element is in the
+lowest bits of a byte.
 
-In NumPy they are bytes of their own, of which the low bits count.
+In NumPy each element is a byte, whose low bits count.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ def stored_bits(dtype: np.dtype[Any]) -> int:
 
 
 def unpack(data: Array, bits: int) -> Array:
-    """The elements in these bytes, as many as fit."""
+    """All elements in these bytes, including padding at the end."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     elements: Array = (data[:, None] >> shifts & (1 << bits) - 1).reshape(-1)
     return elements
 
 
 def pack(elements: Array, bits: int) -> Array:
-    """The bytes of elements; what the last one lacks is zero."""
+    """The bytes of these elements; the last byte is padded with zeros."""
     per_byte = 8 // bits
     padded = np.zeros(-(-elements.size // per_byte) * per_byte, np.uint8)
     padded[: elements.size] = elements.reshape(-1).view(np.uint8) & (1 << bits) - 1

@@ -1,4 +1,4 @@
-"""Reads YAML of mappings, lists, texts, numbers, bools and null: all that configurations need."""
+"""Parses YAML of mappings, lists, texts, numbers, bools and null: all that configurations need."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 MOST_ENTRIES = 100_000
-"""Of a file, aliases counted wherever they stand."""
+"""Most entries of a file; an alias counts as the entries that it refers to."""
 _TAGS = ("null", "bool", "int", "float", "seq", "map", "str", "merge")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Knows no dates, sets and the like: what looks like a date is text."""
+    """A loader without dates, sets and similar types: what looks like a date is a text."""
 
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -29,7 +29,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse(text: str) -> Any:
-    """The structure that a text describes. Errors: ValueError, whose text says what is wrong."""
+    """The structure that a text describes. Errors: ValueError that describes the mistake."""
     loader = None
     try:
         loader = _Loader(text)
@@ -39,7 +39,7 @@ def parse(text: str) -> Any:
         _check_size(node)
         return loader.construct_document(node)
     except (yaml.YAMLError, OverflowError, KeyError) as error:
-        # `!!bool x` is a KeyError.
+        # `!!bool x` raises a KeyError.
         raise ValueError(f"not YAML: {error}") from None
     except RecursionError:
         raise ValueError("its lists and mappings are nested too deeply") from None
@@ -49,13 +49,14 @@ def parse(text: str) -> Any:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Errors: ValueError where aliases lead back to where they stand, or make the file large."""
+    """Errors: ValueError if an alias is part of what it refers to, or if aliases make the structure
+    too large."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
     def size(node: yaml.Node) -> int:
         if id(node) in open_nodes:
-            raise ValueError(f"an alias stands within what it names,{node.start_mark}")
+            raise ValueError(f"an alias is part of what it refers to,{node.start_mark}")
         if id(node) not in sizes:
             open_nodes.add(id(node))
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()

@@ -1,4 +1,4 @@
-"""One line on a terminal that says what is being done, and goes when it is done."""
+"""A line on a terminal that shows progress, and disappears at the end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shutil import get_terminal_size
 
 
 def progress_line(prefix: str) -> Callable[[str], None]:
-    """What shows a text after the prefix, in place of the one before; an empty text clears the
-    line. Nothing is written where stderr is no terminal."""
+    """A function that shows a text after the prefix, in place of the previous text; an empty text
+    clears the line. Nothing is written if stderr is not a terminal."""
 
     def show(text: str) -> None:
         if sys.stderr.isatty():

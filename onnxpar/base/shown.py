@@ -1,7 +1,7 @@
-"""How results look: `print` gives their text, a notebook their HTML.
+"""Display of results: `print` shows their text, a notebook their HTML.
 
-The modules that lay out text and pages stand above the results that they show, so they register
-what they make of each kind.
+The modules that lay out text and pages are in later rooms than the results that they show, so they
+register a function for each type of result.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ def text_of(result: object) -> str:
 
 @singledispatch
 def html_of(result: object) -> str | None:
-    """The HTML of a result, without the tags of a document; None where there is only text."""
+    """The HTML of a result, without the tags of a document; None if there is only text."""
     return None
 
 
 class Shown:
-    """A result that `print` and a notebook show."""
+    """Base of results that `print` and notebooks show."""
 
     def __str__(self) -> str:
         return text_of(self)
 
     def _repr_html_(self) -> str | None:
-        """For notebooks, which show the text where this is None."""
+        """The HTML for notebooks, which show the text if this is None."""
         return html_of(self)
 
     def _repr_pretty_(self, printer: object, cycle: bool) -> None:
-        """For IPython, where a result that ends a cell is printed as its text."""
+        """Prints the text in IPython, for a result at the end of a cell."""
         printer.text(str(self))  # type: ignore[attr-defined]

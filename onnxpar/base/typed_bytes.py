@@ -1,10 +1,10 @@
-"""Values as bytes, and back: None, bool, int, float, complex, str, bytes, arrays and scalars of
-NumPy, lists, tuples, and dicts of these.
+"""Values to bytes and back: None, bool, int, float, complex, str, bytes, NumPy arrays and scalars,
+and lists, tuples and dicts of these.
 
-What is read is data and never code, so that bytes of somebody else are at worst an error: nothing
-but these types comes of them, and no more memory than the bytes account for.
+Bytes are read as data, never as code, so that untrusted bytes cause at worst an error: they yield
+only these types, and need no more memory than their length accounts for.
 
-A value is a letter and what follows it; counts and lengths are eight bytes, little-endian.
+A value is a letter, followed by its data; counts and lengths are eight bytes, little-endian.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COUNT = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _DEPTH = 100
-"""How deep lists, tuples and dicts may be in each other."""
+"""Most levels of nested lists, tuples and dicts."""
 _DIMENSIONS = 32
 _INT_BYTES = 1 << 16
 
@@ -53,7 +53,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(name) for name in (*_NATIVE, *_FLOATS)},
     **{n: np.dtype(getattr(ml_dtypes, n)) for n in _OTHERS if hasattr(ml_dtypes, n)},
 }
-"""By name, whatever has one size for each element."""
+"""Dtypes whose elements have a fixed size, by name."""
 
 ALLOWED = (
     "None, bool, int, float, complex, str, bytes, NumPy arrays and scalars, and lists, tuples and "
@@ -62,15 +62,15 @@ ALLOWED = (
 
 
 def to_bytes(value: Any) -> bytes:
-    """The bytes of a value. Errors: TypeError, which names the type and where it stands;
-    ValueError where lists are too deep in each other."""
+    """The bytes of a value. Errors: TypeError that names an unsupported type and its position;
+    ValueError if values are nested too deeply."""
     parts: list[bytes] = []
     _write(parts, value, "the value", 0)
     return b"".join(parts)
 
 
 def of_bytes(data: bytes | memoryview) -> Any:
-    """The value of these bytes, arrays as copies. Errors: ValueError where they are of none."""
+    """The value of these bytes; arrays are copies. Errors: ValueError for malformed bytes."""
     reader = _Reader(memoryview(data))
     value = reader.value(0)
     reader.end()
@@ -79,7 +79,7 @@ def of_bytes(data: bytes | memoryview) -> Any:
 
 def _write(parts: list[bytes], value: Any, where: str, depth: int) -> None:
     if depth > _DEPTH:
-        raise ValueError(f"{where[:200]} is more than {_DEPTH} lists or dicts deep")
+        raise ValueError(f"{where[:200]} is nested in more than {_DEPTH} lists or dicts")
     kind = type(value)
     if value is None:
         parts.append(b"N")
@@ -126,7 +126,7 @@ def _write_array(parts: list[bytes], value: Any, where: str) -> None:
     if name == "object":
         items = array.reshape(-1).tolist()
         if not all(type(item) is str for item in items):
-            raise TypeError(f"{where[:200]} has other objects than str in it; give {ALLOWED}")
+            raise TypeError(f"{where[:200]} has objects other than str; give {ALLOWED}")
         texts = [item.encode("utf-8", "surrogatepass") for item in items]
         data = b"".join(part for text in texts for part in (_COUNT.pack(len(text)), text))
     else:
@@ -141,16 +141,16 @@ def _write_array(parts: list[bytes], value: Any, where: str) -> None:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """The dtype of this name: one of _DTYPES, or of texts or bytes of one width, as in "<U7"."""
+    """The dtype of this name: one of _DTYPES, or texts or bytes of a fixed width, such as "<U7"."""
     if re.fullmatch(r"<U\d{1,9}|\|S\d{1,9}", name):
         return np.dtype(name)
     if name not in _DTYPES:
-        raise ValueError(f"no array is of {name!r}")
+        raise ValueError(f"{name!r} is not a dtype of arrays")
     return _DTYPES[name]
 
 
 class _Reader:
-    """Reads values, of which each takes at least a byte: so no count is larger than the rest."""
+    """Reads values. Each takes at least one byte, so a count larger than the rest is an error."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data.cast("B")
@@ -176,11 +176,11 @@ class _Reader:
         if letter not in self._readers:
             raise ValueError(f"no value begins with {letter!r}")
         if depth > _DEPTH:
-            raise ValueError(f"values are more than {_DEPTH} deep")
+            raise ValueError(f"values are nested more than {_DEPTH} levels deep")
         return self._readers[letter](depth)
 
     def end(self) -> None:
-        """There must be nothing more."""
+        """Errors: ValueError if bytes are left."""
         if self._rest:
             raise ValueError(f"{len(self._rest)} bytes follow the value")
 
@@ -200,7 +200,7 @@ class _Reader:
         return self._take(size)
 
     def text(self) -> str:
-        """The next text, without a letter before it."""
+        """The next text, which has no letter before it."""
         return str(self._sized(), "utf-8", "surrogatepass")
 
     def _list(self, depth: int) -> list[Any]:
@@ -219,7 +219,7 @@ class _Reader:
             try:
                 hash(key)
             except TypeError:
-                raise ValueError(f"a {type(key).__name__} is no key of a dict") from None
+                raise ValueError(f"a {type(key).__name__} cannot be a key of a dict") from None
             found[key] = self.value(depth + 1)
         if len(found) != count:
             raise ValueError("a dict has a key twice")
@@ -250,9 +250,9 @@ def _numbers(dtype: np.dtype[Any], count: int, data: memoryview) -> Array:
     array = np.empty(count, dtype)
     array.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     if dtype.kind == "b" and (array.view(np.uint8) > 1).any():
-        raise ValueError("an array of bool with other values than 0 and 1")
+        raise ValueError("an array of bool with values other than 0 and 1")
     if dtype.kind == "U" and (array.view("<u4") > sys.maxunicode).any():
-        raise ValueError("an array of str with what is no character")
+        raise ValueError("an array of str with an invalid character")
     return array
 
 

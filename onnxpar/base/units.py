@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: `16 GB`, `50 us`, `2e9 B/s`."""
+"""Numbers with units: `16 GB`, `50 us`, `2e9 B/s`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _LARGE = ("", "k", "M", "G", "T")
 
 
 def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> float:
-    """A number of `unit`, given as a number or as text with the unit after it, which may have a
-    prefix; GB are 1e9 bytes, GiB 2**30. Errors: StrategyError, naming `what` was read, also where
-    text has no unit but must have one."""
+    """A quantity in `unit`, given as a number, or as text of a number and a unit, which may have a
+    prefix: GB is 1e9 bytes, GiB 2**30. Errors: StrategyError that names `what`, also for a text
+    without a unit that must have one."""
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
     if found and not found[2] and isinstance(value, str) and not may_omit_unit:
-        raise StrategyError(f"{what} {value}: give a unit: {found[1]}G{unit} or {found[1]}{unit}")
+        raise StrategyError(f"{what} {value}: add a unit: {found[1]}G{unit} or {found[1]}{unit}")
     suffix = found[2] if found and found[2] else unit
     scale = _SCALES.get(suffix.removesuffix(unit)) if suffix.endswith(unit) else None
     try:
@@ -50,7 +50,7 @@ def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> fl
 
 
 def text_of(value: float, unit: str) -> str:
-    """The same the other way: 52.3e-6 is `52.3 us`, to six digits."""
+    """The text of a quantity, with six digits: 52.3e-6 s is `52.3 us`."""
     prefixes = _SMALL if unit == "s" else _LARGE
     fitting = [p for p in prefixes if value >= _SCALES[p]]
     prefix = fitting[-1] if fitting else prefixes[0]

@@ -1,4 +1,4 @@
-"""Which onnxpar this is, and with what it runs."""
+"""The versions of onnxpar and of the packages that it runs with."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def version_of(package: str) -> str:
 
 
 def versions_text() -> str:
-    """The line that a report of a bug should begin with."""
+    """The first line of a bug report: versions of onnxpar, onnxruntime, onnx and Python."""
     with_ = ", ".join(f"{name} {version_of(name)}" for name in ("onnxruntime", "onnx"))
     return f"onnxpar {version_of('onnxpar')} ({with_}, Python {platform.python_version()})"

@@ -1,7 +1,7 @@
-"""SHA-256 of files that must stay as they were written.
+"""SHA-256 digests of files that must not change after they were written.
 
-A file's digests are those of its blocks, so that a part of a large one can be checked; the file
-that lists them ends with a digest of its own text, so that it stands for all of them.
+Each block of a file has a digest, so that a part of a large file can be checked. The file that
+lists the digests ends with a digest of its own text, so that it protects all of them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any, BinaryIO
 from onnxpar.errors import ModelError
 
 BLOCK = 1 << 20
-"""Bytes that one digest is of; the last block of a file may have fewer."""
+"""Bytes of a block with one digest; the last block of a file may be smaller."""
 SAMPLED = 8
-"""Blocks of a file that are checked where not all are: the first, the last, and some between."""
+"""Number of blocks of a file in a partial check: the first, the last, and some between."""
 Digests = Mapping[str, Any]
 """`{"bytes": 20, "sha256": ["9f86..."]}`: the size of a file, and the digest of each block."""
 Block = tuple[str, int, str]
-"""The name of a file, where a block of it begins, and the block's digest."""
+"""The name of a file, the offset of a block in it, and the block's digest."""
 
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\s*\}\s*\Z')
 _UNSEALED = "0" * 64
 
 
 class DigestWriter:
-    """Writes to a file, and digests what it writes."""
+    """Writes to a file, and computes the digests of what it writes."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
@@ -40,7 +40,7 @@ class DigestWriter:
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Writes bytes behind those before. Errors: OSError."""
+        """Appends bytes. Errors: OSError."""
         left = memoryview(data)
         self._sink.write(left)
         while left:
@@ -54,7 +54,7 @@ class DigestWriter:
 
     @property
     def digests(self) -> Digests:
-        """Of all that was written, as `digests_of` tells it of the file."""
+        """The digests of everything written so far, as `digests_of` computes them."""
         is_open = self.size % BLOCK != 0 or not self._done
         last = [self._block.hexdigest()] if is_open else []
         return {"bytes": self.size, "sha256": [*self._done, *last]}
@@ -71,12 +71,14 @@ def digests_of(files: Iterable[Path]) -> dict[str, Digests]:
 
 
 def check_files(folder: Path, wanted: Mapping[str, Digests], whole: bool, remedy: str) -> None:
-    """Errors: ModelError, with the remedy, where a file has another size or content than it was
-    written with. Of a large file, only some blocks are read unless it is checked as a `whole`."""
+    """Checks files against their digests; unless `whole`, only some blocks of large files.
+
+    Errors: ModelError, with the remedy, if the size or content of a file has changed.
+    """
     blocks: list[Block] = []
-    for name, said in wanted.items():
-        check_size(folder / name, said, remedy)
-        each = blocks_of({name: said})
+    for name, digests in wanted.items():
+        check_size(folder / name, digests, remedy)
+        each = blocks_of({name: digests})
         if not whole and len(each) > SAMPLED:
             each = [each[i * (len(each) - 1) // (SAMPLED - 1)] for i in range(SAMPLED)]
         blocks += each
@@ -84,16 +86,16 @@ def check_files(folder: Path, wanted: Mapping[str, Digests], whole: bool, remedy
 
 
 def blocks_of(wanted: Mapping[str, Digests]) -> list[Block]:
-    """All blocks of files."""
+    """All blocks of files, with their digests."""
     return [
         (name, at, digest)
-        for name, said in wanted.items()
-        for at, digest in zip(_blocks(said["bytes"]), said["sha256"], strict=True)
+        for name, digests in wanted.items()
+        for at, digest in zip(_blocks(digests["bytes"]), digests["sha256"], strict=True)
     ]
 
 
 def check_blocks(folder: Path, blocks: Iterable[Block], remedy: str) -> None:
-    """Errors: ModelError, with the remedy, where a block is not what was written."""
+    """Errors: ModelError, with the remedy, if the content of a block has changed."""
     tasks = {(folder / name, at): digest for name, at, digest in blocks}
     try:
         found = _hashed(tasks)
@@ -102,38 +104,39 @@ def check_blocks(folder: Path, blocks: Iterable[Block], remedy: str) -> None:
     for (file, at), digest in tasks.items():
         if found[file, at] != digest:
             raise ModelError(
-                f"{file} is not what was written: SHA-256 differs in the {BLOCK >> 20} MiB from "
-                f"byte {at}{_then(remedy)}"
+                f"{file} has changed since it was written: SHA-256 differs in the "
+                f"{BLOCK >> 20} MiB from byte {at}{_then(remedy)}"
             )
 
 
-def check_size(file: Path, said: Digests, remedy: str) -> None:
-    """Errors: ModelError, with the remedy, for a file that is not there or has another size."""
+def check_size(file: Path, digests: Digests, remedy: str) -> None:
+    """Errors: ModelError, with the remedy, if a file is missing or its size has changed."""
     try:
         size = file.stat().st_size
     except OSError as error:
         text = f"cannot read {file}: {error.strerror or error}"
         raise ModelError(f"{text}{_then(remedy)}") from None
-    if size != said["bytes"]:
-        raise ModelError(f"{file} has {size:,} bytes, not {said['bytes']:,}{_then(remedy)}")
+    if size != digests["bytes"]:
+        raise ModelError(f"{file} has {size:,} bytes, not {digests['bytes']:,}{_then(remedy)}")
 
 
 def check_listed(files: Mapping[str, Digests]) -> None:
-    """Errors: TypeError, KeyError or ValueError for what is no list of files and digests."""
-    for name, said in files.items():
-        blocks = said["sha256"]
-        if not isinstance(said["bytes"], int) or not all(isinstance(b, str) for b in blocks):
+    """Errors: TypeError, KeyError or ValueError for a malformed list of files and digests."""
+    for name, digests in files.items():
+        blocks = digests["sha256"]
+        if not isinstance(digests["bytes"], int) or not all(isinstance(b, str) for b in blocks):
             raise TypeError(f"digests of {name!r}")
-        if len(blocks) != max(-(-said["bytes"] // BLOCK), 1):
+        if len(blocks) != max(-(-digests["bytes"] // BLOCK), 1):
             raise ValueError(f"{len(blocks)} digests of {name!r}")
 
 
 def _then(remedy: str) -> str:
+    """The end of a message with a remedy, if there is one."""
     return f"; {remedy}" if remedy else ""
 
 
 def sealed(data: Mapping[str, Any]) -> str:
-    """JSON of an object that ends with the digest of its own text (`sha256`)."""
+    """The JSON text of an object, which ends with the digest of that text (`sha256`)."""
     own = {key: value for key, value in data.items() if key != "sha256"}
     text = json.dumps({**own, "sha256": _UNSEALED}, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -142,23 +145,23 @@ def sealed(data: Mapping[str, Any]) -> str:
 
 
 def check_seal(file: Path, text: bytes, remedy: str) -> None:
-    """Errors: ModelError, with the remedy, for text that is not as `sealed` made it."""
+    """Errors: ModelError, with the remedy, if text of `sealed` has changed."""
     found = _SEAL.search(text)
     if found is not None:
         start, end = found.span(1)
         plain = text[:start] + _UNSEALED.encode() + text[end:]
         if hashlib.sha256(plain).hexdigest().encode() == found[1]:
             return
-    raise ModelError(f"{file} is not what was written: its SHA-256 differs{_then(remedy)}")
+    raise ModelError(f"{file} has changed since it was written: SHA-256 differs{_then(remedy)}")
 
 
 def _blocks(size: int) -> range:
-    """Where the blocks of a file begin; one of no bytes has one."""
+    """Offsets of the blocks of a file; an empty file has one block."""
     return range(0, max(size, 1), BLOCK)
 
 
 def _hashed(tasks: Iterable[tuple[Path, int]]) -> dict[tuple[Path, int], str]:
-    """The digests of blocks, several at a time."""
+    """The digests of blocks (file and offset), computed in parallel."""
     each = list(tasks)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), max(len(each), 1))) as pool:
         return dict(zip(each, pool.map(lambda task: _digest(*task), each), strict=True))

@@ -1,4 +1,4 @@
-"""A lock on a folder: one process at a time writes there, and a process that ends frees it."""
+"""A lock on a folder, so that only one process writes there; the end of a process releases it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from onnxpar.errors import InputError
 from onnxpar.files.write_file import make_folders, unread, writing
 
 NAME = ".onnxpar.lock"
-"""The file that is locked; it says which process holds it, and is gone when that ends well."""
+"""The file that is locked; it names the process that holds it, which removes it at its end."""
 _HOLDER = re.compile(rb"process (\d+) on ([\w.-]+)\n")
 _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
-"""Of file systems that cannot lock a file."""
+"""Errors of file systems that cannot lock files."""
 _PATIENCE, _TICK = 2.0, 0.05
-"""Seconds in which a process that has just locked a file says which one it is, and between looks
-at it."""
+"""Seconds to wait until a process that has just locked a file has written its name, and seconds
+between two looks at the file."""
 _inherited: set[int] = set()
-"""Descriptors that a fork of this process must close, else the fork would hold the locks."""
+"""Descriptors that a forked child must close, else it would hold the locks."""
 
 
 class FolderLock:
-    """Holds the lock of a folder, which it makes where it is not there, until `release`, the end of
-    a `with`, or the end of the process, however that ends.
+    """Holds the lock of a folder until `release`, the end of a `with`, or any end of the process.
+    Creates the folder if it does not exist.
 
-    Errors: InputError where another process holds it, which it names; OnnxparError where the
-    folder cannot be written to. Where the file system cannot lock files, a warning on stderr says
-    so, and nothing is locked.
+    Errors: InputError, naming the process, if another process holds the lock; OnnxparError if the
+    folder cannot be written to. If the file system cannot lock files, this prints a warning on
+    stderr and locks nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,11 +54,11 @@ class FolderLock:
         self._finalizer = end
 
     def is_of(self, folder: Path) -> bool:
-        """Tells whether it holds this folder."""
+        """True if it holds the lock of this folder."""
         return self._finalizer.alive and folder.exists() and folder.samefile(self.folder)
 
     def release(self) -> None:
-        """Frees the folder. A second time, it does nothing."""
+        """Releases the lock; a second call does nothing."""
         self._finalizer()
 
     def __enter__(self) -> FolderLock:
@@ -74,8 +74,8 @@ class FolderLock:
 
 
 def _locked(folder: Path) -> int:
-    """Locks a folder's file, writes into it who this process is, and returns its descriptor.
-    Errors: InputError where another process holds it; OSError."""
+    """Locks a folder's file, writes the name of this process into it, and returns its descriptor.
+    Errors: InputError if another process holds the lock; OSError."""
     file = folder / NAME
     deadline = time.monotonic() + _PATIENCE
     holder: re.Match[bytes] | None = None
@@ -91,10 +91,10 @@ def _locked(folder: Path) -> int:
                 return descriptor
             if not is_free and (holder or time.monotonic() > deadline):
                 raise InputError(
-                    f"{folder} is in use: {_told(holder)} holds {NAME} there; wait until it ends, "
+                    f"{folder} is in use: {_text(holder)} holds {NAME} there; wait until it ends, "
                     "or choose another folder"
                 )
-            time.sleep(_TICK)  # one that has just taken the lock may not have said so yet
+            time.sleep(_TICK)  # a process that has just taken the lock may not have named itself
             holder = _HOLDER.fullmatch(os.pread(descriptor, 1000, 0))
         finally:
             if not is_ours:
@@ -105,15 +105,15 @@ def _own_name() -> bytes:
     return f"process {os.getpid()} on {socket.gethostname()}\n".encode()
 
 
-def _told(holder: re.Match[bytes] | None) -> str:
+def _text(holder: re.Match[bytes] | None) -> str:
     if holder is None:
         return "another process"
     return f"process {holder[1].decode()} on host {holder[2].decode()}"
 
 
 def _lock(descriptor: int, file: Path) -> bool:
-    """Takes the lock; False where another process holds it. A file system without locks gets a
-    warning."""
+    """Takes the lock; False if another process holds it. Prints a warning if the file system has no
+    locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -122,7 +122,7 @@ def _lock(descriptor: int, file: Path) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         print(
-            f"onnxpar: warning: cannot lock {file}: {unread(error)}; see to it that no other "
+            f"onnxpar: warning: cannot lock {file}: {unread(error)}; make sure that no other "
             "process writes to that folder",
             file=sys.stderr,
         )
@@ -130,7 +130,7 @@ def _lock(descriptor: int, file: Path) -> bool:
 
 
 def _stands_at(descriptor: int, file: Path) -> bool:
-    """Tells whether the file is still there: a process that ends removes its own."""
+    """True if the file still has that name: a process that ends removes its own file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def _stands_at(descriptor: int, file: Path) -> bool:
 
 
 def _release(owner: int, descriptor: int, file: Path, made: Sequence[Path]) -> None:
-    """Removes the file and frees it, and removes folders that were made for nothing."""
+    """Removes and unlocks the file, and removes created folders that are empty."""
     if os.getpid() != owner:
         return
     with suppress(OSError):
@@ -157,7 +157,7 @@ def _remove_empty(made: Sequence[Path]) -> None:
 
 
 def _forget() -> None:
-    """In a fork: the lock stays with the process that took it."""
+    """Closes inherited locks in a forked child: a lock stays with the process that took it."""
     for descriptor in _inherited:
         with suppress(OSError):
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Folders that appear at once, in the place of an old one where it may be replaced."""
+"""Folders that appear complete, also in place of an old one that may be replaced."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from onnxpar.files.own_folder import SUFFIX, OwnFolder
 from onnxpar.files.write_file import sync_folder
 
 _AT_FDCWD, _EXCHANGE = -100, 2
-"""Of renameat2(2): paths as they are, and both names swapped."""
+"""Constants of renameat2(2): paths relative to the working folder, and swap both names."""
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
-    """Where a folder will stand: `path` without symbolic links. It may be new, empty, or one of
-    ours, in which `foreign` names nothing. Errors: InputError where it cannot stand there."""
+    """The place of a new folder: `path` without symbolic links. It may be free, an empty folder, or
+    one of onnxpar's, in which `foreign` finds nothing that is not. Errors: InputError if a folder
+    cannot be put there."""
     place = path.resolve()
     if not place.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder for the output")
@@ -29,20 +30,22 @@ def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
     if not place.exists():
         return place
     if place == Path.cwd() or place in Path.cwd().parents:
-        raise InputError(f"{path}: this command runs in that folder; choose another -o")
+        raise InputError(f"{path}: the command runs in that folder; choose another -o")
     if not place.is_dir():
-        raise InputError(f"{path}: exists and is a file; choose another -o")
+        raise InputError(f"{path} exists and is a file; choose another -o")
     odd = foreign(place) if any(place.iterdir()) else None
     if odd is not None:
-        raise InputError(f"{path}: exists and {odd}; choose another -o, or remove it first")
+        raise InputError(f"{path} exists and {odd}; choose another -o, or remove it first")
     return place
 
 
 @contextmanager
 def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[Path]:
-    """A folder to write to, which takes the name `place` when the block ends well; one that stands
-    there stays whole until then. What processes that were killed have left of others is removed.
-    Errors: OSError; InputError where what stands there has become foreign (`check_place`)."""
+    """A folder to write to, which gets the name `place` when the block succeeds; an old folder
+    there stays complete until then. Removes the remains of processes that were killed.
+
+    Errors: OSError; InputError if the old folder has become foreign (`check_place`).
+    """
     put_back(place)
     shutil.rmtree(aside(place), ignore_errors=True)
     with OwnFolder(f".{place.name}.", place.parent) as folder:
@@ -53,8 +56,9 @@ def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[P
 
 
 def take_place(folder: Path, place: Path) -> None:
-    """Gives a folder the name `place`, to stay. What stood there stays whole until then: after it,
-    it has the folder's name, or is gone. A kill may leave it at `aside(place)`. Errors: OSError."""
+    """Gives a folder the name `place` for good. An old folder there stays complete until then;
+    afterwards it has the new folder's former name, or is gone. If the process is killed, the old
+    folder may be left at `aside(place)`. Errors: OSError."""
     back = aside(place)
     was_swapped = False
     if not os.path.lexists(place):
@@ -72,7 +76,7 @@ def take_place(folder: Path, place: Path) -> None:
 
 
 def _exchange(one: Path, two: Path) -> bool:
-    """Swaps two names at once; False where the file system cannot."""
+    """Swaps two names atomically; False if the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(two)
     if not hasattr(libc, "renameat2"):
@@ -86,12 +90,12 @@ def _exchange(one: Path, two: Path) -> bool:
 
 
 def aside(place: Path) -> Path:
-    """Where the old folder stands for a moment if names cannot be swapped."""
+    """The temporary place of the old folder if names cannot be swapped."""
     return place.with_name(f".{place.name}.old{SUFFIX}")
 
 
 def put_back(place: Path) -> None:
-    """Gives the old folder its name again, if a process was killed before a new one stood there."""
+    """Gives the old folder its name back, if a process was killed before the new one was there."""
     back = aside(place)
     if back.is_dir() and not place.exists():
         back.rename(place)

@@ -1,5 +1,5 @@
-"""Folders and names of one process: what it makes of them is removed when it ends, or after it was
-killed, by the next process that does the same at the same place."""
+"""Folders and names that belong to one process. They are removed when it ends; if it was killed,
+the next process that makes such a folder at the same place removes them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pathlib import Path
 
 SUFFIX = ".onnxpar"
 _OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)\.[0-9a-f]{8}" + re.escape(SUFFIX))
-"""The end of a folder's name: its machine, and the number and start of its process."""
+"""Suffix of a name: the machine, and the number and start time of the process."""
 _GONE = ("Z", "X")
-"""States of a process that has ended, but that nobody has waited for."""
+"""States of a process that has ended, but whose parent has not waited for it."""
 _YOUNG = 60.0
-"""Seconds for which an unlocked folder of another machine may be one that is not locked yet."""
+"""Age in seconds up to which an unlocked folder of another machine may still get its lock."""
 _made: dict[Path, int] = {}
-"""Folders that are not removed yet, with the process that made them."""
+"""Folders that are not removed yet, with the number of the process that made them."""
 
 
 class OwnFolder:
     """A new folder in `parent`, by default the system's folder of temporary files. Its name begins
-    with `prefix`, and only this user can read it. `close`, the end of a `with` or that of the
-    process removes it, unless it has another name by then. Errors: OSError."""
+    with `prefix`, and only this user can read it. `close`, the end of a `with` and the end of the
+    process remove it, unless it has been renamed. Errors: OSError."""
 
     PREFIX = "onnxpar-"
 
@@ -39,7 +39,7 @@ class OwnFolder:
         place = Path(tempfile.gettempdir() if parent is None else parent).absolute()
         remove_left(place, prefix)
         self.path = place / own_name(prefix)
-        # It is on the list before it is there: a signal may end the process in between.
+        # The list has the folder before it exists: a signal may end the process in between.
         _made[self.path] = os.getpid()
         try:
             self.path.mkdir(mode=0o700)
@@ -57,7 +57,7 @@ class OwnFolder:
         self.close()
 
     def close(self) -> None:
-        """Removes the folder and all in it; a second time, it does nothing."""
+        """Removes the folder with its content; a second call does nothing."""
         if _made.get(self.path) == os.getpid():
             shutil.rmtree(self.path, ignore_errors=True)
             _made.pop(self.path, None)
@@ -74,7 +74,7 @@ def remove_all() -> None:
 
 
 def remove_left(parent: Path, prefix: str) -> None:
-    """Removes folders and files of an `own_name` whose processes have ended."""
+    """Removes folders and files with an `own_name` whose processes have ended."""
     for name in glob.glob(f"{glob.escape(prefix)}*{SUFFIX}", root_dir=parent):
         left = parent / name
         if _is_left(left, prefix):
@@ -85,16 +85,16 @@ def remove_left(parent: Path, prefix: str) -> None:
 
 
 def own_name(prefix: str) -> str:
-    """A new name that begins with `prefix` and tells whose it is."""
+    """A new name that begins with `prefix` and identifies this process."""
     process = os.getpid()
     return f"{prefix}{_machine()}-{process}-{_start(process)}.{secrets.token_hex(4)}{SUFFIX}"
 
 
 def _is_left(path: Path, prefix: str) -> bool:
-    """Whether this is this user's, made by a process that has ended. One of this machine is known
-    by its number and start; one of others that is alive has a lock on its folder."""
-    said = _OWNER.fullmatch(path.name[len(prefix) :])
-    if said is None:
+    """True if a process of this user that has ended made this. A process on this machine is
+    identified by number and start time; a living one on another machine locks its folder."""
+    owner = _OWNER.fullmatch(path.name[len(prefix) :])
+    if owner is None:
         return False
     try:
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -104,8 +104,8 @@ def _is_left(path: Path, prefix: str) -> bool:
         status = os.fstat(lock)
         if status.st_uid != os.geteuid():
             return False
-        if said[1] == _machine():
-            return _start(int(said[2])) != int(said[3])
+        if owner[1] == _machine():
+            return _start(int(owner[2])) != int(owner[3])
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return time.time() - status.st_mtime > _YOUNG
     except OSError:
@@ -116,8 +116,8 @@ def _is_left(path: Path, prefix: str) -> bool:
 
 @functools.cache
 def _machine() -> str:
-    """What processes have in common that see each other by the same numbers: a boot of a machine,
-    and a namespace. Where that is not told, it is of this process alone."""
+    """An identifier of the boot of this machine and the process namespace, within which process
+    numbers are unique. If the system does not provide them, it is unique to this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         text = boot + os.readlink("/proc/self/ns/pid")
@@ -127,7 +127,7 @@ def _machine() -> str:
 
 
 def _start(process: int) -> int:
-    """When a process began, in ticks since the boot; 0 where it has ended, or nothing tells."""
+    """Start time of a process in ticks since the boot; 0 if it has ended, or is unknown."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Files that appear at once, and why a file cannot be read or written."""
+"""Files that appear complete, and messages for files that cannot be read or written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxpar.errors import InputError, OnnxparError
 from onnxpar.files.own_folder import OwnFolder
 
 PREFIX = ".onnxpar-"
-"""Of folders in which files are written before they get their names."""
+"""Prefix of folders in which files are written before they get their names."""
 
 _REMEDIES: Mapping[int, str] = {
     errno.ENOSPC: "free some space there, or choose another place",
@@ -25,31 +25,31 @@ _REMEDIES: Mapping[int, str] = {
     errno.EROFS: "choose another place",
     errno.ENOENT: "make the folder first",
     errno.EISDIR: "name a file",
-    errno.ENOTDIR: "a file stands where a folder is needed; choose another place",
+    errno.ENOTDIR: "a file is where a folder is needed; choose another place",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENOMEM: "the machine has no memory left",
 }
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-"""Of file systems that do not sync folders: names are on disk at once there, or the system knows no
-better."""
+"""Errors of file systems that do not sync folders: names are on the disk at once there, or there is
+no way to ensure it."""
 
 
 def cause(error: OSError) -> str:
-    """What the operating system says, with the remedy where one is known."""
+    """The operating system's message, with a remedy if one is known."""
     remedy = _REMEDIES.get(error.errno or 0)
     return f"{unread(error)}; {remedy}" if remedy else unread(error)
 
 
 def unread(error: OSError) -> str:
-    """What the operating system says of a file that cannot be read."""
+    """The operating system's message for a file that cannot be read."""
     text = error.strerror or str(error) or type(error).__name__
     return text[:1].lower() + text[1:]
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors: OnnxparError, naming `path`, where writing to it fails."""
+    """Errors: OnnxparError that names `path`, if writing to it fails."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write to, whose content is on disk when the block ends. Errors: OSError."""
+    """A new file to write to; its content is on the disk when the block ends. Errors: OSError."""
     with path.open("wb") as sink:
         yield sink
         sink.flush()
@@ -66,7 +66,7 @@ def durable_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder are on disk. Errors: OSError."""
+    """Waits until the names in a folder are on the disk. Errors: OSError."""
     try:
         _sync(folder)
     except OSError as error:
@@ -75,8 +75,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Makes a folder that stays, and those that it stands in; returns those that are new, the
-    innermost first. Errors: OSError."""
+    """Creates a folder and its parents; returns those that are new, the innermost first. Errors:
+    OSError."""
     new: list[Path] = []
     for one in (folder, *folder.parents):
         if one.is_dir():
@@ -94,9 +94,9 @@ def make_folders(folder: Path) -> list[Path]:
 
 @contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A place to write a file to, which takes the name `path` when the block ends well and all of
-    it is on the disk; else nothing is left of it. A link stays one, and what it leads to is
-    replaced. Errors: InputError where it cannot be written."""
+    """A path to write a file to, which gets the name `path` when the block succeeds and all of the
+    file is on the disk; else nothing is left. If `path` is a link, its target is replaced. Errors:
+    InputError if the file cannot be written."""
     file = Path(path)
     is_device = file.exists() and not file.is_file()  # /dev/stdout, a pipe; a folder is an error
     try:
@@ -113,8 +113,8 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def put(written: Path, place: Path) -> None:
-    """Gives a file its name, under which another one may stand, whose permissions it gets. Errors:
-    OSError."""
+    """Gives a file the name `place`. If a file is there, it is replaced, and its permissions are
+    kept. Errors: OSError."""
     with suppress(FileNotFoundError):
         written.chmod(stat.S_IMODE(place.stat().st_mode))
     _sync(written)
@@ -123,7 +123,7 @@ def put(written: Path, place: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Waits until what stands there is on the disk."""
+    """Waits until a file or folder is on the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -133,7 +133,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file to write to, which takes its place when all of it is there. Errors: InputError
-    where it cannot be written; then nothing is left."""
+    """A text file to write to, which gets its name when it is complete. Errors: InputError if it
+    cannot be written; then nothing is left."""
     with new_file(path) as written, written.open("w", encoding="utf-8") as sink:
         yield sink

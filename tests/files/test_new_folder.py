@@ -167,7 +167,7 @@ def test_the_folder_one_stands_in_is_not_replaced(
         (target / "inner").rmdir()
     monkeypatch.chdir(target)
     assert main(["shard", str(MODEL), "--devices", "2", "-o", output]) == 2
-    assert "this command runs in that folder" in capsys.readouterr().err
+    assert "the command runs in that folder" in capsys.readouterr().err
     assert Bundle.load(target).mesh.size == 2
 
 

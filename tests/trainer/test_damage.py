@@ -111,11 +111,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "longer record": (
         lambda c: (c / "checkpoint.json").open("ab").write(b" "),
-        r"checkpoint\.json is not what was written",
+        r"checkpoint\.json has changed since it was written",
     ),
     "of another": (
         lambda c: shutil.copy(at(c.parent, 4) / "rank_0001.bin", c / "rank_0001.bin"),
-        r"rank_0001\.bin is not what was written",
+        r"rank_0001\.bin has changed since it was written",
     ),
     "empty": (lambda c: [file.unlink() for file in c.iterdir()], r"checkpoint\.json"),
     "a file": (lambda c: (shutil.rmtree(c), c.write_text("x")), r"checkpoint\.json"),
@@ -162,7 +162,7 @@ def test_several_are_damaged_and_then_all(made: Path, folder: Path, capsys: Capt
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith(
         f"onnxpar: error: {folder}: all of its checkpoints (5) are damaged; in the newest, "
-        f"{at(folder, 5) / 'rank_0001.bin'} is not what was written"
+        f"{at(folder, 5) / 'rank_0001.bin'} has changed since it was written"
     )
     assert len(list(folder.iterdir())) == 5
 
@@ -180,7 +180,7 @@ def test_merge_falls_back_too(made: Path, folder: Path, capsys: Capture) -> None
     assert main(["checkpoint", "merge", str(at(folder, 5)), model, "-o", str(out)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("onnxpar: error: ") and said.count("\n") == 1
-    assert "rank_0000.bin is not what was written" in said and not out.exists()
+    assert "rank_0000.bin has changed since it was written" in said and not out.exists()
 
 
 def test_nothing_changes_before_all_is_compared(made: Path, folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_nothing_changes_before_all_is_compared(made: Path, folder: Path) -> Non
     flip(at(folder, 5) / "rank_0001.bin", 99)
     with ThreadTrainer(made / "step.par") as trainer:
         before = states(trainer)
-        with pytest.raises(ModelError, match=r"rank_0001\.bin is not what was written"):
+        with pytest.raises(ModelError, match=r"rank_0001\.bin has changed since it was written"):
             trainer.load(at(folder, 5))
         same(states(trainer), before)
 
@@ -236,7 +236,7 @@ def test_one_without_digests_is_loaded_with_a_warning(folder: Path, capsys: Capt
     wanted = values(Checkpoint.load(saved))
     data = json.loads((saved / "checkpoint.json").read_text()) | {"format": 1}
     (saved / "checkpoint.json").write_text(json.dumps(data))
-    with pytest.raises(ModelError, match=r"checkpoint\.json is not what was written"):
+    with pytest.raises(ModelError, match=r"checkpoint\.json has changed since it was written"):
         Checkpoint.load(saved)
     del data["files"], data["sha256"]
     (saved / "checkpoint.json").write_text(json.dumps(data))

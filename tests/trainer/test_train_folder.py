@@ -149,7 +149,7 @@ def test_no_folder_for_checkpoints(kind: str, made: Path, tmp_path: Path, capsys
         assert re.search(r"c is in use: process \d+ on host ", one_line(capsys))
     else:
         assert main(arguments(made, place, tmp_path / "log")) == 2
-        text = f"cannot write {place}: not a directory; a file stands where a folder is needed"
+        text = f"cannot write {place}: not a directory; a file is where a folder is needed"
         assert text in one_line(capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 

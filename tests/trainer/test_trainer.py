@@ -271,7 +271,7 @@ def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, s
     file = saved / "checkpoint.json"
     changed = json.loads(file.read_text()) | change
     file.write_text(json.dumps(changed))
-    with pytest.raises(ModelError, match=r"checkpoint\.json is not what was written"):
+    with pytest.raises(ModelError, match=r"checkpoint\.json has changed since it was written"):
         Checkpoint.load(saved)
     file.write_text(sealed(changed))
     with pytest.raises(ModelError, match=message):
