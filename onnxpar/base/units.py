@@ -36,7 +36,7 @@ def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> fl
     without a unit that must have one."""
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
     if found and not found[2] and isinstance(value, str) and not may_omit_unit:
-        raise StrategyError(f"{what} {value}: add a unit: {found[1]}G{unit} or {found[1]}{unit}")
+        raise StrategyError(f"{what} {value}: give a unit: {found[1]}G{unit} or {found[1]}{unit}")
     suffix = found[2] if found and found[2] else unit
     scale = _SCALES.get(suffix.removesuffix(unit)) if suffix.endswith(unit) else None
     try:

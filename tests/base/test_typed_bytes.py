@@ -113,7 +113,7 @@ def test_other_byte_orders_and_dicts_become_ours() -> None:
         ({"a": [1, Fraction(1, 2)]}, r"the value\['a'\]\[1\] is a fractions.Fraction"),
         ({1, 2}, "is a builtins.set"),
         (namedtuple("Pair", "a b")(1, 2), "is a test_typed_bytes.Pair|Pair"),
-        (np.array([1, None]), "has other objects than str in it"),
+        (np.array([1, None]), "has objects other than str"),
         (np.array(["2020-01-01"], "M8[D]"), r"is of datetime64\[D\], which ranks do not exchange"),
         (np.ma.masked_array([1]), "is a numpy.ma"),
         (test_arrays_of_every_type, "is a builtins.function"),
@@ -128,9 +128,9 @@ def test_too_deep() -> None:
     value: list[Any] = []
     for _ in range(150):
         value = [value]
-    with pytest.raises(ValueError, match="more than 100 lists or dicts deep"):
+    with pytest.raises(ValueError, match="in more than 100 lists or dicts"):
         to_bytes(value)
-    with pytest.raises(ValueError, match="more than 100 deep"):
+    with pytest.raises(ValueError, match="more than 100 levels deep"):
         of_bytes((b"l" + (1).to_bytes(8, "little")) * 100_000 + b"N")
 
 
