@@ -1,4 +1,4 @@
-"""What differs between ranks, and the collectives of the graph that each rank runs."""
+"""Values that differ between ranks, and the collectives of the graph that each rank runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from onnxpar.layout.mesh import Axes, Mesh
 class PerRank:
     """Constants (by name) and attributes (by node and attribute) as functions of the rank.
 
-    The graph itself holds the values of rank 0. `stand_ins` are, by constant, sizes and axes whose
-    empty parts count as one element in it.
+    The graph itself has the values of rank 0. `stand_ins` are, by constant, sizes with the axes
+    that split them: an empty shard of such a size counts as one element in the constant.
     """
 
     constants: dict[str, Callable[[int], Array]] = field(default_factory=dict)
@@ -36,8 +36,8 @@ def collective_node(
     per_rank: PerRank,
     **attrs: Any,
 ) -> gs.Node:
-    """A collective over the ranks that differ in these axes only; functions among the attributes
-    are of the rank."""
+    """A collective over the ranks that differ only in these axes. An attribute can be a function of
+    the rank."""
     attrs["group"] = lambda rank: list(mesh.group(axes, rank))
     for key, value in attrs.items():
         if callable(value):

@@ -495,5 +495,7 @@ def test_sizes_that_a_branch_for_others_does_not_fit(tmp_path: Path) -> None:
     feeds = {"x": np.ones((3, 4), "f4"), "one": np.array(False)}
     assert onnxpar.check(path, feeds, devices=2).ok
     assert onnxpar.check(path, devices=2, dims={"n": 1}).ok
-    with pytest.raises(StrategyError, match=r"does not load it with --dim n=3: .*Squeeze.*--typ"):
+    with pytest.raises(
+        StrategyError, match=r"cannot load this model with --dim n=3: .*Squeeze.*--typ"
+    ):
         onnxpar.plan(path, devices=2, dims={"n": 3})

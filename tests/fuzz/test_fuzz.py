@@ -147,7 +147,7 @@ BROKEN: dict[str, tuple[ModelProto, str]] = {
     "two makers": (change("functions", twice_made), "m.onnx"),
     "Constant of others": (change("product", constant_of_others), "Constant"),
     "no UTF-8": (change("external", key_of_bytes), "UTF-8"),
-    "plain sparse": (change("sparse", plain_sparse), "no tensor"),
+    "plain sparse": (change("sparse", plain_sparse), "not a tensor"),
     "no output of a body": (change("control", empty_body), "m.onnx"),
     "opset below 1": (
         change("product", lambda m: setattr(m.opset_import[0], "version", -(1 << 63))),
