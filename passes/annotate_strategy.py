@@ -52,11 +52,15 @@ class AnnotateStrategy(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         with at_open_sizes(ctx.model):
-            ctx.asked, ctx.annotations = requests(ctx.annotated, ctx.strategy, ctx.sharding)
-            if ctx.found is not None:
-                ctx.annotations.append(ctx.found)
-            elif ctx.preset is None:
+            ctx.asked, ctx.annotations = requests(
+                ctx.request.annotated, ctx.request.strategy, ctx.sharding
+            )
+            if ctx.request.found is not None:
+                ctx.annotations.append(ctx.request.found)
+            elif ctx.request.preset is None:
                 ctx.annotations += default_rounds(graph, ctx.sharding, ctx.model.step)
             else:
-                ctx.annotations += preset_rounds(graph, ctx.sharding, ctx.preset, ctx.model.step)
+                ctx.annotations += preset_rounds(
+                    graph, ctx.sharding, ctx.request.preset, ctx.model.step
+                )
         return bool(ctx.annotations)

@@ -238,7 +238,9 @@ class _Thresholds:
             sums.append(Sum(addend, kept, result, keeps, before, rest))
         ctx, axes = self.ctx, nodes[0].attrs["axes"]
         mesh, threshold = ctx.sharding.mesh, self.threshold
-        builder = ThresholdBuilder(name, sums, axes, threshold, mesh, ctx.per_rank, ctx.layouts)
+        builder = ThresholdBuilder(
+            name, sums, axes, threshold, mesh, ctx.lowered.per_rank, ctx.layouts
+        )
         built = builder.build()
         for cut_name, attrs, whole, result in cuts:
             built.append(gs.Node("LocalSlice", cut_name, attrs, [whole], [result], DOMAIN))

@@ -69,7 +69,7 @@ class Differentiate(Pass):
     frozen: str = ""
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        if ctx.manual is not None:
+        if ctx.request.manual is not None:
             raise StrategyError("a program per rank becomes a step by `onnxpar grad` alone")
         options = LossOptions(
             self.loss,

@@ -88,7 +88,7 @@ class GateRecomputation(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         changed = False
-        for each in (graph, *ctx.programs.values()):
+        for each in (graph, *ctx.lowered.programs.values()):
             for scope in list(scopes(each)):
                 changed |= _gate(scope)
         return changed

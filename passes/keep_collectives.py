@@ -24,9 +24,10 @@ from onnxpar.sharding.shard_bytes import shard_bytes
 class KeepCollectives(Pass):
     """Settle groups, tags and peers of collectives that are written by hand, and shard tensors.
 
-    Requires `ctx.manual`, and types of tensors as one rank has them. Ensures layouts of inputs,
-    outputs and weights, whose shapes become global. Ensures that collectives have no tokens, that
-    all ranks can run them in their order, and that what depends on the rank is in `ctx.per_rank`.
+    Requires `ctx.request.manual`, and types of tensors as one rank has them. Ensures layouts of
+    inputs, outputs and weights, whose shapes become global; that collectives have no tokens,
+    that all ranks can run them in their order, and that what depends on the rank is in
+    `ctx.lowered.per_rank`.
 
     compare_replicas  each output gets a companion: the copies of all ranks, which should be equal
 
@@ -62,21 +63,21 @@ class KeepCollectives(Pass):
     compare_replicas: bool = False
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        manual = ctx.manual
+        manual = ctx.request.manual
         assert manual is not None, "keep-collectives needs the preset manual"
         _set_layouts(graph, ctx, manual)
         if self.compare_replicas:
             _gather_replicas(graph, ctx, manual)
-        written = Handwritten(graph, manual, ctx.per_rank)
+        written = Handwritten(graph, manual, ctx.lowered.per_rank)
         for node in graph.nodes:
             if node.domain == DOMAIN:
                 written.settle(node)
         check_order(written.events, manual.mesh.size)
-        ctx.collectives += [
+        ctx.lowered.collectives += [
             _entry(node, manual) for node in graph.nodes if node.domain == DOMAIN and node.inputs
         ]
-        ctx.localized = True
-        return bool(ctx.collectives)
+        ctx.lowered.localized = True
+        return bool(ctx.lowered.collectives)
 
 
 def _set_layouts(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:

@@ -24,8 +24,8 @@ class LocalizeOps(Pass):
     """Rewrite every node for local shards, and every reshard into the runtime's collectives.
 
     Requires layouts of all tensors and no mismatch (insert-collectives). Ensures that shapes of
-    inputs and outputs are rank 0's, that rank-dependent values are in `ctx.per_rank`, and that
-    `ctx.collectives` lists the collectives in graph order.
+    inputs and outputs are rank 0's, that rank-dependent values are in `ctx.lowered.per_rank`, and
+    that `ctx.lowered.collectives` lists the collectives in graph order.
 
     Example: shard(mesh="dp=2,tp=2", strategy={"shard": {"MatMul_h": [["dp", "tp"], ["tp", None]]}})
 
@@ -65,7 +65,7 @@ class LocalizeOps(Pass):
         mesh = ctx.sharding.mesh
         factors = ctx.sharding.factors
         for op in factors.ops:
-            localize_node(op.graph, op, ctx.layouts, mesh, ctx.per_rank, factors.open_atoms)
+            localize_node(op.graph, op, ctx.layouts, mesh, ctx.lowered.per_rank, factors.open_atoms)
         inner = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]
         for scope in [graph, *inner]:
             exchange_unsigned(scope)
@@ -74,7 +74,7 @@ class LocalizeOps(Pass):
             for tensor in [*scope.inputs, *scope.outputs]:
                 if isinstance(tensor, gs.Variable) and tensor.name in ctx.layouts:
                     tensor.shape = list(ctx.layouts[tensor.name].local_shape(mesh, 0))
-        ctx.localized = True
+        ctx.lowered.localized = True
         return True
 
 
@@ -90,15 +90,15 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
             nodes.append(node)
             continue
         if "shape" in node.attrs:  # communication inside an op
-            ctx.collectives.append(inner_collective(node, mesh).repeated(times))
-            node.attrs["tag"] = len(ctx.collectives)
+            ctx.lowered.collectives.append(inner_collective(node, mesh).repeated(times))
+            node.attrs["tag"] = len(ctx.lowered.collectives)
             nodes.append(node)
             continue
         if node.op not in LOCAL_STEPS:
-            ctx.collectives.append(collective_of(node, mesh).repeated(times))
-        tag = len(ctx.collectives)
+            ctx.lowered.collectives.append(collective_of(node, mesh).repeated(times))
+        tag = len(ctx.lowered.collectives)
         builder = BucketBuilder if len(node.inputs) > 1 else ReshardBuilder
-        built = builder(node, mesh, ctx.per_rank, tag, graph.opset).build()
+        built = builder(node, mesh, ctx.lowered.per_rank, tag, graph.opset).build()
         note_origin(built, node.name)
         nodes += built
     graph.nodes = nodes

@@ -67,8 +67,8 @@ class OrderCollectives(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         token: gs.Tensor = gs.Constant("onnxpar.token", np.zeros(0, np.bool_))
-        ctx.ordered = True
-        last = [_thread(each, token) for each in (graph, *ctx.programs.values())]
+        ctx.lowered.ordered = True
+        last = [_thread(each, token) for each in (graph, *ctx.lowered.programs.values())]
         return any(end is not token for end in last)
 
 

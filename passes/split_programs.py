@@ -19,8 +19,8 @@ class SplitPrograms(Pass):
     """Take the evaluation out of a training step, as a program over the same states.
 
     Requires a localized graph whose collectives are not ordered yet. Ensures that the graph has the
-    outputs of the step alone and the nodes that they need, that `ctx.programs` has the graph of the
-    evaluation, and that both read their inputs in the same layouts.
+    outputs of the step alone and the nodes that they need, that `ctx.lowered.programs` has the
+    graph of the evaluation, and that both read their inputs in the same layouts.
 
     Example: grad(loss="y", optimizer="none"), shard(mesh="dp=2", preset="data-parallel")
 
@@ -90,7 +90,7 @@ class SplitPrograms(Pass):
             return False
         outputs = [t for t in graph.outputs if t.name in apart]
         nodes, copies = clone_nodes(needed(graph, [t.name for t in outputs]))
-        ctx.programs[EVALUATION] = gs.Graph(
+        ctx.lowered.programs[EVALUATION] = gs.Graph(
             nodes,
             list(graph.inputs),
             [copies[id(t)] for t in outputs],
@@ -102,5 +102,5 @@ class SplitPrograms(Pass):
         graph.outputs = [t for t in graph.outputs if t.name not in apart]
         graph.nodes = needed(graph, [t.name for t in graph.outputs])
         named = {n.name for n in all_nodes(graph) if n.domain == DOMAIN}
-        ctx.collectives = [c for c in ctx.collectives if c.name in named]
+        ctx.lowered.collectives = [c for c in ctx.lowered.collectives if c.name in named]
         return True

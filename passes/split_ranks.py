@@ -66,9 +66,9 @@ class SplitRanks(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         mesh = ctx.sharding.mesh
         opened = open_constants(graph, ctx)
-        apart = {*ctx.per_rank.constants, *(opened.varying if opened else ())}
+        apart = {*ctx.lowered.per_rank.constants, *(opened.varying if opened else ())}
         store = WeightStore(self.output, ctx.model.folder, mesh, self.progress)
-        weights = _cut_constants([graph, *ctx.programs.values()], apart, ctx, store)
+        weights = _cut_constants([graph, *ctx.lowered.programs.values()], apart, ctx, store)
         template = _export(graph, ctx.model.header)
         states = dict(ctx.model.states)
         defaults = _cut_defaults([t for t in graph.inputs if t.name not in states], ctx, store)
@@ -78,7 +78,7 @@ class SplitRanks(Pass):
         first = _cut_defaults([t for t in graph.inputs if t.name in states], ctx, store).values()
         _store_the_rest(template.graph, weights, store)
         templates = {"onnx": template}
-        for name, program in ctx.programs.items():
+        for name, program in ctx.lowered.programs.items():
             templates[f"{name}.onnx"] = _export(program, ctx.model.header)
             _drop_unread(templates[f"{name}.onnx"].graph)
             _add_defaults(templates[f"{name}.onnx"].graph, defaults)
@@ -109,8 +109,8 @@ def open_constants(graph: gs.Graph, ctx: PassContext) -> OpenConstants | None:
     """The constants of the lowered graph that depend on open sizes; None where no size is open."""
     if ctx.model.sizes is None:
         return None
-    others = [Lowered(g, c.per_rank, c.layouts) for g, c in ctx.replays]
-    base = Lowered(graph, ctx.per_rank, ctx.layouts)
+    others = [Lowered(g, c.lowered.per_rank, c.layouts) for g, c in ctx.lowered.replays]
+    base = Lowered(graph, ctx.lowered.per_rank, ctx.layouts)
     return OpenConstants(base, others, ctx.model.sizes, ctx.sharding.mesh)
 
 
@@ -205,11 +205,11 @@ def _instantiate(
     for tensor in model.graph.initializer:
         if tensor.name in weights:
             tensor.CopyFrom(weights[tensor.name][rank])
-        elif tensor.name in ctx.per_rank.constants:
-            value = ctx.per_rank.constants[tensor.name](rank)
+        elif tensor.name in ctx.lowered.per_rank.constants:
+            value = ctx.lowered.per_rank.constants[tensor.name](rank)
             tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
     by_node: dict[str, dict[str, Callable[[int], Any]]] = {}
-    for (name, attribute), function in ctx.per_rank.attributes.items():
+    for (name, attribute), function in ctx.lowered.per_rank.attributes.items():
         by_node.setdefault(name, {})[attribute] = function
     for node in nodes_of(model.graph):
         varying = by_node.get(node.name, {})

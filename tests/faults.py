@@ -239,7 +239,7 @@ def uneven_parts_of_weights_reversed(patch: Patch) -> None:
 @fault("deadlock")
 def no_token_through_the_collectives(patch: Patch) -> None:
     def run(self: OrderCollectives, graph: gs.Graph, ctx: PassContext) -> bool:
-        ctx.ordered = True
+        ctx.lowered.ordered = True
         return False
 
     patch.setattr(OrderCollectives, "run", run)

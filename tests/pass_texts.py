@@ -61,7 +61,7 @@ class Example:
 
 def _graphs(model: Model, ctx: PassContext) -> dict[str, str]:
     """The graph, and those that are computed apart."""
-    apart = {name: graph_text(graph, ctx) for name, graph in ctx.programs.items()}
+    apart = {name: graph_text(graph, ctx) for name, graph in ctx.lowered.programs.items()}
     return {"": graph_text(model.graph, ctx), **apart}
 
 

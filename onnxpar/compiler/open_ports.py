@@ -33,7 +33,7 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
         return port
     if port.layout is None:
         return _opened_strings(port, sizes)
-    contexts = [ctx, *(other for _, other in ctx.replays)]
+    contexts = [ctx, *(other for _, other in ctx.lowered.replays)]
     layouts = [each.layouts[port.name] for each in contexts]
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]

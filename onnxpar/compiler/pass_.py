@@ -51,48 +51,70 @@ class Variant:
     factors: GraphFactors
 
 
-@dataclass
-class PassContext:
-    """What passes share beside the graph; side tables are keyed by tensor or node name.
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for, and what is chosen before passes run.
 
-    strategy     what the user wrote; `preset` by name; `annotated`, what the model asks for
-    manual       how tensors are dealt, where the model is each rank's program already
-    objective    what a search judges strategies by
-    found        what a search has chosen with the mesh, beside what is asked for
-    annotations  annotations in rounds of falling priority
-    asked        those of the user and of the model's own annotations
-    sharding     axes per leaf, while they are being decided
-    layouts      the layout of every tensor, from insert-collectives on
-    per_rank     constants and attributes that depend on the rank, from localize-ops on
-    collectives  in execution order
-    localized    whether nodes are rank-local; `ordered`, whether collectives are chained
-    copies       weights that are stored in a second layout, and the weight each is a copy of
-    choices      what was decided by sizes
-    variants     the graph at the other bindings of open sizes, before passes
-    replays      the graph and context at the other bindings of open sizes, from localize-ops on
-    programs     graphs of what is computed apart, by name, from split-programs on
+    strategy   the user's entries
+    preset     the preset or the kind of search, by name
+    annotated  the model's own annotations that are followed
+    manual     the layouts of the model's ports, if it is a program per rank
+    objective  what a search minimizes
+    found      the annotations that a search has found; None if there was no search
     """
 
-    model: Model
-    sharding: ShardingState
     strategy: Strategy | None = None
     preset: str | None = None
     annotated: Configuration | None = None
     manual: Manual | None = None
     objective: Objective = field(default_factory=Objective)
     found: list[Annotation] | None = None
+
+
+@dataclass
+class LoweredState:
+    """What the passes of the stage LOWER have made; empty before.
+
+    per_rank     constants and attributes that depend on the rank
+    collectives  the collectives of the plan, in execution order, from localize-ops on
+    programs     graphs that are computed apart, by name, from split-programs on
+    replays      the graph and context at the other bindings of open sizes
+    localized    true if nodes are rank-local; `ordered`, if collectives are chained
+    """
+
+    per_rank: PerRank = field(default_factory=PerRank)
+    collectives: list[Collective] = field(default_factory=list)
+    programs: dict[str, gs.Graph] = field(default_factory=dict)
+    replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
+    localized: bool = False
+    ordered: bool = False
+
+
+@dataclass
+class PassContext:
+    """What passes share beside the graph; side tables are keyed by tensor or node name.
+
+    request      what is asked for, which no pass changes
+    sharding     axes per leaf, while they are being decided
+    annotations  annotations in rounds of falling priority, from annotate-strategy on
+    asked        those among them that the user or the model's own annotations ask for
+    layouts      the layout of every tensor, from insert-collectives on
+    copies       weights that are stored in a second layout, and the weight each is a copy of
+    choices      decisions by sizes, to be repeated at other sizes
+    variants     the graph at the other bindings of open sizes, before passes
+    lowered      what is made of the decisions
+    """
+
+    model: Model
+    sharding: ShardingState
+    request: Request = field(default_factory=Request)
     annotations: list[list[Annotation]] = field(default_factory=list)
     asked: list[Annotation] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
-    per_rank: PerRank = field(default_factory=PerRank)
-    collectives: list[Collective] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
     choices: Choices = field(default_factory=Choices)
     variants: list[Variant] = field(default_factory=list)
-    replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
-    programs: dict[str, gs.Graph] = field(default_factory=dict)
-    localized: bool = False
-    ordered: bool = False
+    lowered: LoweredState = field(default_factory=LoweredState)
 
     def fresh(self, name: str) -> str:
         """A tensor name that is not in use yet, made from this one."""

@@ -23,7 +23,7 @@ from onnxpar.symbols.symbols import Variable
 
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
-    """Runs passes behind propagation again at every other binding, as `ctx.replays`.
+    """Runs passes behind propagation again at every other binding, as `ctx.lowered.replays`.
 
     `ctx` is the context in which they ran. Bindings at which sizes coincide, so that dimensions
     consist of other factors there, are dropped from the model's. Errors: OpenSizesError where
@@ -47,7 +47,7 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
         other = _context(ctx, variant.factors)
         for step in passes:
             step.run(variant.graph, other)
-        ctx.replays.append((variant.graph, other))
+        ctx.lowered.replays.append((variant.graph, other))
     if len(kept) < ENOUGH:
         raise OpenSizesError(f"{odd} depends on sizes that are open; give {sizes.flags}", nodes)
     model.sizes = replace(sizes, bindings=[sizes.bindings[i] for i in kept])

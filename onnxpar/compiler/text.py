@@ -95,7 +95,7 @@ def layout_of(name: str, ctx: PassContext) -> Layout | None:
 
 
 def _value(tensor: gs.Constant, ctx: PassContext) -> str:
-    if tensor.name in ctx.per_rank.constants:
+    if tensor.name in ctx.lowered.per_rank.constants:
         return f" = per rank, rank 0: {np.array2string(np.asarray(tensor.values), threshold=8)}"
     small = isinstance(tensor._values, np.ndarray) and tensor._values.size <= 4
     return f" = {tensor._values.tolist()}" if small else ""
@@ -107,7 +107,7 @@ def _attributes(node: gs.Node, ctx: PassContext) -> str:
         shown = {"axes": node.attrs["axes"]}
     parts = [
         f"{key}={_attribute(value, ctx)}"
-        + ("/rank" if (node.name, key) in ctx.per_rank.attributes else "")
+        + ("/rank" if (node.name, key) in ctx.lowered.per_rank.attributes else "")
         for key, value in sorted(shown.items())
     ]
     return " {" + ", ".join(parts) + "}" if parts else ""

@@ -30,13 +30,13 @@ def verify(graph: gs.Graph, ctx: PassContext) -> None:
     """
     if not ctx.layouts:
         return
-    if not ctx.localized:
+    if not ctx.lowered.localized:
         for op in ctx.sharding.factors.ops:
             _verify_op(op, ctx)
         for node in all_nodes(graph):
             if node.domain == DOMAIN:
                 _verify_reshard(node, ctx)
-    if ctx.ordered:
+    if ctx.lowered.ordered:
         _verify_order(graph, None)
 
 

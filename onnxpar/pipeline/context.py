@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.compiler.pass_ import Pass, PassContext, Stage
+from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
 from onnxpar.compiler.replay import opened, variants
 from onnxpar.ir.training_spec import Step
 from onnxpar.load.load import InferTypes, Model, load
@@ -89,7 +89,7 @@ def _undecided(model: Model, options: Options) -> PassContext:
     """The context of passes that rewrite the global graph: whatever the mesh, nothing is split."""
     mesh = wanted_mesh(options) or preset_mesh(None, options.devices or 1)
     manual = manual_of(options, model.step) if options.preset == MANUAL else None
-    return PassContext(model, undecided(model, mesh, options.topology), manual=manual)
+    return PassContext(model, undecided(model, mesh, options.topology), Request(manual=manual))
 
 
 def make_context(model: Model, options: Options) -> PassContext:
@@ -98,7 +98,7 @@ def make_context(model: Model, options: Options) -> PassContext:
     if manual is not None:
         refuse_for_manual(options)
         nothing = ShardingState.open(manual.mesh, GraphFactors({}, []), options.topology)
-        return PassContext(model, nothing, preset=MANUAL, manual=manual)
+        return PassContext(model, nothing, Request(preset=MANUAL, manual=manual))
     options.objective.check(model.step)
     if not options.compared:
         refuse_without_search(options)
@@ -110,10 +110,12 @@ def make_context(model: Model, options: Options) -> PassContext:
     return PassContext(
         model,
         ShardingState.open(chosen.mesh, factors, options.topology),
-        strategy=options.strategy,
-        preset=chosen.preset,
-        annotated=chosen.annotated,
-        objective=options.objective,
-        found=chosen.found,
+        Request(
+            strategy=options.strategy,
+            preset=chosen.preset,
+            annotated=chosen.annotated,
+            objective=options.objective,
+            found=chosen.found,
+        ),
         variants=others,
     )

@@ -21,7 +21,7 @@ from typing import Any
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Choices, Pass, PassContext
+from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Choices, Pass, PassContext, Request
 from onnxpar.compiler.text import graph_text
 from onnxpar.cost.cost import Costs
 from onnxpar.errors import ModelError, OnnxparError
@@ -88,7 +88,7 @@ class Dump:
         file = self.folder / f"{self._number:02d}-{step.name}"
         with new_file(f"{file}.onnxtxt") as text:
             text.write_text(graph_text(model.graph, ctx), encoding="utf-8")
-        if ctx.localized or model.sizes is not None:
+        if ctx.lowered.localized or model.sizes is not None:
             return
         proto = _described(model, ctx)
         with writing(self.folder / WEIGHTS):
@@ -110,7 +110,7 @@ class Dump:
 def write_graph(model: Model, ctx: PassContext, output: Path) -> None:
     """Writes the graph as a model, with what has been decided about it. Errors: OnnxparError where
     it is no graph of all ranks any more, or cannot be written."""
-    if ctx.localized:
+    if ctx.lowered.localized:
         raise OnnxparError(
             f"{output}: after localize-ops each rank has a graph of its own; `onnxpar shard` "
             "writes them"
@@ -180,7 +180,7 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
         "states": model.states,
         "fixed": model.fixed,
         "stored": sorted(model.stored),
-        "preset": ctx.preset,
+        "preset": ctx.request.preset,
         "step": asdict(model.step) if model.step is not None else None,
         "format": FORMAT,
     }
@@ -246,7 +246,9 @@ def _restored(
     )
     tables = {name: decode(state[name], factors) for name in _TABLES}
     choices = Choices(**decode(state["choices"], factors))
-    return model, PassContext(model, sharding, preset=state["preset"], choices=choices, **tables)
+    return model, PassContext(
+        model, sharding, Request(preset=state["preset"]), choices=choices, **tables
+    )
 
 
 def _check_leaves(have: Mapping[str, int], told: Mapping[str, list[Any]], file: Path) -> None:

@@ -108,7 +108,7 @@ def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objec
         held = sum(made.memory.values())
         if held <= limit:
             return lowered, (made, ctx)
-        decided = ctx.preset or PROPAGATION
+        decided = ctx.request.preset or PROPAGATION
         over = OverLimit(
             f"{decided} over {made.mesh}: a rank would hold {text_of(held, 'B')}", None
         )

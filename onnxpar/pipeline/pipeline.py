@@ -101,7 +101,7 @@ def _again(
 ) -> tuple[Options, tuple[Plan, PassContext]]:
     """Options with which a plan is made again, and the plan."""
     plan, ctx = made
-    return replace(options, objective=objective, mesh=plan.mesh, found=ctx.found), made
+    return replace(options, objective=objective, mesh=plan.mesh, found=ctx.request.found), made
 
 
 @_no_collector()
@@ -186,7 +186,7 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     write_annotations(proto, ctx, names)
     save(proto, Path(path), Path(output))
     run_passes(model, ctx, steps[first:], check=options.verify)
-    made.collectives = list(ctx.collectives)
+    made.collectives = list(ctx.lowered.collectives)
     return made
 
 

@@ -169,7 +169,10 @@ def _bytes(
         if all(entry.name in sent for _, sent in each):
             yield _mean((weight, sent[entry.name]) for weight, sent in each)
             continue
-        found = [entry.bytes, *(other.collectives[at].bytes for _, other in ctx.replays)]
+        found = [
+            entry.bytes,
+            *(other.lowered.collectives[at].bytes for _, other in ctx.lowered.replays),
+        ]
         polynomial = fit(found, variables)
         if polynomial is None or not profiles:
             yield entry.bytes

@@ -51,12 +51,12 @@ def run_passes(
         changed = _run(step, model, ctx, ran, watch, check)
         ran.append(step.name)
         if step.plan_after and (plan is None or changed):
-            plan = summarize(model.graph, ctx, model_name(model.path), ctx.preset)
+            plan = summarize(model.graph, ctx, model_name(model.path), ctx.request.preset)
         if step.costs_after and plan is not None and model.sizes is None:
             plan.predicted = predicted(model.graph, ctx)
             reckon(1.0, model.graph, ctx)
     if plan is not None:
-        plan.collectives = list(ctx.collectives)
+        plan.collectives = list(ctx.lowered.collectives)
     return plan
 
 

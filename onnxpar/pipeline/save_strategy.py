@@ -70,8 +70,9 @@ class Saver:
 
 def _comment(model: Model, ctx: PassContext) -> str:
     how = "what it was given"
-    if ctx.preset is not None:
-        how = f"{'--search' if ctx.preset in (AUTO, EXHAUSTIVE) else '--preset'} {ctx.preset}"
+    preset = ctx.request.preset
+    if preset is not None:
+        how = f"{'--search' if preset in (AUTO, EXHAUSTIVE) else '--preset'} {preset}"
     mesh = ctx.sharding.mesh
     behind = "; then the batch is split over dp" if "dp" in mesh.sizes else ""
     return (
@@ -109,7 +110,7 @@ class _Saving:
         for number, op in zip(numbers, sharding.factors.ops, strict=True):
             self.alike[number].append(op)
             self.number[op.node.name] = number
-        self.before = ctx.annotations[:1] if ctx.annotated is not None else []
+        self.before = ctx.annotations[:1] if ctx.request.annotated is not None else []
         self.behind = default_rounds(model.graph, ctx.sharding, model.step)
         self.values: dict[tuple[Any, str], Any] = {}
 

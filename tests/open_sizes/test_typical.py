@@ -82,7 +82,9 @@ def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
         found = planned(name, Options(devices=2, typical=own))
         alien = planned(name, Options(devices=2, typical=other))
         there, ctx = pipeline.plan(path, Options(devices=2, typical=other))
-        again = planned(name, Options(mesh=there.mesh, search="auto", found=ctx.found, typical=own))
+        again = planned(
+            name, Options(mesh=there.mesh, search="auto", found=ctx.request.found, typical=own)
+        )
         assert again.predicted is not None and found.predicted is not None
         assert found.predicted.total < again.predicted.total * (1 - 1e-6)
         assert alien.typical == other.profiles or dict(alien.typical[0][0]) == dict(

@@ -40,7 +40,7 @@ class Note(Pass):
     loud: bool = False
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        assert ctx.layouts and not ctx.localized
+        assert ctx.layouts and not ctx.lowered.localized
         return False
 
 
