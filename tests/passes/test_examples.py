@@ -94,3 +94,9 @@ def test_example(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> N
     else:
         assert text_of(match["before"]) == before.rstrip("\n")
         assert text_of(match["after"]) == after.rstrip("\n")
+
+
+def test_the_reference_shows_every_pass() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "passes.md"
+    shown = re.findall(r"^### (.+)\n\n::: (.+)$", page.read_text(), re.MULTILINE)
+    assert dict(shown) == {n: f"{p.__module__}.{p.__name__}" for n, p in PASSES.items()}
