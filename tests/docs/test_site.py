@@ -21,6 +21,9 @@ from onnxpar.cli.parser import parser
 
 REFERENCE = ROOT / "docs" / "reference"
 SHOWN_OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
+WITHOUT_MEMBERS = re.compile(
+    r"^::: (\S+)\n    options:(?:\n      .+)*?\n      members: false$", re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +72,9 @@ def commands(of: Any) -> Iterator[Any]:
                 yield from list(commands(each)) or [each]
 
 
-def shown_objects() -> list[str]:
+def shown_objects(pattern: re.Pattern[str] = SHOWN_OBJECT) -> list[str]:
     """What the reference shows, by name."""
-    return [
-        n for page in sorted(REFERENCE.glob("*.md")) for n in SHOWN_OBJECT.findall(page.read_text())
-    ]
+    return [n for page in sorted(REFERENCE.glob("*.md")) for n in pattern.findall(page.read_text())]
 
 
 def test_the_reference_shows_the_whole_public_interface() -> None:
@@ -87,9 +88,14 @@ def test_the_reference_shows_the_whole_public_interface() -> None:
 def test_all_that_the_reference_shows_has_a_docstring() -> None:
     griffe = pytest.importorskip("griffe")
     package = griffe.load("onnxpar", search_paths=[str(ROOT)], resolve_aliases=True)
+    alone = set(shown_objects(WITHOUT_MEMBERS))
     lacking = []
     for name in shown_objects():
-        lacking += list(without_docstring(package[name.removeprefix("onnxpar.")]))
+        shown = package[name.removeprefix("onnxpar.")]
+        if name not in alone:
+            lacking += list(without_docstring(shown))
+        elif not shown.has_docstring:
+            lacking.append(name)
     assert not lacking
 
 
