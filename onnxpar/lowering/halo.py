@@ -1,4 +1,4 @@
-"""Moves the bounds between the shards of a dimension: halos of windows, shifted slices."""
+"""Moves elements between neighbouring shards of a dimension: halos of windows, shifted slices."""
 
 from __future__ import annotations
 

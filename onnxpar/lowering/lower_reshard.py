@@ -80,7 +80,7 @@ class ReshardBuilder:
             return
 
         def sizes(rank: int) -> Array:
-            """The shape with -1 for one of them, as Reshape reads a 0 as a size to copy."""
+            """The shape with -1 for the first void size, as Reshape would read a 0 as a copy."""
             found = shape(rank)
             found[list(void[:1])] = -1
             return found
@@ -234,8 +234,8 @@ class ReshardBuilder:
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
-    """The same layouts, but merged dimensions whose inner factor changes become a dimension for
-    each factor: there, shards are contiguous."""
+    """Both layouts, with a dimension for each factor of a merged dimension if one of its inner
+    factors changes: along a factor's own dimension, shards are contiguous."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
         changes = b != a and not (is_run(b) and is_run(a))

@@ -58,7 +58,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class OpenArray:
-    """An integer tensor whose elements are polynomials of symbols and shards."""
+    """An integer tensor whose elements are polynomials of symbols and extents of shards."""
 
     elements: tuple[Polynomial, ...]
     shape: tuple[int, ...]
@@ -289,7 +289,8 @@ class OpenConstants:
         return found
 
     def _reaches_over(self, node: gs.Node) -> bool:
-        """True if lowering made the node to move the bounds between shards of an open size.
+        """True if lowering made the node to move elements between neighbouring shards of an open
+        size.
 
         Its amounts may be equal at all bindings, but they are wrong in a run in which a shard is
         smaller than the halo that its neighbours want.
@@ -302,7 +303,8 @@ class OpenConstants:
 
 
 def _moved_axis(node: gs.Node) -> int | None:
-    """The axis along which a collective moves the bounds between shards; None if it does not."""
+    """The axis along which a collective moves elements between neighbouring shards; None for any
+    other node."""
     if node.domain != DOMAIN:
         return None
     if node.op == "NeighborExchange":

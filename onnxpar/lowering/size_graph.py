@@ -21,7 +21,7 @@ def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:
 
 
 class SizeGraph:
-    """Builds int64 tensors of one element each, none of them twice; `nodes` are in order."""
+    """Builds int64 tensors of one element, each only once; `nodes` are in topological order."""
 
     def __init__(
         self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Extent]

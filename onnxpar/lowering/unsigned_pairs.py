@@ -31,7 +31,7 @@ def exchange_unsigned(graph: gs.Graph) -> None:
 
 
 def _between(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node]]:
-    """The results of a QuantizeLinear with each of their readers, also those after reshards."""
+    """The result of a QuantizeLinear, and of reshards after it, with each of its readers."""
     for tensor in node.outputs:
         for reader in tensor.outputs:
             yield tensor, reader

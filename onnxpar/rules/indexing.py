@@ -124,8 +124,8 @@ def is_summable(data: gs.Tensor) -> bool:
 
 
 def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The `reduce` field of a rule whose shards are zero except for the elements that a rank
-    holds."""
+    """The `reduce` field of a rule in which each rank gives zeros for elements that it does not
+    hold."""
     op = "max" if dtype_of(node.inputs[0]) == np.bool_ else "sum"
     return {"reduce": dict.fromkeys(factors, op)}
 

@@ -18,7 +18,7 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 @rule("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")
 def class_loss(node: gs.Node) -> Rule:
-    """`n c s, n s, c -> n s`, with communication over c; for a sum or a mean, also over n and s."""
+    """`n c s, n s, c -> n s`, with communication over c, and over n and s if losses are reduced."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("s", len(shape) - 2)
     scores, labels = dims_text(["n", "c", *space]), dims_text(["n", *space])

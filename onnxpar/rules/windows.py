@@ -65,7 +65,7 @@ class Window:
         return out == 1 < self.size == self.width and self.dilation == 1 and not any(self.pads)
 
     def held(self, out: Interval) -> Interval:
-        """The range that the windows of these results read, without padding, and on to where the
+        """The range that the windows of these results read, without padding, extended to where the
         next window would begin."""
         first, end = self._read(out)
         return max(first, 0), min(max(end, first + (out[1] - out[0]) * self.stride), self.size)

@@ -67,7 +67,7 @@ class Taps:
             yield element, (..., *(slice(a, a + (n - 1) * s + 1, s) for a, n, s in every))
 
     def padded(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
-        """`x` as `out` windows read it: padded with `fill`, and zeros after that."""
+        """`x` padded with `fill`, then with zeros at the end, as far as `out` windows reach."""
         lead = [(0, 0)] * (x.ndim - len(out))
         pads = [*lead, *zip(self.before, self.after, strict=True)]
         x = np.pad(x, pads, constant_values=fill)

@@ -66,8 +66,8 @@ class Oracle:
     def splits(self) -> Iterator[Split]:
         """Each leaf over 2 and 3 ranks, and each pair of leaves over 2 x 2.
 
-        If the case is cut, only the leaves of the cut dimension; all its segments over one axis,
-        too.
+        If the case is cut, only leaves of the cut dimension are split; if it is cut into segments,
+        also all of these over one axis.
         """
         tied = {i for group in self.op.co_sharded for i in group}
         leaves = [
@@ -127,7 +127,8 @@ class Oracle:
             yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
 
     def cuts(self) -> Iterator[Cut]:
-        """Cuts of each factor that may be split, into a product and into segments."""
+        """Cuts of each dimension that is a factor that may be split: into a product and into
+        segments."""
         node, rule = self.op.node, self.op.rule
         operands = zip(node.inputs, rule.inputs, strict=False)
         for tensor, spec in chain(operands, zip(node.outputs, rule.outputs, strict=False)):

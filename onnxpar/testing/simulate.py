@@ -57,7 +57,7 @@ def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> 
 def _scan(
     node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values], per_rank: PerRank
 ) -> None:
-    """Runs the body of a Scan, each iteration on all ranks before the next; scan axes are 0."""
+    """Runs a Scan, each iteration on all ranks before the next; its scan axes must be 0."""
     body = node.attrs["body"]
     carried = len(node.inputs) - node.attrs["num_scan_inputs"]
     states = [[held[t.name] for t in node.inputs[:carried]] for held in values]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -122,6 +123,7 @@ def oracle_cases() -> dict[str, list[Case]]:
         spec = importlib.util.spec_from_file_location(f"peer_{file.stem}", file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up there
         spec.loader.exec_module(module)
         for case in _cases_in(vars(module).values()):
             known = {*registered(), *whole_ops()}
