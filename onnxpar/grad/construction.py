@@ -9,7 +9,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("OneHot")
 def one_hot(v: Vjp) -> Grads:
-    """Of the two values: off and on."""
+    """Only the two values, off and on, have a gradient."""
     indices, depth = v.operands[:2]
     hot = indices.op("OneHot", depth, np.array([0, 1], v.dy.dtype), axis=v.attr("axis"))
     off, on = (v.dy * (1.0 - hot)).sum(), (v.dy * hot).sum()

@@ -14,7 +14,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("DeformConv", trained=(1, 3))
 def deform_conv(v: Vjp) -> Grads:
-    """Of a product of the weights with samples, which a mask scales."""
+    """A DeformConv is a product of the weights with samples, which a mask scales."""
     net = _Deformed(v)
     samples, rows = net.samples, net.by_row(v.dy, net.weight.shape[1])
     of_columns = net.as_points(rows @ net.weight)

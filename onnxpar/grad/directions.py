@@ -46,7 +46,7 @@ class Direction:
         return None if found is None else self._own(found)
 
     def _state(self, tensor: Value | None) -> Value:
-        """An initial state; zeros if the node has none."""
+        """A state, or its gradient; zeros if there is none."""
         if tensor is None:
             return self.v.builder.zeros([self.x.shape[1], self.r.shape[1]], self.x.dtype)
         return self._own(tensor, 1 if self.v.attr("layout") else 0)

@@ -35,7 +35,7 @@ def div(v: Vjp) -> Grads:
 
 @vjp("Mod")
 def mod(v: Vjp) -> Grads:
-    """Of a - b * q, where the quotient q is a step function."""
+    """A Mod is a - b * q, where the quotient q is a step function."""
     a, b = v.operands
     quotient = (a - v.y) / b
     return v.dy, -v.dy * quotient

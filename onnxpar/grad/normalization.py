@@ -134,8 +134,8 @@ def instance_normalization(v: Vjp) -> Grads:
 
 
 def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
-    """Of a normalization over axes with scale and bias per channel: the sums for scale and bias are
-    also the means for x."""
+    """Gradients of a normalization over axes with scale and bias per channel: the sums for scale
+    and bias are also the means for x."""
     x, dy = v.x.wide(), v.dy.wide()
     scale = _channels(v, 1, x.dtype)
     normal, inverse = _standardized(x, axes, v.attr("epsilon"))

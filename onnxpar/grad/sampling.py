@@ -184,7 +184,7 @@ def affine_grid(v: Vjp) -> Grads:
 
 @vjp("RoiAlign")
 def roi_align(v: Vjp) -> Grads:
-    """Of the image: a region is its product with two matrices, for rows and for columns, and the
+    """A region is the product of the image with two matrices, for rows and for columns, and the
     gradient is the product with their transposes. Regions have no gradient, as in torchvision."""
     if v.attr("mode") != "avg":
         raise ModelError(

@@ -46,7 +46,7 @@ def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _moved(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """Of a Reshape or Transpose."""
+    """The sum of a Reshape or Transpose: that of its operand, reshaped or transposed."""
     within = sum_after(part.builder.value(node.inputs[0]), inner)
     if within is None:
         return None
@@ -65,7 +65,7 @@ def _reduced(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _product(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """Of a matrix product: a single product, which also sums over the iterations."""
+    """The sum of a matrix product: a single product, which also sums over the iterations."""
     if part.rank != 2 or len(node.inputs) != 2 or node.attrs.get("alpha", 1.0) != 1.0:
         return None
     a, a_transposed = _source(part, node, 0)

@@ -235,8 +235,8 @@ class _Judge:
     def _reason_of_number(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
     ) -> str | None:
-        """Of a tensor with one element: it is a parameter if it is used as one (the bias of a
-        single class), or PyTorch has named it."""
+        """The reason for a tensor with one element, which is a parameter if it is used as one (the
+        bias of a single class), or PyTorch has named it."""
         if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
             return None
         if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):

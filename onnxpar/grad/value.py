@@ -206,7 +206,7 @@ class Value:
         return self.op("GreaterOrEqual", other)
 
     def equal(self, other: Value | Array | float) -> Value:
-        """Where the elements are equal, as bool."""
+        """True at equal elements."""
         return self.op("Equal", other)
 
     def where(self, yes: Value | float, no: Value | float) -> Value:

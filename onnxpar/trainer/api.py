@@ -59,31 +59,32 @@ def grad(
     """Writes the training step of a model: one ONNX graph of standard ops.
 
     model       a file, an onnx.ModelProto, or its bytes
+    output      the file to write
     loss        softmax-cross-entropy, nll, mse or bce, or an output that is the loss itself
-    optimizer   sgd, momentum, adam, adamw, lamb or adagrad, its hyperparameters by name
-                (weight_decay, momentum, beta1 ...), or an Optimizer; "none" for gradients alone
-    loss_of     the output that the loss is of, where the model has several
-    class_axis  which dimension counts classes; the last by default, of four or more the second
-    params      globs of weights: these are trained instead of those that are found
+    optimizer   sgd, momentum, adam, adamw, lamb or adagrad, with its hyperparameters by name
+                (weight_decay, momentum, beta1 ...), or an Optimizer; "none" to return gradients
+    loss_of     the output to compare with the target, where the model has several
+    class_axis  the dimension of classes: by default the last, or the second of four or more
+    params      globs of the weights to train, instead of those that are found
     frozen      globs of weights that are not trained
-    batch_norm  of which samples BatchNormalizations take statistics: global, node or local; by
-                default as the model says
-    groups      parts of a batch with statistics of their own: number of hosts, or of ranks
-    precision   float16 or bfloat16: what the model computes in; parameters keep their types
-    loss_scale  what gradients are multiplied by on their way: "dynamic", a number, or "none"; by
-                default dynamic in float16
-    recompute   activations within blocks are computed again for the backward pass, not kept
-    clip_norm   scales gradients so that the norm of all together is at most this
-    accumulate  batches of the model's size that a step takes, one after the other
-    untie       gives each node that reads a vector as its scale or bias a copy of its own, where
-                several read one
-    dims        sizes of symbolic dimensions, by symbol: numbers, or texts of other symbols
-    preset      "manual" where the model is one rank's program: the step is one too, for so many
-                devices or the mesh given (`"dp=2,tp=4"` or a Mesh), its tensors dealt as the
-                strategy says
-    Returns what the step's ports are, and warns of weights that it does not train as the network
-    would that was exported. Errors: OnnxparError; nothing is left half-written.
+    batch_norm  the samples over which BatchNormalization takes statistics: global, node or local;
+                by default as in the model
+    groups      for node, the number of hosts; for local, the number of ranks
+    precision   float16 or bfloat16, in which the model computes; parameters keep their types
+    loss_scale  factor of the loss: "dynamic" (the default in float16), a number, or "none"
+    recompute   True to compute activations again in the backward pass, instead of keeping them
+    clip_norm   limit of the norm over all gradients, which are scaled down to it
+    accumulate  number of micro-batches in a step, each of the model's batch size
+    untie       True to give each node that reads a shared scale or bias vector its own copy
+    dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
+    preset      "manual" if the model is a program per rank; the step is one, too, for `devices`
+                ranks or a `mesh` ("dp=2,tp=4" or a Mesh), with tensors sharded as in `strategy`
+
+    Returns the description of the step's ports, and warns about weights that it does not train as
+    PyTorch would. Errors: OnnxparError; no file is left half-written.
     """
+    # The parameters are listed one by one, so that editors and type checkers know them: a
+    # TypedDict cannot stand beside **hyperparameters, whose names depend on the optimizer.
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, **hyperparameters)
     wanted = LossOptions(
@@ -130,40 +131,48 @@ def train(
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> list[Record]:
-    """Runs a sharded training step over data, and returns what each step told: its loss, and at the
-    end of an epoch the evaluation.
+    """Runs a sharded training step over data. Returns a record of each step: its loss and other
+    metrics, and after the last step of an epoch the evaluation.
 
-    par         the folder that `onnxpar.shard` wrote of a step of `grad`
+    par         the folder that `onnxpar.shard` wrote for a step of `grad`
     data        samples: an .npz file, or arrays by input name
-    lr          the learning rate
-    eval        samples to evaluate on after each epoch
-    batch       samples of a step; an error where the step was made for another number
-    schedule    of the learning rate: constant, linear or cosine, after `warmup` steps in which it
-                rises
-    seed        decides the order of samples, unless `shuffle` is off, and what is random in a step
-    checkpoint  a folder that gets one at the end, and one after every so many steps, of which it
-                keeps the newest; 0 keeps all. `resume` goes on from the newest that is whole. No
-                other training writes there meanwhile
-    profile     a file that gets the trace of all steps
-    timeout     bounds every wait for a rank, in seconds
-    log_dir     gets the output of each rank, under rank.N/
+    lr          the learning rate: its peak, where it changes
+    eval        samples for an evaluation after each epoch
+    batch       the batch size you expect; an error if the step was written for another one
+    epochs      number of times that all samples are used
+    schedule    learning-rate schedule after warm-up: constant, linear or cosine
+    warmup      number of warm-up steps, in which the learning rate rises linearly
+    seed        decides the order of samples, and the random numbers of steps
+    shuffle     False to use samples in the order of `data`
+    checkpoint  a folder for checkpoints; one is saved at the end. The folder is locked, so that no
+                other run writes there
+    every       number of steps between checkpoints; 0 to save one at the end only
+    keep        number of checkpoints to keep, the newest; 0 to keep all
+    resume      True to go on from the newest complete checkpoint in the folder
+    profile     a file to write with a trace of all steps
+    timeout     limit of every wait for a rank, in seconds
+    log_dir     a folder for the output of each rank, under rank.N/
 
-    A `Trainer` takes single steps. Errors: OnnxparError; DivergenceError where the loss is no
-    number any more.
+    A `Trainer` takes single steps. Errors: OnnxparError; DivergenceError where the loss is not
+    finite.
     """
     folder = None if checkpoint is None else Path(checkpoint)
     run = Run(epochs, lr, schedule, warmup, seed, shuffle, folder, every, keep, resume)
     if profile is not None:
         check_place(profile)
-    how: dict[str, Any] = {"timeout": timeout, "log_dir": log_dir, "profile": profile is not None}
-    with held_by_first(folder) as held, Trainer(par, held=held, **how) as trainer:
+    options: dict[str, Any] = {
+        "timeout": timeout,
+        "log_dir": log_dir,
+        "profile": profile is not None,
+    }
+    with held_by_first(folder) as held, Trainer(par, held=held, **options) as trainer:
         samples = Data.given(data, trainer.data)
         samples.check_batch(batch)
         held_out = None if eval is None else Data.given(eval, trainer.data)
-        told = list(records(trainer, samples, run, held_out))
+        steps = list(records(trainer, samples, run, held_out))
         if profile is not None:
             trainer.session.end_profile(profile, warm_up=1)
-    return told
+    return steps
 
 
 def write_step(
@@ -174,17 +183,18 @@ def write_step(
     source: Options,
     untie: bool = False,
 ) -> tuple[Model, Weights]:
-    """Writes a training step; returns it, and what it trains and what not. `source` says what the
-    model is, and its sizes; `untie` as for `grad`. Errors: OnnxparError."""
+    """Writes a training step; returns it, with the weights that it trains and those that it does
+    not. `source` has the sizes of the model, and the mesh and strategy of a program per rank;
+    `untie` is as in `grad`. Errors: OnnxparError."""
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     if output.exists() and output.samefile(path):
-        raise OnnxparError(f"{output}: is the model itself; choose another -o")
+        raise OnnxparError(f"{output} is the model itself; give another file with -o")
     manual = manual_of(source)
     if manual is None and (source.mesh or source.devices or source.strategy):
         raise StrategyError(
-            "a mesh and a strategy are for a program per rank (--preset manual); the step of any "
-            "other model is split by `onnxpar shard`"
+            "a mesh and a strategy are for a program per rank (--preset manual); for any other "
+            "model, give them to `onnxpar shard`, which splits the step"
         )
     model = load_model(path, source, for_training=True, untied=untie)
     weights = make_step(model, loss, options, None if manual is None else RankProgram(manual))

@@ -58,7 +58,7 @@ class Record:
     rate        learning rate of the step
     seconds     time of the step
     values      the loss before the update, and other metrics, by name
-    evaluation  metrics on held-out data; None but after the last step of an epoch
+    evaluation  metrics on held-out data after the last step of an epoch; else None
     """
 
     epoch: int

@@ -69,7 +69,7 @@ class Backward:
     """A loss and its gradients, by parameter.
 
     parameters  inputs with default values
-    evaluated   the loss and other metrics of the model as it is used, without dropout and the like
+    evaluated   the loss and other metrics of the model in inference mode
     running     pairs of a running statistic, which is such an input too, and its next value
     scale       the factor by which gradients must be divided
     """
@@ -210,8 +210,8 @@ def _free_names(graph: gs.Graph) -> dict[str, str]:
 def _as_input(
     graph: gs.Graph, tensor: gs.Constant, shape: Sequence[int] | None = None
 ) -> gs.Variable:
-    """Makes a weight an input whose default is its value; `shape` is that of the graph's shard of
-    it."""
+    """Makes a weight an input whose default is its value. The input has the weight's shape, or
+    `shape` where the graph reads a shard of the weight."""
     if isinstance(tensor, gs.Variable):  # several nodes share it
         return tensor
     variable = gs.Variable(tensor.name, tensor.dtype, list(shape or tensor.shape))

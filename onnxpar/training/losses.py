@@ -26,7 +26,8 @@ class Targets:
     made: dict[str, gs.Variable] = field(default_factory=dict)
 
     def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
-        """The input of that name, with underscores appended where the graph has that name."""
+        """The input of that name; if the graph has a tensor of that name, underscores are
+        appended."""
         if name not in self.made:
             free, taken = name, self.graph.tensors().keys()
             while free in taken:

@@ -1,5 +1,5 @@
-"""Where the training of a program per rank differs from that of one global program: this class is
-the global one, `training/manual.py` has the other."""
+"""The differences between training one global program (this class) and training a program per rank
+(`training/manual.py`)."""
 
 from __future__ import annotations
 
