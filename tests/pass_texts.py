@@ -42,8 +42,7 @@ class Example:
             grad(path, folder / "step.onnx", **self.grad)
             path = folder / "step.onnx"
         options = options_of({**self.shard, "verify": True}, kind=PlanOptions)
-        asks_for_gradients = "differentiate" in str(self.shard.get("passes"))
-        model = load_model(path, options, asks_for_gradients)
+        model = load_model(path, options)
         texts = {"": _graphs(model, prepare(model, options, []))}
 
         def watch(step: Pass, model: Model, ctx: PassContext) -> None:
@@ -71,7 +70,7 @@ def _rank_text(file: Path, ctx: PassContext) -> str:
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Constant):
             tensor.values = tensor.values  # read from its file
-    return graph_text(graph, replace(ctx, per_rank=PerRank()))
+    return graph_text(graph, replace(ctx, lowered=replace(ctx.lowered, per_rank=PerRank())))
 
 
 def joined(graphs: Mapping[str, str]) -> str:
