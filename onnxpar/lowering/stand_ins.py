@@ -88,7 +88,7 @@ class StandIns:
         build, x = self._filled, self._op.node.inputs[i]
 
         def places(rank: int) -> Any:
-            """The index of each element among those that the rank holds, which a zero follows."""
+            """The index of each element among the rank's own; stand-ins read the zero after it."""
             true, filled = self._positions("inputs", i, axis, rank)
             place = {p: k for k, p in enumerate(true)}
             return np.array([place.get(p, len(true)) for p in filled], np.int64)

@@ -142,10 +142,10 @@ class ThresholdBuilder:
             gs.Node("Split", f"{self.name}::ends", {"axis": 0}, [line, ends], results)
         )
         ranks = self._constant("ranks", np.array(self.ranks, np.int32))
-        nobody = self._constant("nobody", np.array(0, np.int32))
+        none = self._constant("none", np.array(0, np.int32))
         return (
             self._add("Sub", [results[0], ranks]),
-            self._add("Greater", [results[1], nobody]),
+            self._add("Greater", [results[1], none]),
         )
 
     def _row(self, what: str, tensors: Sequence[gs.Tensor]) -> gs.Tensor:

@@ -66,8 +66,8 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
 
 
 def _blank(node: gs.Node) -> Any:
-    """An element that has the effect of padding in a window: 0, or for quantized images the index
-    of the operand with their zero point."""
+    """An element that has the effect of padding in a window: 0, or the index of the operand with
+    the zero point of a quantized image; None if there is none."""
     point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
     dtype = dtype_of(node.inputs[0])
     if point is None or (node.op == "ConvInteger" and given(node, point) is None):

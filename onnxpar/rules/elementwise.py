@@ -96,7 +96,8 @@ def neg(node: gs.Node) -> Rule:
 
 @rule("Cast")
 def cast(node: gs.Node) -> Rule:
-    """Linear if the result is a wider floating-point type; non-decreasing if both are numbers."""
+    """Linear to a wider floating-point type; non-decreasing from numbers to any floating-point
+    type."""
     before, after = (dtype_of(t) for t in (node.inputs[0], node.outputs[0]))
     if before is None or after is None or not is_float(node.outputs[0]):
         return broadcast(node)

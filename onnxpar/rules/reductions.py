@@ -118,7 +118,7 @@ def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Seque
 def _lower_integer_mean(
     axes: Sequence[int], factors: Sequence[str], sizes: Sequence[Size]
 ) -> Callable[[Lowering], None]:
-    """The sum of all shards, divided as integers."""
+    """Computes a mean of integers: the sum of all shards, divided as integers."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, build.input(0), axes, factors)
@@ -128,7 +128,7 @@ def _lower_integer_mean(
 
 
 def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """The square root of the sum of squares; truncated for integers."""
+    """Computes the square root of the sum of squares; truncated for integers."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -141,7 +141,7 @@ def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Loweri
 
 
 def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """The logarithm of the sum; truncated for integers."""
+    """Computes the logarithm of the sum; truncated for integers."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, widen(build, build.input(0)), axes, factors)
@@ -153,8 +153,8 @@ def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowerin
 
 
 def _lower_log_exp(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """The logarithm of the sum of exponentials, shifted by the largest element of all shards if
-    that is finite."""
+    """Computes the logarithm of the sum of exponentials, shifted by the largest element of all
+    shards if that is finite."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))

@@ -71,8 +71,8 @@ class Taps:
         lead = [(0, 0)] * (x.ndim - len(out))
         pads = [*lead, *zip(self.before, self.after, strict=True)]
         x = np.pad(x, pads, constant_values=fill)
-        behind = [max(r - n, 0) for r, n in zip(self.reach(out), x.shape[-len(out) :], strict=True)]
-        return np.pad(x, [*lead, *((0, b) for b in behind)])
+        after = [max(r - n, 0) for r, n in zip(self.reach(out), x.shape[-len(out) :], strict=True)]
+        return np.pad(x, [*lead, *((0, a) for a in after)])
 
     def total(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
         """The sum over each of `out` windows."""
