@@ -26,7 +26,7 @@ def fused_tensors(graph: gs.Graph) -> frozenset[str]:
 
 
 class _Scope:
-    """One graph or body, in which fused tensors are looked for."""
+    """The fused tensors of one graph or body."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.nodes = graph.nodes

@@ -71,7 +71,7 @@ def digests_of(files: Iterable[Path]) -> dict[str, Digests]:
 
 
 def check_files(folder: Path, wanted: Mapping[str, Digests], whole: bool, remedy: str) -> None:
-    """Checks files against their digests; unless `whole`, only some blocks of large files.
+    """Checks files against their digests: all blocks if `whole`, else only some of large files.
 
     Errors: ModelError, with the remedy, if the size or content of a file has changed.
     """

@@ -1,4 +1,4 @@
-"""The kinds of collectives, in one table: every module that tells kinds apart reads it.
+"""The kinds of collectives, in one table that every module which distinguishes kinds reads.
 
 A new kind needs a row here, its op in the plugin (`native/kernels.cc`, `native/op_registry.cc`)
 and its gradient (`grad/collectives.py`). It may need a formula in `cost/cost.py`; if reshards use

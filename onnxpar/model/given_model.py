@@ -46,7 +46,7 @@ def model_file(model: Source) -> Iterator[Path]:
         try:
             yield file
         except OnnxparError as error:
-            # The folder is gone when the user reads the message; the file name tells the model.
+            # The folder is gone when the user reads the message; the file name is enough.
             error.args = (str(error).replace(f"{folder}/", ""), *error.args[1:])
             raise
 

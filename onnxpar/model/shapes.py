@@ -40,7 +40,7 @@ _NEVER = frozenset(
         "LRN",  # onnx's reference confuses the number of channels with the batch size
     )
 )
-"""Ops that are never folded: random ones, those with bodies, and those commented."""
+"""Ops that are never folded: random ones, those with bodies, and two for the reasons given."""
 
 
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:

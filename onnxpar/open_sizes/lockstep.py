@@ -251,7 +251,7 @@ class Lockstep:
         if self._depends(node, name, axis, values[0]):
             size = self._discover(node, name, axis, values)
             if size is None or not self.closed.issuperset(size.variables):
-                return None  # larger samples, which the quotient requires, decide it
+                return None  # unknown until the samples are as large as the quotient requires
         return Polynomial.constant(values[0])
 
     def _depends(self, node: NodeProto, name: str, axis: int, value: int) -> bool:

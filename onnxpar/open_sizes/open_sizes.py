@@ -79,9 +79,9 @@ def infer_open(
     fit the model (a table of positions), others are tried. `prepare` makes a graph of an inferred
     model. Errors: ModelError for a node that cannot run on its operands.
     """
-    open_scopes(proto.graph)  # bodies may call different weights by one name
+    open_scopes(proto.graph)  # two bodies may use one name for different weights
     labels = _symbols(dims)
-    # A sample must not leave nothing, or a single row, of a table that it cuts.
+    # A slice by a sample size must leave at least two rows of a table.
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
     search = _Search(proto, dims, least, taken)
     dims, walks = search.run()

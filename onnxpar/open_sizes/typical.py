@@ -32,8 +32,8 @@ class Typical:
 
     @staticmethod
     def given(value: Typical | Mapping[str, int] | Sequence[Any] | None) -> Typical:
-        """A mapping of sizes by symbol, a sequence of (mapping, weight), or nothing. Errors:
-        StrategyError."""
+        """Typical sizes from a mapping of sizes by symbol, a sequence of (mapping, weight), or
+        None. Errors: StrategyError."""
         if value is None or isinstance(value, Typical):
             return value or Typical()
         each = [(value, 1.0)] if isinstance(value, Mapping) else value

@@ -88,7 +88,7 @@ def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> P
     """The simplest polynomial of the variables with these values; None if there is none.
 
     `variables` gives the value of each at every sample. A polynomial has at most three terms, one
-    of them a number; there are more samples than that, so that it is not a coincidence.
+    of them a number. There are more samples than terms, so that a fit is not a coincidence.
     """
     return next(iter(fits(values, variables)), None)
 
