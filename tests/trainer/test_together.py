@@ -16,7 +16,7 @@ from training.steps import MLP, ThreadTrainer, shard, write_step
 
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.files.folder_lock import FolderLock
-from onnxpar.runtime import launch
+from onnxpar.runtime import redirect
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, warn
 from onnxpar.trainer.together import Together
 
@@ -178,7 +178,7 @@ def test_a_warning_reaches_the_terminal_once(
     rank: int, told: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = os.pipe()
-    monkeypatch.setattr(launch, "_terminal", [(rank, theirs)])
+    monkeypatch.setattr(redirect, "_terminal", [(rank, theirs)])
     warn("one is damaged")
     os.write(theirs, b".")
     assert os.read(ours, 1000).removesuffix(b".") == told.removesuffix(b".")
