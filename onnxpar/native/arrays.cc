@@ -19,7 +19,7 @@ void RunOn(const Array& x, const char* kind, std::string details, const Shape& c
   const std::string name = kind + (x.name.empty() ? "" : " '" + x.name + "'");
   if (!x.details.empty()) details += (details.empty() ? "" : ", ") + x.details;
   try {
-    ElementSize(x.type);  // rejects what no transport carries
+    ElementSize(x.type);  // throws for types that no transport carries
     uint64_t signature = Mix(Mix(Mix(0, std::string("array")), name), details);
     signature = Mix(Mix(signature, static_cast<uint64_t>(x.type)), common);
     Group& group = x.world->GroupOf({});
@@ -48,7 +48,7 @@ Reduction ReductionOf(const Array& x, const std::string& op) {
   throw std::runtime_error(std::string("no mean of ") + TypeName(x.type));
 }
 
-/// What every member says it gives to this one; `gives[i]` is what this one gives to member i.
+/// The number of rows that each member sends to this one; `gives[i]` is the number for member i.
 Counts ExchangeCounts(Transport& transport, const Call& call, const Counts& gives) {
   Counts takes(gives.size());
   std::vector<Block> blocks;
@@ -61,7 +61,7 @@ Counts ExchangeCounts(Transport& transport, const Call& call, const Counts& give
 }
 
 void* Allocated(Allocate allocate, const Counts& rows) {
-  SumOf(rows);  // as other ranks say: they must be sizes
+  SumOf(rows);  // throws unless the other ranks sent valid sizes
   void* const memory = allocate(rows.data());
   if (memory == nullptr) throw std::runtime_error("there is no memory for the result");
   return memory;

@@ -13,26 +13,27 @@
 
 namespace onnxpar {
 
-/// What one rank gives to a collective.
+/// One rank's input of a collective.
 struct Array {
   std::shared_ptr<World> world;
   std::string name;     // the same on all ranks; may be empty
-  std::string details;  // what else must be the same, for messages
+  std::string details;  // further values that must be the same, as text for messages
   DataType type;
   Shape shape;
   const void* data;
 };
 
-/// Returns memory for the rows that each rank gives, joined; null where there is none.
+/// Returns memory for the joined rows of all ranks; null if there is not enough.
 using Allocate = void* (*)(const int64_t* rows);
 
 /// Reduces by sum, max, min, prod or, floats only, mean; `out` may be the array's own memory.
 void AllReduceArray(const Array& x, const std::string& op, void* out);
 
-/// Reduces, and leaves this rank the rows of its part: as equal as can be, the larger ones first.
+/// Reduces, and gives this rank the rows of its shard; shards are as equal as possible, larger ones
+/// first.
 void ReduceScatterArray(const Array& x, const std::string& op, void* out);
 
-/// Joins the ranks' rows, of which each may have a number of its own.
+/// Joins the ranks' rows; each rank may have a different number of rows.
 void AllGatherArray(const Array& x, Allocate allocate);
 
 /// Sends `splits[i]` rows to rank i, in that order, and joins what arrives.
@@ -41,7 +42,7 @@ void AllToAllArray(const Array& x, const std::vector<int64_t>& splits, Allocate 
 /// Copies the root's array to every `out`, which may be the array's own memory.
 void BroadcastArray(const Array& x, int root, void* out);
 
-/// Returns when all ranks have called it.
+/// Waits until all ranks have called it.
 void Barrier(const std::shared_ptr<World>& world, const std::string& name);
 
 }  // namespace onnxpar

@@ -14,10 +14,10 @@ size_t NormalizeAxis(int64_t axis, const Shape& shape);
 /// `shape` with another extent along `axis`.
 Shape WithExtent(Shape shape, size_t axis, int64_t extent);
 
-/// `shape` without that axis: what members of a collective along it have in common.
+/// `shape` without that axis: the common part of the members' shapes in a collective along it.
 Shape WithoutAxis(Shape shape, size_t axis);
 
-/// Throws where they are no sizes: one is negative, or the sum is more than any extent.
+/// The sum. Throws if a size is negative, or if the sum overflows.
 int64_t SumOf(const std::vector<int64_t>& sizes);
 
 /// The elements `begin` to `begin + size` along `axis` of a tensor.

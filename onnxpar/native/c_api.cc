@@ -1,6 +1,6 @@
 // The plain C interface that onnxpar.runtime.groups and onnxpar.runtime.collectives bind.
 //
-// Functions return 0, or 1 after which onnxpar_last_error() tells this thread why.
+// Functions return 0, or 1 on failure; then onnxpar_last_error() has the reason for this thread.
 #include <chrono>
 #include <exception>
 #include <map>
@@ -75,8 +75,7 @@ ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   });
 }
 
-/// Makes every running and later collective of a world, on all ranks, fail with `message`, for
-/// good.
+/// Makes every running and later collective of a world fail with `message` on all ranks.
 ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Abort(message); });
 }
@@ -92,16 +91,16 @@ ONNXPAR_EXPORT int onnxpar_world_interrupt(const char* id, const char* message) 
   return Guard([&] { WorldNamed(id)->Interrupt(message); });
 }
 
-/// Waits until all ranks have left the run that was interrupted, and connects them anew;
-/// onnxpar_interruption() then tells this thread why it was, the same on all ranks. Where the world
-/// has failed for good, this fails.
+/// Waits until all ranks have left the interrupted run, and connects them again;
+/// onnxpar_interruption() then has the reason for this thread, the same on all ranks. Fails if the
+/// world was aborted.
 ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
   return Guard([&] { interruption = WorldNamed(id)->Renew(); });
 }
 
 ONNXPAR_EXPORT const char* onnxpar_interruption() { return interruption.c_str(); }
 
-/// An array in C-order and what its collective is called; `world` is a world's id, `type` as in
+/// An array in C order and the name of its collective; `world` is a world's id, `type` as in
 /// TensorProto.DataType.
 struct onnxpar_array {
   const char* world;

@@ -1,4 +1,4 @@
-// What the kernels of all collectives share.
+// The common part of the kernels of all collectives.
 #pragma once
 
 #include <memory>
@@ -26,11 +26,11 @@ class Collective : public Kernel {
 
   /// Reads an attribute that must be the same on all members.
   int64_t AgreeInt(const KernelInfo& info, const char* attribute);
-  /// One size for each member; none where the attribute is absent.
+  /// One size for each member; empty if the attribute is absent.
   std::vector<int64_t> AgreeSizes(const KernelInfo& info, const char* attribute);
   std::string AgreeString(const KernelInfo& info, const char* attribute, const char* otherwise);
   void Agree(const char* name, int64_t value);
-  /// The same where members may have sizes of their own.
+  /// The same, for sizes that may differ between members.
   std::vector<int64_t> NoteSizes(const KernelInfo& info, const char* attribute);
 
   /// Computes all outputs but the last, the token.
@@ -45,12 +45,12 @@ class Collective : public Kernel {
     world_->Run({name_, details_, group_, signature, x.type, x.shape, sends_, receives_}, body);
   }
 
-  /// Every member's numbers, of which all have as many, in the order of the group; runs within the
+  /// The numbers of all members, equally many of each, in the order of the group; runs within the
   /// collective `call`.
   static std::vector<int64_t> GatherNumbers(Transport& transport, const Call& call,
                                             const std::vector<int64_t>& own);
 
-  /// Every member's `extent`, the same.
+  /// The `extent` of each member.
   static std::vector<int64_t> GatherExtents(Transport& transport, const Call& call, int64_t extent);
 
   /// Copies `x` to output 0 if this rank is the only member.
@@ -59,7 +59,8 @@ class Collective : public Kernel {
   /// Copies `x` to `y`, which may be the same memory.
   static void CopyTensor(const Tensor& x, void* y);
 
-  /// Declares what this rank gives to, and gets from, each member, where that may differ.
+  /// Declares the amounts that this rank sends to and receives from each member, if they may
+  /// differ.
   void DeclareAmounts(const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {
     sends_ = sends;
     receives_ = receives;

@@ -13,13 +13,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// How often the thread looks whether a collective has become slow.
+/// Interval at which the thread looks for slow collectives.
 constexpr milliseconds kTick{20};
-/// Between two attempts to join.
+/// Time between two attempts to join.
 constexpr milliseconds kRetry{10};
-/// A hub accepts or refuses at once; who does not is something else, or an old hub that is stopped.
+/// Time for a hub to answer. It answers at once; others are no hub, or an old one that is stopping.
 constexpr milliseconds kAcceptTime{1000};
-/// For the hub's word on why a world is not complete.
+/// Additional time for the hub's reason why a world is not complete.
 constexpr milliseconds kGrace{500};
 
 }  // namespace
@@ -60,7 +60,7 @@ void Control::Join(Rendezvous& rendezvous) {
                            std::to_string(timeout_.count()) + " ms: " + error);
 }
 
-/// Returns false with `error` set where a later attempt may succeed.
+/// Returns false and sets `error` if a later attempt may succeed.
 bool Control::TryJoin(const HubAddress& hub, Clock::time_point until, std::string* error) {
   connection_ = Connect(hub.address, kAcceptTime);
   if (!connection_.open()) {
@@ -70,7 +70,7 @@ bool Control::TryJoin(const HubAddress& hub, Clock::time_point until, std::strin
   try {
     return AskToJoin(hub, until, error);
   } catch (const ProtocolError&) {
-    *error = "what answers on " + hub.address.Text() + " is no hub of onnxpar";
+    *error = "the program at " + hub.address.Text() + " is not a hub of onnxpar";
     return false;
   }
 }
@@ -109,7 +109,7 @@ bool Control::AskToJoin(const HubAddress& hub, Clock::time_point until, std::str
   return false;
 }
 
-/// The next frame; none at the end of the connection or of the time.
+/// The next frame; none at the end of the connection or after the deadline.
 std::optional<Frame> Control::Receive(Clock::time_point until) {
   for (;;) {
     if (auto frame = connection_.Next()) return frame;
@@ -122,7 +122,7 @@ std::optional<Frame> Control::Receive(Clock::time_point until) {
   }
 }
 
-/// Whatever the other end sends, the process lives, and its world fails with the reason.
+/// Whatever the other end sends, the process continues, and its world fails with the reason.
 void Control::Serve() {
   try {
     ServeUntilTheEnd();
@@ -188,7 +188,7 @@ void Control::Handle(const Frame& frame) {
       {
         std::lock_guard<std::mutex> lock(mutex_);
         wanted_.clear();
-        values_.clear();  // addresses of connections that are made anew
+        values_.clear();  // addresses of connections that will be replaced
       }
       return listener_.OnRenewed(renewed.epoch, renewed.message);
     }
@@ -204,7 +204,7 @@ void Control::Handle(const Frame& frame) {
 
 void Control::HandleValue(messages::Value value) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (wanted_.erase(value.key) == 0) return;  // not asked for, or in an earlier epoch
+  if (wanted_.erase(value.key) == 0) return;  // not requested, or in an earlier epoch
   values_[value.key] = std::move(value.value);
   changed_.notify_all();
 }

@@ -28,7 +28,7 @@ class ControlListener {
   virtual ~ControlListener() = default;
   /// The world has failed for good.
   virtual void OnFailure(const std::string& reason) = 0;
-  /// A rank cannot go on with this call of this epoch.
+  /// A rank cannot continue this call of this epoch.
   virtual void OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) = 0;
   /// All ranks have left that run, and an epoch begins; `reason` is why the last one ended.
   virtual void OnRenewed(uint64_t epoch, const std::string& reason) = 0;
@@ -46,13 +46,13 @@ class Control : public gloo::rendezvous::Store {
           std::chrono::milliseconds timeout, ControlListener& listener);
   ~Control() override;
 
-  /// Who serves the hub, e.g. "rank 0 (pid 4711)".
+  /// The process that serves the hub, e.g. "rank 0 (pid 4711)".
   const std::string& host() const { return host_; }
 
-  /// Whether the hub ended in good order, so that nobody knows what becomes of the other ranks.
+  /// True if the hub ended in good order; failures of other ranks are then no longer noticed.
   bool ended() const { return ended_; }
 
-  /// Tells the hub of a collective that does not end; OnFailure follows if the hub knows why.
+  /// Reports a collective that does not end to the hub; OnFailure follows if the hub knows why.
   void Waiting(const Report& report) { Send(messages::Waiting{report}); }
   /// The same at the timeout; OnFailure follows.
   void Overdue(const Report& report) { Send(messages::Overdue{report}); }
@@ -103,7 +103,7 @@ class Control : public gloo::rendezvous::Store {
 
   const std::chrono::milliseconds timeout_;
   ControlListener& listener_;
-  std::shared_ptr<Hub> hub_;  // null where another process serves
+  std::shared_ptr<Hub> hub_;  // null if another process serves
   std::string host_;
   int wake_ = -1;
   std::atomic<bool> stop_{false};
@@ -112,7 +112,7 @@ class Control : public gloo::rendezvous::Store {
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   Connection connection_;
-  std::set<std::string> wanted_;  // keys whose values it has asked for
+  std::set<std::string> wanted_;  // requested keys
   std::map<std::string, std::string> values_;
   std::string failure_;
 

@@ -22,7 +22,7 @@ size_t IndexOf(const std::vector<int>& ranks, int rank) {
   return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-/// What `from` sends to `to` and what `to` expects, where these differ.
+/// The difference between the amount that `from` sends to `to` and the amount that `to` expects.
 std::optional<std::string> FindUnequalMessage(const Member& from, const Member& to) {
   const Report& sender = *from.waiting;
   const Report& receiver = *to.waiting;

@@ -1,4 +1,4 @@
-// What the hub concludes from what the ranks tell it. Pure functions of the members' states.
+// The hub's conclusions from the ranks' reports, as pure functions of the members' states.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 
 namespace onnxpar {
 
-/// What the hub knows of one rank.
+/// The hub's knowledge of one rank.
 struct Member {
   enum class State { kAbsent, kJoined, kLeft };
 
@@ -34,7 +34,7 @@ struct Answer {
 /// Why no world is complete, e.g. "rank 2 has not joined within 5 s".
 std::string DescribeAbsent(const std::vector<Member>& members, double seconds);
 
-/// Who has not left a run that was interrupted.
+/// The ranks that have not left an interrupted run.
 std::string DescribeUnready(const std::vector<Member>& members, double seconds);
 
 /// A member that disagrees with `rank` about the collective that both wait in, if there is one.
@@ -43,7 +43,7 @@ std::optional<std::string> FindDisagreement(const std::vector<Member>& members, 
 /// A member that left before the collective that `rank` waits in, if there is one.
 std::optional<std::string> FindDeserter(const std::vector<Member>& members, int rank);
 
-/// Who holds up `report`, given the `answers` of those who gave one.
+/// The ranks that hold up the collective of `report`, given the `answers` of those that replied.
 std::string DescribeOverdue(const std::vector<Member>& members, const Report& report, int reporter,
                             const std::map<int, Answer>& answers, double seconds);
 

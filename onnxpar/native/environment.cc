@@ -30,10 +30,10 @@ double Number(const char* name, const std::string& text) {
 struct Launcher {
   const char* rank;
   const char* size;
-  const char* other_size;  // where `size` is not set, but `step` is
+  const char* other_size;  // used if `size` is not set, but `step` is
   const char* step;
   bool optional;       // names that mean nothing without the size
-  const char* lonely;  // the size that is no launch: a shell of srun's is a step of one task
+  const char* lonely;  // a size that means no launch: a shell under srun is a step of one task
 };
 
 const Launcher kLaunchers[] = {
@@ -43,7 +43,7 @@ const Launcher kLaunchers[] = {
     {"RANK", "WORLD_SIZE", "", "", true, ""},
 };
 
-/// What one launcher says, as text.
+/// The values of one launcher's variables, as text.
 struct Place {
   const Launcher* launcher;
   std::string rank, size;
@@ -53,7 +53,7 @@ struct Place {
   }
 };
 
-/// What the launchers say that started this process, the one to believe first.
+/// The values of all launchers that started this process, by priority.
 std::vector<Place> Places() {
   std::vector<Place> places;
   for (const Launcher& launcher : kLaunchers) {
@@ -67,7 +67,7 @@ std::vector<Place> Places() {
   return places;
 }
 
-/// Rank and size. Throws where two launchers contradict each other.
+/// Rank and size. Throws if two launchers contradict each other.
 Place Agreed(const std::vector<Place>& places) {
   Place agreed = places.front();
   for (const Place& other : places) {
@@ -83,7 +83,7 @@ Place Agreed(const std::vector<Place>& places) {
   return agreed;
 }
 
-/// Where the ranks meet, as onnxpar.runtime.launch has it; empty where nothing says it.
+/// The place where the ranks meet, as in onnxpar.runtime.launch; empty if no variable names one.
 std::string StoreFromEnvironment(const std::string& size) {
   const std::string store = Variable({"ONNXPAR_STORE"});
   if (!store.empty()) return store;
@@ -95,8 +95,8 @@ std::string StoreFromEnvironment(const std::string& size) {
   const std::string master = Variable({"MASTER_ADDR"}), port = Variable({"MASTER_PORT"});
   const std::string host = one_host && !master.empty() ? "127.0.0.1" : master;
   if (!host.empty() && !port.empty()) {
-    const long behind = std::lround(Number("MASTER_PORT", port)) + 1;
-    return "tcp://" + host + ":" + std::to_string(behind) + "#" + port;
+    const long next = std::lround(Number("MASTER_PORT", port)) + 1;  // torch's store has the port
+    return "tcp://" + host + ":" + std::to_string(next) + "#" + port;
   }
   const std::string job = Variable({"SLURM_JOB_ID", "SLURM_JOBID"});
   const std::string nodes = Variable({"SLURM_STEP_NUM_NODES"});

@@ -9,7 +9,7 @@ namespace onnxpar {
 
 /// Joins, on first use, the world of ONNXPAR_RANK, ONNXPAR_WORLD_SIZE, ONNXPAR_STORE, ONNXPAR_BIND
 /// and ONNXPAR_TIMEOUT (seconds), or of the variables of mpirun, srun or torchrun, as
-/// onnxpar.runtime.launch does; null where these name none.
+/// onnxpar.runtime.launch does; null if these describe none.
 std::shared_ptr<World> WorldFromEnvironment();
 
 }  // namespace onnxpar

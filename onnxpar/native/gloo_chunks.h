@@ -32,8 +32,8 @@ inline void* At(const void* base, size_t offset) {
   return static_cast<char*>(const_cast<void*>(base)) + offset;
 }
 
-/// What is moved between this rank and the others in one phase of a collective. Two chunks may be
-/// posted at a time. Blocks of this rank itself are left alone.
+/// The transfers between this rank and the others in one phase of a collective. Two chunks may be
+/// posted at a time. Blocks from this rank to itself are skipped.
 class Chunks {
  public:
   enum Staging { kWhereStrided, kAlways };
@@ -56,7 +56,7 @@ class Chunks {
   /// Posts and waits for all chunks.
   void Move();
 
-  /// Where a chunk of `receives[index]` has been staged.
+  /// The staged bytes of a chunk of `receives[index]`.
   char* Staged(size_t index, size_t chunk) const;
 
  private:

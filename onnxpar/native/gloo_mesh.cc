@@ -37,7 +37,7 @@ std::shared_ptr<gloo::transport::Device> CreateDevice(const std::string& address
   return device;
 }
 
-/// Adds to Gloo's errors with which rank they happened.
+/// Adds the other rank to Gloo's errors.
 template <typename Body>
 void NameRank(int rank, const Body& body) {
   try {
@@ -47,8 +47,8 @@ void NameRank(int rank, const Body& body) {
   }
 }
 
-/// While one lives, nothing that the process writes to std::cerr appears: Gloo of 2025 tells there
-/// of every connection. What fails is an exception all the same.
+/// Silences std::cerr of the process while it exists, as Gloo of 2025 logs every connection there.
+/// Failures are still exceptions.
 class Quiet {
  public:
   Quiet() {
@@ -71,15 +71,15 @@ class Quiet {
 using Device = std::shared_ptr<gloo::transport::Device>;
 using gloo::rendezvous::Store;
 
-/// Connects all ranks, as Gloo takes a store until 2024.
+/// Connects all ranks, with the store argument of Gloo until 2024.
 template <typename Context>
 auto Connect(Context& context, Store& store, Device& device, int)
     -> decltype(context.connectFullMesh(store, device)) {
   context.connectFullMesh(store, device);
 }
 
-/// The same of later ones, which share the store but use it no longer than this call, as the device
-/// does not connect lazily.
+/// The same for later versions, which share the store, but use it only during this call, as the
+/// device does not connect lazily.
 template <typename Context>
 void Connect(Context& context, Store& store, Device& device, long) {
   context.connectFullMesh(std::shared_ptr<Store>(std::shared_ptr<void>(), &store), device);

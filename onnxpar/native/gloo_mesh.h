@@ -15,7 +15,7 @@
 
 namespace onnxpar {
 
-/// Bytes to or from one rank. A message arrives where the slot is equal at both ends.
+/// Bytes to or from one rank. A message is received by the buffer with the same slot.
 struct Message {
   int rank;
   uint64_t slot;
@@ -29,7 +29,7 @@ class GlooMesh {
   GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
            std::chrono::milliseconds timeout);
 
-  /// Messages that have been posted and are waited for together.
+  /// Messages that are posted and waited for together.
   class Flight {
    public:
     Flight(GlooMesh& mesh, const std::vector<Message>& sends, const std::vector<Message>& receives);
@@ -56,7 +56,7 @@ class GlooMesh {
     std::vector<Posted> posted_;
   };
 
-  /// Makes the flights in the air, and all later ones, throw. Any thread may call it.
+  /// Makes the current flights, and all later ones, throw. Any thread may call it.
   void Abort();
 
  private:

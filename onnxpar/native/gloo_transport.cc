@@ -1,6 +1,6 @@
 // Gloo's own collectives cannot be interrupted, end the process when ranks disagree on a size, and
-// reduce in an order that depends on the algorithm. So these are built from its messages, each of
-// which is matched by a slot that hashes all that its two ends must agree on.
+// reduce in an order that depends on the algorithm. So these are built from its messages. Each is
+// matched by a slot, a hash of all values that its two ends must agree on.
 #include "gloo_transport.h"
 
 #include "gloo_chunks.h"
@@ -12,7 +12,7 @@ namespace {
 
 /// An all-reduce that sends no more than this is one step, everything to everyone, instead of two.
 constexpr size_t kDirectBytes = 384 * 1024;
-/// From here on a broadcast to several ranks has them pass chunks on.
+/// From this size on, ranks pass on chunks of a broadcast to several ranks.
 constexpr size_t kScatteredBytes = 64 * 1024;
 
 class GlooTransport : public Transport {
@@ -66,9 +66,9 @@ std::vector<Block> PartsOf(const Call& call, size_t elements, size_t element_siz
   return parts;
 }
 
-/// Small ones in one step. Large ones as reduce-scatter and all-gather, the second following the
-/// first chunk by chunk. In place, a part's result comes from the member it was sent to, so nothing
-/// is overwritten before it has been sent.
+/// Small ones in one step, large ones as reduce-scatter and all-gather, chunk by chunk. In place,
+/// the result of a part comes from the member that it was sent to, so nothing is overwritten before
+/// it was sent.
 void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                               void* out, size_t elements) {
   const size_t element_size = ElementSize(reduction.type);
@@ -128,7 +128,7 @@ void GlooTransport::AllGather(const Call& call, const void* in, void* out,
   Exchange(call, in, ToEach(call, {0, blocks[call.me].Bytes()}), out, blocks);
 }
 
-/// The root deals a chunk to each other member; these then gather the chunks among themselves.
+/// The root scatters chunks over the other members, which then gather them among themselves.
 void GlooTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
   const bool dealt = bytes > kScatteredBytes && call.size() > 2;
   std::vector<Block> chunks;  // of all members but the root

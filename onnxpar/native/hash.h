@@ -1,4 +1,4 @@
-// Hashing what the members of a collective must agree on.
+// Hashes of the values that the members of a collective must agree on.
 #pragma once
 
 #include <cstdint>

@@ -18,23 +18,24 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// How long a rank has to say whether it has begun a collective. A busy machine needs some of it.
+/// Time for a rank to answer whether it has begun a collective. A busy machine needs some of it.
 constexpr milliseconds kAnswerTime{1000};
-/// How long a goodbye may take to be written.
+/// Time to write a goodbye.
 constexpr milliseconds kGoodbyeTime{200};
-/// Until a connection has to have said its hello.
+/// Time for a new connection to send its hello.
 constexpr milliseconds kHelloTime{5000};
-/// Connections that have not; where there are more, the oldest has to go. Ranks say theirs at once.
+/// Most connections without a hello; the oldest is dropped for a new one. Ranks send theirs at
+/// once.
 constexpr size_t kMaxStrangers = 128;
-/// Until it looks again whether this process has a descriptor for one more.
+/// Time until the next attempt to accept a connection after the process ran out of descriptors.
 constexpr milliseconds kStarved{100};
-/// Keys that a rank waits for at a time; Gloo asks for one after the other.
+/// Most keys that a rank waits for at a time; Gloo asks for one after the other.
 constexpr size_t kMaxWanted = 1024;
 
-/// What keeping a value takes beside its bytes.
+/// Memory for a value besides its bytes.
 constexpr size_t kStoredBytes = 128;
 
-/// What a rank's values may take together: the addresses of its connections to all others.
+/// Most bytes of a rank's values, which are the addresses of its connections to all others.
 size_t MaxStored(size_t ranks) { return (size_t{64} << 10) + (size_t{1} << 10) * ranks; }
 
 }  // namespace
@@ -67,7 +68,7 @@ void Hub::Stop() {
   end_.wait();
 }
 
-/// Whatever happens, the process lives, and the ranks are told.
+/// On any exception, the process continues, and the ranks get the reason.
 void Hub::Serve() {
   try {
     ServeUntilTheEnd();
@@ -82,7 +83,7 @@ void Hub::Serve() {
 void Hub::TellTheEnd(const std::string& reason) noexcept {
   try {
     Fail("the hub of the world cannot go on: " + reason);
-  } catch (const std::exception&) {  // its end alone tells the ranks
+  } catch (const std::exception&) {  // the ranks notice the end of the connection
   }
 }
 
@@ -94,7 +95,7 @@ void Hub::ServeUntilTheEnd() {
 }
 
 void Hub::TakeLeave() {
-  Poll(milliseconds(0));  // what the ranks said before they heard of the end
+  Poll(milliseconds(0));  // messages that the ranks sent before the end
   Tell(messages::Goodbye{});
   const auto until = Clock::now() + kGoodbyeTime;
   while (Clock::now() < until && std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
@@ -142,7 +143,7 @@ void Hub::Poll(milliseconds timeout) {
     if (events & (POLLIN | POLLHUP | POLLERR)) Read(peer);
   }
   for (const auto& peer : peers_) {
-    if (peer->connection.overflowed()) Lose(*peer, " does not read what it is told");
+    if (peer->connection.overflowed()) Lose(*peer, " does not read its messages");
     if (peer->is_refused && !peer->connection.wants_to_write()) peer->connection.Close();
   }
   if (waiting[1].revents != 0) AcceptNext();
@@ -154,7 +155,7 @@ void Hub::ForgetClosed() {
                peers_.end());
 }
 
-/// Who waits while no descriptor is left is neither refused nor missed: it stays in the queue.
+/// While no descriptor is left, connections stay in the queue and are neither refused nor lost.
 void Hub::AcceptNext() {
   const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
   is_starved_ = descriptor < 0 && (errno == EMFILE || errno == ENFILE);
@@ -192,8 +193,8 @@ void Hub::Read(Peer& peer) {
   if (!open) Lose(peer, " died");
 }
 
-/// A stranger goes. What a rank has sent has no effect, and the world goes on: what cannot do
-/// without it says so itself.
+/// Drops a stranger. A rank's malformed message is ignored and the world continues; if a collective
+/// needed it, that fails by itself.
 void Hub::Distrust(Peer& peer, const std::string& what) {
   if (peer.rank < 0) return peer.connection.Close();
   if (peer.is_distrusted) return;
@@ -257,7 +258,8 @@ void Hub::HandleHello(Peer& peer, const Frame& frame) {
   WelcomeIfComplete();
 }
 
-/// Empty where a hello is right. Who lacks the key is told nothing of this world.
+/// Why a hello is refused; empty if it is valid. Without the key, the reason reveals nothing of
+/// this world.
 std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
   *again = true;
   if (!SameKey(hello.key, key_)) return "another world, or ranks with another ONNXPAR_KEY";
@@ -316,7 +318,7 @@ void Hub::HandleGet(Peer& peer, const std::string& key) {
   peer.wanted.insert(key);
 }
 
-/// Whether a report is of a run that goes on.
+/// True if a report is of the current run.
 bool Hub::IsCurrent(const Report& report) const { return report.epoch == epoch_ && !interruption_; }
 
 void Hub::HandleWaiting(int rank, Report report) {
@@ -368,7 +370,7 @@ void Hub::HandleInterrupt(const messages::Interrupt& interrupt) {
   RenewOnceReady();
 }
 
-/// It may come before the interrupt that it follows, which is another rank's.
+/// It may arrive before the interrupt of another rank that caused it.
 void Hub::HandleReady(int rank, uint64_t epoch) {
   if (epoch != epoch_ || !failure_.empty()) return;
   members_[rank].is_ready = true;

@@ -16,8 +16,8 @@
 
 namespace onnxpar {
 
-/// Serves one world: gathers its ranks, keeps the keys and values through which they find each
-/// other, and tells all of them when one has died, left, or disagrees with another.
+/// Serves one world: waits for its ranks, keeps the keys and values through which they find each
+/// other, and informs all ranks when one has died, left, or disagrees with another.
 class Hub {
  public:
   /// Listens on `address`. `key`, which a rank's hello must have, keeps strangers out; `host_rank`
@@ -39,7 +39,7 @@ class Hub {
     Connection connection;
     int rank = -1;
     Clock::time_point until;       // for a hello
-    bool is_refused = false;       // it goes once it has been told
+    bool is_refused = false;       // it is dropped after it has got the reason
     bool is_distrusted = false;    // it has sent a malformed message
     std::set<std::string> wanted;  // keys that it waits for
     size_t stored = 0;             // bytes of its values
@@ -50,7 +50,7 @@ class Hub {
     int owner = 0;
   };
 
-  /// Who is asked about an overdue collective, and what they said.
+  /// The ranks asked about an overdue collective, and their answers.
   struct Inquiry {
     uint64_t question = 0;
     Report report;
@@ -116,7 +116,7 @@ class Hub {
   // Only the hub's thread touches the rest.
   std::vector<std::unique_ptr<Peer>> peers_;  // in the order in which they came
   bool is_starved_ = false;                   // no descriptor was left for the last one
-  Clock::time_point accept_from_;             // it looks for new ones again
+  Clock::time_point accept_from_;             // time to accept new ones again
   std::vector<Member> members_;
   std::map<std::string, Stored> values_;
   Clock::time_point join_until_;
@@ -124,8 +124,8 @@ class Hub {
   bool welcomed_ = false;
   std::string failure_;
   uint64_t epoch_ = 0;                       // how many runs were interrupted
-  std::optional<std::string> interruption_;  // why the run of this epoch has ended, once it has
-  std::optional<Clock::time_point> ready_until_;  // for all to leave it, from the first on
+  std::optional<std::string> interruption_;  // why the run of this epoch ended, if it did
+  std::optional<Clock::time_point> ready_until_;  // deadline for all ranks to leave it
   uint64_t questions_ = 0;
   std::unique_ptr<Inquiry> inquiry_;
 };

@@ -14,7 +14,7 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-/// The default parts of an axis: as equal as can be, the larger ones first.
+/// The default shards of an axis: as equal as possible, larger ones first.
 Sizes EqualParts(int64_t extent, size_t parts) {
   Sizes sizes;
   for (size_t i = 0; i < parts; ++i) {
@@ -23,7 +23,7 @@ Sizes EqualParts(int64_t extent, size_t parts) {
   return sizes;
 }
 
-/// Checks what a size attribute says about X.
+/// Checks a size attribute against X.
 void CheckExtent(const std::string& attribute, int64_t expected, const Shape& shape, size_t axis) {
   if (shape[axis] == expected) return;
   throw std::runtime_error("X has shape " + ToText(shape) + ", that is " +
@@ -104,7 +104,7 @@ class ReduceScatter : public Collective {
   const ReduceOp op_;
 };
 
-/// Cuts X along one axis and joins what it gets along another.
+/// Cuts X along one axis, and joins the received slices along another.
 class AllToAll : public Collective {
  public:
   AllToAll(const KernelInfo& info, std::shared_ptr<World> world)
@@ -151,8 +151,8 @@ class AllToAll : public Collective {
   const Sizes concat_sizes_;
 };
 
-/// AllToAll along one axis: it only moves the bounds between the members' parts. Each has sizes of
-/// its own, which agree pair by pair.
+/// AllToAll along one axis, which only moves the bounds between the members' shards. Each member
+/// has sizes of its own, which must agree in pairs.
 class Redistribute : public Collective {
  public:
   Redistribute(const KernelInfo& info, std::shared_ptr<World> world)
@@ -214,7 +214,7 @@ class Broadcast : public Collective {
   const int64_t root_;
 };
 
-/// The two ranks of a Send and its Recv; a peer of -1 is nobody.
+/// The two ranks of a Send and its Recv; a peer of -1 means none.
 Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   const int64_t peer = info.Int("peer");
   if (peer == -1) return {world.rank()};
@@ -311,16 +311,16 @@ class NeighborExchange : public Collective {
   const Sizes after_;
 };
 
-/// Gives each member the elements that it wants of a dimension of which the members hold one part
-/// after the other: those from bounds[0] to before bounds[1], counted through all parts. As only a
-/// run knows how large parts are and who wants what, the members tell each other first.
+/// Gives each member a range of a dimension that is sharded over the members: the elements from
+/// bounds[0] to before bounds[1], counted through all shards. The sizes of shards and the bounds
+/// are data-dependent, so the members exchange them first.
 class HaloExchange : public Collective {
  public:
   HaloExchange(const KernelInfo& info, std::shared_ptr<World> world)
       : Collective("HaloExchange", info, std::move(world)), axis_(AgreeInt(info, "axis")) {}
 
  private:
-  /// Elements `begin` to before `end`, counted through all parts.
+  /// Elements `begin` to before `end`, counted through all shards.
   struct Span {
     int64_t begin, end;
   };
@@ -377,7 +377,7 @@ class HaloExchange : public Collective {
     std::vector<Member> members;
     Sizes held;
     for (size_t i = 0; i < numbers.size(); i += 3) held.push_back(numbers[i]);
-    SumOf(held);  // as the members say: they must be sizes
+    SumOf(held);  // throws unless the members sent valid sizes
     int64_t begin = 0;
     for (size_t i = 0; i < numbers.size(); i += 3) {
       members.push_back({{begin, begin + numbers[i]}, {numbers[i + 1], numbers[i + 2]}});
@@ -397,7 +397,7 @@ class HaloExchange : public Collective {
   const int64_t axis_;
 };
 
-/// Hands on X, once its token is there; it talks to nobody.
+/// Passes X on after its token; it does not communicate.
 class Gate : public Kernel {
  public:
   void Compute(KernelContext& context) override {

@@ -1,4 +1,4 @@
-// The secret that the ranks of a world share, and strangers lack.
+// The secret that the ranks of a world share.
 #pragma once
 
 #include <string>
@@ -12,10 +12,10 @@ constexpr size_t kLongestKey = 512;
 /// 128 random bits, as text.
 std::string RandomKey();
 
-/// Whether two keys are equal; how long it takes tells nothing of where they differ.
+/// True if two keys are equal; takes the same time wherever they differ.
 bool SameKey(const std::string& a, const std::string& b);
 
-/// ONNXPAR_KEY; empty where it is not set. Throws where it is too short or too long.
+/// ONNXPAR_KEY; empty if it is not set. Throws if it is too short or too long.
 std::string KeyFromEnvironment();
 
 }  // namespace onnxpar

@@ -1,5 +1,5 @@
-// The messages of the control channel. What each consists of is written down once, in Visit, by
-// which it is both sent and read; what is read has been checked field by field.
+// The messages of the control channel. The fields of each are listed once, in Visit, which both
+// sending and reading use; reading checks each field.
 #pragma once
 
 #include <chrono>
@@ -14,13 +14,13 @@ namespace onnxpar {
 
 /// Changes with every change to the messages.
 constexpr uint64_t kProtocol = 2;
-/// No world has more ranks.
+/// Most ranks of a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
-/// Of a description or a reason. Longer ones are cut where they are sent.
+/// Most bytes of a description or a reason. Longer ones are cut by the sender.
 constexpr size_t kMaxText = 1 << 20;
-/// Of a key under which a value is stored.
+/// Most bytes of a key under which a value is stored.
 constexpr size_t kMaxKey = 1024;
-/// No timeout is longer: a hundred years, as nanoseconds of a clock end at 292.
+/// Longest timeout: a hundred years, as a clock of nanoseconds ends after 292.
 constexpr std::chrono::milliseconds kMaxWait{3'155'760'000'000};
 
 enum class Kind : uint8_t {
@@ -47,25 +47,25 @@ enum class Kind : uint8_t {
   kGoodbye,
 };
 
-/// What came over a connection is none of these messages.
+/// Received bytes that are not a valid message.
 class ProtocolError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// A message as it came: of any kind, with any content.
+/// A received message before any check: any kind, any content.
 struct Frame {
   uint8_t kind = 0;
   std::string fields;
 };
 
-/// Whose connection it is, so that ranks can be checked: that of `rank`, in a world of `size`.
+/// The owner of a connection, to check ranks in messages: `rank` in a world of `size`.
 struct Scope {
   int size = 0;
   int rank = 0;
 };
 
-/// How often each group has run.
+/// The number of collectives that each group has begun.
 using Runs = std::map<std::vector<int>, uint64_t>;
 
 /// Builds a frame, with its length.
@@ -87,7 +87,7 @@ class Writer {
   std::string bytes_;
 };
 
-/// Reads a frame. Every method throws ProtocolError where the frame has something else.
+/// Reads a frame. Every method throws ProtocolError if the frame has something else.
 class Reader {
  public:
   Reader(const Frame& frame, Scope scope) : bytes_(frame.fields), scope_(scope) {}
@@ -97,12 +97,12 @@ class Reader {
   void Text(std::string& text) { Bytes(text, kMaxText); }
   void Key(std::string& key) { Bytes(key, kMaxKey); }
   void Bytes(std::string& bytes, size_t longest = SIZE_MAX);
-  /// Different ranks of the world, the connection's own among them.
+  /// Distinct ranks of the world that include the connection's own.
   void Group(std::vector<int>& ranks);
   /// A number for each of `ranks`, or none.
   void PerMember(std::vector<int64_t>& values, const std::vector<int>& ranks);
   void GroupRuns(Runs& runs);
-  /// There must be nothing more.
+  /// Throws unless the frame ends here.
   void End() const;
 
  private:
@@ -125,7 +125,7 @@ bool Is(const Frame& frame) {
   return frame.kind == static_cast<uint8_t>(Message::kKind);
 }
 
-/// The message that a frame of this kind is. Throws ProtocolError.
+/// The message in a frame of this kind. Throws ProtocolError.
 template <typename Message>
 Message Decode(const Frame& frame, Scope scope) {
   Reader reader(frame, scope);
@@ -184,14 +184,14 @@ struct Get {
   }
 };
 
-/// What a rank tells of the collective that it is in.
+/// A rank's report on its current collective.
 struct Report {
   uint64_t epoch = 0;             // how many runs were interrupted before
   std::vector<int> ranks;         // of the group
   uint64_t run = 0;               // the collectives that this group ran before
   uint64_t signature = 0;         // equal where members agree
-  std::vector<int64_t> sends;     // what each member gets from this one, if that can differ
-  std::vector<int64_t> receives;  // and this one from each
+  std::vector<int64_t> sends;     // amounts for each member, if they can differ
+  std::vector<int64_t> receives;  // amounts from each member
   std::string name;
   std::string description;
 
@@ -288,7 +288,7 @@ struct Leave {
   }
 };
 
-/// The hello was right.
+/// The hello was valid.
 struct Accept {
   static constexpr Kind kKind = Kind::kAccept;
 
@@ -299,7 +299,7 @@ struct Accept {
 struct Refuse {
   static constexpr Kind kKind = Kind::kRefuse;
   std::string message;
-  bool again = false;  // whether a later attempt may succeed
+  bool again = false;  // a later attempt may succeed
 
   template <typename Fields>
   void Visit(Fields& fields) {
@@ -311,7 +311,7 @@ struct Refuse {
 /// All ranks have joined.
 struct Welcome {
   static constexpr Kind kKind = Kind::kWelcome;
-  std::string server;  // who serves the hub
+  std::string server;  // the process that serves the hub
 
   template <typename Fields>
   void Visit(Fields& fields) {
@@ -358,8 +358,8 @@ struct Stop : CallEnd {
 /// All ranks have left that run.
 struct Renewed {
   static constexpr Kind kKind = Kind::kRenewed;
-  uint64_t epoch = 0;   // that begins
-  std::string message;  // that ended the last
+  uint64_t epoch = 0;   // the one that begins
+  std::string message;  // why the last one ended
 
   template <typename Fields>
   void Visit(Fields& fields) {

@@ -49,7 +49,7 @@ struct Op : OrtCustomOp {
 
 const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
-/// Calls `body` and turns what it throws into a status.
+/// Calls `body` and turns an exception into a status.
 template <typename Body>
 OrtStatus* Guard(const Body& body) {
   try {
@@ -154,8 +154,8 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
                            "' names no world of this process; create it first, and keep it open");
 }
 
-/// The ops of a world. Sessions keep pointers to them and may outlive their options, so they are
-/// never freed, but made once for each world.
+/// The ops of a world, created once for each. They are never freed, as sessions keep pointers to
+/// them and may outlive their options.
 OrtCustomOpDomain* DomainOf(const std::shared_ptr<World>& world) {
   static std::mutex mutex;
   static auto* domains = new std::map<std::shared_ptr<World>, OrtCustomOpDomain*>;

@@ -17,7 +17,7 @@ Result Invoke(OrtFunction slot, Arguments... arguments) {
       arguments...);
 }
 
-/// Whether the call succeeds.
+/// True if the call succeeds.
 template <typename... Arguments>
 bool Try(OrtFunction slot, Arguments... arguments) {
   auto* status = Invoke<OrtStatus*>(slot, arguments...);

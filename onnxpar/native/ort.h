@@ -44,7 +44,7 @@ class KernelInfo {
   int64_t Int(const char* name, int64_t otherwise) const;
   std::string String(const char* name, const char* otherwise) const;
   std::vector<int64_t> Ints(const char* name) const;
-  /// An empty vector where the attribute is absent.
+  /// Empty if the attribute is absent.
   std::vector<int64_t> IntsOrNone(const char* name) const;
 
  private:
@@ -74,7 +74,7 @@ class KernelContext {
   OrtKernelContext* context_;
 };
 
-/// A dimension during shape inference: a size, or a symbol where it is unknown.
+/// A dimension during shape inference: a size, or a symbol if the size is unknown.
 struct Dimension {
   int64_t size = -1;
   std::string symbol;
@@ -84,7 +84,7 @@ struct Dimension {
 class ShapeContext {
  public:
   explicit ShapeContext(OrtShapeInferContext* context) : context_(context) {}
-  /// Empty where the rank is unknown: onnxruntime shows a tensor of unknown rank as a scalar.
+  /// Empty if the rank is unknown: onnxruntime shows a tensor of unknown rank as a scalar.
   std::vector<Dimension> Input(size_t index) const;
   DataType InputType(size_t index) const;
   void SetOutput(size_t index, DataType type, const std::vector<Dimension>& dimensions);

@@ -62,8 +62,8 @@ class InProcess : public Rendezvous {
 };
 std::mutex InProcess::mutex;
 
-/// A file in a directory that all ranks see, written anew for each world, with a key in it; only
-/// its owner may read it, and only this user's, or the directory's owner's, is believed.
+/// A file in a directory that all ranks share, written for each world, with a key in it. Only its
+/// owner may read it, and only a file of this user or of the directory's owner is trusted.
 class Directory : public Rendezvous {
  public:
   Directory(const std::string& path, std::string host)
@@ -76,7 +76,7 @@ class Directory : public Rendezvous {
   std::shared_ptr<Hub> Serve() override {
     if (mkdir(directory_.c_str(), 0700) != 0 && errno != EEXIST) ThrowErrno("create", directory_);
     std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, RandomKey(), 0);
-    // Written aside and renamed, so that nobody reads half of it.
+    // Written to another name and renamed, so that no process reads half of it.
     const std::string draft = file_ + "." + std::to_string(getpid());
     if (!Write(draft, *hub) || std::rename(draft.c_str(), file_.c_str()) != 0) {
       const int error = errno;
@@ -125,9 +125,9 @@ class Directory : public Rendezvous {
   const std::string host_;
 };
 
-/// A known address, after which # may stand a key; rank 0 serves there unless somebody already
-/// does. What is too short to be one keeps worlds apart, beside the key of ONNXPAR_KEY. Where other
-/// hosts can reach the address, there must be a key.
+/// A known address, optionally followed by # and a key; rank 0 serves there unless another process
+/// already does. A text too short for a key only keeps worlds apart, in addition to ONNXPAR_KEY. If
+/// other hosts can reach the address, there must be a key.
 class KnownAddress : public Rendezvous {
  public:
   explicit KnownAddress(std::string text) {

@@ -24,9 +24,9 @@ class Rendezvous {
 
   /// Starts the hub on behalf of rank 0; null if another process has to serve, or still serves.
   virtual std::shared_ptr<Hub> Serve() = 0;
-  /// Where the hub is, if that is known by now.
+  /// The address of the hub, if it is known yet.
   virtual std::optional<HubAddress> Find() = 0;
-  /// Removes what Serve left behind for others to find.
+  /// Removes the files that Serve wrote for other ranks.
   virtual void Withdraw() {}
 };
 

@@ -14,7 +14,7 @@ void SetToken(ShapeContext& node, size_t output) {
   node.SetOutput(output, DataType::kBool, {{0, ""}});
 }
 
-/// This rank's place in the node's group, or -1 where it is not known.
+/// This rank's place in the node's group, or -1 if it is unknown.
 int MemberOf(const ShapeContext& node, const World* world) {
   if (world == nullptr) return -1;
   const std::vector<int64_t> group = node.Ints("group");

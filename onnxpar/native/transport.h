@@ -1,4 +1,4 @@
-// What moves bytes between ranks. Gloo is the first implementation.
+// The interface that moves bytes between ranks. Gloo is the first implementation.
 #pragma once
 
 #include <cstddef>
@@ -34,8 +34,8 @@ struct Call {
 /// its input may be overwritten, or throws a TransportError. A list of blocks names each member at
 /// most once; the member may be this rank.
 ///
-/// A message passes between every two members that a call pairs, even an empty one, so that no
-/// member goes past a collective on which another disagrees with it.
+/// Every two members that a call pairs exchange a message, even an empty one, so that no member
+/// passes a collective on which another disagrees with it.
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -22,7 +22,7 @@ namespace onnxpar {
 namespace {
 
 constexpr size_t kLengthBytes = sizeof(uint32_t);
-/// Read at once, so that no connection keeps the others waiting.
+/// Most bytes read at once, so that no connection delays the others.
 constexpr size_t kChunk = 64 << 10;
 
 using AddressInfo = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
@@ -69,7 +69,7 @@ void Connection::Close() {
   descriptor_ = -1;
 }
 
-/// What has come before is less than a frame, since Next was called until it had none.
+/// The bytes that arrived before are less than a frame, since Next was called until it had none.
 bool Connection::Fill() {
   char buffer[4096];
   for (size_t read = 0; read < kChunk && incoming_.size() < kLengthBytes + longest_;) {

@@ -12,11 +12,11 @@ namespace onnxpar {
 
 /// Longer frames are skipped.
 constexpr size_t kMaxFrame = 16 << 20;
-/// The same, of a connection that has not said who it is.
+/// The same, for a connection that has not sent its hello.
 constexpr size_t kMaxHello = 4096;
 
-/// A connection; closed on destruction. It never blocks, and holds one frame that comes and twice
-/// the longest frame that goes at most.
+/// A connection; closed on destruction. It never blocks, and buffers at most one incoming frame and
+/// twice the longest outgoing frame.
 class Connection {
  public:
   Connection() = default;
@@ -31,22 +31,22 @@ class Connection {
   /// From now on, frames may be as long as those of a rank.
   void Trust() { longest_ = kMaxFrame; }
 
-  /// Reads some of what has come. False at the end of the connection; frames that came before
-  /// remain.
+  /// Reads some of the bytes that have arrived. False at the end of the connection; frames that
+  /// arrived before remain.
   bool Fill();
   /// The next complete frame. Throws ProtocolError on one that is too long or empty; the next call
-  /// goes on behind it.
+  /// continues after it.
   std::optional<Frame> Next();
 
-  /// Queues a message and writes as much as the socket takes.
+  /// Queues a message and writes as much as the socket accepts.
   template <typename Message>
   void Send(const Message& message) {
     Queue(Encode(message));
   }
-  /// Writes what is queued, if the connection is not broken; that Fill tells.
+  /// Writes queued bytes, unless the connection is broken, which Fill reports.
   void Flush();
   bool wants_to_write() const { return !outgoing_.empty(); }
-  /// Whether the other end has not read for so long that frames were lost.
+  /// True if frames were lost because the other end has not read for too long.
   bool overflowed() const { return overflowed_; }
 
  private:
@@ -67,7 +67,7 @@ struct Address {
   std::string Text() const { return host + ":" + std::to_string(port); }
 };
 
-/// Whether no other host can reach it. Throws where it cannot be resolved.
+/// True if no other host can reach it. Throws if it cannot be resolved.
 bool IsLoopback(const Address& address);
 
 /// Listens on `address`, on any free port if it names none, and sets the port. Throws
@@ -80,8 +80,8 @@ int NewEvent();
 /// The name of this host.
 std::string HostName();
 
-/// Connects; a closed connection if nobody answers. Throws std::system_error where this process
-/// can have no socket.
+/// Connects; a closed connection if nothing listens. Throws std::system_error if this process
+/// cannot open a socket.
 Connection Connect(const Address& address, std::chrono::milliseconds timeout);
 
 /// Waits, at most an hour at a time, as poll() counts in int.

@@ -17,9 +17,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// A collective that takes longer is reported to the hub, which compares what the members run.
+/// A collective that takes longer is reported to the hub, which compares the members' collectives.
 constexpr milliseconds kSlow{20};
-/// For the hub's word on why a collective failed: it may ask the others first.
+/// How long to wait for the hub's reason of a failure; it may ask the other ranks first.
 constexpr milliseconds kVerdictTime{2000};
 
 std::mutex worlds_mutex;
@@ -30,16 +30,16 @@ std::map<std::string, std::shared_ptr<World>>& Worlds() {
   return *worlds;
 }
 
-/// Other ranks must be able to tell a process that ends from one that dies. A forked child that
-/// ends is neither.
+/// Announces the end of the process, so that other ranks can distinguish it from a crash. A forked
+/// child does not announce its end.
 void LeaveWorldsAtExit() {
   if (getpid() != process) return;
   std::lock_guard<std::mutex> lock(worlds_mutex);
   for (const auto& [id, world] : Worlds()) world->LeaveAtExit();
 }
 
-/// Gloo writes to sockets whose other end may have gone; that is an error code, not a reason to
-/// die.
+/// Gloo writes to sockets whose other end may be closed; that must be an error code and not end the
+/// process.
 void IgnoreBrokenPipes() {
   struct sigaction action{};
   sigaction(SIGPIPE, nullptr, &action);
@@ -54,7 +54,7 @@ void CheckConfig(const WorldConfig& config) {
   if (config.timeout.count() <= 0) throw std::runtime_error("the timeout must be positive");
   if (config.bind_address == "0.0.0.0" || config.bind_address == "::") {
     throw std::runtime_error("bind address " + config.bind_address +
-                             " is no address that other ranks can reach; give this host's own");
+                             " is not an address that other ranks can reach; give this host's own");
   }
 }
 
@@ -113,7 +113,7 @@ void World::Connect() {
     const std::string reason =
         "rank " + std::to_string(rank()) + " cannot connect to the others: " + error.what();
     control_->Abort(reason);
-    control_.reset();  // and with it the thread that sets failure_
+    control_.reset();  // and its thread, which sets failure_
     throw std::runtime_error(failure_.empty() ? reason : failure_);
   }
 }
@@ -141,7 +141,7 @@ Group& World::GroupOf(const std::vector<int64_t>& ranks) {
   }
   const auto me = std::find(members.begin(), members.end(), rank());
   if (me == members.end()) {
-    throw std::runtime_error(name + " lacks this rank, " + std::to_string(rank()) +
+    throw std::runtime_error(name + " does not name this rank, " + std::to_string(rank()) +
                              "; is this the graph of another rank?");
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -278,7 +278,7 @@ std::string World::Renew() {
   }
   lock.lock();
   transport_ = left;
-  if (!failure_.empty()) left->Abort();  // another rank is in the next run already, and failed
+  if (!failure_.empty()) left->Abort();  // another rank has already failed in the next run
   return reason;
 }
 

@@ -1,4 +1,4 @@
-// One rank's membership of a world of ranks.
+// One rank's membership in a world of ranks.
 #pragma once
 
 #include <chrono>
@@ -34,7 +34,7 @@ struct Group {
   uint64_t runs = 0;  // collectives begun; guarded by the world
 };
 
-/// What one member asks of a collective, for checks and for messages.
+/// One member's request of a collective, for checks and for messages.
 struct Operation {
   const std::string& name;     // e.g. AllReduce 'node' (tag 3)
   const std::string& details;  // e.g. axis=0, sizes=[2, 3]
@@ -42,7 +42,7 @@ struct Operation {
   uint64_t signature;  // equal where members agree
   DataType type;
   const Shape& shape;
-  /// Where members may ask for different amounts: what each gets from, and gives to, this one.
+  /// If amounts may differ between members: those that this one sends to and receives from each.
   const std::vector<int64_t>* sends;
   const std::vector<int64_t>* receives;
 
@@ -76,7 +76,8 @@ class World : public ControlListener {
   /// this rank is one of them.
   Group& GroupOf(const std::vector<int64_t>& ranks);
 
-  /// Calls body(transport, call), or throws a WorldFailure that tells what stopped the collective.
+  /// Calls body(transport, call), or throws a WorldFailure with the reason that stopped the
+  /// collective.
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
     std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
@@ -90,15 +91,15 @@ class World : public ControlListener {
 
   /// Ends the run because this rank cannot run the collective `name`, and throws.
   [[noreturn]] void Reject(const std::string& name, const std::string& reason);
-  /// Makes every collective of this world, on all ranks, fail with that message, for good.
+  /// Makes every current and later collective of this world fail with that message on all ranks.
   void Abort(const std::string& message);
-  /// Begins a call that all ranks make, so that one which is a call ahead of this rank does not
-  /// interrupt what this one is still about to finish. Without it, all is one call.
+  /// Begins a call that all ranks make, so that a rank that is already in the next call does not
+  /// interrupt this one. Without it, everything is one call.
   void Begin();
   /// Makes every collective of this call, on all ranks, fail until all have called Renew.
   void Interrupt(const std::string& message);
-  /// Waits until all ranks have left the run that was interrupted, and connects them anew. Returns
-  /// why it was, the same on all; throws where the world has failed for good.
+  /// Waits until all ranks have left the interrupted run, and connects them again. Returns the
+  /// reason, the same on all ranks; throws if the world was aborted.
   std::string Renew();
   /// Leaves the world.
   void Close();
@@ -143,7 +144,7 @@ class World : public ControlListener {
   std::string failure_;
   bool is_for_good_ = false;
   uint64_t epoch_ = 0;        // how many runs were interrupted
-  std::string interruption_;  // why the last of them was
+  std::string interruption_;  // why the last one was
   uint64_t call_ = 0;
   std::string next_failure_;  // of the call after this one
   std::map<std::vector<int>, std::unique_ptr<Group>> groups_;

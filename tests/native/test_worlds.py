@@ -288,7 +288,7 @@ def test_what_the_hub_refused_is_said_however_late() -> None:
         (0, 2, "carrier:pigeon", "must be hash:NAME, file:/dir or tcp://host:port"),
         (0, 2, "tcp://localhost", "must be tcp://host:port"),
         (0, 2, "file:relative", "must name an absolute path"),
-        (0, 2, "hash:x@0.0.0.0", "is no address that other ranks can reach"),
+        (0, 2, "hash:x@0.0.0.0", "is not an address that other ranks can reach"),
         (1, 2, "tcp://no.such.host.invalid:1", "cannot resolve host"),
     ],
 )
