@@ -123,8 +123,8 @@ class Hub {
   double timeout_seconds_ = 0;
   bool welcomed_ = false;
   std::string failure_;
-  uint64_t epoch_ = 0;                       // how many runs were interrupted
-  std::optional<std::string> interruption_;  // why the run of this epoch ended, if it did
+  uint64_t epoch_ = 0;                            // how many runs were interrupted
+  std::optional<std::string> interruption_;       // why the run of this epoch ended, if it did
   std::optional<Clock::time_point> ready_until_;  // deadline for all ranks to leave it
   uint64_t questions_ = 0;
   std::unique_ptr<Inquiry> inquiry_;
