@@ -156,7 +156,7 @@ def add_plugin(to: argparse.ArgumentParser) -> None:
 
 
 def add_lowering(to: argparse.ArgumentParser) -> None:
-    """How collectives run, and passes besides onnxpar's own."""
+    """Options of collectives, and passes besides onnxpar's own."""
     to.add_argument(
         "--fusion",
         choices=FUSIONS,
@@ -189,7 +189,7 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
 
 
 def add_save(to: argparse.ArgumentParser) -> None:
-    """What to write besides the result: dumps and the strategy."""
+    """Further files to write: dumps and the strategy."""
     add_dump(to)
     to.add_argument(
         "--save-strategy",
@@ -213,13 +213,13 @@ def add_dump(to: argparse.ArgumentParser) -> None:
 
 
 def add_runtime(to: argparse.ArgumentParser) -> None:
-    """How ranks run."""
+    """Options of running ranks."""
     add_timeout(to)
     to.add_argument("--log-dir", metavar="DIR", help="write the output of ranks to rank.N/ in DIR")
 
 
 def add_timeout(to: argparse.ArgumentParser) -> None:
-    """How long to wait for a rank."""
+    """The longest wait for a rank."""
     to.add_argument(
         "--timeout",
         type=float,
@@ -230,7 +230,7 @@ def add_timeout(to: argparse.ArgumentParser) -> None:
 
 
 def add_launcher_help(to: argparse.ArgumentParser) -> None:
-    """How to run the command under a launcher."""
+    """A text about launchers."""
     to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
 
 

@@ -1,1 +1,1 @@
-"""What people read of a plan: tables, pages, charts, comparisons with traces."""
+"""Reports on a plan: tables, pages, charts, comparisons with traces."""

@@ -152,7 +152,7 @@ class Executor:
             return self._evaluate(request, feeds, room, options)
         if self._has_values:
             return self._run_values(request, feeds, room, options)
-        order = self._bind_anew(request, feeds)
+        order = self._order_outputs(request, feeds)
         self._bind_inputs(feeds, request.sizes)
         slots = self._bind_outputs(request, room)
         self.session.run_with_iobinding(self._binding, options)
@@ -237,8 +237,8 @@ class Executor:
         self._keep({**self._kept, **{n: self._copied(n, part) for n, part in read.items()}})
 
     def end_profile(self) -> Record:
-        """What was recorded until now; recording ends. `file` is onnxruntime's own profile of this
-        rank, if it writes one."""
+        """Ends recording and returns the record; `file` is onnxruntime's own profile of this rank,
+        if it writes one."""
         return self._sessions.end_profile()
 
     def facts(self) -> Facts:
@@ -329,7 +329,7 @@ class Executor:
             bind_input(self._binding, name, feeds[name])
             self._bound[name] = at
 
-    def _bind_anew(self, request: Request, feeds: Mapping[str, Array]) -> list[str]:
+    def _order_outputs(self, request: Request, feeds: Mapping[str, Array]) -> list[str]:
         """Returns the outputs to bind, fetched or kept, in order. Starts a new binding if they have
         changed, or if an input with a default is no longer fed."""
         kept = self._states.values() if request.keep else ()

@@ -78,8 +78,8 @@ class RankSessions:
             raise ModelError(load_text(error, file)) from error
 
     def end_profile(self) -> Record:
-        """What was recorded until now; recording ends. `file` is onnxruntime's own profile of this
-        rank, if it writes one."""
+        """Ends recording and returns the record; `file` is onnxruntime's own profile of this rank,
+        if it writes one."""
         file = self._opened[""].end_profiling() if self._has_own_profile else ""
         self._has_own_profile = False
         return {**self._profiled.end(), "file": file}

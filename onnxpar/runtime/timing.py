@@ -1,4 +1,4 @@
-"""What a rank's process does for a calibration: it joins the world, and times models."""
+"""The main loop of a rank's process in a calibration: joins the world and times models."""
 
 from __future__ import annotations
 
