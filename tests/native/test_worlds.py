@@ -277,7 +277,7 @@ def test_what_the_hub_refused_is_said_however_late() -> None:
         time.sleep(1)
         for attempt in range(80):
             [error] = join("hash:late", [3, 3, 3], timeout=0.03 + 0.001 * (attempt % 17), ranks=[1])
-            assert "no hub of onnxpar" not in error
+            assert "not a hub of onnxpar" not in error
         rest.result()
 
 
