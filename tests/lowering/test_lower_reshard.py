@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnxpar.compiler.pass_ import LoweredState
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
 from onnxpar.ir.collectives import DOMAIN
@@ -194,7 +195,8 @@ def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
         graph, per_rank = lower(steps, tensor, mesh, hand)
         layouts = {"t0": source, f"t{len(steps)}": target}
         sharding = SimpleNamespace(mesh=mesh, factors=GraphFactors({}, []))
-        ctx = SimpleNamespace(per_rank=per_rank, layouts=layouts, sharding=sharding, programs={})
+        lowered = LoweredState(per_rank=per_rank)
+        ctx = SimpleNamespace(layouts=layouts, sharding=sharding, lowered=lowered)
         parts = run(graph, ctx, worlds, terms(whole, source, mesh))
         for rank, part in enumerate(parts):
             assert part.shape == target.local_shape(mesh, rank)
