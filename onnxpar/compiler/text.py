@@ -15,6 +15,7 @@ from onnxpar.ir.subgraphs import constants, subgraphs
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Axis
+from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import FactorSharding
 from onnxpar.strategy.derived_annotations import DerivedAnnotation
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
@@ -116,6 +117,8 @@ def _attributes(node: gs.Node, ctx: PassContext) -> str:
 def _attribute(value: Any, ctx: PassContext) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], Axis):
         return ".".join(ctx.sharding.mesh.text(a) for a in value)
+    if isinstance(value, tuple) and value and isinstance(value[0], OpFactors):
+        return "(" + ", ".join(op.node.name for op in value) + ")"
     if isinstance(value, (gs.Graph, gs.Tensor)):
         return f"<{value.name}>"
     return str(value)

@@ -124,6 +124,15 @@ PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
         ),
         ["annotate-strategy"],
     ),
+    # the preset names the nodes of the experts
+    "experts": (
+        Example(
+            """experts (float[4,3,6] x, float[4,6,8] w1, float[4,8,6] w2) => (float[4,3,6] y)
+            { h = MatMul(x, w1)  r = Relu(h)  y = MatMul(r, w2) }""",
+            {"mesh": "tp=2", "preset": "expert-parallel"},
+        ),
+        ["annotate-strategy", "propagate-layouts"],
+    ),
     # the sums of y and z are sent together; that of u waits for y
     "fused": (
         Example(
