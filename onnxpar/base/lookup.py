@@ -28,6 +28,6 @@ class Lookup:
         at = tuple(int(i) for i in np.argwhere(outside)[0])
         where = f" at {list(at)}" if at else ""
         return (
-            f"input {self.input!r}: index {value[at]}{where} is out of range for {self.table!r} "
-            f"with {self.rows} rows, in node {self.node!r}"
+            f"input {self.input!r}: index {value[at]}{where} is out of range for {self.table!r} of "
+            f"{self.rows} rows, in node {self.node!r}"
         )
