@@ -17,7 +17,7 @@ from onnxpar.lowering.buckets import (
     first_of_buckets,
     fuse_collectives,
 )
-from onnxpar.presets.tensor_parallel import is_contraction
+from onnxpar.presets.contraction import is_contraction
 from onnxpar.sharding.flops import flops
 
 FUSIONS = ("size", "cost", "none")

@@ -17,7 +17,7 @@ from onnxpar.layout.layout import Layout, leaves
 from onnxpar.layout.mesh import Mesh
 from onnxpar.model.interchange import declared_shape, default_of, type_text
 from onnxpar.model.state_pairs import missing_states
-from onnxpar.presets.tensor_parallel import is_contraction
+from onnxpar.presets.contraction import is_contraction
 from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.first_states import STORED, ZERO
 from onnxpar.search.search import AUTO, EXHAUSTIVE

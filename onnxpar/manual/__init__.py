@@ -1,1 +1,1 @@
-"""Programs that are written per rank, with collectives by hand."""
+"""Manual programs: models of one rank, with collectives inserted by hand."""

@@ -1,4 +1,4 @@
-"""Types of the results of the plugin's ops, as one rank sees them."""
+"""Result types of the plugin's ops on one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx import NodeProto, TensorProto, TypeProto
 from onnxpar.ir.collectives import KINDS, RANK_CONSTANTS
 
 OPS = (*(kind.name for kind in KINDS.values() if kind.by_hand), *RANK_CONSTANTS)
-"""The ops of the plugin that a program per rank may have."""
+"""The plugin's ops that a manual program may have."""
 
 _Dims = list[int | str | None]
 
@@ -18,11 +18,10 @@ _Dims = list[int | str | None]
 def result_types(
     node: NodeProto, types: Mapping[str, TypeProto], members: int
 ) -> dict[str, TypeProto]:
-    """The types of a node's results that do not depend on the rank, by name.
+    """The types of a node's results, by name, as far as they are the same on all ranks.
 
-    `members` is the size of the node's group. An extent that differs between ranks, or that data
-    decides, stays open. Errors: ValueError for an axis that the operand does not have, or one that
-    does not divide.
+    `members` is the size of the node's group. A size that differs between ranks, or is
+    data-dependent, stays open. Errors: ValueError for an axis that the operand does not have.
     """
     names = list(node.output)
     if node.op_type in RANK_CONSTANTS:

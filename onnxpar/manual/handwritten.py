@@ -1,10 +1,10 @@
-"""Collectives that a person put into a model: their groups, tags, peers and order.
+"""Handwritten collectives of a manual program: their groups, tags, peers and order.
 
-In the model an attribute `axes` names the mesh axes over which a collective runs, as text; absent,
-it runs over all ranks. `peer` of Send and Recv is a list with the peer of each rank, or -1 where
-the rank takes no part. `split_sizes` of an AllToAll along one axis, which moves the bounds
-between parts, is a table: a row for each member, of what it gives to each. Tags may be
-left out, and tokens too, as all collectives run in the order in which they stand.
+In the model, the attribute `axes` names the mesh axes over which a collective runs, as text;
+without it, the collective runs over all ranks. `peer` of Send and Recv is a list with the peer of
+each rank, or -1 for a rank that takes no part. An AllToAll along one axis moves the bounds between
+parts; its `split_sizes` is a table with a row for each member: the sizes that it sends to each
+member. Tags and tokens may be left out, as all collectives run in graph order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from onnxpar.manual.manual import Manual
 
 @dataclass(frozen=True)
 class Event:
-    """What one rank meets in one collective: `side` tells a Send from its Recv."""
+    """A collective in the sequence of one rank. Ranks meet in events with the same key; `side`
+    distinguishes a Send from its Recv."""
 
     what: str
     key: tuple[object, ...]
@@ -34,7 +35,8 @@ class Event:
 
 
 class Handwritten:
-    """Settles collectives node by node, in graph order; `events` are what each rank runs."""
+    """Prepares handwritten collectives, node by node in graph order; `events` has those of each
+    rank."""
 
     def __init__(self, graph: gs.Graph, manual: Manual, per_rank: PerRank) -> None:
         self.mesh = manual.mesh
@@ -50,9 +52,10 @@ class Handwritten:
         self._count: Counter[tuple[str, tuple[int, int]]] = Counter()
 
     def settle(self, node: gs.Node) -> None:
-        """Makes a collective what the runtime runs. Errors: StrategyError, naming it."""
+        """Gives a collective the attributes that the runtime needs. Errors: StrategyError, naming
+        it."""
         if node.op not in OPS:
-            self._fail(node, f"no such collective; there are {', '.join(OPS)}")
+            self._fail(node, f"no such collective; use one of {', '.join(OPS)}")
         if node.op in RANK_CONSTANTS:
             self._group(node)
             return
@@ -70,7 +73,7 @@ class Handwritten:
                 self.events[rank].append(Event(f"{node.op} '{node.name}'", key, members))
 
     def _refuse_inner(self, graph: gs.Graph) -> None:
-        """Ranks could take different paths through a body."""
+        """Refuses collectives in bodies, through which ranks could take different paths."""
         for outer in graph.nodes:
             for inner in subgraphs(outer):
                 self._refuse_inner(inner)
@@ -78,42 +81,48 @@ class Handwritten:
                     if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
                         self._fail(
                             node,
-                            f"stands in a body of {outer.op} '{outer.name}', through which ranks "
-                            "may take different paths; move it out",
+                            f"is in a body of {outer.op} '{outer.name}', through which ranks may "
+                            "take different paths; move it out",
                         )
 
     def _strip_token(self, node: gs.Node) -> None:
-        """Drops the tokens that the model gives: the chain in graph order holds more."""
+        """Removes the tokens of the model; they are replaced by a chain in graph order."""
         results = 0 if node.op == "Send" else 1
         if not 1 <= len(node.inputs) <= 2 or not results <= len(node.outputs) <= results + 1:
-            self._fail(node, "takes X and makes Y (Send makes nothing); tokens are optional")
+            self._fail(
+                node,
+                "must have one input X and one output Y (Send has no output), each with at most one "
+                "token after it",
+            )
         for token in node.inputs[1:]:
-            maker = token.inputs[0] if token.inputs else None
-            if maker is not None and maker.domain != DOMAIN and maker.op != "Constant":
+            producer = token.inputs[0] if token.inputs else None
+            if producer is not None and producer.domain != DOMAIN and producer.op != "Constant":
                 self._fail(
                     node,
-                    f"its token '{token.name}' comes from {maker.op} '{maker.name}'; only "
-                    "collectives make tokens",
+                    f"its token '{token.name}' comes from {producer.op} '{producer.name}'; only "
+                    "collectives produce tokens",
                 )
         for token in node.outputs[results:]:
             readers = [n for n in token.outputs if n.domain != DOMAIN or n.inputs[0] is token]
             if readers or id(token) in self._outputs:
-                self._fail(node, f"its token '{token.name}' is read; only collectives take tokens")
+                self._fail(
+                    node, f"its token '{token.name}' is read; only collectives may read tokens"
+                )
         while len(node.inputs) > 1:
             node.inputs.pop()
         while len(node.outputs) > results:
             node.outputs.pop()
 
     def _group(self, node: gs.Node) -> None:
-        """The ranks of the group: by mesh axes, or all in an order of their own."""
+        """Sets the ranks of the group: by mesh axes, or all ranks in a given order."""
         names = node.attrs.pop("axes", None)
         if names is None:
             group = node.attrs.get("group")
             if group is not None and sorted(group) != list(range(self.mesh.size)):
                 self._fail(
                     node,
-                    f"group={list(group)} leaves out some of the {self.mesh.size} ranks, which run "
-                    "it too; name mesh axes instead: axes=['tp']",
+                    f"group={list(group)} leaves out some of the {self.mesh.size} ranks, which "
+                    "also run it; name mesh axes instead: axes=['tp']",
                 )
             return
         axes = self.manual.group_axes(f"{node.op} '{node.name}'", names)
@@ -131,18 +140,19 @@ class Handwritten:
         if tag is None:
             node.attrs["tag"] = tag = self._fresh()
         elif tag in self._unique:
-            self._fail(node, f"tag={tag} is another collective's too; leave tags out")
+            self._fail(node, f"another collective also has tag={tag}; leave tags out")
         self._unique.add(tag)
 
     def _table(self, node: gs.Node) -> None:
-        """Each member's row of what it gives is its own, and so is its column of what it takes."""
+        """Gives each member its row of the table, the sizes that it sends, and its column, those
+        that it receives."""
         sizes = node.attrs.get("split_sizes") or []
         count = len(self._members(node, 0))
         if len(sizes) != count * count or "concat_sizes" in node.attrs:
             self._fail(
                 node,
-                f"along one axis, split_sizes is a table of {count} x {count} (who gives how much "
-                "to whom), from which concat_sizes follow; leave them out",
+                f"along one axis, split_sizes must be a table of {count} x {count} (the size that "
+                "each member sends to each), and concat_sizes must be left out",
             )
 
         def row(rank: int) -> list[int]:
@@ -169,8 +179,8 @@ class Handwritten:
         if not is_list or any(not -1 <= p < size or p == r for r, p in enumerate(peers)):
             self._fail(
                 node,
-                f"peer={peers}: give a list with the peer of each of the {size} ranks, -1 where "
-                "a rank takes no part",
+                f"peer={peers}: give a list with the peer of each of the {size} ranks, and -1 for "
+                "a rank that takes no part",
             )
         tags = [self._message_tag(node, rank, peer) for rank, peer in enumerate(peers)]
         for rank, (peer, tag) in enumerate(zip(peers, tags, strict=True)):
@@ -201,7 +211,7 @@ class Handwritten:
 
 
 def check_order(events: list[list[Event]], size: int) -> None:
-    """Errors: StrategyError where the ranks would wait for each other for ever, naming two."""
+    """Raises StrategyError if ranks would wait for each other forever; it names two of them."""
     at = [0] * size
     heads = set(range(size))
     while heads:
@@ -224,7 +234,7 @@ def check_order(events: list[list[Event]], size: int) -> None:
 
 
 def _meet(event: Event, other: Event | None) -> bool:
-    """Whether two ranks in these are in the same collective."""
+    """True if two ranks at these events are in the same collective."""
     return (
         other is not None
         and event.key == other.key
@@ -233,8 +243,8 @@ def _meet(event: Event, other: Event | None) -> bool:
 
 
 def _report_wait(event: Event, rank: int, met: Event | None, other: int) -> NoReturn:
-    stands = f"waits in {met.what}" if met else "has ended"
+    state = f"waits in {met.what}" if met else "has ended"
     raise StrategyError(
-        f"{event.what} of rank {rank} waits for rank {other}, which {stands}, for ever; a Send "
-        "ends when its Recv runs, so let each pair of ranks meet in the same order"
+        f"deadlock: {event.what} of rank {rank} waits for rank {other}, which {state}; a Send ends "
+        "when its Recv runs, so each pair of ranks must run their collectives in the same order"
     )

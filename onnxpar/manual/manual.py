@@ -1,8 +1,8 @@
-"""Manual parallelism: what a program that is written per rank needs to know of its mesh.
+"""Manual parallelism: a program that is written for one rank, and its mesh.
 
-The model is one rank's program, as the body of JAX's shard_map is: shapes of inputs and outputs
-are those of a rank. A strategy's tensor entries say how global arrays are dealt to inputs and
-weights and assembled from outputs; what has no entry is whole.
+The model is the program of one rank, like the body of JAX's shard_map: its inputs and outputs have
+the shapes of a rank's shards. The tensor entries of a strategy say how global arrays are sharded
+into inputs and weights, and assembled from outputs; a tensor without an entry is whole.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from onnxpar.strategy.strategy import Strategy
 MANUAL = "manual"
 """The preset's name."""
 REPLICAS = "@replicas"
-"""Ends the names of outputs that hold the copies of others."""
+"""The end of the names of outputs that are copies of others."""
 
 
 @dataclass(frozen=True)
 class Manual:
-    """A mesh, and how tensors are dealt over it; of a training step, `deal` says that already.
-    Errors: StrategyError for what a manual program has no use for."""
+    """A mesh, and the sharding of tensors over it; that of a training step is in `deal`. Errors:
+    StrategyError for a strategy that splits ops."""
 
     mesh: Mesh
     strategy: Strategy
@@ -51,53 +51,54 @@ class Manual:
         if self.strategy.shard:
             raise StrategyError(
                 f"{self.strategy.source}: 'shard' splits ops, which a manual program does itself; "
-                "'tensors' says how inputs, weights and outputs are dealt"
+                "use 'tensors' to shard inputs, weights and outputs"
             )
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Errors: StrategyError for an entry that matches no input, weight or output, or that
-        contradicts a training step."""
+        """Raises StrategyError for an entry that matches no input, weight or output, or that
+        contradicts the training step."""
         deal = self.deal or StepSharding([], {}, {})
         names = [*deal.tensors, *deal.like] if self.deal else list(names)
         for pattern in self.strategy.tensors:
             matching(str(pattern), names, "input, weight or output", self.strategy.source)
         for name, own in {n: self.deal_entry(n) for n in (*deal.tensors, *deal.like)}.items():
-            asked = self._asked(name, exactly=name in deal.like)
-            if asked is not None and self._read(name, asked, len(own)) != self.axes(name, len(own)):
+            entry = self._requested(name, exactly=name in deal.like)
+            if entry is not None and self._read(name, entry, len(own)) != self.axes(name, len(own)):
                 raise StrategyError(
-                    f"{self.strategy.source} deals tensor '{name}' as {asked!r}, the training step "
-                    f"was made for {own!r}; leave it out, or make the step anew"
+                    f"{self.strategy.source} shards tensor '{name}' as {entry!r}, but the training "
+                    f"step was made for {own!r}; leave the entry out, or make the step again"
                 )
 
     def deal_entry(self, name: str) -> list[Any]:
-        """What the training step says of a tensor that it speaks of."""
+        """The training step's entry for a tensor that it lists."""
         assert self.deal is not None
         return self.deal.tensors[self.deal.like.get(name, name)]
 
     def input_layout(self, name: str, local: Sequence[int]) -> Layout:
-        """The layout of a tensor of which each rank holds a part of this shape."""
+        """The layout of a tensor whose shards have this shape."""
         axes = self.axes(name, len(local))
         return Layout(tuple(Factor(n * parts_over(a), a) for n, a in zip(local, axes, strict=True)))
 
     def weight_layout(self, name: str, shape: Sequence[int]) -> Layout:
-        """The layout of a weight of this global shape. Errors: StrategyError where it does not
+        """The layout of a weight of this global shape. Errors: StrategyError if a size does not
         divide."""
         axes = self.axes(name, len(shape))
         for i, (size, over) in enumerate(zip(shape, axes, strict=True)):
             if size % parts_over(over):
                 raise StrategyError(
                     f"weight '{name}' dimension {i}: {size} elements do not divide into "
-                    f"{parts_over(over)} parts, and all ranks run one program"
+                    f"{parts_over(over)} equal parts, as one program for all ranks needs; leave it "
+                    "whole"
                 )
         return Layout(tuple(Factor(n, a) for n, a in zip(shape, axes, strict=True)))
 
     def is_dealt(self, name: str) -> bool:
-        """Whether some entry splits the tensor."""
+        """True if an entry splits the tensor."""
         entry = self.entry(name)
         return not isinstance(entry, Sequence) or any(ask not in (None, 1) for ask in entry)
 
     def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a rank's part of a weight of this global shape. Errors: StrategyError."""
+        """The shape of a shard of a weight of this global shape. Errors: StrategyError."""
         return self.weight_layout(name, shape).local_shape(self.mesh, 0)
 
     def split_over(self, name: str) -> Axes:
@@ -106,7 +107,7 @@ class Manual:
         return tuple(a for over in self._read(name, entry, len(entry)) for a in over)
 
     def copies_over(self, name: str) -> Axes:
-        """The axes along which ranks hold a tensor alike."""
+        """The axes and sub-axes along which ranks hold the same part of a tensor."""
         used = self.split_over(name)
         free: list[Axis] = []
         for axis, size in self.mesh.shape:
@@ -132,9 +133,9 @@ class Manual:
         defaults: Collection[str] = (),
         for_training: bool = False,
     ) -> None:
-        """Declares the types of tensors that each rank has, in place. Inputs that have default
-        values are declared as these are, whole. `for_training` folds what is known of all ranks,
-        but nothing that is made of weights; else nothing is folded."""
+        """Declares the types of tensors of a rank, in place. Inputs in `defaults` are declared in
+        the whole shape of their default values. With `for_training`, values that are the same on
+        all ranks are folded unless they depend on weights; else nothing is folded."""
         for port in model.graph.input:
             if port.name in defaults and self.is_dealt(port.name):
                 dims = port.type.tensor_type.shape.dim
@@ -169,14 +170,14 @@ class Manual:
 
     def _types(self, node: NodeProto, walk: Walk) -> dict[str, onnx.TypeProto]:
         if node.op_type not in OPS:
-            raise StrategyError(f"{_what(node)}: no such collective; there are {', '.join(OPS)}")
+            raise StrategyError(f"{_what(node)}: no such collective; use one of {', '.join(OPS)}")
         try:
             return result_types(node, walk.types, len(self._group(node, 0)))
         except (ValueError, KeyError) as error:
             raise StrategyError(f"{_what(node)}: {error}") from None
 
     def _group(self, node: NodeProto, rank: int) -> Sequence[int]:
-        """The ranks that meet a rank in a collective."""
+        """The ranks of a collective's group that includes `rank`."""
         attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         names = [n.decode() if isinstance(n, bytes) else n for n in attrs.get("axes", [])]
         if names:
@@ -184,46 +185,50 @@ class Manual:
         return attrs.get("group") or range(self.mesh.size)
 
     def _places(self, node: NodeProto) -> list[int]:
-        """The number of each rank in its group."""
+        """The index of each rank in its group."""
         groups = [list(self._group(node, rank)) for rank in range(self.mesh.size)]
         return [group.index(rank) if rank in group else -1 for rank, group in enumerate(groups)]
 
     def axes(self, name: str, rank: int) -> list[Axes]:
-        """The axes over which each dimension of a tensor of so many is split. Errors:
+        """The axes over which each dimension of a tensor with `rank` dimensions is split. Errors:
         StrategyError."""
         return self._read(name, self.entry(name) or [None] * rank, rank)
 
     def entry(self, name: str) -> Any:
-        """What is said of a tensor; nothing where it is whole."""
+        """The entry of a tensor; empty if it is whole."""
         if self.deal is None:
-            return self._asked(name) or []
+            return self._requested(name) or []
         known = name in self.deal.tensors or name in self.deal.like
         return self.deal_entry(name) if known else []
 
-    def _asked(self, name: str, exactly: bool = False) -> Any:
-        """What the strategy says of a tensor, at last; None for nothing."""
-        said = self.strategy.tensors.items()
-        entries = [e for p, e in said if p == name or (not exactly and _matches(str(p), name))]
+    def _requested(self, name: str, exactly: bool = False) -> Any:
+        """The strategy's last entry for a tensor; None if it has none."""
+        every = self.strategy.tensors.items()
+        entries = [e for p, e in every if p == name or (not exactly and _matches(str(p), name))]
         return entries[-1] if entries else None
 
     def _read(self, name: str, entry: Any, rank: int) -> list[Axes]:
         what = f"tensor '{name}'"
         if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != rank:
-            raise StrategyError(f"{what} has {rank} dimensions, the strategy says {entry!r}")
+            raise StrategyError(f"{what} has {rank} dimensions, but the strategy gives {entry!r}")
         out: list[Axes] = []
         pre = 1
         for ask in entry:
             over, sizes, pre = read_ask(ask, self.mesh, what, pre)
             if sizes is not None:
-                raise StrategyError(f"{what}: all ranks run one program, so parts are equal")
+                raise StrategyError(
+                    f"{what}: all ranks run one program, so parts must be equal; give only the axis"
+                )
             if any(overlaps(over, used) for used in out):
-                raise StrategyError(f"{what}: an axis splits two of its dimensions")
+                raise StrategyError(
+                    f"{what}: an axis splits two of its dimensions; use each axis once"
+                )
             out.append(over)
         return out
 
 
 def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
-    """Puts constants in the place of the nodes that a walk has folded."""
+    """Replaces the nodes that a walk has folded by constants."""
     keep_nodes(graph, [n for n in graph.node if walk.folded.isdisjoint(n.output)])
     read = {name for node in nodes_of(graph) for name in node.input}
     read |= {output.name for output in graph.output}
@@ -231,7 +236,8 @@ def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
 
 
 def _refine(declared: onnx.TypeProto, found: onnx.TypeProto) -> None:
-    """What is found replaces what is declared, but for sizes that only the declaration knows."""
+    """Replaces a declared type by the inferred one, except for sizes that only the declaration
+    has."""
     if declared.HasField("tensor_type") and not found.tensor_type.HasField("shape"):
         return
     merged = onnx.TypeProto()
@@ -253,12 +259,12 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def refuse_collectives(graph: gs.Graph) -> None:
-    """Errors: StrategyError where a program that is to be split has collectives already."""
+    """Raises StrategyError if a model to be split already has collectives."""
     for node in graph.nodes:
         if node.domain == DOMAIN:
             raise StrategyError(
-                f"{node.op} '{node.name}' is a collective, so the model is a program per rank; "
-                "keep it as it stands with --preset manual, or take its collectives out"
+                f"{node.op} '{node.name}' is a collective, so the model is a program for one rank; "
+                "use --preset manual, or remove its collectives"
             )
         for inner in subgraphs(node):
             refuse_collectives(inner)

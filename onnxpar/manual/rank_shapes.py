@@ -1,4 +1,4 @@
-"""Shapes of a program per rank, as far as all ranks have the same."""
+"""Shapes in a manual program, as far as they are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from onnxpar.ir.collectives import DOMAIN
 from onnxpar.model.shapes import Walk
 
 Results = list[tuple[TypeProto | None, Array | None]]
-"""The types of a node's results, and their values where they are known."""
+"""The types of a node's results, and their values if they are known."""
 
 
 class RankWalk:
-    """A walk through a program in which what is computed from a rank's number differs.
+    """Infers types node by node; values computed from a rank's number differ between ranks.
 
-    places        the number that a Rank node gives on each rank
-    types         the types of what a collective, GroupSize included, makes
+    places        the result of a Rank node on each rank
+    types         the result types of a collective, Rank and GroupSize included
     size          the number of ranks in the group of a GroupSize
-    for_training  what is known takes the place of nodes, but nothing that is made of weights
+    for_training  known values replace nodes, unless they depend on weights
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankWalk:
                 self.walk.infer(node)
 
     def _by_rank(self, node: NodeProto) -> None:
-        """Looks at a node as each rank has it: its results have the sizes that all agree on."""
+        """Infers a node on each rank; its results get the sizes that are the same on all."""
         reads = [name for name in dict.fromkeys(node.input) if name in self._varying]
         found: dict[tuple[bytes, ...], Results] = {}
         ranks = []
@@ -72,7 +72,7 @@ class RankWalk:
                 self._varying[name] = [np.asarray(value) for value in values]
 
     def _with(self, given: dict[str, Array], node: NodeProto) -> Results:
-        """The node's results for these values of its operands, which are forgotten again."""
+        """The node's results for these values of its operands; the walk is left unchanged."""
         walk = self.walk
         before = {name: walk.types[name] for name in given}
         for name, array in given.items():
@@ -97,7 +97,7 @@ class RankWalk:
 
 
 def _common(types: Sequence[TypeProto | None]) -> TypeProto | None:
-    """What all types say; None where they say nothing in common."""
+    """The type that agrees with all types, sizes that differ left open; None if one is unknown."""
     first = types[0]
     if first is None or any(t is None for t in types):
         return None

@@ -16,7 +16,7 @@ from onnxpar.errors import ModelError
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.presets.expert_parallel import SplitExperts
-from onnxpar.presets.tensor_parallel import CloseOpen, SplitAlone
+from onnxpar.presets.split_alone import CloseOpen, SplitAlone
 from onnxpar.presets.training_presets import Closed, SplitSums, SplitTogether
 from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.factors import GraphFactors, OpFactors

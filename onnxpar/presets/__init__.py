@@ -1,1 +1,1 @@
-"""Strategies by rule: data-, tensor-, expert-parallel, and those of training steps."""
+"""Presets: data-, tensor- and expert-parallel strategies, and those of training steps."""

@@ -1,4 +1,4 @@
-"""Which leaves of a dimension split every element of it."""
+"""Leaves that split every element of a dimension."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from onnxpar.layout.layout import Concat, Dim, Factor, leaves
 
 
 def covering(dim: Dim, first: int, parts: int) -> Iterator[int]:
-    """Leaves of a dimension that split every element of it into so many parts, of which `first` is
-    the number of the first; nothing where some segment is too short."""
+    """Leaves that split every element of a dimension into `parts`, as numbers of which `first` is
+    that of the dimension's first leaf; none if some segment is too short."""
     if isinstance(dim, Factor):
         yield from [first] if dim.size >= max(parts, 2) else []
         return

@@ -1,7 +1,7 @@
-"""expert-parallel: tokens and experts on the same axes.
+"""The preset expert-parallel: tokens and experts are split over the same axes.
 
-Lepikhin et al., "GShard" (2020): tokens are split like a batch, and between dispatch and
-combination each rank works for its experts, so that an all-to-all leads there and another back.
+Lepikhin et al., "GShard" (2020): tokens are split like a batch. Between dispatch and combination,
+each rank computes for its own experts, so that one all-to-all comes before and another after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.subgraphs import constants
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
-from onnxpar.presets.tensor_parallel import convolves, is_contraction
+from onnxpar.presets.contraction import convolves, is_contraction
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 
@@ -24,8 +24,8 @@ EXPERT = "expert-parallel"
 
 
 def expert_annotations(graph: gs.Graph, sharding: ShardingState, axes: Axes) -> list[SplitExperts]:
-    """Splits what works on experts' own weights by expert. Where no layer has as many experts as
-    there are parts, some ranks have none. Errors: StrategyError where the model has no experts."""
+    """Annotations that split by expert the nodes that use experts' weights. If no layer has as many
+    experts as parts, some ranks have none. Errors: StrategyError if the model has no experts."""
     atoms = expert_atoms(graph, sharding)
     annotations = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
     fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
@@ -38,7 +38,7 @@ def expert_annotations(graph: gs.Graph, sharding: ShardingState, axes: Axes) -> 
 
 
 def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
-    """What numbers experts, and the products with a matrix for each."""
+    """The atoms that number experts, each with the products that have a matrix for each expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # bodies and the backward pass read copies
         if op.node.op == "Identity" and op.node.inputs[0].name in weights:
@@ -51,8 +51,8 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
 
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
-    """Atoms of a product that number the matrices of a stored operand, which the other operand and
-    the result have too. The groups of a convolution are channels."""
+    """Atoms of a product that number the matrices of a weight, and that the other operand and the
+    result have, too. Not the groups of a convolution, which are channels."""
     if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
         return
     for this, other in ((0, 1), (1, 0)):
@@ -63,8 +63,8 @@ def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """Splits nodes along an atom of experts: those given, and what is joined to them by tensors and
-    has that atom in all it reads and makes."""
+    """Splits nodes along an atom of experts: the given ones, and all connected ones whose operands
+    and results all have that atom."""
 
     atom: int
     ops: tuple[OpFactors, ...]
@@ -72,11 +72,12 @@ class SplitExperts:
 
     @property
     def size(self) -> int:
-        """How many experts there are."""
+        """The number of experts."""
         return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the nodes, and closes the tensors at the border, which tokens split."""
+        """Decides the leaves of the nodes inside, and closes those of tensors at the border, which
+        are split by tokens."""
         inside = self._inside(sharding)
         touched: dict[str, set[bool]] = defaultdict(set)
         for op in sharding.factors.ops:
@@ -97,7 +98,7 @@ class SplitExperts:
         return bool(inside)
 
     def _inside(self, sharding: ShardingState) -> dict[str, OpFactors]:
-        """The nodes that work for experts alone, by name."""
+        """The nodes that compute for single experts, by name."""
         by_tensor: dict[str, list[OpFactors]] = defaultdict(list)
         for op in sharding.factors.ops:
             for tensor, _ in op.operands():

@@ -1,4 +1,4 @@
-"""Presets: data-parallel, tensor-parallel and their hybrid, found from the graph's structure."""
+"""The presets: annotations that are derived from the structure of a graph."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, SEQUENCE,
 
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
-    """The mesh of a preset where none is given: one axis, for hybrid dp=2 and the rest tp.
+    """The default mesh of a preset: one axis; for hybrid, dp=2 and the rest tp.
 
-    Errors: StrategyError for fewer than 1 device, or a hybrid of an odd number of devices.
+    Errors: StrategyError for fewer than 1 device, or for hybrid over an odd number of devices.
     """
     check_ranks(devices)
     if preset == "hybrid":
         if devices % 2:
-            raise StrategyError(f"hybrid over {devices} devices: give --mesh dp=..,tp=..")
+            raise StrategyError(
+                f"hybrid over {devices} devices: an odd number has no default mesh; "
+                "give --mesh dp=..,tp=.."
+            )
         return Mesh((("dp", 2), ("tp", devices // 2)))
     names = {
         "data-parallel": "dp",
@@ -49,7 +52,8 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
 def default_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None = None
 ) -> list[list[Annotation]]:
-    """What stays open under a strategy: data parallel over the axis `dp`, where there is one."""
+    """Annotations for what a strategy leaves open: data-parallel over the axis `dp`, if there is
+    one."""
     mesh = sharding.mesh
     size = _batch_size(graph)
     if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
@@ -60,13 +64,13 @@ def default_rounds(
 def preset_rounds(
     graph: gs.Graph, sharding: ShardingState, preset: str | None, step: Step | None = None
 ) -> list[list[Annotation]]:
-    """The seeds of a preset, in rounds of falling priority; `step` where the graph is a training
-    step. Errors: StrategyError for its name."""
+    """The annotations of a preset, in rounds of falling priority; `step` is for a training step.
+    Errors: StrategyError if the preset is unknown, or does not fit the model or the mesh."""
     mesh = sharding.mesh
     if preset is None:
         return []
     if preset not in PRESETS:
-        raise StrategyError(f"preset {preset!r}: there are {', '.join(PRESETS)}")
+        raise StrategyError(f"preset {preset!r} is unknown; use one of {', '.join(PRESETS)}")
     if preset == "data-parallel":
         return [list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     if preset == EXPERT:
@@ -74,7 +78,7 @@ def preset_rounds(
         return [experts, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
-        raise StrategyError(f"hybrid needs an axis dp and another, the mesh is {mesh}")
+        raise StrategyError(f"hybrid needs an axis dp and another axis; the mesh is {mesh}")
     batch: list[Annotation] = []
     if "dp" in mesh.sizes:
         batch = list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))
@@ -84,7 +88,7 @@ def preset_rounds(
     if preset not in ZERO_STAGES:
         return [batch, *wide]
     if "dp" not in mesh.sizes:
-        raise StrategyError(f"{preset} needs an axis dp, the mesh is {mesh}")
+        raise StrategyError(f"{preset} needs an axis dp; the mesh is {mesh}")
     first, last = zero_rounds(graph, sharding, step, preset, (mesh.axis("dp"),))
     return [batch, *wide[:-1], first, last, *wide[-1:]]
 
@@ -92,9 +96,10 @@ def preset_rounds(
 def batch_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None = None
 ) -> Iterator[Annotation]:
-    """Splits the batch: the first dimension of the first input, and of all inputs of that extent.
+    """Splits the batch: the first dimension of the first input, and of all inputs where it has the
+    same size.
 
-    Where there are fewer of its elements than parts, some ranks have none; one element is left
+    If the batch has fewer elements than parts, some ranks have none; a batch of one element stays
     whole. Errors: StrategyError for a model without a batch.
     """
     size = _batch_size(graph)
@@ -108,7 +113,7 @@ def batch_annotations(
 
 
 def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = None) -> set[int]:
-    """What numbers the samples of a batch."""
+    """The atoms that number the samples of a batch."""
     return {
         leaf.atom
         for _, factors in _batched(graph, sharding, step)
@@ -120,7 +125,7 @@ def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = No
 def _batched(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
 ) -> Iterator[tuple[str, TensorFactors]]:
-    """Inputs whose first dimension is the batch: that of the first input, and all of its extent."""
+    """Inputs whose first dimension is the batch: it has the same size as in the first input."""
     size = _batch_size(graph)
     states = {slot.input for slot in step.slots} if step else set()
     for tensor in graph.inputs if size is not None else ():
@@ -130,16 +135,16 @@ def _batched(
             yield tensor.name, factors
 
 
-def _batch_axes(factors: TensorFactors, axes: Axes, turns: int) -> list[Axes | None]:
-    """The axes for the leaves of the first dimension: the first takes them, and where it is too
-    short the next shares them: of two groups of samples, each over two ranks. What is done in
-    `turns` is not split."""
+def _batch_axes(factors: TensorFactors, axes: Axes, iterations: int) -> list[Axes | None]:
+    """The axes for the leaves of the first dimension. The first leaf takes them; if it is too short
+    it shares them with the next one: two groups of samples, each over two ranks. Leaves that number
+    the `iterations` of gradient accumulation are not split."""
     out: list[Axes | None] = [None] * len(factors.leaves)
     left = axes
     for i, leaf in enumerate(factors.leaves):
         parts = parts_over(left)
-        if turns > 1:
-            turns //= leaf.size
+        if iterations > 1:
+            iterations //= leaf.size
             continue
         if factors.dim_of_leaf[i] or parts == 1:
             break
@@ -157,14 +162,14 @@ def _batch_size(graph: gs.Graph) -> int | None:
 
 
 def _no_batch(graph: gs.Graph) -> str:
-    """Why no input has a batch, and what to do."""
+    """The reason why no input has a batch, and the remedy."""
     data = [tensor for tensor in graph.inputs if not is_weight(tensor)]
     if not data:
         return "the model has no input; use tensor-parallel"
     values = [t.name for t in data if t.dtype is None or t.dtype == object]
     if len(values) == len(data):
         return (
-            f"input {values[0]!r} holds no numbers (strings, sequences and the like are whole on "
+            f"input {values[0]!r} holds no numbers (strings, sequences and the like stay whole on "
             "every rank); use tensor-parallel to split weights, if there are any"
         )
     unknown = next((t.name for t in data if t.shape is None and t.name not in values), None)

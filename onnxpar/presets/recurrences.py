@@ -1,5 +1,5 @@
-"""Recurrent networks among the contractions: split hidden units cost a collective in every step,
-so that they pay only where the weights are large."""
+"""Recurrent ops: splitting their hidden units costs a collective in every step, so that it pays
+only if the weights are large."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.strategy.strategy import NodeAnnotation
 
 WEIGHTS = (1, 2)
-"""The operands that the input and the state are multiplied by."""
+"""The operands by which the input and the state are multiplied."""
 MOVES = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
-"""What changes no number."""
+"""Ops that do not change values."""
 
 
 def is_recurrence(node: gs.Node) -> bool:
-    """Whether the node goes through steps that gather the state where units are split."""
+    """True for a recurrent op, which gathers the state in every step if its units are split."""
     return node.op in GATES and node.domain in (None, "", "ai.onnx")
 
 
 def recurrences(weight: gs.Tensor) -> Iterator[gs.Node]:
-    """Those that multiply by a weight, moved and cast at most, or put beside others."""
+    """The recurrent ops that multiply by a weight, possibly after moving, casting or joining it."""
     for node in weight.outputs:
         if is_recurrence(node):
             yield from [node] if any(node.inputs[i] is weight for i in WEIGHTS) else []
@@ -36,8 +36,8 @@ def recurrences(weight: gs.Tensor) -> Iterator[gs.Node]:
 
 
 class Recurrences:
-    """What splitting the hidden units of a graph's recurrences costs, and what it saves, in units
-    of a small collective."""
+    """Costs and savings of splitting the hidden units of a graph's recurrent ops, in units of a
+    small collective."""
 
     def __init__(self, factors: GraphFactors, costs: Costs, axes: Axes) -> None:
         self.costs, self.axes = costs, axes
@@ -48,16 +48,16 @@ class Recurrences:
             if is_recurrence(op.node) and "h" in op.rule.sizes  # not one that stays whole
         }
 
-    def talk(self, op: OpFactors) -> int:
-        """How many small collectives the steps of one take, 1 at least."""
+    def collectives(self, op: OpFactors) -> int:
+        """The cost of a recurrent op's steps, as a number of small collectives, at least 1."""
         sizes = op.rule.sizes
         state = 4 * (sizes["b"] or 1) * (sizes["d"] or 1) * (sizes["h"] or 1)
         each = self.costs.collective("AllGather", self.axes, state)
         return max(1, round((sizes["s"] or 1) * each / self.small))
 
     def price(self, weight: gs.Tensor) -> float:
-        """How many small collectives take as long as gathering a weight, and multiplying by all of
-        it on every rank; 0 for a weight of no recurrence."""
+        """The number of small collectives that take as long as gathering a weight and multiplying
+        by all of it on every rank; 0 for a weight that no recurrent op reads."""
         names = dict.fromkeys(node.name for node in recurrences(weight))
         found = [self.ops[name] for name in names if name in self.ops]
         if not found:
@@ -70,7 +70,7 @@ class Recurrences:
         return (gathering + self.costs.compute(wasted, 0)) / self.small
 
     def annotations(self, chosen: set[int], axes: Axes) -> Iterator[NodeAnnotation]:
-        """Axes for the hidden units whose atoms are chosen."""
+        """Annotations that split the hidden units whose atoms are chosen."""
         for op in self.ops.values():
             found = {
                 i: axes

@@ -1,4 +1,4 @@
-"""Presets of training steps: what of the state each rank holds, beside how it computes."""
+"""Presets of training steps: ZeRO stages and sequence-parallel."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _MOVES = ("Reshape", "Transpose", "Identity")
 def sequence_annotations(
     graph: gs.Graph, axes: Axes, sharding: ShardingState, step: Step | None
 ) -> list[Annotation]:
-    """Splits the second dimension of the first input wherever tensor parallelism adds up parts of
-    an activation, and from there on. Errors: StrategyError where there is no such dimension."""
+    """Splits the second dimension of the first input wherever tensor-parallel sums up an
+    activation, and from there on. Errors: StrategyError if there is no such dimension."""
     leaf = _second_dimension(_first_input(graph, step), sharding)
     if leaf is None:
         raise StrategyError(
@@ -44,8 +44,8 @@ def sequence_annotations(
 
 
 def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> int | None:
-    """What numbers the places of a sequence, where the first input has one: of token ids, or of
-    features for each place."""
+    """The atom that numbers the positions of a sequence, if the first input is one: token ids, or
+    features of each position."""
     first = _first_input(graph, step)
     leaf = _second_dimension(first, sharding)
     if first is None or leaf is None:
@@ -55,13 +55,13 @@ def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -
 
 
 def _first_input(graph: gs.Graph, step: Step | None) -> gs.Variable | None:
-    """The first input of more than one dimension that is data."""
+    """The first data input of more than one dimension."""
     data = (t for t in graph.inputs if step is None or t.name in step.data)
     return next((t for t in data if len(t.shape or ()) > 1), None)
 
 
 def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Leaf | None:
-    """Its leaf, where it is one."""
+    """The leaf of the second dimension, if it consists of one."""
     factors = sharding.factors.tensors.get(tensor.name) if tensor is not None else None
     at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
     return factors.leaves[at[0]] if factors is not None and len(at) == 1 else None
@@ -69,15 +69,15 @@ def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Le
 
 @dataclass(frozen=True)
 class SplitSums:
-    """Splits what is pending over axes along an atom, so that it is reduced to parts: behind the
-    ops that only move it, or add it to other such sums."""
+    """Splits sums that are partial over axes along an atom, so that they are reduce-scattered:
+    after the ops that only move them, or add them to other such sums."""
 
     atom: int
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves of that atom that are still open. Errors: StrategyError where nothing
-        pending has it."""
+        """Decides the leaves of that atom that are still open. Errors: StrategyError if no partial
+        tensor has it."""
         changed = found = False
         for name in self._ends(sharding):
             for i, leaf in enumerate(sharding.factors.tensors[name].leaves):
@@ -86,20 +86,21 @@ class SplitSums:
                     changed |= sharding.assign_tensor(name, i, self.axes)
         if not found and parts_over(self.axes) > 1:
             raise StrategyError(
-                f"{SEQUENCE}: nothing that tensor-parallel adds up has the first input's second "
-                "dimension; use tensor-parallel"
+                f"{SEQUENCE}: no activation that tensor-parallel sums up has the first input's "
+                "second dimension; use tensor-parallel"
             )
         return changed
 
     def _ends(self, sharding: ShardingState) -> list[str]:
-        """Pending tensors that are not added to others; what leads to such a sum is closed."""
+        """Partial tensors after the last such op; the leaves of the nodes that lead to a sum of
+        several are closed."""
         first: dict[str, str] = {}
         moved: dict[str, list[OpFactors]] = {}
         for op in sharding.factors.ops:
             known = [t.name for t in op.node.outputs if t.name in sharding.factors.tensors]
             read = [t.name for t in op.node.inputs if len(t.outputs) == 1 and t.name in first]
-            pending, _ = sharding.own_partial(op)
-            if overlaps(pending, self.axes):
+            partial, _ = sharding.own_partial(op)
+            if overlaps(partial, self.axes):
                 first.update((name, name) for name in known)
             elif op.node.op in _MOVES and known and op.node.inputs[0].name in read:
                 (source, name) = (op.node.inputs[0].name, known[0])
@@ -123,11 +124,11 @@ class SplitSums:
 def zero_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None, preset: str, axes: Axes
 ) -> tuple[list[Annotation], list[Annotation]]:
-    """Seeds that must come first, and those that come behind all that splits the computation.
+    """Annotations that must come first, and those that come after all that split the computation.
 
-    Stages 1 and 2 hold each parameter whole and its state and update in parts, 3 the parameter too.
-    Of one step they are the same program: the gradient is reduced to parts in both. Errors:
-    StrategyError where the model is no training step.
+    Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 shards the
+    parameter, too. Stages 1 and 2 of one step are the same program, as both reduce-scatter the
+    gradient. Errors: StrategyError if the model is not a training step.
     """
     if step is None:
         raise StrategyError(f"{preset} is for training steps, which `onnxpar grad` writes")
@@ -147,12 +148,12 @@ def zero_rounds(
 
 @dataclass(frozen=True)
 class Closed:
-    """Keeps what is still open of a tensor whole."""
+    """Keeps the open leaves of a tensor whole."""
 
     tensor: str
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Closes its open leaves, once nothing of higher priority can reach them."""
+        """Closes the open leaves, which no annotation of higher priority has reached."""
         have = sharding.tensors[self.tensor]
         sharding.tensors[self.tensor] = [() if axes is None else axes for axes in have]
         return False
@@ -160,14 +161,14 @@ class Closed:
 
 @dataclass(frozen=True)
 class SplitTogether:
-    """Splits tensors of one shape along the same dimension: that which splits best."""
+    """Splits tensors of one shape along the same dimension, the one that splits best."""
 
     tensors: tuple[str, ...]
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Takes the dimension that divides most evenly, else the longest, of those that are open in
-        all and long enough: of each of its segments one factor."""
+        """Takes the dimension that divides most evenly, else the longest, among those that are open
+        in all tensors and long enough; one factor of each of its segments is split."""
         factors = sharding.factors.tensors[self.tensors[0]]
         first = 0
         choices = []

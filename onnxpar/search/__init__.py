@@ -1,1 +1,1 @@
-"""Costs and strategies."""
+"""The search for the fastest strategy by the cost model."""

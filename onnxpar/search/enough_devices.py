@@ -1,16 +1,16 @@
-"""How many ranks would do, where those at hand do not."""
+"""The smallest number of ranks that fits a model, when the given number does not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-IN_TURN = 8
-"""Numbers that are tried one after the other; then steps grow."""
+CONSECUTIVE = 8
+"""Numbers that are tried one by one before steps grow."""
 
 
 def enough_devices(fits: Callable[[int], bool], first: int, most: int) -> int | None:
-    """The smallest number from `first` on that fits: each is tried, then ever larger ones, between
-    the last two of which is halved. None where even `most` do not fit."""
+    """The smallest number from `first` on that fits; None if not even `most` does. The first few
+    are tried one by one, then ever larger ones, then by bisection between the last two."""
     low, step = first - 1, 1
     while True:
         number = min(low + step, most)
@@ -19,7 +19,7 @@ def enough_devices(fits: Callable[[int], bool], first: int, most: int) -> int | 
         if fits(number):
             break
         low = number
-        if number >= first + IN_TURN:
+        if number >= first + CONSECUTIVE:
             step *= 2
     high = number
     while high - low > 1:

@@ -1,8 +1,8 @@
-"""The search on a mesh that is given: it starts wherever the search for a mesh may start.
+"""The search for a strategy on a given mesh.
 
-The search for a mesh tries axes in both orders, and finds three axes by splitting one of two. On a
-mesh that is given, the same is done: its axes stand on a dimension in any order where that decides
-nothing else, and neighbours among them are one axis at first.
+It starts from all meshes from which the search for a mesh could reach this one. That search tries
+axes in both orders, and finds three axes by splitting one of two. So this one tries the axes in any
+order (if the order decides nothing else), and first takes neighbouring axes as one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxpar.sharding.factors import GraphFactors
 from onnxpar.strategy.strategy import Strategy
 
 Group = tuple[tuple[str, int], ...]
-"""Neighbouring axes of the mesh, by name and size, that are one axis at first."""
+"""Neighbouring axes of the mesh, by name and size, that are first taken as one axis."""
 
 
 def best_on_mesh(
@@ -30,8 +30,8 @@ def best_on_mesh(
     strategy: Strategy | None = None,
     objective: Objective | None = None,
 ) -> Solution:
-    """The fastest strategy on a mesh that keeps to what is asked for: no slower than what
-    `best_mesh` finds on it. Errors: StrategyError where there is none."""
+    """The fastest strategy on a mesh that meets all requests; it is no slower than the one that
+    `best_mesh` finds on this mesh. Errors: StrategyError if there is none."""
     topology = topology or Topology.default()
     search = Meshes(factors, mesh.size, topology, solve, strategy, objective)
     found = list(_GivenMesh(search, mesh).solutions())
@@ -41,7 +41,7 @@ def best_on_mesh(
 
 
 class _GivenMesh:
-    """Solves for a mesh, and for those with fewer axes that it is split from."""
+    """Solves for a mesh, starting from coarser ones whose axes are then split."""
 
     def __init__(self, search: Meshes, mesh: Mesh) -> None:
         self.search = search
@@ -49,7 +49,7 @@ class _GivenMesh:
         self.known: dict[tuple[Group, ...], Solution | None] = {}
 
     def solutions(self) -> Iterator[Solution]:
-        """What is found from each start, on the mesh as it was given."""
+        """The solution from each start, on the given mesh."""
         for order in self._orders():
             axes = tuple((axis,) for axis in order)
             is_given = order == self._split_axes()
@@ -63,8 +63,8 @@ class _GivenMesh:
         return tuple(axis for axis in self.mesh.shape if axis[1] > 1) or self.mesh.shape[:1]
 
     def _orders(self) -> Iterable[Group]:
-        """The orders in which axes may stand on a dimension: where ranks are at different
-        distances, or axes are many, that of the mesh. Of orders that differ in names alone, one."""
+        """The orders of axes to start from: only that of the mesh if distances between ranks
+        differ, or if there are many axes; else one of all orders that differ only in names."""
         given = self._split_axes()
         if not self.search.is_even or len(given) > MOST_AXES:
             return [given]
@@ -76,10 +76,10 @@ class _GivenMesh:
         return alike.values()
 
     def _found(self, groups: tuple[Group, ...], directly: bool) -> Iterator[Solution]:
-        """Solutions with an axis for each group: everything decided at once, and from each mesh
-        in which two neighbours are one axis."""
+        """Solutions with an axis for each group: one that is found at once (if `directly`), and one
+        from each mesh that has two neighbouring groups as one axis."""
         if directly:
-            yield from self._given(self._direct(groups))
+            yield from filter(None, [self._direct(groups)])
         for at in range(len(groups) - 1 if len(groups) > TOGETHER else 0):
             pair = groups[at : at + 2]
             if any(name in self.search.requested for group in pair for name, _ in group):
@@ -87,28 +87,24 @@ class _GivenMesh:
             start = self._best((*groups[:at], (*pair[0], *pair[1]), *groups[at + 2 :]))
             if start is not None:
                 sizes = [_size(group) for group in pair]
-                yield from self._given(self.search.split(start, at, sizes))
+                yield from filter(None, [self.search.split(start, at, sizes)])
 
     def _best(self, groups: tuple[Group, ...]) -> Solution | None:
-        """The fastest with an axis for each group."""
+        """The fastest solution with an axis for each group."""
         if groups not in self.known:
             found = self._found(groups, directly=len(groups) <= TOGETHER)
             self.known[groups] = min(found, key=lambda one: one.seconds, default=None)
         return self.known[groups]
 
     def _direct(self, groups: Sequence[Group]) -> Solution | None:
-        """Everything decided at once. Axes that nobody asks for are called as the search for a mesh
-        calls them, so that it is the same problem."""
+        """The solution that decides everything at once. Axes that are not requested by name get the
+        names that the search for a mesh uses, so that the problem is the same."""
         own = [
             g[0][0] if len(g) == 1 and g[0][0] in self.search.requested else None for g in groups
         ]
         free = iter(free_names(own.count(None), self.search.requested))
         names = [name or next(free) for name in own]
         return self.search.attempt(Mesh(tuple(zip(names, map(_size, groups), strict=True))))
-
-    def _given(self, solution: Solution | None) -> Iterator[Solution]:
-        if solution is not None:
-            yield solution
 
 
 def _size(group: Group) -> int:

@@ -1,4 +1,4 @@
-"""What sums over ranks take that are for gradients, as they are fused into buckets."""
+"""Costs of sums of gradients over ranks, which are fused into buckets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from onnxpar.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class BucketCosts(Costs):
-    """The same, but that an all-reduce takes its share of one of `bucket` bytes."""
+    """Costs in which a small all-reduce takes its share of one of `bucket` bytes."""
 
     bucket: float = 0.0
 
     def step(self, kind: str, axes: Axes, size: float) -> float:
-        """One step of a reshard."""
+        """Seconds of one step of a reshard."""
         if kind == "AllReduce" and size < self.bucket:
             return self.collective(kind, axes, self.bucket) * size / self.bucket
         return super().step(kind, axes, size)
@@ -32,14 +32,14 @@ class BucketCosts(Costs):
 
 @dataclass(frozen=True)
 class GradientSums:
-    """Tensors by name of which sums over ranks are fused, and what they cost."""
+    """The tensors, by name, whose sums over ranks are fused, and the cost model for these."""
 
     tensors: frozenset[str] = frozenset()
     costs: Costs | None = None
 
     @classmethod
     def of(cls, graph: gs.Graph, step: Step | None, costs: Costs) -> GradientSums:
-        """Those of a training step: its gradients, all together or in full buckets."""
+        """The gradients of a training step, summed all together or in full buckets."""
         if step is None:
             return cls()
         ends = set(step.gradients.values())
@@ -53,7 +53,7 @@ class GradientSums:
         return cls(names, BucketCosts(costs.topology, costs.mesh, bucket=bucket))
 
     def within(self, sharding: ShardingState, tensor: str) -> ShardingState:
-        """The sharding with the costs of a tensor's reshards."""
+        """The sharding, with the cost model for this tensor's reshards."""
         if tensor not in self.tensors or self.costs is None:
             return sharding
         return replace(sharding, costs=self.costs)

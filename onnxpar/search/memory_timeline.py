@@ -1,5 +1,7 @@
-"""What a rank holds at each step of a run, by how tensors are placed: weights, states and what is
-fed all the time, what nodes make until it was last read, and copies for readers that need others.
+"""Bytes that a rank holds at each step of a run, depending on the shardings of tensors.
+
+A rank holds weights, states and inputs all the time, the result of a node until its last reader,
+and copies for readers that require another sharding.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class LiveRange:
-    """When a tensor is there, and at which steps it is read, and how, in order."""
+    """The steps during which a tensor exists, and those that read it, in order, each with the
+    domain in which it does."""
 
     span: Span
     reads: Sequence[tuple[int, ShardingDomain]]
 
 
 class MemoryTimeline:
-    """Collects demands on memory. A step is a node that runs, those of bodies once. Of several
-    `profiles` of open sizes, the steps of each follow those of the one before: a plan must fit in
-    each, and what is held in one is not held in another."""
+    """Collects demands on memory. Each node that runs is a step; the nodes of a body count once.
+    With several `profiles` of open sizes, the steps of one follow those of the one before: a plan
+    must fit in memory in each, and no tensor lives from one to the next."""
 
     def __init__(self, graph: gs.Graph, profiles: int) -> None:
         self.demands: list[Demand] = []
@@ -45,11 +48,11 @@ class MemoryTimeline:
 
     @property
     def steps(self) -> int:
-        """The steps of all profiles."""
+        """The number of steps in all profiles."""
         return self.profiles * (self.end + 1)
 
     def _number(self, graph: gs.Graph) -> None:
-        """The steps of the nodes of a graph, each before those of its bodies."""
+        """Numbers the nodes of a graph, each before those of its bodies."""
         for node in graph.nodes:
             self.first[node.name] = len(self.first)
             for body in subgraphs(node):
@@ -59,74 +62,81 @@ class MemoryTimeline:
     def add_weight(
         self, reshard_costs: ReshardCosts, required: Sequence[ShardingDomain], count: int
     ) -> None:
-        """A weight, or as many that are alike: it is stored once for each placement that it is
-        read in, as far as MOST_TOGETHER of these are compared, else only neighbours."""
+        """Adds `count` weights. Each is stored once for each different sharding that readers
+        require. If a table over all readers would have more than MOST_TOGETHER entries, a sharding
+        counts again unless the reader before has the same."""
         span = [(0, self.end)] * count
         if required:
             self._add(required[:1], reshard_costs.sizes(required[0]), span)
-        for i, need in enumerate(required[1:], 1):
-            together = math.prod(len(end.factor_shardings) for end in required[: i + 1])
-            ends = required[: i + 1] if together <= MOST_TOGETHER else [required[i - 1], need]
-            self._add(ends, _where(reshard_costs.sizes(need), reshard_costs.differ(*ends)), span)
+        for i, reader in enumerate(required[1:], 1):
+            together = math.prod(len(d.factor_shardings) for d in required[: i + 1])
+            scope = required[: i + 1] if together <= MOST_TOGETHER else [required[i - 1], reader]
+            size = _where(reshard_costs.sizes(reader), reshard_costs.differ(*scope))
+            self._add(scope, size, span)
 
     def add_produced(
         self,
         reshard_costs: ReshardCosts,
         produced: ShardingDomain,
         requested: ShardingDomain,
-        lives: Iterable[LiveRange],
+        live_ranges: Iterable[LiveRange],
     ) -> None:
-        """A tensor as it is asked for, and while it is made, as that is."""
-        lives = list(lives)
-        self._add([requested], reshard_costs.sizes(requested), [life.span for life in lives])
+        """Adds tensors in the requested sharding while they live, and in the produced one, if that
+        differs, while they are produced."""
+        ranges = list(live_ranges)
+        self._add([requested], reshard_costs.sizes(requested), [one.span for one in ranges])
         if requested is not produced:
             size = reshard_costs.sizes(produced)[:, :, None] * reshard_costs.differ(
                 produced, requested
             )
-            self._add([produced, requested], size, [(life.span[0], life.span[0]) for life in lives])
+            starts = [(one.span[0], one.span[0]) for one in ranges]
+            self._add([produced, requested], size, starts)
 
     def add_copies(
         self,
         reshard_costs: ReshardCosts,
         requested: ShardingDomain,
         common: ShardingDomain | None,
-        lives: Iterable[LiveRange],
+        live_ranges: Iterable[LiveRange],
     ) -> None:
-        """What a tensor becomes for its readers, while these run, and from one to the next that
-        reads the same, but once where both are one node; `common` is there from the first reader to
-        the last."""
+        """Adds the copies of tensors for readers that require another sharding. A copy exists while
+        its reader runs, and on to the next reader if that requires the same; two readers at one
+        step share it. A `common` copy exists from the first reader to the last."""
         at: dict[ShardingDomain, list[Span]] = defaultdict(list)
         between: dict[tuple[ShardingDomain, ShardingDomain, int], list[Span]] = defaultdict(list)
         through: list[Span] = []
-        for life in lives:
-            for step, need in life.reads:
-                at[need].append((step, step))
-            for (step, need), (then, other) in pairwise(life.reads):
+        for live_range in live_ranges:
+            reads = live_range.reads
+            for step, reader in reads:
+                at[reader].append((step, step))
+            for (step, reader), (then, other) in pairwise(reads):
                 if then > step + 1:
-                    between[need, other, 1].append((step + 1, then - 1))
+                    between[reader, other, 1].append((step + 1, then - 1))
                 elif then == step:
-                    between[need, other, -1].append((step, step))
-            if life.reads:
-                through.append((life.reads[0][0], life.reads[-1][0]))
+                    between[reader, other, -1].append((step, step))
+            if reads:
+                through.append((reads[0][0], reads[-1][0]))
         if common is not None:
             size = _where(reshard_costs.sizes(common), reshard_costs.differ(requested, common))
             self._add([requested, common], size, through)
-        for need, spans in at.items():
-            if need.copied is not None:
-                self._add([need], reshard_costs.sizes(need) * np.array(need.copied), spans)
+        for reader, spans in at.items():
+            size = reshard_costs.sizes(reader)
+            if reader.copied is not None:
+                self._add([reader], size * np.array(reader.copied), spans)
                 continue
-            ends = [requested, need] if common is None else [requested, common, need]
-            self._add(ends, _where(reshard_costs.sizes(need), reshard_costs.differ(*ends)), spans)
-        for (need, other, sign), spans in between.items() if common is None else ():
-            copies = sign * _where(reshard_costs.sizes(need), reshard_costs.differ(requested, need))
-            if need == other:
-                self._add([requested, need], copies, spans)
+            scope = [requested, reader] if common is None else [requested, common, reader]
+            self._add(scope, _where(size, reshard_costs.differ(*scope)), spans)
+        for (reader, other, sign), spans in between.items() if common is None else ():
+            is_copy = reshard_costs.differ(requested, reader)
+            copies = sign * _where(reshard_costs.sizes(reader), is_copy)
+            if reader == other:
+                self._add([requested, reader], copies, spans)
                 continue
-            same = ~reshard_costs.differ(need, other)
-            self._add([requested, need, other], copies[..., None] * same, spans)
+            same = ~reshard_costs.differ(reader, other)
+            self._add([requested, reader, other], copies[..., None] * same, spans)
 
-    def _add(self, ends: Sequence[ShardingDomain], values: Array, spans: Sequence[Span]) -> None:
-        """`values` are bytes by profile, or the same in all, and by the placements of the ends."""
+    def _add(self, scope: Sequence[ShardingDomain], values: Array, spans: Sequence[Span]) -> None:
+        """Adds bytes by profile (or one row for all) and by the shardings of the domains."""
         if not spans:
             return
         each = np.broadcast_to(values, (self.profiles, *values.shape[1:]))
@@ -135,10 +145,11 @@ class MemoryTimeline:
             if kind.any():
                 starts = np.flatnonzero(of.reshape(-1) == i) * (self.end + 1)
                 own = np.array(spans) + starts[:, None, None]
-                self.demands.append(Demand(table_of(ends, kind), own.reshape(-1, 2)))
+                self.demands.append(Demand(table_of(scope, kind), own.reshape(-1, 2)))
 
 
 def _where(sizes: Array, differ: Array) -> Array:
-    """Sizes by profile and by the last of several ends, where that differs from the others."""
+    """Sizes by profile and by the last of several domains, 0 unless that differs from the
+    others."""
     found: Array = sizes.reshape(len(sizes), *[1] * (differ.ndim - 1), -1) * differ
     return found

@@ -1,4 +1,4 @@
-"""The mesh that the search finds: which ones are tried, and what their axes are called then."""
+"""The search for the mesh: the meshes that it tries, and the names of the axes that it finds."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from onnxpar.strategy.entries import annotations_of
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
-"""Names of axes by what they split most, width being all else."""
+"""Names of axes by what they split most; the last one is for everything else."""
 ORDER = (BATCH, EXPERTS, SEQUENCE, WIDTH)
-"""Of axes of a mesh, the major first, where it decides nothing."""
+"""The order of a mesh's axes, major first, if the order decides nothing."""
 TOGETHER = 2
-"""Axes over which everything is decided at once."""
+"""Axes over which the search decides everything at once."""
 MOST_AXES = 3
-"""Axes of a mesh, where one of those that were decided together is split further."""
+"""Axes of a mesh after one of those that were decided at once is split further."""
 SAME = 1e-6
-"""What is slower by this share is as fast; then the mesh with fewer axes is taken."""
+"""A solution that is slower by at most this share counts as equally fast; of such meshes, the one
+with the fewest axes is taken."""
 WORTH = 0.01
-"""The share of the time that an axis more than TOGETHER must save."""
+"""The share of the time that each axis beyond TOGETHER must save."""
 _NAMING = 0.1
-"""The share of an axis's use that may name it."""
+"""The smallest share of an axis's use by which it may be named."""
 
 Solve = Callable[[ShardingState, Sequence[Sequence[Annotation]], Kept | None], Solution]
-"""The fastest strategy on a mesh, given seeds, and what is kept of a strategy for another."""
+"""Finds the fastest strategy on a mesh, given annotations and the decisions to keep."""
 
 
 def best_mesh(
@@ -54,8 +55,8 @@ def best_mesh(
     strategy: Strategy | None = None,
     objective: Objective | None = None,
 ) -> Solution:
-    """The fastest strategy over the meshes of so many ranks that keeps to what is asked for, on the
-    axes that are named there. Errors: StrategyError where there is none."""
+    """The fastest strategy over all meshes of `devices` ranks that meets all requests; the mesh has
+    the axes that these name. Errors: StrategyError if there is none."""
     search = Meshes(factors, devices, topology or Topology.default(), solve, strategy, objective)
     best = search.best()
     sharding = ShardingState.open(best.mesh, factors, search.topology)
@@ -84,15 +85,15 @@ class Meshes:
         self.topology = topology
         self.solve = solve
         self.strategy = strategy
-        self.requested = asked_axes(strategy) if strategy is not None else ()
-        # whether all ranks are at the same distance: once leaves say in which order they are split,
-        # that of the mesh decides nothing
+        self.requested = requested_axes(strategy) if strategy is not None else ()
+        # True if all ranks are at the same distance; then the order of the mesh's axes does not
+        # matter, as each leaf has an order of its own
         self.is_even = not any(unit < devices for unit in topology.units())
         self.refused: list[tuple[Mesh, StrategyError]] = []
 
     def best(self) -> Solution:
-        """Of the meshes of few axes, over which everything is decided at once, or of those that the
-        fastest with most axes leads to."""
+        """The fastest solution on a mesh of few axes, over which everything is decided at once, or
+        on a refinement of the fastest one with the most axes. Errors: StrategyError."""
         if self.objective.any_fit:
             return self._first()
         found = [s for mesh in self._coarse() if (s := self.attempt(mesh)) is not None]
@@ -106,7 +107,7 @@ class Meshes:
         return refined if refined.seconds < best.seconds * (1 - WORTH) else best
 
     def _first(self) -> Solution:
-        """The first that there is, on one axis or on two that are nearly alike."""
+        """The first solution found, on one axis or on two of nearly equal sizes."""
         one, *more = self._coarse()  # a strategy may name more than one axis
         for mesh in [one, *sorted(more, key=lambda mesh: max(size for _, size in mesh.shape))[:2]]:
             solution = self.attempt(mesh)
@@ -117,8 +118,8 @@ class Meshes:
         raise self.why()
 
     def _refined(self, best: Solution) -> Solution:
-        """The same with an axis as two, while that is worth it: how nodes are split over the other
-        axes is kept."""
+        """The solution with axes split in two as long as that is worth it; the strategies over the
+        other axes are kept."""
         while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
             finer = min(self._finer(best), key=_seconds, default=best)
             if finer.seconds >= best.seconds * (1 - WORTH):
@@ -127,7 +128,7 @@ class Meshes:
         return best
 
     def _coarse(self) -> Iterator[Mesh]:
-        """One axis, then two of all sizes; of more, where a strategy names more."""
+        """Meshes of one axis, then of two of all sizes; of more if a strategy names more."""
         devices = self.one_axis.size
         for count in range(max(1, len(self.requested)), max(TOGETHER, len(self.requested)) + 1):
             names = (*self.requested, *free_names(count - len(self.requested), self.requested))
@@ -136,7 +137,7 @@ class Meshes:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
     def _finer(self, best: Solution) -> Iterator[Solution]:
-        """With each axis that nobody has named as two of all sizes."""
+        """Solutions with each axis that is not requested by name split into two of all sizes."""
         for at, (name, size) in enumerate(best.mesh.shape):
             for sizes in _products(size, 2) if name not in self.requested else ():
                 found = self.split(best, at, sizes)
@@ -144,7 +145,8 @@ class Meshes:
                     yield found
 
     def split(self, best: Solution, at: int, sizes: Sequence[int]) -> Solution | None:
-        """The same with one axis as two of these sizes; what the other axes split is kept."""
+        """The solution with one axis split into two of these sizes; the strategies over the other
+        axes are kept."""
         shape = best.mesh.shape
         others = [n for i, (n, _) in enumerate(shape) if i != at]
         parts = zip(free_names(2, [*others, shape[at][0]]), sizes, strict=True)
@@ -152,7 +154,7 @@ class Meshes:
         return self.attempt(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept)
 
     def attempt(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
-        """The fastest on a mesh; None where there is none, for which `why` has the reason."""
+        """The fastest solution on a mesh; None if there is none, for the reason that `why` has."""
         self.objective.patience.tell(f"mesh {mesh}")
         sharding = ShardingState.open(mesh, self.factors, self.topology)
         try:
@@ -163,12 +165,13 @@ class Meshes:
             return None
 
     def why(self) -> StrategyError:
-        """Why no mesh applies: where one would but for the limit on memory, by how much least."""
+        """The reason why no mesh has a solution; if only the limit on memory excludes some, that
+        and the least memory found."""
         devices = self.one_axis.size
         if not self.refused:
             return StrategyError(
                 f"{devices} ranks have no mesh with the axes {', '.join(self.requested)}, which "
-                f"{self.strategy.source if self.strategy else ''} names; give one by --mesh"
+                f"{self.strategy.source if self.strategy else ''} names; give one with --mesh"
             )
         over = [error for _, error in self.refused if isinstance(error, OverLimit)]
         if over:
@@ -176,16 +179,14 @@ class Meshes:
             least = min(error.least or 0.0 for error in over)
             return OverLimit(str(nearest), least, nearest.found)
         mesh, error = self.refused[0]
-        return StrategyError(
-            f"no mesh of {devices} ranks does what is asked for; on {mesh}: {error}"
-        )
+        return StrategyError(f"no mesh of {devices} ranks meets all requests; on {mesh}: {error}")
 
 
 def _seconds(solution: Solution) -> float:
     return solution.seconds
 
 
-def asked_axes(strategy: Strategy) -> tuple[str, ...]:
+def requested_axes(strategy: Strategy) -> tuple[str, ...]:
     """The axes that the entries of a strategy name, once each."""
     entries: list[object] = list(strategy.tensors.values())
     for entry in strategy.shard.values():
@@ -194,7 +195,7 @@ def asked_axes(strategy: Strategy) -> tuple[str, ...]:
 
 
 def _products(size: int, count: int) -> Iterator[tuple[int, ...]]:
-    """So many factors of two and more of which `size` is the product."""
+    """All sequences of `count` factors, each 2 or more, whose product is `size`."""
     if count == 1:
         yield (size,)
         return
@@ -205,13 +206,14 @@ def _products(size: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def free_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
-    """So many names of axes that are not taken, until it is known what they split."""
+    """`count` names of axes that are not taken, for use until it is known what the axes split."""
     names = chain((WIDTH,) if count == 1 else (BATCH, WIDTH), (f"axis{i}" for i in numbers()))
     return tuple(islice((name for name in names if name not in set(taken)), count))
 
 
 def _uses(best: Solution, model: Model, sharding: ShardingState) -> dict[str, dict[str, float]]:
-    """Seconds that the nodes would take, whole, which each axis splits, by what it splits."""
+    """For each axis, by what it splits: the seconds that the nodes it splits would take on one
+    rank."""
     roles: dict[int | None, str] = {sequence_atom(model.graph, sharding, model.step): SEQUENCE}
     roles |= dict.fromkeys(expert_atoms(model.graph, sharding), EXPERTS)
     roles |= dict.fromkeys(batch_atoms(model.graph, sharding, model.step), BATCH)
@@ -228,8 +230,8 @@ def _uses(best: Solution, model: Model, sharding: ShardingState) -> dict[str, di
 def _names(
     mesh: Mesh, uses: Mapping[str, Mapping[str, float]], requested: Sequence[str]
 ) -> dict[str, str]:
-    """A name for each axis by its use, the most used first; those that are asked for keep theirs,
-    and of several of one use the others are numbered."""
+    """A name for each axis by its use, the most used first. Requested axes keep their names; if
+    several axes have one use, all but the first are numbered."""
     names = {name: name for name in requested}
     ranked = sorted(
         (-seconds, axis, role)
@@ -249,7 +251,7 @@ def _names(
 
 
 def renamed(best: Solution, names: Mapping[str, str], mesh: Mesh) -> Solution:
-    """The solution with other names of axes, on a mesh that has these."""
+    """The solution with other names of axes, on a mesh with these names."""
 
     def named(axes: Axes) -> Axes:
         return tuple(replace(axis, name=names[axis.name]) for axis in axes)

@@ -1,4 +1,4 @@
-"""What a strategy is judged by, and what it must keep to."""
+"""The objective of the search, and the limits that a strategy must keep."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from onnxpar.search.patience import Patience
 
 LATENCY, THROUGHPUT = "latency", "throughput"
 OBJECTIVES = (LATENCY, THROUGHPUT)
-"""The time of a run, computing and talking one after the other; and the time from one run to the
-next where several are under way, so that only the longer of the two counts."""
+"""Latency is the time of one run, compute and communication one after the other. Throughput counts
+the time between runs that overlap, so that only the longer of the two matters."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective, and the bytes that a rank may hold at any time. Repeated blocks are split
-    alike, unless `untied`. With `any_fit`, the first strategy that keeps to the limit will do."""
+    """The objective, and `memory`, the bytes that a rank may hold at any time. Repeated blocks have
+    the same strategy unless `untied`. With `any_fit`, the search ends at the first strategy within
+    the limit."""
 
     goal: str = LATENCY
     memory: float | None = None
@@ -35,37 +36,39 @@ class Objective:
         untied: bool = False,
         patience: Patience | None = None,
     ) -> Objective:
-        """As users write it: bytes, or text with a unit, as 16GB. Errors: StrategyError."""
+        """The objective as users write it; memory is bytes, or text with a unit, as 16GB. Errors:
+        StrategyError."""
         memory = (
             None
             if memory_limit is None
             else quantity(memory_limit, "B", "--memory-limit", may_omit_unit=False)
         )
         if memory is not None and memory <= 0:
-            raise StrategyError(f"--memory-limit {memory_limit}: must be more than nothing")
+            raise StrategyError(f"--memory-limit {memory_limit}: give more than 0")
         return cls(objective or LATENCY, memory, untied, patience=patience or Patience())
 
     def check(self, step: Step | None) -> None:
-        """Errors: StrategyError where there is no such objective, or none of a training step."""
+        """Raises StrategyError if the objective is unknown, or does not apply to a training
+        step."""
         if self.goal not in OBJECTIVES:
             known = ", ".join(OBJECTIVES)
-            raise StrategyError(f"--objective {self.goal!r}: there are {known}")
+            raise StrategyError(f"--objective {self.goal!r} is unknown; use one of {known}")
         if step is not None and self.goal != LATENCY:
             raise StrategyError(
-                f"--objective {self.goal}: one training step waits for the other, so only its "
-                "time counts; leave it out"
+                f"--objective {self.goal}: each training step waits for the one before, so only "
+                "its latency counts; leave the option out"
             )
 
     def seconds(self, compute: float, communication: float) -> float:
-        """What the objective makes of both."""
+        """Seconds by the objective, from those of compute and of communication."""
         if self.goal == THROUGHPUT:
             return max(compute, communication)
         return compute + communication
 
 
 class OverLimit(StrategyError):
-    """No strategy was found that keeps to the limit on memory; `least` bytes are needed at least,
-    where that is known; `found` bytes is what a strategy was found to hold."""
+    """No strategy within the limit on memory was found. Any needs at least `least` bytes, None if
+    that is not known; one was found that holds `found` bytes."""
 
     def __init__(self, message: str, least: float | None, found: float = math.inf) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What the work of a node takes on the fullest rank, for each way to split it."""
+"""Cost of a node on the rank with the largest shards, for each of its strategies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import shape_bytes
 from onnxpar.layout.mesh import parts_over
+from onnxpar.presets.contraction import convolves, is_contraction
 from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
-from onnxpar.presets.tensor_parallel import convolves, is_contraction
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.flops import flops_on_rank_0
@@ -20,7 +20,7 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 _VIEWS = frozenset(
     ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant")
 )
-"""Ops that move no bytes."""
+"""Ops that move no data."""
 _LOOK_UP = frozenset(("Gather", "GatherND", "GatherElements"))
 """Ops that read as much of their first operand as they return."""
 _ROW_AXIS = {
@@ -32,42 +32,42 @@ _ROW_AXIS = {
     "LayerNormalization": -1,
     "RMSNormalization": -1,
 }
-"""The axis, where none is given, of ops that take what stands behind one as a row."""
+"""The default axis of ops that process contiguous rows, from that axis on."""
 _STEPS = 4
-"""Ops that one is lowered to where it is split over what it works across or looks up, each of which
-reads and writes as much as it returns."""
+"""Ops that an op becomes if it is split along a dimension that it normalizes or looks up; each of
+them reads and writes as much as the op returns."""
 _ROUNDS = 2
-"""Small all-reduces in it."""
+"""Small all-reduces among them."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What the fullest rank holds of a tensor; of one of unknown shape, nothing is known."""
+    """The largest shard of a tensor; empty if its shape is unknown."""
 
     shape: tuple[int, ...] = ()
     bytes: float = 0.0
 
 
-def op_cost(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> tuple[float, float]:
-    """Seconds of a node on the rank with the largest part: of computing, the roofline of its
-    operations and the bytes that it reads and writes, and its rows; and of what ranks say to each
-    other in it. On average of the sizes that costs are computed at."""
+def op_cost(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> tuple[float, float]:
+    """Seconds of compute, and of communication inside the node, on the rank with the largest
+    shards. Compute is a roofline of operations and bytes read and written, plus the cost of rows.
+    Both are averages over the sizes for which costs are computed."""
     if op.bodies:
         return 0.0, 0.0
-    seconds = talk = 0.0
+    seconds = communication = 0.0
     for number, (weight, at) in enumerate(op.costed):
-        own, between = _op_cost(at, choice, sharding, number)
-        seconds, talk = seconds + weight * own, talk + weight * between
-    return seconds, talk
+        own, between = _op_cost(at, strategy, sharding, number)
+        seconds, communication = seconds + weight * own, communication + weight * between
+    return seconds, communication
 
 
 def _op_cost(
-    op: OpFactors, choice: OpStrategy, sharding: ShardingState, at: int
+    op: OpFactors, strategy: OpStrategy, sharding: ShardingState, at: int
 ) -> tuple[float, float]:
-    """The same of a node at one of these sizes, by number."""
+    """The same at one of these sizes, given by its index."""
     node, costs = op.node, sharding.costs
-    held = [_part(t, choice.operand(op, i), sharding, at) for i, t in enumerate(node.inputs)]
-    produced = [_part(t, choice.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
+    held = [_part(t, strategy.operand(op, i), sharding, at) for i, t in enumerate(node.inputs)]
+    produced = [_part(t, strategy.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
     read, written = sum(part.bytes for part in held), sum(part.bytes for part in produced)
     if node.op in _VIEWS:
         read = written = 0.0
@@ -78,19 +78,21 @@ def _op_cost(
         weights = sum(math.prod(held[i].shape) for i in WEIGHTS)
         count = 2 * weights * math.prod(held[0].shape[:2])
     elif is_contraction(op):
-        count = flops_on_rank_0(op, choice.axes, sharding.mesh)
+        count = flops_on_rank_0(op, strategy.axes, sharding.mesh)
     seconds = costs.compute(count, read + written, convolves(op)) + costs.rows(
         _rows(op, held, produced)
     )
-    split = [i for i, over in enumerate(choice.axes) if over]
+    split = [i for i, over in enumerate(strategy.axes) if over]
     lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
     tied = lowered.intersection(i for group in op.co_sharded for i in group)
     if tied:
-        return seconds + costs.local("Concat", 2 * read), _halo(op, choice, sharding, tied, read)
+        return seconds + costs.local("Concat", 2 * read), _halo(op, strategy, sharding, tied, read)
     if lowered:
         iterations = _iterations(op)
         seconds += (_STEPS * iterations - 1) * costs.compute(0, 2 * written / iterations)
-    return seconds, _talk(op, choice, sharding, max((part.bytes for part in produced), default=0.0))
+    return seconds, _communication(
+        op, strategy, sharding, max((part.bytes for part in produced), default=0.0)
+    )
 
 
 def _part(
@@ -103,12 +105,12 @@ def _part(
 
 
 def _iterations(op: OpFactors) -> int:
-    """How often a recurrence goes through its cell; 1 for all else."""
+    """The number of steps of a recurrence; 1 for other ops."""
     return op.rule.sizes["s"] or 1 if is_recurrence(op.node) else 1
 
 
 def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> int:
-    """The runs of contiguous elements that a node works on one by one."""
+    """The number of contiguous runs of elements that a node processes one by one."""
     node, shape = op.node, produced[0].shape if produced else ()
     if not shape:
         return 0
@@ -128,24 +130,26 @@ def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> in
 
 
 def _halo(
-    op: OpFactors, choice: OpStrategy, sharding: ShardingState, leaves: set[int], size: float
+    op: OpFactors, strategy: OpStrategy, sharding: ShardingState, leaves: set[int], size: float
 ) -> float:
-    """What it takes to fetch the neighbours' edges: about one position of each split dimension."""
-    axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in choice.axes[i]))
+    """Seconds to fetch the neighbours' edges: about one position of each split dimension."""
+    axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in strategy.axes[i]))
     extent = max(max(op.extent(i) for i in leaves), 1)
     edge = size * parts_over(axes) / extent
     is_open = any(op.leaves[i].atom in sharding.factors.open_atoms for i in leaves)
     return sharding.costs.collective("HaloExchange" if is_open else "NeighborExchange", axes, edge)
 
 
-def _talk(op: OpFactors, choice: OpStrategy, sharding: ShardingState, result: float) -> float:
-    """What it takes to work across a split factor: partial results travel, without that factor; of
-    a recurrence, the state in each turn."""
+def _communication(
+    op: OpFactors, strategy: OpStrategy, sharding: ShardingState, result: float
+) -> float:
+    """Seconds of communication across a split factor: all-reduces of partial results, which do not
+    have that factor; in a recurrence, an all-gather of the state in each step."""
     axes = tuple(
         a
         for a in dict.fromkeys(
             a
-            for leaf, over in zip(op.leaves, choice.axes, strict=True)
+            for leaf, over in zip(op.leaves, strategy.axes, strict=True)
             if leaf.factor in op.rule.communicating
             for a in over
         )
@@ -159,7 +163,7 @@ def _talk(op: OpFactors, choice: OpStrategy, sharding: ShardingState, result: fl
         )
     across = math.prod(
         op.extent(i)
-        for i, (leaf, over) in enumerate(zip(op.leaves, choice.axes, strict=True))
+        for i, (leaf, over) in enumerate(zip(op.leaves, strategy.axes, strict=True))
         if over and leaf.factor in op.rule.communicating
     )
     whole = result * parts_over(axes) / max(across, 1)

@@ -1,4 +1,5 @@
-"""How a node can be split: which leaves take each mesh axis, or that a pending sum passes."""
+"""Strategies of a node: for each mesh axis, the leaves that it splits, or the partial sum that the
+node passes on."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _MOST_SEGMENTS = 6
-"""Slots of different segments, above which only all of them are split together, or each alone."""
+"""The largest number of segments of which any subset may be split; of more, all or just one are."""
 
 
 @dataclass(frozen=True)
 class OpStrategy:
-    """How a node is split.
+    """A strategy of one node.
 
     axes    those of each leaf of the node
-    passed  axes over which the operands of `group` stay pending, and with them the result
+    passed  axes over which the operands of `group` are partial, and therefore the result
     """
 
     axes: tuple[Axes, ...]
@@ -34,7 +35,7 @@ class OpStrategy:
     group: frozenset[int] = frozenset()
 
     def operand(self, op: OpFactors, index: int) -> FactorSharding:
-        """How the node reads an operand."""
+        """The sharding in which the node requires an operand."""
         own, reduce = self.own_partial(op)
         if own and index in op.rule.additive:
             return FactorSharding(self.leaves(op.inputs[index]), own, reduce)
@@ -43,23 +44,23 @@ class OpStrategy:
         return FactorSharding(self.leaves(op.inputs[index]))
 
     def result(self, op: OpFactors, index: int) -> FactorSharding:
-        """How the node makes a result."""
+        """The sharding in which the node produces a result."""
         own, reduce = self.own_partial(op)
         if not own:
             own, reduce = self.passed, self.reduce
         return FactorSharding(self.leaves(op.outputs[index]), own, reduce)
 
     def leaves(self, links: tuple[int | None, ...]) -> tuple[Axes, ...]:
-        """The axes of a tensor's leaves, by the node's leaves behind them."""
+        """The axes of a tensor's leaves, given their links to leaves of the node."""
         return tuple(() if link is None else self.axes[link] for link in links)
 
     def is_alike(self, axes: Set[str]) -> bool:
-        """Whether these axes of the mesh are all on the same leaves, or pass together."""
+        """True if these mesh axes all split the same leaves, or all pass."""
         each = ({axis.name for axis in over} for over in (*self.axes, self.passed))
         return all(names in (set(), axes) for names in each)
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
-        """What the node's own reductions leave pending."""
+        """The axes over which the node's own reductions are partial, and their kind."""
         axes: list[Axis] = []
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.axes):
@@ -71,14 +72,14 @@ class OpStrategy:
 
 @dataclass(frozen=True)
 class _Split:
-    """Leaves that take one mesh axis, or parts of it; none of them: the node does not use it."""
+    """Leaves that take one mesh axis, or sub-axes of it; empty if the node does not use it."""
 
     leaves: tuple[tuple[int, Axis], ...] = ()
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Operands that stay pending over one mesh axis."""
+    """Operands that stay partial over one mesh axis."""
 
     group: frozenset[int]
     reduce: ReduceOp
@@ -88,11 +89,12 @@ _Option = _Split | _Pass
 
 
 Kinds = dict[str, set[ReduceOp]]
-"""The reductions that may be pending in each tensor, by name."""
+"""The reductions over which each tensor may be partial, by name."""
 
 
 def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
-    """What may be pending where: behind what is reduced, and behind linear or monotone ops."""
+    """The reductions over which tensors may be partial: after ops that reduce, and after the linear
+    or monotone ops that pass a partial operand on."""
     kinds: Kinds = defaultdict(set)
     for op in ops:
         own = {op.reduction(i) for i in range(len(op.leaves))} - {None}
@@ -104,17 +106,17 @@ def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
 
 @dataclass(frozen=True)
 class Kept:
-    """How nodes are split over axes of the mesh that another search has decided, by name."""
+    """Mesh axes over which another search has decided the strategies of nodes, by name."""
 
     axes: frozenset[str]
-    choices: Mapping[str, OpStrategy]
+    strategies: Mapping[str, OpStrategy]
 
 
 Size = Callable[[OpFactors, OpStrategy], float]
-"""Bytes of what a rank holds of all that a node reads and makes."""
+"""Bytes of a rank's shards of all that a node reads and produces."""
 
 
-def choices_of(
+def strategies_of(
     op: OpFactors,
     sharding: ShardingState,
     kinds: Kinds,
@@ -122,14 +124,14 @@ def choices_of(
     most: int = 1 << 12,
     size: Size | None = None,
 ) -> list[OpStrategy]:
-    """All ways to split a node that agree with what is decided for its leaves. Where there are more
-    than `most` combinations of what it can do on each axis, those remain that alone leave ranks
-    small parts, by `size`."""
+    """All strategies of a node that agree with the decided leaves. If there are more than `most`
+    combinations of options for the axes, only those options remain that by themselves make the
+    shards small, by `size`."""
     mesh = sharding.mesh
     axes = [mesh.axis(name) for name, size in mesh.shape if size > 1]
     slots = _slots(op)
     per_axis: list[list[_Option]] = [
-        [_kept(kept.choices[op.node.name], axis)]
+        [_kept(kept.strategies[op.node.name], axis)]
         if kept is not None and axis.name in kept.axes
         else [*_splits(op, slots, axis, sharding), *_passes(op, kinds)]
         for axis in axes
@@ -141,9 +143,9 @@ def choices_of(
             max(per_axis, key=len).pop()
     found: dict[OpStrategy, None] = {}
     for options in product(*per_axis):
-        choice = _combined(op, dict(zip(axes, options, strict=True)))
-        if choice is not None and _is_legal(op, choice, sharding):
-            found[choice] = None
+        strategy = _combined(op, dict(zip(axes, options, strict=True)))
+        if strategy is not None and _is_legal(op, strategy, sharding):
+            found[strategy] = None
     return list(found)
 
 
@@ -154,43 +156,44 @@ def _ranked(
     sharding: ShardingState,
     size: Size | None,
 ) -> list[_Option]:
-    """What a node can do on an axis, as far as it agrees with what is decided and makes sense
-    alone: nothing, sums that pass, then splits of one leaf, of two and of more by turns, of each
-    those into the smallest parts first. Neighbours that have the same factors rank alike."""
+    """The options of a node for an axis that agree with the decided leaves and are possible by
+    themselves, the best first: no split and passed sums, then splits of one leaf, of two and of
+    more in alternation, each those with the smallest shards first. Neighbouring nodes with the same
+    factors rank them alike."""
     by_leaves: dict[int, list[tuple[float, int, _Option]]] = defaultdict(list)
     for option in options:
-        choice = _combined(op, {axis: option})
-        if choice is None or not _agrees_on(axis, choice, sharding.ops[op.node.name]):
+        strategy = _combined(op, {axis: option})
+        if strategy is None or not _agrees_on(axis, strategy, sharding.ops[op.node.name]):
             continue
-        if len(options) == 1 or _is_possible(op, choice, sharding):
-            at = [i for i, over in enumerate(choice.axes) if over]
-            gaps = len({b - a for a, b in pairwise(at)})  # of like segments, the same leaf in each
-            by_leaves[len(at)].append((size(op, choice) if size and at else 0.0, gaps, option))
+        if len(options) == 1 or _is_possible(op, strategy, sharding):
+            at = [i for i, over in enumerate(strategy.axes) if over]
+            gaps = len({b - a for a, b in pairwise(at)})  # 1 for the same leaf of equal segments
+            by_leaves[len(at)].append((size(op, strategy) if size and at else 0.0, gaps, option))
     first = [option for _, _, option in by_leaves.pop(0, [])]
     groups = [sorted(by_leaves[n], key=itemgetter(0, 1)) for n in sorted(by_leaves)]
-    turns = (each for turn in zip_longest(*groups) for each in turn if each is not None)
-    return [*first, *(option for _, _, option in turns)]
+    alternating = (one for some in zip_longest(*groups) for one in some if one is not None)
+    return [*first, *(option for _, _, option in alternating)]
 
 
-def _agrees_on(axis: Axis, choice: OpStrategy, decided: Sequence[Axes | None]) -> bool:
-    """Whether a choice does with one axis what is decided for the leaves."""
+def _agrees_on(axis: Axis, strategy: OpStrategy, decided: Sequence[Axes | None]) -> bool:
+    """True if a strategy uses one axis as decided for the leaves."""
     return all(
         have is None or tuple(a for a in have if a.name == axis.name) == over
-        for have, over in zip(decided, choice.axes, strict=True)
+        for have, over in zip(decided, strategy.axes, strict=True)
     )
 
 
-def _kept(choice: OpStrategy, axis: Axis) -> _Option:
-    """What a choice does with an axis."""
-    if any(a.name == axis.name for a in choice.passed):
-        return _Pass(choice.group, choice.reduce)
-    parts = [(i, a) for i, axes in enumerate(choice.axes) for a in axes if a.name == axis.name]
+def _kept(strategy: OpStrategy, axis: Axis) -> _Option:
+    """The option of a strategy for an axis."""
+    if any(a.name == axis.name for a in strategy.passed):
+        return _Pass(strategy.group, strategy.reduce)
+    parts = [(i, a) for i, axes in enumerate(strategy.axes) for a in axes if a.name == axis.name]
     return _Split(tuple(parts))
 
 
 def _slots(op: OpFactors) -> list[frozenset[int]]:
-    """Leaves that are split together: the same atom in several segments, and what is tied; then
-    several of those that stand in different segments."""
+    """Sets of leaves that can be split together: an atom in all segments that have it, and
+    co-sharded leaves; then combinations of sets in different segments."""
     slots: dict[frozenset[int], None] = {}
     for i, leaf in enumerate(op.leaves):
         same = {j for j, o in enumerate(op.leaves) if o.atom == leaf.atom and (i, j) in op.apart}
@@ -214,16 +217,16 @@ def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
 def _splits(
     op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: ShardingState
 ) -> Iterator[_Split]:
-    """Nothing, each slot that has enough elements, and slots of a dimension of which each but the
-    last has too few, and the next takes what is left of the axis. What is left of the only axis may
-    be idle, too; of several, another mesh says so."""
+    """The splits over an axis: none; each slot with enough elements; and sequences of neighbouring
+    slots, each of which but the last has too few elements and leaves the rest of the axis to the
+    next. If the mesh has one axis, its rest may also stay idle; else another mesh covers that."""
     yield _Split()
     may_idle = sum(n > 1 for _, n in sharding.mesh.shape) == 1
     beside = _neighbours(op, sharding)
     size = {slot: min(op.leaves[i].size for i in slot) for slot in slots}
 
     def shares(slot: frozenset[int], axis: Axis) -> Iterator[frozenset[tuple[int, Axis]]]:
-        """The axis on a slot, or a share of it, and the rest on slots right behind it."""
+        """The axis on a slot, or a share of it with the rest on the slots right after it."""
         share = axis.size if size[slot] >= axis.size else gcd(size[slot], axis.size)
         own = frozenset((i, Axis(axis.name, share, axis.pre)) for i in slot)
         if share == axis.size or (may_idle and share > 1):
@@ -233,9 +236,9 @@ def _splits(
         rest = Axis(axis.name, axis.size // share, axis.pre * share)
         for other in slots if share > 1 else ():
             if all(any((i, j) in beside for j in other) for i in slot):
-                for behind in shares(other, rest):
-                    if slot.isdisjoint(i for i, _ in behind):
-                        yield own | behind
+                for further in shares(other, rest):
+                    if slot.isdisjoint(i for i, _ in further):
+                        yield own | further
 
     for slot in slots:
         for split in shares(slot, axis):
@@ -243,7 +246,7 @@ def _splits(
 
 
 def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
-    """Leaves of a node that stand in one dimension of a tensor, the second right behind the
+    """Pairs of leaves of a node that are in one dimension of a tensor, the second right after the
     first."""
     found = set()
     for tensor, links in op.operands():
@@ -256,7 +259,7 @@ def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
 
 
 def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
-    """What may pass a node with one result."""
+    """The partial values that a node with one result may pass on."""
     if op.bodies or len([t for t in op.node.outputs if t.name]) != 1:
         return
     names = [t.name for t in op.node.inputs]
@@ -269,7 +272,7 @@ def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
 
 
 def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | None:
-    """The choice that takes an option for each axis, None where they do not go together."""
+    """The strategy with these options for the axes; None if they do not fit together."""
     axes: list[Axes] = [()] * len(op.leaves)
     passed: Axes = ()
     how: _Pass | None = None
@@ -292,33 +295,33 @@ def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | No
     return OpStrategy(tuple(axes), passed, how.reduce, how.group)
 
 
-def _is_legal(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> bool:
-    """Whether the choice agrees with what is decided, and ranks can hold such parts."""
+def _is_legal(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
+    """True if the strategy agrees with the decided leaves and is possible."""
     decided = sharding.ops[op.node.name]
-    if any(have is not None and have != a for have, a in zip(decided, choice.axes, strict=True)):
+    if any(have is not None and have != a for have, a in zip(decided, strategy.axes, strict=True)):
         return False
-    return _is_possible(op, choice, sharding)
+    return _is_possible(op, strategy, sharding)
 
 
-def _is_possible(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> bool:
-    """Whether ranks can hold such parts, whatever is decided."""
-    if _cuts_open_weight(op, choice, sharding):
+def _is_possible(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
+    """True if ranks can compute with such shards, apart from what is decided."""
+    if _cuts_open_weight(op, strategy, sharding):
         return False
     name = op.node.name
     decided = sharding.ops[name]
     try:
-        sharding.ops[name] = list(choice.axes)
+        sharding.ops[name] = list(strategy.axes)
         sharding.legalize(op)
-        return tuple(sharding.ops[name]) == choice.axes
+        return tuple(sharding.ops[name]) == strategy.axes
     finally:
         sharding.ops[name] = decided
 
 
-def _cuts_open_weight(op: OpFactors, choice: OpStrategy, sharding: ShardingState) -> bool:
-    """Whether the parts of a stored operand would have sizes that only a run can tell."""
+def _cuts_open_weight(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
+    """True if the shards of a stored operand would have data-dependent sizes."""
     factors = sharding.factors
     return bool(factors.open_atoms) and any(
-        choice.axes[link] and op.leaves[link].atom in factors.open_atoms
+        strategy.axes[link] and op.leaves[link].atom in factors.open_atoms
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True)
         if isinstance(tensor, gs.Constant)
         for link in links

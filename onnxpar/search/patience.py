@@ -1,4 +1,4 @@
-"""How long a search looks on where it could go on for minutes, and whom it tells what it does."""
+"""Time limit of a search that could go on for minutes, and its progress reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 SECONDS = 20.0
-"""Of looking for something better, or for something that fits, beside what must be done anyway."""
+"""Time for finding a better strategy, or one that fits, on top of the work that is always done."""
 
 
 def _nobody(text: str) -> None:
@@ -17,7 +17,7 @@ def _nobody(text: str) -> None:
 
 @dataclass
 class Patience:
-    """The seconds that a search may spend. `tell` is called with a few words on what is tried."""
+    """The seconds that a search may spend. It calls `tell` with a few words on what it tries."""
 
     seconds: float = SECONDS
     tell: Callable[[str], None] = _nobody
@@ -32,16 +32,16 @@ class Patience:
 
     @property
     def is_out(self) -> bool:
-        """Whether nothing is left."""
+        """True if no time is left."""
         return self.left <= 0.0
 
     def renewed(self, seconds: float = SECONDS) -> Patience:
-        """The same at its beginning."""
+        """The same with nothing spent."""
         return replace(self, seconds=seconds, spent=0.0, _since=None)
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Counts the time within; where it is counted already, no second time."""
+        """Counts the time within; a nested use does not count twice."""
         if self._since is not None:
             yield
             return

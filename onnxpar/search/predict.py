@@ -1,4 +1,4 @@
-"""What a run takes by the cost model, from the graph behind insert-collectives."""
+"""Time of a run by the cost model, from the graph after insert-collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxpar.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a run on the rank that has the most to do."""
+    """Seconds of a run on the rank with the largest shards."""
 
     compute: float
     communication: float
@@ -32,13 +32,13 @@ class Prediction:
 
 
 def predict(graph: gs.Graph, sharding: ShardingState) -> Prediction:
-    """What the nodes and the reshards of a graph take."""
+    """Seconds of all nodes and reshards of a graph."""
     each = predict_nodes(all_nodes(graph), sharding).values()
     return Prediction(sum(p.compute for p in each), sum(p.communication for p in each))
 
 
 def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState) -> float:
-    """Seconds that the nodes take where one rank does everything."""
+    """Seconds of the nodes if one rank computes everything."""
     times = repetitions(list(nodes))
     total = 0.0
     for op in sharding.factors.ops:
@@ -48,9 +48,9 @@ def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState) -> float:
 
 
 def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str, Prediction]:
-    """What each node takes, by name, in all turns of the loops around it. What ranks tell each
-    other inside an op is communication; a local cut is computing. What the rules do not know (a
-    pass has added it) is left out."""
+    """Seconds of each node, by name, in all iterations of the loops around it. Exchanges inside an
+    op count as communication, local cuts as compute. Nodes that passes added, and that have no
+    rule, are left out."""
     nodes = list(nodes)
     times = repetitions(nodes)
     found: dict[str, Prediction] = {}
@@ -62,14 +62,16 @@ def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str
             found[node.name] = Prediction(seconds, 0.0) if is_local else Prediction(0.0, seconds)
         elif node.name in ops:
             op = ops[node.name]
-            choice = OpStrategy(tuple(sharding.op_axes(op)))
-            seconds, talk = op_cost(op, choice, sharding)
-            found[node.name] = Prediction(seconds * times[node.name], talk * times[node.name])
+            strategy = OpStrategy(tuple(sharding.op_axes(op)))
+            seconds, communication = op_cost(op, strategy, sharding)
+            found[node.name] = Prediction(
+                seconds * times[node.name], communication * times[node.name]
+            )
     return found
 
 
 def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
-    """What a collective or a local cut between two layouts takes."""
+    """Seconds of a collective or a local cut between two layouts."""
     mesh = sharding.mesh
     costs = sharding.costs
     size = sum(

@@ -1,4 +1,4 @@
-"""Blocks that a graph repeats, so that one strategy is searched for all of them."""
+"""Repeated blocks of a graph, which share one strategy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onnxpar.sharding.state import ShardingState
 LEAST_NODES = 4
 """Nodes of the shortest block that counts."""
 LEAST_TIMES = 3
-"""How often a block must follow upon itself."""
+"""The least number of consecutive repetitions that counts."""
 
 
 def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
-    """A number for each node: nodes that take the same place in repeated blocks share theirs."""
+    """A number for each node; nodes in the same place of repeated blocks have the same number."""
     ops = sharding.factors.ops
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
@@ -31,7 +31,7 @@ def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
 
 
 def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
-    """All that decides how a node may be split and what that costs."""
+    """All that determines the strategies of a node and their costs."""
     if op.bodies:
         return (op.node.name,)
     atoms: dict[int, int] = {}
@@ -56,12 +56,12 @@ def _operand(tensor: gs.Tensor, sharding: ShardingState, kinds: Kinds) -> Hashab
     name = tensor.name
     pinned = sharding.tensor_sharding(name) if name in sharding.pinned else None
     shape = None if tensor.shape is None else tuple(map(str, tensor.shape))
-    pending = tuple(sorted(kinds.get(name, ())))
-    return type(tensor).__name__, bool(name), shape, str(tensor.dtype), pending, pinned
+    partial = tuple(sorted(kinds.get(name, ())))
+    return type(tensor).__name__, bool(name), shape, str(tensor.dtype), partial, pinned
 
 
 def runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, period) of repetitions, the longest first, then those before and behind it."""
+    """(start, end, period) of repetitions: the longest first, then those before it and after it."""
     best = (0, 0, 0)
     for period in range(LEAST_NODES, len(signs) // LEAST_TIMES + 1):
         same = np.flatnonzero(signs[period:] != signs[:-period])

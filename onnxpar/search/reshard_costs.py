@@ -1,4 +1,5 @@
-"""Seconds between the placements of a tensor: to each, and to several together."""
+"""Seconds of reshards between the factor shardings of a tensor: to one, or to several readers
+together."""
 
 from __future__ import annotations
 
@@ -22,48 +23,53 @@ from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 MOST_TOGETHER = 1 << 16
-"""Entries of a table over the maker and all readers of a tensor."""
+"""Entries of a table over the producer and all readers of a tensor."""
 
 
 @dataclass(frozen=True)
 class ShardingDomain:
-    """A tensor's placement by the value of a variable; of no variable there is but one value.
-    `copied` says by value whether a reader takes a copy of its own, where the value decides that.
-    """
+    """The sharding of a tensor for each value of a variable; without a variable, there is one
+    sharding. `copied` is for each value True if the reader takes a copy of its own; None if the
+    value does not decide that."""
 
     variable: int | None
     factor_shardings: tuple[FactorSharding, ...]
     copied: tuple[bool, ...] | None = None
 
+    def reduced(self) -> ShardingDomain:
+        """The domain of the same values, not partial."""
+        return ShardingDomain(self.variable, tuple(p.reduced() for p in self.factor_shardings))
 
-def table_of(ends: Sequence[ShardingDomain], values: Array) -> Table:
-    """Values by an axis for each end as a table; an end of no variable has but one."""
-    fixed = tuple(i for i, end in enumerate(ends) if end.variable is None)
-    scope = tuple(end.variable for end in ends if end.variable is not None)
+
+def table_of(domains: Sequence[ShardingDomain], values: Array) -> Table:
+    """The table of values with an axis for each domain; that of a domain without a variable has
+    length 1."""
+    fixed = tuple(i for i, domain in enumerate(domains) if domain.variable is None)
+    scope = tuple(domain.variable for domain in domains if domain.variable is not None)
     return Table(scope, np.squeeze(values, axis=fixed))
 
 
 class ReshardCosts:
-    """Seconds between placements, the cheapest way, as rows: all of them, or `apart`, those of
-    computing and those of talking."""
+    """Seconds between factor shardings by the cheapest path, with a row for each sum: one row of
+    all seconds, or, if `apart`, one of compute and one of communication."""
 
     def __init__(
         self,
         sharding: ShardingState,
         tensor: gs.Tensor,
-        ends: Sequence[ShardingDomain],
+        domains: Sequence[ShardingDomain],
         known: dict[Hashable, Array],
         apart: bool,
     ) -> None:
         self.sharding, self.tensor = sharding, tensor
-        factor_shardings = list(dict.fromkeys(p for end in ends for p in end.factor_shardings))
+        factor_shardings = list(dict.fromkeys(p for d in domains for p in d.factor_shardings))
         self.index = {p: i for i, p in enumerate(factor_shardings)}
         self.known, self.apart = known, apart
 
     @cached_property
     def seconds(self) -> Array:
-        """Seconds from each placement to each; a tensor that onnxruntime needs between two nodes
-        that it fuses is only ever read as it is made, unless somebody asked for its layout."""
+        """Seconds from each sharding to each. A tensor between nodes that onnxruntime fuses is only
+        read as it is produced, unless its layout was requested."""
         sharding, name = self.sharding, self.tensor.name
         if name not in sharding.factors.fused or name in sharding.pinned:
             return self._seconds
@@ -87,7 +93,7 @@ class ReshardCosts:
         return self.known[key]
 
     def _one_by_one(self, about: ReshardedTensor) -> Array:
-        """The same where all placements have no common refinement."""
+        """The same if the shardings have no common sub-axes."""
         seconds = np.zeros((2, len(self.index), len(self.index)))
         for start, goal in permutations(self.index, 2):
             for step in plan_steps(start, goal, about):
@@ -98,41 +104,43 @@ class ReshardCosts:
 
     @cached_property
     def again(self) -> Array:
-        """The same from what was resharded already: a sum is reduced only once."""
-        pending = np.array([bool(p.partial) for p in self.index])
-        return np.where(pending[:, None] & ~pending[None, :], np.inf, self.seconds)
+        """Seconds from a result of a reshard: infinite if that is partial and the goal is not, as a
+        sum is reduced only once."""
+        partial = np.array([bool(p.partial) for p in self.index])
+        return np.where(partial[:, None] & ~partial[None, :], np.inf, self.seconds)
 
     def paths(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
-        """Seconds from each placement as it is made to each goal."""
+        """Seconds from each produced sharding to each goal."""
         found: Array = self.seconds[self._pairs(start, goal)]
         return found
 
     def onward(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
-        """The same from what was resharded already."""
+        """Seconds from each sharding that a reshard produced to each goal."""
         found: Array = self.again[self._pairs(start, goal)]
         return found
 
-    def tree(self, ends: Sequence[ShardingDomain]) -> Array:
-        """Seconds to serve all but the first of several ends from that, each from whatever is there
-        by then, in the best order."""
-        count = len(ends)
+    def tree(self, domains: Sequence[ShardingDomain]) -> Array:
+        """Seconds to serve all domains from the first one, each from any that exists by then, in
+        the best order."""
+        count = len(domains)
         best: Array | None = None
         for order in permutations(range(1, count)):
             total: Array = np.zeros([len(self.seconds), *[1] * count])
             for n, goal in enumerate(order):
-                step = _spread(self.paths(ends[0], ends[goal]), 0, goal, count)
+                step = _spread(self.paths(domains[0], domains[goal]), 0, goal, count)
                 for source in order[:n]:
-                    onward = self.onward(ends[source], ends[goal])
+                    onward = self.onward(domains[source], domains[goal])
                     step = faster(step, _spread(onward, source, goal, count))
                 total = total + step
             best = total if best is None else faster(best, total)
         assert best is not None
         return best
 
-    def sizes(self, end: ShardingDomain) -> Array:
-        """Bytes that a rank holds, by the sizes that costs are computed at and by the placements of
-        an end."""
-        each = [self.sharding.costed_shapes(self.tensor.name, at) for at in end.factor_shardings]
+    def sizes(self, domain: ShardingDomain) -> Array:
+        """Bytes that a rank holds, by the sizes for which costs are computed, and by the shardings
+        of a domain."""
+        name = self.tensor.name
+        each = [self.sharding.costed_shapes(name, at) for at in domain.factor_shardings]
         held = [[float(shape_bytes(self.tensor, shape)) for _, shape in some] for some in each]
         by_size: Array = np.array(held).T
         return by_size
@@ -140,30 +148,31 @@ class ReshardCosts:
     def _size(self, factor_sharding: FactorSharding) -> float:
         return mean_bytes(self.tensor, factor_sharding, self.sharding)
 
-    def differ(self, *ends: ShardingDomain) -> Array:
-        """Where the placement of the last of several ends is none of the others."""
-        *others, last = np.ix_(*map(self._at, ends))
+    def differ(self, *domains: ShardingDomain) -> Array:
+        """True where the sharding of the last of several domains is none of the others."""
+        *others, last = np.ix_(*map(self._at, domains))
         found: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
         return found
 
     def _pairs(self, start: ShardingDomain, goal: ShardingDomain) -> Any:
-        """Where the seconds from the placements of one end to those of another are."""
+        """The index of the seconds from the shardings of one domain to those of another."""
         return slice(None), self._at(start)[:, None], self._at(goal)[None, :]
 
-    def _at(self, end: ShardingDomain) -> Array:
-        """The placements of an end by number."""
-        return np.array([self.index[p] for p in end.factor_shardings])
+    def _at(self, domain: ShardingDomain) -> Array:
+        """The indices of a domain's shardings."""
+        return np.array([self.index[p] for p in domain.factor_shardings])
 
 
 def faster(one: Array, other: Array) -> Array:
-    """Of rows of seconds that belong together, those of which the sum is smaller."""
+    """Entry by entry, the rows of seconds with the smaller sum over rows."""
     if len(one) == 1:
         return np.minimum(one, other)
     return np.where(one.sum(0) <= other.sum(0), one, other)
 
 
 def _spread(values: Array, row: int, column: int, count: int) -> Array:
-    """Rows of matrices as rows of arrays of `count` axes, of which two are their own."""
+    """Rows of matrices as rows of arrays with `count` axes; `row` and `column` are the axes of the
+    matrices, the others have length 1."""
     if row > column:
         values, row, column = values.swapaxes(1, 2), column, row
     shape = [1] * count

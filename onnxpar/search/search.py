@@ -1,4 +1,4 @@
-"""The strategy that finds itself: the fastest one by the cost model."""
+"""Finds the fastest strategy on a mesh by the cost model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 AUTO, EXHAUSTIVE, PROPAGATION = "auto", "exhaustive", "propagation"
 SEARCHES = (AUTO, "data-parallel", "tensor-parallel", EXHAUSTIVE, PROPAGATION)
-"""The search; two presets; every strategy, one after the other; and nothing but what was given."""
+"""The search; two presets; trying every strategy; and only propagation of the annotations."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A strategy for one mesh: seconds of a run by the cost model, and what it decides, as seeds
-    and of each node by name."""
+    """A strategy for one mesh: the seconds of a run by the cost model, and its decisions, both as
+    annotations and as the strategy of each node by name."""
 
     mesh: Mesh
     seconds: float
@@ -46,10 +46,9 @@ def solve(
     objective: Objective | None = None,
     step: Step | None = None,
 ) -> Solution:
-    """The fastest strategy for the sharding's mesh that keeps to what is given, and to what is kept
-    of another; `step` says what the ports of a training step are. Errors: StrategyError where
-    nothing does, or where there are too many strategies to try them all; OverLimit where it would
-    hold too much."""
+    """The fastest strategy on the sharding's mesh that agrees with the `given` annotations, and
+    with what is `kept` of another strategy; `step` is for a training step. Errors: StrategyError if
+    none agrees, or if there are too many to try them all; OverLimit if all need too much memory."""
     sketch = ShardingState.open(sharding.mesh, sharding.factors, sharding.costs.topology)
     for batch in given:
         for annotation in batch:
@@ -64,7 +63,7 @@ def solve(
         text = f"over {sharding.mesh}, {needed}"
         raise OverLimit(text, error.least, error.found) from None
     if math.isinf(seconds):
-        raise StrategyError("no strategy agrees with all that is asked for; ask for less")
+        raise StrategyError("no strategy meets all requests; request less")
     annotations = [
         TensorAnnotation(name, factor_sharding.leaves) for name, factor_sharding in held.items()
     ]

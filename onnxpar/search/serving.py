@@ -1,4 +1,4 @@
-"""What it takes to serve several readers of a tensor together, as tables."""
+"""Tables for the cost of the reshards from one tensor to several readers together."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from onnxpar.search.sums import Sums
 from onnxpar.sharding.state import FactorSharding
 
 MOST_DENSE = 1 << 20
-"""Entries of a table over the maker, one reader, and what is made for all readers; no more than
-elimination makes."""
+"""Entries of a table over the producer, one reader, and the copy for all readers; no more than
+elimination builds."""
 
 Paths = Callable[[ShardingDomain, ShardingDomain], Array]
-"""Seconds from the placements of one end to those of another, as rows."""
+"""Seconds from the shardings of one domain to those of another, with a row for each sum."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Adds tables for one tensor, or `times` as many that are alike. Within a limit on memory,
-    `is_limited`, it counts who reads a copy."""
+    """Adds the tables of one tensor, or of `times` equal ones. If memory is limited (`is_limited`),
+    variables also tell which readers take a copy."""
 
     sums: Sums
     reshard_costs: ReshardCosts
@@ -36,26 +36,28 @@ class Serving:
     def serve(
         self, produced: ShardingDomain, required: Sequence[ShardingDomain]
     ) -> tuple[dict[ShardingDomain, ShardingDomain], ShardingDomain | None]:
-        """The ends by variables of their own. Where tables would be too large, each reader is
-        served by itself, from what is made or from one placement that is made of it for all, which
-        is returned: of up to two readers that is exact, of more nearly."""
-        ends = [produced, *required]
-        counts = [len(set(end.factor_shardings)) for end in ends]
-        if len(ends) <= 5 and math.prod(counts) <= MOST_TOGETHER:
-            at = {end: distinct(self.sums, end) for end in ends}
-            together = [at[end] for end in ends]
+        """Adds the tables; returns the domains by variables of their own, and the common copy.
+
+        One table over all readers has the exact cost. If it would be too large, each reader is
+        served by itself, from the tensor or from one common copy of it: exact for up to two
+        readers, and nearly so for more."""
+        domains = [produced, *required]
+        counts = [len(set(domain.factor_shardings)) for domain in domains]
+        if len(domains) <= 5 and math.prod(counts) <= MOST_TOGETHER:
+            at = {domain: distinct(self.sums, domain) for domain in domains}
+            together = [at[domain] for domain in domains]
             self.sums.add(together, partial(self._together, together))
             return at, None
         start = distinct(self.sums, produced)
         at = {produced: start}
         factor_shardings = {p.reduced() for p in produced.factor_shardings}
-        factor_shardings |= {p for end in required for p in end.factor_shardings if not p.partial}
+        factor_shardings |= {p for d in required for p in d.factor_shardings if not p.partial}
         shared = tuple(sorted(factor_shardings, key=repr))
         common = ShardingDomain(self.sums.add_variable(len(shared)), shared)
         self.sums.add([start, common], partial(self._path, start, common))
-        for need, count in zip(required, counts[1:], strict=True):
+        for reader, count in zip(required, counts[1:], strict=True):
             is_small = counts[0] * len(shared) * count <= MOST_DENSE
-            at[need] = (self._from_either if is_small else self._from_one)(start, common, need)
+            at[reader] = (self._from_either if is_small else self._from_one)(start, common, reader)
         return at, common
 
     def _together(self, ends: Sequence[ShardingDomain]) -> Array:
@@ -65,10 +67,10 @@ class Serving:
         return self.times * self.reshard_costs.paths(start, goal)
 
     def _from_either(
-        self, produced: ShardingDomain, common: ShardingDomain, need: ShardingDomain
+        self, produced: ShardingDomain, common: ShardingDomain, reader: ShardingDomain
     ) -> ShardingDomain:
-        """Serves a reader from what is nearer, what is made or what is common: one table."""
-        own = distinct(self.sums, need)
+        """Adds one table for a reader that takes the nearer of the tensor and the common copy."""
+        own = distinct(self.sums, reader)
         self.sums.add([produced, common, own], partial(self._nearer, produced, common, own))
         return own
 
@@ -80,15 +82,15 @@ class Serving:
         return self.times * faster(one, other)
 
     def _from_one(
-        self, produced: ShardingDomain, common: ShardingDomain, need: ShardingDomain
+        self, produced: ShardingDomain, common: ShardingDomain, reader: ShardingDomain
     ) -> ShardingDomain:
-        """The same by tables over pairs, which have the same least sum: a variable of the reader's
-        own also says what it is served from, and within a limit, whether by a copy or as that is.
-        Of two sums, the source that makes the larger one less counts."""
-        factor_shardings = tuple(dict.fromkeys(need.factor_shardings))
+        """The same by tables over pairs, which have the same least sum: the reader's own variable
+        also tells which source it takes and, if memory is limited, whether it takes a copy or the
+        source itself. With two sums, it takes the source that makes the larger sum smaller."""
+        factor_shardings = tuple(dict.fromkeys(reader.factor_shardings))
         copied = tuple(is_copy for _, is_copy in self._kinds for _ in factor_shardings)
         values = factor_shardings * len(self._kinds)
-        own = replace(_restated(self.sums, need, values), copied=copied)
+        own = replace(_restated(self.sums, reader, values), copied=copied)
         goal = ShardingDomain(None, factor_shardings)
         self.sums.add(
             [produced, own], partial(self._from, 0, self.reshard_costs.paths, produced, goal)
@@ -100,15 +102,15 @@ class Serving:
 
     @property
     def _kinds(self) -> list[tuple[int, bool]]:
-        """The source by number, and whether the reader takes a copy; without a limit, that does not
-        count."""
+        """The combinations of the source, by number, and True if the reader takes a copy of it;
+        without a limit on memory, the latter is always True."""
         return [(n, is_copy) for is_copy in (False, True)[not self.is_limited :] for n in (0, 1)]
 
     def _from(
         self, number: int, paths: Paths, source: ShardingDomain, goal: ShardingDomain
     ) -> Array:
-        """What a source takes to serve the placements of a goal, in each kind; nothing where it
-        does not serve them."""
+        """Seconds from a source to the shardings of a goal, in each kind; 0 in the kinds in which
+        another source serves them."""
         seconds, is_same = (
             self.times * paths(source, goal),
             ~self.reshard_costs.differ(source, goal),
@@ -122,28 +124,28 @@ class Serving:
         return np.concatenate(parts, axis=-1)
 
 
-def distinct(sums: Sums, end: ShardingDomain) -> ShardingDomain:
-    """The same by a variable whose values are the placements, where these are fewer."""
-    factor_shardings = tuple(dict.fromkeys(end.factor_shardings))
-    if end.variable is None or len(factor_shardings) == len(end.factor_shardings):
-        return end
-    return _restated(sums, end, factor_shardings)
+def distinct(sums: Sums, domain: ShardingDomain) -> ShardingDomain:
+    """The domain by a variable whose values are its different shardings, if these are fewer."""
+    factor_shardings = tuple(dict.fromkeys(domain.factor_shardings))
+    if domain.variable is None or len(factor_shardings) == len(domain.factor_shardings):
+        return domain
+    return _restated(sums, domain, factor_shardings)
 
 
 def _restated(
-    sums: Sums, end: ShardingDomain, factor_shardings: tuple[FactorSharding, ...]
+    sums: Sums, domain: ShardingDomain, factor_shardings: tuple[FactorSharding, ...]
 ) -> ShardingDomain:
-    """The same by a new variable with these placements, of which some may be equal."""
+    """The domain by a new variable with these shardings, some of which may be equal."""
     restated = ShardingDomain(sums.add_variable(len(factor_shardings)), factor_shardings)
 
     def allowed() -> Array:
         at: dict[FactorSharding, list[int]] = defaultdict(list)
         for i, factor_sharding in enumerate(factor_shardings):
             at[factor_sharding].append(i)
-        values = np.full((len(end.factor_shardings), len(factor_shardings)), np.inf)
-        for i, factor_sharding in enumerate(end.factor_shardings):
+        values = np.full((len(domain.factor_shardings), len(factor_shardings)), np.inf)
+        for i, factor_sharding in enumerate(domain.factor_shardings):
             values[i, at[factor_sharding]] = 0
         return values
 
-    sums.forbid([end, restated], allowed)
+    sums.forbid([domain, restated], allowed)
     return restated

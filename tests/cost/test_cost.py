@@ -19,7 +19,7 @@ from onnxpar.layout.rows import rows_moved, rows_within
 from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.options import Options
 from onnxpar.search.op_cost import op_cost
-from onnxpar.search.op_strategies import choices_of, partial_kinds
+from onnxpar.search.op_strategies import partial_kinds, strategies_of
 
 HOSTS = Topology(
     (
@@ -196,7 +196,7 @@ def work_of(text: str, path: Path, split: str) -> tuple[float, float]:
     (op,) = sharding.factors.ops
     (found,) = [
         choice
-        for choice in choices_of(op, sharding, partial_kinds([op]))
+        for choice in strategies_of(op, sharding, partial_kinds([op]))
         if split in {leaf.factor for leaf, a in zip(op.leaves, choice.axes, strict=True) if a}
     ]
     return op_cost(op, found, sharding)

@@ -263,11 +263,11 @@ SUM = by_hand("AllReduce", ["x"], ["y"], name="sum")
         ),
         ([SUM], {"z": ["r", None]}, "'z' matches no input, weight or output"),
         ([SUM], {"x": ["r"]}, "tensor 'x' has 2 dimensions"),
-        ([SUM], {"x": [{"r": [1, 3]}, None]}, "parts are equal"),
+        ([SUM], {"x": [{"r": [1, 3]}, None]}, "parts must be equal"),
         (
             [by_hand("Send", ["x"], [], peer=[1, 0], name="s"), SUM],
             {},
-            "Send 's' of rank 0 waits for rank 1, which waits in Send 's', for ever",
+            "Send 's' of rank 0 waits for rank 1, which waits in Send 's'",
         ),
         (
             [by_hand("Recv", ["x"], ["y"], peer=[1, -1], name="r")],
@@ -287,7 +287,7 @@ SUM = by_hand("AllReduce", ["x"], ["y"], name="sum")
         (
             [by_hand("AllToAll", ["x"], ["y"], split_axis=0, concat_axis=0, split_sizes=[1, 1])],
             {},
-            "AllToAll 'AllToAll_y': along one axis, split_sizes is a table of 2 x 2",
+            "AllToAll 'AllToAll_y': along one axis, split_sizes must be a table of 2 x 2",
         ),
     ],
 )
@@ -318,7 +318,7 @@ def test_collectives_in_bodies_are_refused(tmp_path: Path) -> None:
     body = helper.make_graph([by_hand("AllReduce", ["x"], ["b"], name="in")], "b", [], outputs)
     nodes = [op("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)]
     path = program(tmp_path, nodes, {"x": [2, 2]}, {"y": [2, 2]}, c=np.array(True))
-    with pytest.raises(StrategyError, match="AllReduce 'in': stands in a body of If 'if'"):
+    with pytest.raises(StrategyError, match="AllReduce 'in': is in a body of If 'if'"):
         pipeline.plan(path, how("r=2"))
 
 

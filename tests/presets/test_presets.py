@@ -40,8 +40,8 @@ def test_uneven_batch_has_no_collective(model: str) -> None:
     [
         ("tensor-parallel 0", "--devices 0: the number must be from 1 to 1,048,576"),
         ("hybrid 3", "give --mesh dp=..,tp=.."),
-        ("hybrid tp=4", "hybrid needs an axis dp and another"),
-        ("pipeline-parallel 2", "there are data-parallel, tensor-parallel, hybrid"),
+        ("hybrid tp=4", "hybrid needs an axis dp and another axis"),
+        ("pipeline-parallel 2", "use one of data-parallel, tensor-parallel, hybrid"),
     ],
 )
 def test_presets_that_do_not_apply(layout: str, message: str) -> None:

@@ -156,7 +156,7 @@ def test_zero_leaves_inference_to_other_presets(preset: str, ranks: int, tmp_pat
 
 def test_zero_needs_an_axis_dp(tmp_path: Path) -> None:
     step = write_step(MLP, tmp_path, "mse")
-    with pytest.raises(StrategyError, match="zero2 needs an axis dp, the mesh is tp=2"):
+    with pytest.raises(StrategyError, match="zero2 needs an axis dp; the mesh is tp=2"):
         plan_of(step, "zero2 tp=2")
 
 
@@ -210,7 +210,7 @@ def test_a_sequence_that_the_inputs_lack(tmp_path: Path) -> None:
     for model, loss in (("vit", CROSS_ENTROPY), ("dlrm", "bce")):
         step = tmp_path / f"{model}.onnx"
         grad(MODELS / f"{model}.legacy.training.onnx", step, loss=loss, optimizer="sgd")
-        with pytest.raises(StrategyError, match="nothing that tensor-parallel adds up has"):
+        with pytest.raises(StrategyError, match="no activation that tensor-parallel sums up has"):
             plan_of(step, "sequence-parallel 2")
 
 

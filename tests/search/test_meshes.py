@@ -19,7 +19,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
-from onnxpar.search.meshes import asked_axes
+from onnxpar.search.meshes import requested_axes
 from onnxpar.strategy.strategy import Strategy
 
 FAST = {"flops": 1e9, "memory_bandwidth": 1e9, "launch": 1e-8}
@@ -175,7 +175,7 @@ def test_strategies_that_no_mesh_meets(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="2 ranks have no mesh with the axes a, b, c"):
         onnxpar.plan(path, devices=2, search="auto", strategy=three)
     five = {"shard": {"up": [[5, 1], None]}}
-    with pytest.raises(StrategyError, match=r"no mesh of 2 ranks does .* on tp=2: .*5 parts"):
+    with pytest.raises(StrategyError, match=r"no mesh of 2 ranks meets .* on tp=2: .*5 parts"):
         onnxpar.plan(path, devices=2, search="auto", strategy=five)
 
 
@@ -188,9 +188,9 @@ def test_strategies_that_no_mesh_meets(tmp_path: Path) -> None:
     ],
 )
 def test_axes_that_entries_name(entry: Any, names: list[str]) -> None:
-    assert asked_axes(Strategy.of({"tensors": {"t": entry}})) == tuple(names)
-    assert asked_axes(Strategy.of({"shard": {"n": [None, entry]}})) == tuple(names)
-    assert asked_axes(Strategy.of({"shard": {"n": {"k": names}}})) == tuple(names)
+    assert requested_axes(Strategy.of({"tensors": {"t": entry}})) == tuple(names)
+    assert requested_axes(Strategy.of({"shard": {"n": [None, entry]}})) == tuple(names)
+    assert requested_axes(Strategy.of({"shard": {"n": {"k": names}}})) == tuple(names)
 
 
 def test_devices_or_a_mesh_alone_are_searched(tmp_path: Path) -> None:

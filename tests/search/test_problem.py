@@ -36,6 +36,7 @@ from onnxpar.search.op_strategies import Kept, OpStrategy
 from onnxpar.search.predict import predict
 from onnxpar.search.problem import Problem
 from onnxpar.search.reshard_costs import faster
+from onnxpar.search.solver.elimination import LIMIT
 from onnxpar.search.solver.limits import Limit, TooMuch
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.shard_bytes import shard_bytes
@@ -224,9 +225,9 @@ def test_no_strategy_is_faster(model: onnx.ModelProto, mesh: str, topology: Topo
         graph, ctx = context(path, mesh, topology)
         problem = Problem(graph, ctx.sharding)
         judge = BruteForce(graph, ctx.sharding)
-        assume(math.prod(map(len, problem.choices.values())) <= MOST)
+        assume(math.prod(map(len, problem.strategies.values())) <= MOST)
         seconds, chosen, _ = problem.solve()
-        everything = list(judge.strategies(problem.choices))
+        everything = list(judge.strategies(problem.strategies))
         least = min(sum(judge.seconds(*strategy)) for strategy in everything)
         assert seconds == pytest.approx(least, rel=1e-9)
         own = [strategy for strategy in everything if strategy[0] == chosen]
@@ -249,7 +250,7 @@ def test_no_strategy_that_fits_is_better(
         path = save(model, Path(folder) / "m.onnx")
         graph, ctx = context(path, mesh, topology)
     judge = BruteForce(graph, ctx.sharding)
-    choices = Problem(graph, ctx.sharding).choices
+    choices = Problem(graph, ctx.sharding).strategies
     assume(math.prod(map(len, choices.values())) <= MOST // 10)
     everything = list(judge.strategies(choices))
     measured = [(judge.seconds(*s), max(judge.holds(*s))) for s in everything]
@@ -259,6 +260,7 @@ def test_no_strategy_that_fits_is_better(
     fitting = [value(seconds) for seconds, peak in measured if peak <= limit]
     for exhaustively in (False, True):
         problem = Problem(graph, ctx.sharding, objective=Objective(objective, limit))
+        assume(not exhaustively or math.prod(problem.sizes) <= LIMIT)
         if not fitting:
             with pytest.raises(TooMuch):
                 problem.solve(exhaustively)
@@ -275,12 +277,12 @@ def check_held(graph: gs.Graph, sharding: ShardingState, decide: Callable[[int],
     problem = Problem(graph, sharding, objective=Objective(memory=1.0))
     judge = BruteForce(graph, sharding)
     drawn = {v: decide(problem.sizes[v]) for v in problem.variable.values()}
-    chosen = {n: problem.choices[n][drawn[v]] for n, v in problem.variable.items()}
-    limit = Limit(1.0, problem.holdings.steps, problem.holdings.demands)
+    chosen = {n: problem.strategies[n][drawn[v]] for n, v in problem.variable.items()}
+    limit = Limit(1.0, problem.timeline.steps, problem.timeline.demands)
     every = product(*([drawn[v]] if v in drawn else range(n) for v, n in enumerate(problem.sizes)))
     tables = problem.sums[0]
     legal = (values for values in every if all(math.isfinite(t.at(values)) for t in tables))
-    fed = judge.ways_to_feed(problem.choices)
+    fed = judge.ways_to_feed(problem.strategies)
     assert {tuple(limit.held(v)) for v in legal} == {tuple(judge.holds(chosen, f)) for f in fed}
 
 

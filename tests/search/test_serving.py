@@ -25,7 +25,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.search import problem as problems
 from onnxpar.search import serving
 from onnxpar.search.objective import LATENCY, THROUGHPUT, Objective
-from onnxpar.search.op_strategies import choices_of, partial_kinds
+from onnxpar.search.op_strategies import partial_kinds, strategies_of
 from onnxpar.search.patience import Patience
 from onnxpar.search.problem import Problem
 from onnxpar.search.solver.limits import TooMuch
@@ -75,7 +75,7 @@ def test_pairs_have_the_same_least_sum(
         graph, ctx = context(path, mesh, topology)
     memory = None
     if share is not None:
-        demands = Problem(graph, ctx.sharding, objective=Objective(memory=1.0)).holdings.demands
+        demands = Problem(graph, ctx.sharding, objective=Objective(memory=1.0)).timeline.demands
         memory = share * sum(float(d.table.values.max()) for d in demands)
     objective = Objective(LATENCY, memory, patience=Patience(LONG))
     least = solved(graph, ctx, objective, 1 << 20)
@@ -116,7 +116,7 @@ def test_no_table_is_over_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(serving, "MOST_DENSE", 0)
     graph, ctx = context(fan(tmp_path, 5), "dp=2,tp=2", Topology.default())
     problem = Problem(graph, ctx.sharding, objective=Objective(memory=1000.0))
-    tables = [*problem.sums[0], *(demand.table for demand in problem.holdings.demands)]
+    tables = [*problem.sums[0], *(demand.table for demand in problem.timeline.demands)]
     assert max(len(set(table.scope)) for table in tables) == 2
     assert sum(table.values.size for table in problem.sums[0]) == problem.tables.entries
 
@@ -128,8 +128,8 @@ def test_fewer_choices(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     least = Problem(graph, ctx.sharding).solve()[0]
     monkeypatch.setattr(problems, "MOST_ENTRIES", most)
     problem = Problem(graph, ctx.sharding)
-    largest = max(map(len, problem.choices.values()))
-    assert problem.tables.entries <= most or largest <= problems.FEWEST_CHOICES
+    largest = max(map(len, problem.strategies.values()))
+    assert problem.tables.entries <= most or largest <= problems.FEWEST_STRATEGIES
     assert least <= problem.solve()[0] <= 2 * least
 
 
@@ -139,11 +139,11 @@ def test_what_is_asked_for_is_among_few_choices(tmp_path: Path) -> None:
     ops = ctx.sharding.factors.ops
     kinds = partial_kinds(ops)
     for op in ops:
-        for requested in choices_of(op, ctx.sharding, kinds):
+        for requested in strategies_of(op, ctx.sharding, kinds):
             for leaves in itertools.product([False, True], repeat=len(op.leaves)):
                 decided = [a if d else None for a, d in zip(requested.axes, leaves, strict=True)]
                 ctx.sharding.ops[op.node.name] = list(decided)
-                few = choices_of(op, ctx.sharding, kinds, most=1)
+                few = strategies_of(op, ctx.sharding, kinds, most=1)
                 assert len(few) <= 1
                 if all(leaves) and not requested.passed:
                     assert [c.axes for c in few] == [requested.axes]

@@ -304,10 +304,10 @@ def test_a_strategy_may_repeat_what_the_step_says(tmp_path: Path) -> None:
         (
             {"w1": [None, None]},
             {},
-            r"deals tensor 'w1' as \[None, None\].* made for \[None, 'tp'\]",
+            r"shards tensor 'w1' as \[None, None\].* made for \[None, 'tp'\]",
         ),
-        ({"b2": ["tp"]}, {}, "deals tensor 'b2'"),
-        ({"w2.exp_avg": [None, "tp"]}, {}, "deals tensor 'w2.exp_avg'"),
+        ({"b2": ["tp"]}, {}, "shards tensor 'b2'"),
+        ({"w2.exp_avg": [None, "tp"]}, {}, "shards tensor 'w2.exp_avg'"),
         ({"q": [None]}, {}, "'q' matches no input, weight or output"),
         ({}, {"mesh": Mesh.parse("tp=4")}, "made for the mesh tp=8"),
         ({}, {"devices": 4}, "made for the mesh tp=8"),

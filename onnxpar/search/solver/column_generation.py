@@ -1,9 +1,10 @@
-"""The least of the largest of several sums of tables, within a limit on what is held.
+"""Minimizes the largest of several sums of tables within a limit on memory.
 
 Column generation (Dantzig and Wolfe, 1960): a linear program over the assignments found so far sets
-prices on the sums and on bytes at some steps; elimination finds the best assignment at these
-prices, which joins them, and a bound on what any assignment reaches. Mixtures of assignments reach
-that bound; where no assignment does, integer programming decides, if the tables are small enough.
+prices on the sums, and on bytes at some steps. Elimination finds the best assignment at these
+prices, which is added to the program, and a lower bound for all assignments. Mixtures of
+assignments reach that bound; if no single assignment does, integer programming decides, provided
+that the tables are small enough.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from onnxpar.search.solver.limits import Limit, TooMuch, Undecided
 from onnxpar.search.solver.mixed_integer import integer_program
 
 CLOSE = 1e-9
-"""Share by which a sum may be above its bound and be the least."""
+"""A sum that is above its bound by at most this share counts as the least."""
 RAISES = 8
-"""How often the price of memory is raised, by a factor of 4, until something fits."""
-TURNS = 9
-"""Rounds to find something that fits. In each, a share of the prices is the same for all steps,
-less and less, which keeps them from jumping from one to the other."""
+"""How often the price of memory is raised, by a factor of 4, to find an assignment that fits."""
+ROUNDS_TO_FIT = 9
+"""Rounds to find an assignment that fits. In each, a smaller share of the prices is the same for
+all steps; this damping keeps prices from jumping between steps."""
 ROUNDS = 30
-"""Rounds to find the best."""
+"""Rounds to find the best assignment."""
 
 Minimum = Callable[[Sequence[Table]], tuple[float, list[int], bool]]
-"""A small sum of tables, the assignment, and whether that is the least."""
+"""Finds a low sum of tables: the sum, the assignment, and True if it is the least sum."""
 
 
 def minimize_within(
@@ -43,10 +44,10 @@ def minimize_within(
     patience: Patience | None = None,
     any_fit: bool = False,
 ) -> tuple[float, list[int]]:
-    """The least that the largest of the sums, each of several tables, can be within the limit, and
-    an assignment; or little more, where variables are too many to be sure, or patience runs out.
-    Infinite where tables allow nothing. With `any_fit`, the first assignment within the limit.
-    Errors: TooMuch, Undecided."""
+    """Minimizes the largest of the sums, each of several tables, within the limit; returns it and
+    the assignment. It may be slightly more than the least if there are too many variables to be
+    sure, or if patience runs out; it is infinite if the tables forbid every assignment. With
+    `any_fit`, the first assignment within the limit is returned. Errors: TooMuch, Undecided."""
     patience = patience or Patience()
     columns = _Columns(sums, limit, minimum, patience, any_fit)
     if not columns.start():
@@ -73,7 +74,7 @@ def minimize_within(
 
 @dataclass(frozen=True)
 class _Column:
-    """An assignment, its sums, and the bytes at each step."""
+    """An assignment, its sums, and the bytes that it holds at each step."""
 
     values: list[int]
     sums: Array
@@ -82,8 +83,12 @@ class _Column:
 
 @dataclass
 class _Columns:
-    """Assignments found so far. `steps` are those at which some hold too much; `best` is the best
-    within the limit; any holds `least` bytes somewhere."""
+    """The assignments found so far.
+
+    steps  those at which some assignment holds too much
+    best   the best assignment within the limit
+    least  bytes that every assignment holds at some step
+    """
 
     sums: Sequence[Sequence[Table]]
     limit: Limit
@@ -97,16 +102,17 @@ class _Columns:
 
     @property
     def value(self) -> float:
-        """The largest sum of the best."""
+        """The largest sum of the best assignment; infinite if there is none."""
         return math.inf if self.best is None else float(self.best.sums.max())
 
     @property
     def least_held(self) -> float:
-        """The least bytes that one holds where it holds the most."""
+        """The lowest peak of bytes among the assignments found."""
         return min(float(column.held.max()) for column in self.found)
 
     def start(self) -> bool:
-        """Adds what is best for all sums together, and for each; whether there is anything."""
+        """Adds the best assignments for all sums together, and for each; False if every one is
+        forbidden."""
         count = len(self.sums)
         if math.isinf(self._add(np.ones(count), np.zeros(0))):
             return False
@@ -115,7 +121,7 @@ class _Columns:
         return True
 
     def find_some(self) -> None:
-        """Looks for something within the limit by raising the price of a byte at all steps."""
+        """Looks for an assignment within the limit by raising the price of a byte at all steps."""
         first = self.found[0]
         price = float(first.sums.max()) / float(first.held.sum())
         every = np.full(self.limit.steps, price)
@@ -126,14 +132,14 @@ class _Columns:
                 return
 
     def find_room(self) -> bool:
-        """Looks for something within the limit: what holds the least at the step where it holds the
-        most. Returns whether at least a mixture is. Errors: TooMuch, once it is also known nearly
-        how much too much."""
+        """Looks for an assignment within the limit by minimizing the peak of bytes; True if an
+        assignment, or at least a mixture, is within it. Errors: TooMuch, once the lowest peak is
+        nearly known."""
         least = math.inf
-        for turn in range(TURNS):
+        for number in range(ROUNDS_TO_FIT):
             mixture = self._mix(for_room=True)
             least = mixture.value
-            even = 0.5 ** (1 + turn / 3)
+            even = 0.5 ** (1 + number / 3)
             prices = np.full(self.limit.steps, even / self.limit.steps)
             prices[self.steps] += (1 - even) * mixture.first / mixture.first.sum()
             bound = self._find(np.zeros(len(self.sums)), prices)
@@ -148,7 +154,7 @@ class _Columns:
         return least <= self.limit.bytes or self.best is not None
 
     def find_least(self) -> float:
-        """Looks for the least within the limit; returns what it is at least."""
+        """Looks for the best assignment within the limit; returns a lower bound on its value."""
         bound = -math.inf
         for _ in range(ROUNDS):
             mixture = self._mix(for_room=False)
@@ -161,7 +167,8 @@ class _Columns:
         return bound
 
     def _mix(self, for_room: bool) -> _Mixture:
-        """The best mixture of what was found: of least room, or of least sums within the limit."""
+        """The best mixture of the assignments found: that with the lowest peak of bytes if
+        `for_room`, else that with the least sums within the limit."""
         sums = np.stack([column.sums for column in self.found], axis=1)
         held = np.stack([column.held for column in self.found], axis=1)
         while True:
@@ -177,14 +184,14 @@ class _Columns:
             self.steps.append(worst)
 
     def _add(self, of_sums: Array, of_steps: Array) -> float:
-        """Finds the best assignment at prices, those of a byte at `steps`; returns what any costs
-        at least at these."""
+        """Finds the best assignment at these prices of sums, and of a byte at each of `steps`;
+        returns a lower bound on the cost of any at these prices."""
         prices = np.zeros(self.limit.steps)
         prices[self.steps[: len(of_steps)]] = of_steps
         return self._find(of_sums, prices)
 
     def _find(self, of_sums: Array, prices: Array) -> float:
-        """The same, at prices of a byte at each step."""
+        """The same, with a price of a byte at every step."""
         tables = [
             scaled
             for tables, price in zip(self.sums, of_sums, strict=True)
@@ -207,7 +214,8 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Mixture:
-    """Weights of assignments, the largest row of the first sums, and the prices of both."""
+    """A mixture of assignments: the largest row of the first matrix, the weights of assignments,
+    and the prices of the rows of both matrices."""
 
     value: float
     weights: Array
@@ -216,8 +224,8 @@ class _Mixture:
 
 
 def _mixture(first: Array, second: Array, most: float) -> _Mixture:
-    """The mixture of columns that makes the largest row of `first` the smallest, where no row of
-    `second` becomes more than `most`."""
+    """The mixture of columns that minimizes the largest row of `first`, with every row of `second`
+    at most `most`."""
     count = first.shape[1]
     scale = float(first.max()) or 1.0
     above = np.concatenate((first / scale, second / most))
@@ -241,7 +249,7 @@ def _mixture(first: Array, second: Array, most: float) -> _Mixture:
 
 
 def _scaled(tables: Sequence[Table], price: float) -> list[Table]:
-    """The tables at a price; what is forbidden stays so."""
+    """The tables multiplied by a price; forbidden entries stay infinite."""
     if price == 1.0:
         return list(tables)
     allowed = [np.where(np.isinf(t.values), 0.0, t.values) for t in tables]

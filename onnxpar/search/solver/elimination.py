@@ -1,5 +1,5 @@
-"""Minimum of a sum of tables, each over a few discrete variables: exact, by eliminating one
-variable after the other (Dechter, "Bucket elimination", 1999), in the (min, +) semiring."""
+"""Exact minimum of a sum of tables, each over a few discrete variables, by eliminating one variable
+after the other (Dechter, "Bucket elimination", 1999), in the (min, +) semiring."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import numpy as np
 from onnxpar.base.arrays import Array
 
 LIMIT = 1 << 26
-"""Combinations that are all tried: 512 MB."""
+"""The most combinations that are tried exhaustively: 512 MB."""
 ENTRIES = 1 << 20
 """Entries of the largest table that is built."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A term of the sum: `values[i, j]` where the first variable of `scope` has its value i, the
-    second j. An infinite entry forbids the combination."""
+    """A term of the sum: `values[i, j]` if the first variable of `scope` has value i, and the
+    second has value j. An infinite entry forbids the combination."""
 
     scope: tuple[int, ...]
     values: Array
@@ -34,14 +34,15 @@ class Table:
 
 
 class TooLarge(Exception):
-    """The variables depend on each other too much for tables of this size."""
+    """The variables depend on each other too much: tables would be too large."""
 
 
 def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
-    """The least sum and a value for each variable, of which there are as many as `sizes` says.
+    """The least sum, and a value for each variable; `sizes` are their numbers of values.
 
-    A variable may stand twice in a scope: then only the diagonal counts. Infinite where nothing is
-    allowed. Errors: TooLarge where an intermediate table would have more than ENTRIES entries.
+    If a variable is twice in a scope, only the diagonal counts. The sum is infinite if every
+    assignment is forbidden. Errors: TooLarge if an intermediate table would have more than ENTRIES
+    entries.
     """
     elimination = Elimination(sizes, tables)
     if not elimination.run(ENTRIES):
@@ -50,7 +51,7 @@ def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list
 
 
 def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
-    """The sum for every combination of values. Errors: TooLarge where there are too many."""
+    """The sum for every combination of values. Errors: TooLarge if there are more than LIMIT."""
     count = math.prod(sizes)
     if count > LIMIT:
         raise TooLarge(f"{count} combinations of {len(sizes)} variables")
@@ -62,9 +63,9 @@ def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
 
 
 class Elimination:
-    """The sum as far as variables are eliminated: `constant` and `tables`, over those `left`.
+    """The sum with some variables eliminated: `constant`, plus `tables` over those `left`.
 
-    No table is over variables that all stand in another: the two are added up.
+    A table whose variables are all in another table is added to that one.
     """
 
     def __init__(self, sizes: Sequence[int], tables: Iterable[Table]) -> None:
@@ -79,9 +80,9 @@ class Elimination:
             self._add(_squeezed(diagonal(table)))
 
     def run(self, limit: int, growth: float = math.inf) -> bool:
-        """Eliminates variables, always the one with the smallest table, while that has at most
-        `limit` entries; returns whether all are gone. None are whose tables become one of more
-        than `growth` entries, and more than they had."""
+        """Eliminates variables, always the one with the smallest table, as long as that has at most
+        `limit` entries; True if none is left. A variable stays if its tables would become one that
+        has more than `growth` entries and more than they have together."""
         queue = [(self._entries(v), v) for v in self.left]
         heapq.heapify(queue)
         while queue:
@@ -98,14 +99,15 @@ class Elimination:
         return not self.left
 
     def decide(self, values: Mapping[int, int]) -> list[int]:
-        """The best value of each variable, where those that are left have these."""
+        """The best value of each variable, given the values of those that are left."""
         found = [values.get(v, 0) for v in range(len(self.sizes))]
         for variable, scope, best in reversed(self._rules):
             found[variable] = int(best[tuple(found[v] for v in scope)])
         return found
 
     def _add(self, table: Table) -> None:
-        """Joins a table with one that has all of its variables, or with those of which it has."""
+        """Adds a table to one that has all its variables, or adds to it those whose variables it
+        has."""
         scope = set(table.scope)
         if not scope:
             self.constant += float(table.values)
@@ -135,18 +137,19 @@ class Elimination:
         return {v for key in self._of[variable] for v in self.tables[key].scope} - {variable}
 
     def _entries(self, variable: int) -> int:
-        """Entries of the table in which a variable is eliminated."""
+        """Entries of the table that must be built to eliminate a variable."""
         return self.sizes[variable] * math.prod(self.sizes[v] for v in self._around(variable))
 
     def _grows(self, variable: int, entries: int) -> float:
-        """Entries of what a variable's tables become; zero where they have as many."""
+        """Entries of the table that replaces a variable's tables; 0 if these have at least as
+        many."""
         result = entries / self.sizes[variable]
         before = sum(self.tables[key].values.size for key in self._of[variable])
         return result if result > before else 0
 
     def _eliminate(self, variable: int) -> tuple[int, ...]:
-        """Replaces the tables of a variable by the least of their sum over it; returns the others
-        in these."""
+        """Replaces the tables of a variable by the minimum of their sum over it; returns the other
+        variables in them."""
         around = tuple(sorted(self._around(variable)))
         scope = (*around, variable)
         total: Array = np.zeros([self.sizes[v] for v in scope])
@@ -160,7 +163,7 @@ class Elimination:
 
 
 def diagonal(table: Table) -> Table:
-    """The same with each variable once."""
+    """The table with each variable once."""
     scope = tuple(dict.fromkeys(table.scope))
     if len(scope) == len(table.scope):
         return table
@@ -169,14 +172,14 @@ def diagonal(table: Table) -> Table:
 
 
 def _squeezed(table: Table) -> Table:
-    """The same without variables of one value."""
+    """The table without variables that have one value."""
     sizes = table.values.shape
     scope = tuple(v for v, size in zip(table.scope, sizes, strict=True) if size > 1)
     return Table(scope, table.values.reshape([size for size in sizes if size > 1]))
 
 
 def _broadcast(table: Table, scope: Sequence[int]) -> Array:
-    """The values with the axes of a larger scope."""
+    """The values, broadcastable over the axes of a larger scope."""
     order = [scope.index(v) for v in table.scope]
     values = np.transpose(table.values, np.argsort(order))
     shape = iter(values.shape)

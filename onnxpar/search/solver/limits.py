@@ -1,4 +1,4 @@
-"""What is held at each step of a run, as a sum of tables, and how much that may be."""
+"""The limit on memory: bytes held at each step of a run, as sums of tables."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from onnxpar.search.solver.elimination import Table, every_sum
 
 @dataclass(frozen=True)
 class Demand:
-    """The bytes of a table that are held during `spans`: rows of a first and a last step, of which
-    a step may lie in several."""
+    """The bytes of a table, which a rank holds during `spans`: rows of a first and a last step. A
+    step may be in several of them."""
 
     table: Table
     spans: Array
 
     def weight(self, prices: Array) -> float:
-        """The sum of the prices of all steps of all spans."""
+        """The sum of prices over all steps of all spans; `prices` has one for each step."""
         before = np.concatenate(([0.0], np.cumsum(prices)))
         return float((before[self.spans[:, 1] + 1] - before[self.spans[:, 0]]).sum())
 
 
 @dataclass(frozen=True)
 class Limit:
-    """At most so many bytes at each of the steps of a run."""
+    """The most bytes that a rank may hold at each step of a run."""
 
     bytes: float
     steps: int
@@ -43,14 +43,14 @@ class Limit:
         return np.cumsum(change[:-1])
 
     def priced(self, prices: Array) -> list[Table]:
-        """What is held as tables, where a byte at each step has its price."""
+        """Tables of the cost of memory, if a byte at each step has its price."""
         priced = ((demand.table, demand.weight(prices)) for demand in self.demands)
         return [Table(t.scope, t.values * weight) for t, weight in priced if weight]
 
 
 class TooMuch(Exception):
-    """Whatever is chosen, `least` bytes or more are held at some step, more than the limit; `found`
-    is what something was found to hold."""
+    """Every assignment holds at least `least` bytes at some step, which is more than the limit; one
+    was found that holds `found` bytes."""
 
     def __init__(self, least: float, found: float) -> None:
         super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
@@ -58,8 +58,8 @@ class TooMuch(Exception):
 
 
 class Undecided(Exception):
-    """Nothing was found within the limit, nor that there is nothing: `least` bytes are held at
-    least, and `found` is what something was found to hold."""
+    """No assignment within the limit was found, nor a proof that there is none. Every one holds at
+    least `least` bytes at some step; one was found that holds `found` bytes."""
 
     def __init__(self, least: float, found: float) -> None:
         super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
@@ -69,8 +69,8 @@ class Undecided(Exception):
 def exhaust_within(
     sizes: Sequence[int], sums: Sequence[Sequence[Table]], limit: Limit
 ) -> tuple[float, list[int]]:
-    """The least that the largest of the sums can be within the limit, and the assignment, by trying
-    all. Errors: TooLarge, TooMuch."""
+    """Minimizes the largest of the sums within the limit, by trying every assignment; returns it
+    and the assignment. Errors: TooLarge, TooMuch."""
     largest = every_sum(sizes, sums[0])
     for tables in sums[1:]:
         np.maximum(largest, every_sum(sizes, tables), out=largest)

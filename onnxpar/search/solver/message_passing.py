@@ -1,8 +1,9 @@
-"""Lower bounds on a sum of tables: costs move between tables that share a variable, so that the sum
-of what each has at least becomes large.
+"""Lower bounds on a sum of tables, by message passing.
 
-V. Kolmogorov, "A new look at reweighted message passing" (2015): sequential, over the variables
-forwards and backwards. Of most problems of a search the bound reaches the least sum.
+The sum of the minima of all tables is a lower bound. Moving costs between tables that share a
+variable raises it. V. Kolmogorov, "A new look at reweighted message passing" (2015): sequential,
+over the variables forwards and backwards. For most problems of a search, the bound reaches the
+least sum.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ from onnxpar.search.solver.elimination import Table
 
 @dataclass(frozen=True)
 class _Share:
-    """A table's part in a variable: the values, which change; the axis; the shape of a vector along
-    it; and whether variables before it, and behind it, are in the table."""
+    """A table seen from one of its variables.
+
+    values       those of the table, which change
+    axis         the axis of the variable
+    shape        the shape of a vector along this axis
+    has_earlier  True if the table has a variable that is earlier in the order
+    has_later    True if it has a later one
+    """
 
     values: Array
     axis: int
@@ -31,9 +38,9 @@ class _Share:
     has_later: bool
 
     def least(self) -> Array:
-        """What the table has at least for each value of the variable."""
+        """The minimum of the table for each value of the variable."""
         found: Array
-        if self.axis:  # long runs first, which is faster
+        if self.axis:  # contiguous runs first, which is faster
             values = self.values.min(axis=0)
             found = values.min(axis=tuple(i for i in range(values.ndim) if i != self.axis - 1))
         else:
@@ -42,8 +49,8 @@ class _Share:
 
 
 class Messages:
-    """Tables whose sum, with `bound`, is that of the given ones, and of which none is negative
-    anywhere: so `bound` is a lower one. It is infinite where nothing is allowed."""
+    """Tables without negative entries whose sum, plus `bound`, is that of the given ones; `bound`
+    is therefore a lower bound. It is infinite if every assignment is forbidden."""
 
     def __init__(self, tables: Iterable[Table], constant: float) -> None:
         self.bound = constant
@@ -60,11 +67,11 @@ class Messages:
 
     @property
     def entries(self) -> int:
-        """How many entries the tables have."""
+        """The number of entries of all tables."""
         return sum(table.values.size for table in self.tables)
 
     def sweep(self, rounds: int) -> None:
-        """Moves costs along the order and back again, so many times; the bound rises."""
+        """Moves costs along the order and back, `rounds` times, which raises the bound."""
         kept: dict[int, Array] = {v: np.zeros(1) for v in self._order}
         for order in [self._order, self._order[::-1]] * rounds:
             ahead = order is self._order
@@ -80,13 +87,13 @@ class Messages:
                 table.values[...] -= least
 
     def slack(self) -> dict[int, Array]:
-        """How much more than `bound` the sum is at least, by the values of each variable."""
+        """For each value of each variable, a lower bound on how far the sum is above `bound`."""
         zero: Array = np.zeros(1)
         return {v: sum((s.least() for s in self._shares[v]), zero) for v in self._order}
 
     def _pass_on(self, variable: int, kept: Array, ahead: bool) -> Array:
-        """Collects what the tables of a variable have at least by its values, and shares it out to
-        those with variables that come later; returns what is kept back."""
+        """Collects the minima of a variable's tables for each of its values, and distributes them
+        to the tables that have later variables; returns the rest."""
         shares = self._shares[variable]
         found = [share.least() for share in shares]
         total = sum(found, start=kept)
@@ -110,7 +117,7 @@ class Messages:
 
 
 def _along(scopes: Sequence[Sequence[int]]) -> list[int]:
-    """An order in which variables of one table stand close to each other."""
+    """An order that keeps the variables of one table close to each other."""
     if not scopes:
         return []
     variables = sorted({v for scope in scopes for v in scope})

@@ -1,4 +1,5 @@
-"""The same by mixed-integer programming (HiGHS), over all assignments at once: for small tables."""
+"""Minimizes the largest sum within a limit by mixed-integer programming (HiGHS), for small
+tables."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from onnxpar.search.solver.elimination import Table, diagonal
 from onnxpar.search.solver.limits import Limit, TooMuch
 
 MOST_ENTRIES = 60_000
-"""Entries of tables above which the program is not tried."""
+"""The most entries of tables for which the program is tried."""
 MOST_SECONDS = 60.0
-"""After so long at most the best that was found counts."""
+"""The time limit, after which the best assignment found counts."""
 INFEASIBLE = 2
-"""The status by which SciPy says so."""
+"""SciPy's status of an infeasible program."""
 UNIT = 1e4
-"""What sums and the limit are scaled to, as HiGHS has absolute tolerances."""
+"""The scale of sums and of the limit, as HiGHS has absolute tolerances."""
 
 
 def integer_program(
@@ -33,9 +34,9 @@ def integer_program(
     steps: Iterable[int],
     seconds: float = MOST_SECONDS,
 ) -> tuple[float, list[int]] | None:
-    """The least that the largest sum can be within the limit, and an assignment; None where it
-    found none within `seconds`. `steps` are those that are likely to hold too much. Errors:
-    TooMuch."""
+    """Minimizes the largest sum within the limit; returns it and the assignment, or None if none
+    was found within `seconds`. `steps` are those at which memory is likely to exceed the limit.
+    Errors: TooMuch."""
     sums = [[diagonal(table) for table in tables] for tables in sums]
     demands = [diagonal(demand.table) for demand in limit.demands]
     entries = {t.scope: t.values.size for t in (*itertools.chain(*sums), *demands)}
@@ -58,8 +59,8 @@ def integer_program(
 
 
 class _Program:
-    """A column for each value of each variable, for each entry over each scope of several, and for
-    the largest sum."""
+    """The program. It has a column for each value of each variable, for each entry of each scope of
+    several variables, and one for the largest sum."""
 
     def __init__(
         self,
@@ -87,7 +88,8 @@ class _Program:
             self.most[self.columns[table.scope][np.isinf(table.values)]] = 0
 
     def solve(self, steps: Iterable[int], seconds: float) -> list[int] | None:
-        """The best assignment that holds no more than the limit at these steps."""
+        """The best assignment that keeps the limit at these steps; None if none was found in time.
+        Errors: TooMuch if there is none."""
         largest = np.zeros(self.count + 1)
         largest[-1] = 1
         whole = np.zeros(self.count + 1)
@@ -97,7 +99,7 @@ class _Program:
             integrality=whole,
             bounds=Bounds(0, self.most),
             constraints=self._stacked([*self._one_value_each(), *self._sums(), *self._held(steps)]),
-            # bringing solutions back from a presolved program, HiGHS 1.12 prints a line to stdout
+            # with presolve, HiGHS 1.12 prints a line to stdout
             options={"time_limit": seconds, "mip_rel_gap": 0.0, "presolve": False},
         )
         if solved.status == INFEASIBLE:
@@ -112,7 +114,7 @@ class _Program:
         return max(sum(table.at(values) for table in tables) for tables in self.sums)
 
     def _one_value_each(self) -> Iterator[_Row]:
-        """Each variable has one value, and entries over several are those of their values."""
+        """Each variable has one value, which determines the entries of its scopes."""
         for start, end in itertools.pairwise(self.first):
             yield _Row.of([(np.arange(start, end), np.ones(end - start))], 1, 1)
         for scope, columns in self.columns.items():
@@ -125,7 +127,7 @@ class _Program:
                     yield _Row.of([(entries, np.ones(len(entries))), (own, -np.ones(1))], 0, 0)
 
     def _sums(self) -> Iterator[_Row]:
-        """The last column is as large as the largest sum, in units of what sums are about."""
+        """The last column is at least each sum, scaled by the largest entry."""
         scale = UNIT / max(self._typical(), 1e-300)
         for tables in self.sums:
             terms = [
@@ -141,7 +143,7 @@ class _Program:
         return max((float(values.max()) for values in finite if values.size), default=1.0)
 
     def _held(self, steps: Iterable[int]) -> Iterator[_Row]:
-        """At these steps, no more is held than may be."""
+        """At these steps, a rank holds no more than the limit."""
         scale = UNIT / self.limit.bytes
         for step in steps:
             at = np.zeros(self.limit.steps)
@@ -164,7 +166,7 @@ class _Program:
 
 @dataclass(frozen=True)
 class _Row:
-    """A weighted sum of columns between bounds; a column that stands twice counts twice."""
+    """A weighted sum of columns between bounds; a column that is listed twice counts twice."""
 
     columns: Array
     weights: Array
@@ -173,6 +175,6 @@ class _Row:
 
     @classmethod
     def of(cls, terms: Iterable[tuple[Array, Array]], least: float, most: float) -> _Row:
-        """Of columns and weights of the same shapes."""
+        """The row of (columns, weights), arrays of the same shape."""
         columns, weights = zip(*((c.reshape(-1), w.reshape(-1)) for c, w in terms), strict=True)
         return cls(np.concatenate(columns), np.concatenate(weights), least, most)

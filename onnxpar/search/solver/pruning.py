@@ -1,8 +1,8 @@
-"""Minimum of a sum of tables that are too connected for elimination alone: values that no smaller
-sum has are pruned until elimination can do the rest.
+"""Minimum of a sum of tables that are too connected for elimination alone: values are pruned until
+elimination can do the rest.
 
-`message_passing.py` bounds the sum from below for each value. Elimination among the values with low
-bounds finds a small sum; values whose bound is above that sum are pruned.
+`message_passing.py` gives a lower bound on the sum for each value. Elimination among the values
+with low bounds finds a low sum; values whose bound is above that sum are pruned.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from onnxpar.search.solver.elimination import ENTRIES, Elimination, Table, diago
 from onnxpar.search.solver.message_passing import Messages
 
 CLOSE = 1e-12
-"""Share by which a sum may be above its bound and be the least."""
+"""A sum that is above its bound by at most this share counts as the least."""
 FEW = 1 << 12
-"""Entries of a table that may come of eliminating a variable before there is a bound."""
+"""The most entries of the table that replaces an eliminated variable, before there is a bound."""
 SMALL = 1 << 18
-"""Entries of the largest table while a small sum is looked for."""
+"""The most entries of a table in the search for a low sum."""
 LARGE = 1 << 22
-"""The same where that proves it to be the least."""
+"""The most entries of a table in the proof that a sum is the least."""
 SWEEPS = 5
-"""Forwards and backwards between two attempts."""
+"""Sweeps forwards and backwards between two attempts."""
 ATTEMPTS = 12
-"""Attempts to find a small sum."""
+"""Attempts to find a low sum."""
 SLOW = 0.1
-"""Share of the gap between bound and sum: where a bound rises less, larger tables make it rise."""
+"""Share of the gap between bound and sum: if the bound rises by less, larger tables are used."""
 ROOM = 1 << 21
-"""Entries of all tables together, above which they do not become larger."""
+"""Entries of all tables together, above which no larger tables are used."""
 NEAR = 1e-3
-"""Share by which a sum may be above its bound where that is all that can be done."""
+"""A sum that is above its bound by at most this share is good enough once progress is slow."""
 WORK = 1 << 30
-"""Entries that all attempts together may read, after which there is no more of them."""
+"""Entries that all attempts together may read before they end."""
 
 
 def minimize_in_parts(
     sizes: Sequence[int], tables: Sequence[Table], start: Mapping[int, int]
 ) -> tuple[float, list[int], bool]:
-    """A small sum, the values, and whether it is the least; infinite where nothing was found. It is
-    no more than the best with the values that `start` has for some variables, if few enough of the
-    others depend on each other."""
+    """A low sum, the values, and True if it is the least; infinite if none was found. It is no
+    higher than the best sum with the values in `start` for some variables, unless the other
+    variables depend on each other too much."""
     search = _Search(sizes, tables)
     search.complete(start)
     is_least = search.run()
@@ -53,21 +53,21 @@ def minimize_in_parts(
 
 @dataclass(frozen=True)
 class _Level:
-    """A sum behind some elimination. `kept` are the values that each variable has, as the level
-    before numbers them."""
+    """The sum after some pruning and elimination. `kept` are the values of each variable that
+    remain, as numbered in the level before."""
 
     elimination: Elimination
     kept: list[Array]
 
     def decide(self, values: Mapping[int, int]) -> dict[int, int]:
-        """Values of all variables in the level before, from those of what is left."""
+        """Values of all variables in the level before, from those of the variables left."""
         found = self.elimination.decide(values)
         return {v: int(kept[found[v]]) for v, kept in enumerate(self.kept)}
 
 
 class _Search:
-    """The smallest sum that was found, its values, and what may still be in a smaller one. `here`
-    has the values as the last level numbers them."""
+    """The lowest sum found, its values, and the values that a lower sum may have. `here` has the
+    values found, as numbered in the last level."""
 
     def __init__(self, sizes: Sequence[int], tables: Iterable[Table]) -> None:
         self.given = [diagonal(table) for table in tables]
@@ -80,7 +80,7 @@ class _Search:
         self._enter(self.given, [np.arange(size) for size in sizes], 0.0)
 
     def run(self) -> bool:
-        """Looks for smaller sums; returns whether there is none."""
+        """Looks for lower sums; True if there is none."""
         work = 0
         for attempt in range(ATTEMPTS):
             if not self.messages.tables:
@@ -100,7 +100,8 @@ class _Search:
         return self._eliminate(self.messages.slack(), self._gap(), LARGE, {})
 
     def complete(self, values: Mapping[int, int]) -> None:
-        """Takes the best assignment with these values of some variables, if tables allow it."""
+        """Takes the best assignment with these values of some variables, unless tables would be too
+        large."""
         sizes = [len(kept) for kept in self.levels[0].kept]
         kept = [np.array([values[v]]) if v in values else np.arange(s) for v, s in enumerate(sizes)]
         elimination = Elimination([len(k) for k in kept], among(self.given, dict(enumerate(kept))))
@@ -108,7 +109,7 @@ class _Search:
             self._take(_Level(elimination, kept).decide({}))
 
     def _gap(self) -> float:
-        """How far what was found is above the bound, and a little."""
+        """The distance of the lowest sum found from the bound, plus a tolerance."""
         if math.isinf(self.total):
             return math.inf
         return self.total - self.messages.bound + CLOSE * abs(self.total)
@@ -119,34 +120,36 @@ class _Search:
         return self.messages.bound >= self.total - CLOSE * abs(self.total)
 
     def _enter(self, tables: Iterable[Table], kept: list[Array], constant: float) -> None:
-        """Eliminates what leaves small tables, or no larger ones."""
+        """Starts a level: eliminates the variables whose tables do not grow much."""
         elimination = Elimination([len(values) for values in kept], tables)
         elimination.run(LARGE, growth=self.growth)
         self.levels.append(_Level(elimination, kept))
         constant += elimination.constant
         self.messages = Messages(list(elimination.tables.values()), constant)
 
-    def _attempt(self, slack: Mapping[int, Array], beside: int) -> bool:
-        """Eliminates among the values of the least slack, as large a share of them as it can, or
-        `beside` what was found; returns whether no smaller sum has others."""
+    def _attempt(self, slack: Mapping[int, Array], keeps_found: int) -> bool:
+        """Eliminates among the values with the least slack, as large a share of them as possible;
+        with `keeps_found`, the values found so far are among them. True if no lower sum has other
+        values."""
         excess = np.sort(np.concatenate([s - s.min() for s in slack.values()]))
         excess = excess[excess > 0]
-        here = self.here if beside else {}
-        share = min(4 * self.shares[beside], 1.0)
+        here = self.here if keeps_found else {}
+        share = min(4 * self.shares[keeps_found], 1.0)
         while share * len(excess) >= 1:
             most = float(excess[math.ceil(share * len(excess)) - 1])
             if self._eliminate(slack, most, SMALL, here):
-                self.shares[beside] = share
+                self.shares[keeps_found] = share
                 return self._is_closed() or most >= self._gap()
             share /= 2
-        self.shares[beside] = share
+        self.shares[keeps_found] = share
         return self._eliminate(slack, 0.0, SMALL, here) and self._is_closed()
 
     def _eliminate(
         self, slack: Mapping[int, Array], most: float, limit: int, here: Mapping[int, int]
     ) -> bool:
-        """Finds the least sum among values of so much slack at most, beside the least of their
-        variable, and those `here`; returns whether tables of so many entries are enough."""
+        """Finds the least sum among the values whose slack is at most `most` above the least of
+        their variable, and those in `here`; False if that needs tables of more than `limit`
+        entries."""
         kept = {
             v: np.flatnonzero((s <= s.min() + most) | (np.arange(len(s)) == here.get(v, -1)))
             for v, s in slack.items()
@@ -160,8 +163,8 @@ class _Search:
         return True
 
     def _take(self, values: Mapping[int, int]) -> None:
-        """Keeps values of what is left, with the best of the others, if their sum is smaller than
-        what there is."""
+        """Keeps the values of the variables left, with the best ones of the others, if their sum is
+        lower than the lowest so far."""
         found = values
         for level in reversed(self.levels):
             found = level.decide(found)
@@ -171,7 +174,7 @@ class _Search:
             self.here = {v: values[v] for v in self.levels[-1].elimination.left}
 
     def _prune(self, slack: Mapping[int, Array]) -> bool:
-        """Leaves out values that are in no smaller sum; returns whether there may be one."""
+        """Prunes values that no lower sum has; False if there is no lower sum."""
         kept = {v: np.flatnonzero((s <= self._gap()) & np.isfinite(s)) for v, s in slack.items()}
         if not all(map(len, kept.values())):
             return False
@@ -183,5 +186,5 @@ class _Search:
 
 
 def among(tables: Iterable[Table], kept: Mapping[int, Array]) -> list[Table]:
-    """The tables with these values of their variables alone."""
+    """The tables restricted to these values of their variables."""
     return [Table(t.scope, t.values[np.ix_(*(kept[v] for v in t.scope))]) for t in tables]

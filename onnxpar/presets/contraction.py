@@ -1,0 +1,44 @@
+"""Contractions among the nodes of a graph, and the weights that they read."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.presets.recurrences import MOVES, recurrences
+from onnxpar.sharding.factors import OpFactors
+
+_CONTRACT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "FusedMatMul", "TransposeMatMul"}
+_WEIGHT = {
+    **dict.fromkeys(("MatMulInteger", "ConvInteger", "MatMulNBits", "Attention", "QAttention"), 1),
+    **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), 3),
+}
+"""The index of the weight among the operands, which include scales and zero points."""
+_LOOK_UP = {"Gather", "GatherND", "GatherElements"}
+
+
+def is_contraction(op: OpFactors) -> bool:
+    """True if the node multiplies two operands and reduces."""
+    multiplies = op.node.op in _CONTRACT or op.node.op in _WEIGHT
+    return multiplies and bool(op.rule.reduce or op.rule.communicating)
+
+
+def convolves(op: OpFactors) -> bool:
+    """True if the node slides windows over an image."""
+    return "Conv" in op.node.op
+
+
+def is_contracted(weight: gs.Tensor) -> bool:
+    """True if a product, a convolution, a lookup or a recurrence reads the weight, possibly after
+    moving or casting it."""
+    if any(recurrences(weight)):
+        return True
+    for node in weight.outputs:
+        position = next(i for i, t in enumerate(node.inputs) if t is weight)
+        if node.op in _CONTRACT or (node.op in _LOOK_UP and position == 0):
+            return True
+        if _WEIGHT.get(node.op) == position:
+            return True
+        moves = node.op in MOVES or (node.op == "DequantizeLinear" and position == 0)
+        if moves and any(is_contracted(t) for t in node.outputs):
+            return True
+    return False

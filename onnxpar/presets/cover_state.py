@@ -1,0 +1,122 @@
+"""The cost of a set of atoms that covers the weights, while the set is improved."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+Event = tuple[str, str]
+"""A collective: its kind, and the node or tensor that causes it."""
+
+
+class CoverState:
+    """A set of atoms and its cost: the collectives that it causes, the contractions that have two
+    of its atoms (only one can take the axes there), and the segments of weights that it leaves
+    uncovered.
+
+    segments  (cost of leaving it uncovered, atoms that cover it) of each
+    times     events that are several collectives, with their number
+    """
+
+    def __init__(
+        self,
+        events: Mapping[int, set[Event]],
+        conflicts: Mapping[int, Mapping[int, int]],
+        segments: Sequence[tuple[float, frozenset[int]]],
+        usable: set[int],
+        times: Mapping[Event, int],
+    ) -> None:
+        self.events = events
+        self.times = times
+        self.conflicts = conflicts
+        self.price = [price for price, _ in segments]
+        self.holders: dict[int, list[int]] = defaultdict(list)
+        for i, (_, atoms) in enumerate(segments):
+            for atom in atoms & usable:
+                self.holders[atom].append(i)
+        self.chosen: set[int] = set()
+        self.caused: Counter[Event] = Counter()
+        self.covered: Counter[int] = Counter()
+        for atom in self.holders:
+            self._add(atom)
+
+    def size(self, atom: int) -> float:
+        """The cost of the segments that an atom covers if they were uncovered."""
+        return sum(self.price[i] for i in self.holders[atom])
+
+    @property
+    def cost(self) -> float:
+        """The cost of the set, in collectives."""
+        met = sum(
+            n for a in self.chosen for o, n in self.conflicts.get(a, {}).items() if o in self.chosen
+        )
+        uncovered = sum(price for i, price in enumerate(self.price) if not self.covered[i])
+        caused = sum(self.times.get(e, 1) for e, n in self.caused.items() if n > 0)
+        return caused + met / 2 + uncovered
+
+    def order(self, by_cover: bool) -> list[int]:
+        """All atoms, those that cause the most collectives first; with `by_cover`, relative to the
+        cost of what they cover."""
+
+        def key(atom: int) -> tuple[float, float, int]:
+            count = sum(self.times.get(e, 1) for e in self.events.get(atom, ()))
+            size = self.size(atom)
+            return -count / ((size or 1) if by_cover else 1), size, atom
+
+        return sorted(self.holders, key=key)
+
+    def improve(self, order: Sequence[int]) -> None:
+        """Prunes atoms, then tries to add each removed one, until nothing gets cheaper."""
+        self.prune(order)
+        improved = True
+        while improved:
+            improved = any([self.try_adding(a) for a in order if a not in self.chosen])
+
+    def _add(self, atom: int) -> None:
+        self.chosen.add(atom)
+        self.caused.update(self.events.get(atom, ()))
+        self.covered.update(self.holders[atom])
+
+    def _remove(self, atom: int) -> None:
+        self.chosen.discard(atom)
+        self.caused.subtract(self.events.get(atom, ()))
+        self.covered.subtract(self.holders[atom])
+
+    def gain(self, atom: int) -> float:
+        """The change in cost, reversed, if a chosen atom is removed: positive if that saves."""
+        events = self.events.get(atom, ())
+        saved: float = sum(self.times.get(e, 1) for e in events if self.caused[e] == 1)
+        saved += sum(n for o, n in self.conflicts.get(atom, {}).items() if o in self.chosen)
+        return saved - sum(self.price[i] for i in self.holders[atom] if self.covered[i] == 1)
+
+    def prune(self, order: Iterable[int]) -> list[int]:
+        """Removes, in this order, the atoms that cost more than the segments that only they
+        cover."""
+        gone = []
+        for atom in order:
+            if atom in self.chosen and self.gain(atom) >= 0:
+                self._remove(atom)
+                gone.append(atom)
+        return gone
+
+    def try_adding(self, atom: int) -> bool:
+        """Adds an atom if the set then costs less, once the atoms that it makes superfluous are
+        removed; True if it did."""
+        neighbours = {
+            a for a in self.chosen if not set(self.holders[a]).isdisjoint(self.holders[atom])
+        }
+        self._add(atom)
+        change = self.gain(atom)
+        removed = []
+        for other in sorted(neighbours, key=lambda a: (-self.gain(a), self.size(a), a)):
+            gain = self.gain(other)
+            if gain >= 0:
+                change -= gain
+                self._remove(other)
+                removed.append(other)
+        if change < -1e-9:
+            return True
+        for other in removed:
+            self._add(other)
+        self._remove(atom)
+        return False

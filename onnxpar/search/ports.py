@@ -1,0 +1,58 @@
+"""The producer and the readers of every tensor of a graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from onnxpar.ir.subgraphs import captured
+from onnxpar.search.op_strategies import OpStrategy
+from onnxpar.sharding.factors import Links, OpFactors
+from onnxpar.sharding.state import FactorSharding
+
+
+@dataclass(frozen=True)
+class Port:
+    """A node that produces or reads a tensor: as the result or operand `index`, or, if that is
+    None, at one of its bodies. With `is_whole`, a body that is not split reads the tensor."""
+
+    op: OpFactors
+    index: int | None
+    links: Links = ()
+    is_whole: bool = False
+
+    def produced(self, strategy: OpStrategy) -> FactorSharding:
+        """The sharding in which the node produces the tensor."""
+        if self.index is None:
+            return FactorSharding(strategy.leaves(self.links))
+        return strategy.result(self.op, self.index)
+
+    def required(self, strategy: OpStrategy) -> FactorSharding:
+        """The sharding in which the node reads the tensor."""
+        if self.index is None:
+            return FactorSharding(strategy.leaves(self.links))
+        return strategy.operand(self.op, self.index)
+
+
+class Ports:
+    """The producer of each tensor, by name, and its readers."""
+
+    def __init__(self, ops: Iterable[OpFactors]) -> None:
+        self.producers: dict[str, Port] = {}
+        self.readers: dict[str, list[Port]] = defaultdict(list)
+        for op in ops:
+            self._add(op)
+
+    def _add(self, op: OpFactors) -> None:
+        for i, tensor in enumerate(op.node.inputs):
+            self.readers[tensor.name].append(Port(op, i))
+        for i, tensor in enumerate(op.node.outputs):
+            self.producers[tensor.name] = Port(op, i)
+        for body in op.bodies:
+            for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
+                self.producers[tensor.name] = Port(op, None, links)
+            for tensor, links in zip(body.graph.outputs, body.outputs, strict=True):
+                self.readers[tensor.name].append(Port(op, None, links))
+        for tensor, _, _ in [] if op.bodies else captured(op.node):
+            self.readers[tensor.name].append(Port(op, None, is_whole=True))
