@@ -91,8 +91,8 @@ class Handwritten:
         if not 1 <= len(node.inputs) <= 2 or not results <= len(node.outputs) <= results + 1:
             self._fail(
                 node,
-                "must have one input X and one output Y (Send has no output), each with at most one "
-                "token after it",
+                "must have one input X and one output Y (Send has no output), each followed by at "
+                "most one token",
             )
         for token in node.inputs[1:]:
             producer = token.inputs[0] if token.inputs else None
