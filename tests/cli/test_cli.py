@@ -91,7 +91,7 @@ def test_opt_prints_and_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     after = ["--print-after", "propagate-layouts"]
     assert main(["opt", DLRM, *options, *after, "--dump", str(tmp_path / "dump")]) == 0
     out = capsys.readouterr().out
-    assert "behind propagate-layouts" in out and "AllReduce" not in out
+    assert "after propagate-layouts" in out and "AllReduce" not in out
     names = sorted(p.name for p in (tmp_path / "dump").glob("*.onnxtxt"))
     assert names == [
         "01-annotate-strategy.onnxtxt",
@@ -132,7 +132,7 @@ BAD_STRATEGIES: dict[str, tuple[str, list[str]]] = {
     "dimensions": ("shard: {mm: [[2], [1, 1]]}", ["mm", "2 dimensions"]),
     "inputs": ("shard: {mm: [[1, 1], [1, 1], [1]]}", ["mm", "2 inputs"]),
     "one axis twice": ("shard: {mm: [[tp, null], [null, tp]]}", ["mm", "use each axis once"]),
-    "no split": ("shard: {mm: [[{tp: big}, null], [null, null]]}", ["mm", "no split"]),
+    "no split": ("shard: {mm: [[{tp: big}, null], [null, null]]}", ["mm", "is not a split"]),
     "hand sizes": ("tensors: {w: [{tp: [10, 5]}, null]}", ["'w'", "add up to 16"]),
     "tensor axis twice": ("tensors: {w: [tp, tp]}", ["'w'", "use each axis once"]),
     "one dimension, two ways": ("shard: {mm: [[null, tp], [null, null]], mm: 3}", ["mm"]),
