@@ -94,7 +94,7 @@ def unpaired_text(missing: Sequence[str]) -> str:
     """The warning about inputs that look like states but have no output to be fed back."""
     names = ", ".join(map(repr, missing[:4])) + (", ..." if len(missing) > 4 else "")
     return (
-        f"no output is fed back as {names}, although states have such names: each run needs its "
+        f"no output is fed back as {names}, though states have such names: each run needs its "
         "whole value as an input; declare its pair with --state IN=OUT"
     )
 
