@@ -2,7 +2,7 @@
 The cheapest reshard is a shortest path in it.
 
 A state of the graph has a location for each sub-axis of the mesh: unused, on a slot of leaves, or
-in a pending reduction. The sub-axes on a leaf are in mesh order, so that only the last one can
+in a partial reduction. The sub-axes on a leaf are in mesh order, so that only the last one can
 leave, and only a later one can be added.
 """
 

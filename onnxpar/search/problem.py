@@ -265,7 +265,8 @@ class Problem:
             self.tables.later(lambda: add.add_copies(costs, at[requested], common, ranges))
 
     def _iterations(self, name: str) -> int:
-        """How often a tensor is produced; an input of a body once in each iteration."""
+        """The number of times that a tensor is produced; an input of a body counts once for each
+        iteration."""
         producer = self.tensors.ports.producers.get(name)
         if producer is None:
             return 1

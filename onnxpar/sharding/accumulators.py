@@ -19,7 +19,7 @@ class Accumulator:
 
     operand, result  indices of the sum among the loop's operands and results
     given, back      the sum as input and as output of the loop's body
-    add              the Add between these, whose operand number `term` is added in each iteration
+    add              the Add between these; its operand number `term` is what an iteration adds
     """
 
     operand: int

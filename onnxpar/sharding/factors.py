@@ -162,8 +162,8 @@ class GraphFactors:
             self._bonded |= {(op.node.name, leaf): members for op, leaf in members}
 
     def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:
-        """All leaves of nodes that must be split over the same axes as this one, which is among
-        them."""
+        """All leaves that must be split over the same axes as this one, including itself, each with
+        its node."""
         return self._bonded.get((op.node.name, leaf)) or [(op, leaf)]
 
     def opened(self, other: GraphFactors) -> GraphFactors:

@@ -129,7 +129,7 @@ class ShardingState:
         return found
 
     def settle(self) -> None:
-        """Legalizes every node; bonded leaves whose axes then differ all become whole."""
+        """Legalizes every node; if bonded leaves then have different axes, all become whole."""
         todo = list(self.factors.ops)
         while todo:
             op = todo.pop()

@@ -43,7 +43,7 @@ class Limit:
         return np.cumsum(change[:-1])
 
     def priced(self, prices: Array) -> list[Table]:
-        """Tables of the cost of memory, if a byte at each step has its price."""
+        """Tables of what the held bytes cost, given the price of a byte at each step."""
         priced = ((demand.table, demand.weight(prices)) for demand in self.demands)
         return [Table(t.scope, t.values * weight) for t, weight in priced if weight]
 
