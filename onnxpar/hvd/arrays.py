@@ -41,7 +41,7 @@ def allreduce_async(
     name: str | None = None,
     compression: Compressor = Compression.none,
 ) -> Future[Array]:
-    """Starts an allreduce: `synchronize` waits for its result, `poll` tells if it is ready.
+    """Starts an allreduce: `synchronize` waits for its result, `poll` is True if it is ready.
 
     `array` must not change until then. Allreduces run in the order in which they were started.
     """

@@ -157,9 +157,8 @@ def run_on_threads(
     """Runs `function` on `ranks` threads of this process, each of which is a rank; returns the
     results by rank. For notebooks and tests.
 
-    hosts   a name of a host for each rank, as if they were on these hosts; by default all on one
-
-    If one rank raises an exception, the others fail, and the exception is raised here.
+    `hosts` names a host for each rank, as if it ran there; by default, all share one. If a rank
+    raises an exception, the others fail, and the exception is raised here.
     """
     worlds = thread_worlds(ranks, timeout)
     failures: list[BaseException] = []

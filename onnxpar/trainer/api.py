@@ -1,4 +1,4 @@
-"""The calls behind `onnxpar grad` and `onnxpar train`."""
+"""The Python calls of `onnxpar grad` and `onnxpar train`."""
 
 from __future__ import annotations
 

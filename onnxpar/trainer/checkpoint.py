@@ -182,7 +182,7 @@ def _candidate(path: Path, damaged: dict[str, str]) -> tuple[str, str]:
             return "", _complete(path)
         except DamagedError as error:
             raise DamagedError(f"{error}; {_RESTORE}") from None
-    while each := checkpoints(path):  # listed anew: a run that writes there may have removed one
+    while each := checkpoints(path):  # listed again: a run that writes there may have removed one
         left = [one for one in each.values() if one.name not in damaged]
         if not left:
             newest = max(each.items())[1]
