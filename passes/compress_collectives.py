@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.errors import StrategyError
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import Reshard, reshard_node, reshard_of
 from onnxpar.ir.subgraphs import all_nodes, bodies
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.ir.training_spec import RESIDUAL, SCALE, Slot, Step
@@ -55,12 +55,12 @@ class CompressCollectives(Pass):
         const  ReduceSum_y.grad/Expand.4: float32 4x1 [dp, -]
         h: float32 4x1 [dp, -] = MatMul(x, w)
         y: float32 scalar [] sum(dp) = ReduceSum(h) {keepdims=0}
-        y@1: float32 scalar [] = onnxpar.AllReduce(y) {axes=dp}
+        y@1: float32 scalar [] = onnxpar.reshard.AllReduce(y) {axes=dp}
         MatMul_h.grad/Transpose.3: float32 256x4 [-, dp] = Transpose(x) {perm=[1, 0]}
         MatMul_h.grad/MatMul.4: float32 256x1 [-, -] sum(dp) = MatMul(MatMul_h.grad/Transpose.3,
                 ReduceSum_y.grad/Expand.4)
-        MatMul_h.grad/MatMul.4@1: float32 256x1 [-, -] = onnxpar.AllReduce(MatMul_h.grad/MatMul.4)
-                {axes=dp}
+        MatMul_h.grad/MatMul.4@1: float32 256x1 [-, -] =
+                onnxpar.reshard.AllReduce(MatMul_h.grad/MatMul.4) {axes=dp}
         loss: float32 scalar [] = Identity(y@1)
         w.grad: float32 256x1 [-, -] = Identity(MatMul_h.grad/MatMul.4@1)
         evaluation.loss: float32 scalar [] = Identity(y@1)
@@ -76,14 +76,14 @@ class CompressCollectives(Pass):
         const  ReduceSum_y.grad/Expand.4: float32 4x1 [dp, -]
         h: float32 4x1 [dp, -] = MatMul(x, w)
         y: float32 scalar [] sum(dp) = ReduceSum(h) {keepdims=0}
-        y@1: float32 scalar [] = onnxpar.AllReduce(y) {axes=dp}
+        y@1: float32 scalar [] = onnxpar.reshard.AllReduce(y) {axes=dp}
         MatMul_h.grad/Transpose.3: float32 256x4 [-, dp] = Transpose(x) {perm=[1, 0]}
         MatMul_h.grad/MatMul.4: float32 256x1 [-, -] sum(dp) = MatMul(MatMul_h.grad/Transpose.3,
                 ReduceSum_y.grad/Expand.4)
         MatMul_h.grad/MatMul.4@2: float16 256x1 [-, -] sum(dp) = Cast(MatMul_h.grad/MatMul.4)
                 {to=10}
-        MatMul_h.grad/MatMul.4@3: float16 256x1 [-, -] = onnxpar.AllReduce(MatMul_h.grad/MatMul.4@2)
-                {axes=dp}
+        MatMul_h.grad/MatMul.4@3: float16 256x1 [-, -] =
+                onnxpar.reshard.AllReduce(MatMul_h.grad/MatMul.4@2) {axes=dp}
         loss: float32 scalar [] = Identity(y@1)
         evaluation.loss: float32 scalar [] = Identity(y@1)
         MatMul_h.grad/MatMul.4@1: float32 256x1 [-, -] = Cast(MatMul_h.grad/MatMul.4@3) {to=1}
@@ -142,8 +142,7 @@ class CompressCollectives(Pass):
         return True
 
     def _is_large(self, node: gs.Node, ctx: PassContext) -> bool:
-        before: Layout = node.attrs["before"]
-        return before.reduce == "sum" and _size(node, ctx) >= self.least_bytes
+        return reshard_of(node).before.reduce == "sum" and _size(node, ctx) >= self.least_bytes
 
 
 def _check_steps(step: Step) -> None:
@@ -216,34 +215,34 @@ class _Thresholds:
 
     def _kind(self, node: gs.Node) -> Kind:
         """Reductions of equal kinds can send their codes together."""
-        others = other_axes(node.attrs["before"], _reduced(node))
-        return node.attrs["axes"], others, str(node.inputs[0].dtype)
+        reshard = reshard_of(node)
+        others = other_axes(reshard.before, _reduced(reshard))
+        return reshard.axes, others, str(node.inputs[0].dtype)
 
     def _built(self, name: str, nodes: Sequence[gs.Node]) -> list[gs.Node]:
         """The nodes that replace several reductions."""
         sums, cuts = [], []
         for node in nodes:
             addend, result = node.inputs[0], node.outputs[0]
-            before, after = node.attrs["before"], node.attrs["after"]
-            rest = _reduced(node)
+            reshard = reshard_of(node)
+            before, after, rest = reshard.before, reshard.after, _reduced(reshard)
             if rest != after:
                 whole = _like(self.ctx, result, addend.name, addend.dtype, rest)
-                attrs = {"axes": node.attrs["axes"], "before": rest, "after": after}
-                cut_name = f"LocalSlice_{result.name}"
-                cuts.append((cut_name, attrs, whole, result))
+                cut = Reshard("LocalSlice", reshard.axes, ((rest, after),))
+                cuts.append((cut, whole, result))
                 result = whole
             kept, keeps = self._state(node, before)
             node.inputs.clear()
             node.outputs.clear()
             sums.append(Sum(addend, kept, result, keeps, before, rest))
-        ctx, axes = self.ctx, nodes[0].attrs["axes"]
+        ctx, axes = self.ctx, reshard_of(nodes[0]).axes
         mesh, threshold = ctx.sharding.mesh, self.threshold
         builder = ThresholdBuilder(
             name, sums, axes, threshold, mesh, ctx.lowered.per_rank, ctx.layouts
         )
         built = builder.build()
-        for cut_name, attrs, whole, result in cuts:
-            built.append(gs.Node("LocalSlice", cut_name, attrs, [whole], [result], DOMAIN))
+        for cut, whole, result in cuts:
+            built.append(reshard_node(f"LocalSlice_{result.name}", cut, [whole], [result]))
         return built
 
     def _state(self, node: gs.Node, layout: Layout) -> tuple[gs.Variable, gs.Variable]:
@@ -265,15 +264,14 @@ class _Thresholds:
         return kept, keeps
 
 
-def _reduced(node: gs.Node) -> Layout:
+def _reduced(reshard: Reshard) -> Layout:
     """The layout after a reduction, before a rank takes its shard of the result."""
-    before: Layout = node.attrs["before"]
-    after: Layout = node.attrs["after"]
-    return replace(before, partial=after.partial, reduce=after.reduce)
+    after = reshard.after
+    return replace(reshard.before, partial=after.partial, reduce=after.reduce)
 
 
 def _size(node: gs.Node, ctx: PassContext) -> int:
-    return shard_bytes(node.inputs[0], node.attrs["before"], ctx.sharding.mesh)
+    return shard_bytes(node.inputs[0], reshard_of(node).before, ctx.sharding.mesh)
 
 
 def _like(

@@ -47,9 +47,9 @@ class FuseAllReduces(Pass):
         const  w1: float32 6x3 [tp, -]
         const  w2: float32 6x2 [tp, -]
         y@1: float32 4x3 [-, -] sum(tp) = MatMul(x, w1)
-        y: float32 4x3 [-, -] = onnxpar.AllReduce(y@1) {axes=tp}
+        y: float32 4x3 [-, -] = onnxpar.reshard.AllReduce(y@1) {axes=tp}
         z@1: float32 4x2 [-, -] sum(tp) = MatMul(x, w2)
-        z: float32 4x2 [-, -] = onnxpar.AllReduce(z@1) {axes=tp}
+        z: float32 4x2 [-, -] = onnxpar.reshard.AllReduce(z@1) {axes=tp}
         output y: float32 4x3 [-, -]
         output z: float32 4x2 [-, -]
 
@@ -61,7 +61,7 @@ class FuseAllReduces(Pass):
         const  w2: float32 6x2 [tp, -]
         y@1: float32 4x3 [-, -] sum(tp) = MatMul(x, w1)
         z@1: float32 4x2 [-, -] sum(tp) = MatMul(x, w2)
-        y: float32 4x3 [-, -], z: float32 4x2 [-, -] = onnxpar.AllReduce(y@1, z@1) {axes=tp}
+        y: float32 4x3 [-, -], z: float32 4x2 [-, -] = onnxpar.reshard.AllReduce(y@1, z@1) {axes=tp}
         output y: float32 4x3 [-, -]
         output z: float32 4x2 [-, -]
     """

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LAYOUTS, Pass, PassContext, Stage
 from onnxpar.errors import StrategyError
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import Reshard, reshard_node
 from onnxpar.ir.subgraphs import captured, constants, is_random
 from onnxpar.ir.tensors import element_bytes
 from onnxpar.lowering.schedule import schedule
@@ -51,7 +51,7 @@ class InsertCollectives(Pass):
         input  x: float32 4x6 [-, tp]
         const  w: float32 6x8 [tp, -]
         y@1: float32 4x8 [-, -] sum(tp) = MatMul(x, w)
-        y: float32 4x8 [-, -] = onnxpar.AllReduce(y@1) {axes=tp}
+        y: float32 4x8 [-, -] = onnxpar.reshard.AllReduce(y@1) {axes=tp}
         output y: float32 4x8 [-, -]
     """
 
@@ -285,10 +285,9 @@ class _Insertion:
         layout = self.sharding.layout(tensor, self.made[tensor.name])
         assert layout.is_whole, tensor.name
         axes = tuple(map(self.sharding.mesh.axis, self.sharding.mesh.sizes))
-        attrs = {"axes": axes, "before": layout, "after": layout}
-        self.scopes[tensor.name].nodes.append(
-            gs.Node("Broadcast", f"Broadcast_{tensor.name}", attrs, [drawn], [tensor], DOMAIN)
-        )
+        reshard = Reshard("Broadcast", axes, ((layout, layout),))
+        node = reshard_node(f"Broadcast_{tensor.name}", reshard, [drawn], [tensor])
+        self.scopes[tensor.name].nodes.append(node)
         self.ctx.layouts[drawn.name] = layout
         self.changed = True
         return tensor
@@ -364,14 +363,9 @@ class _Insertion:
                 self.sharding.factors.tensors[name] = self.sharding.factors.tensors[tensor.name]
             before = self.sharding.layout(tensor, step.before)
             after = self.sharding.layout(tensor, step.after)
-            node = gs.Node(
-                step.kind,
-                name=f"{step.kind}_{result.name}",
-                attrs={"axes": step.axes, "before": before, "after": after},
-                inputs=[have[step.before]],
-                outputs=[result],
-                domain=DOMAIN,
-            )
+            reshard = Reshard(step.kind, step.axes, ((before, after),))
+            name = f"{step.kind}_{result.name}"
+            node = reshard_node(name, reshard, [have[step.before]], [result])
             self.scopes.get(tensor.name, self.graph).nodes.append(node)
             self.ctx.layouts[result.name] = after
             have[step.after] = result

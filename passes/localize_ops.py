@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
 from onnxpar.ir.origin import note_origin
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.ir.tensors import tensor_shape
 from onnxpar.lowering.localize import localize_node
@@ -39,7 +40,7 @@ class LocalizeOps(Pass):
         const  w: float32 6x2 [tp, -]
         const  s: int64 1 [-]
         h: float32 4x2 [dp, -] sum(tp) = MatMul(x, w)
-        h@1: float32 4x2 [dp, -] = onnxpar.AllReduce(h) {axes=tp}
+        h@1: float32 4x2 [dp, -] = onnxpar.reshard.AllReduce(h) {axes=tp}
         y: float32 8 [dp] = Reshape(h@1, s)
         output y: float32 8 [dp]
 
@@ -86,12 +87,10 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
     for node in list(graph.nodes):
         for body in subgraphs(node):
             _lower_reshards(body, ctx, times * _steps(node))
-        if node.domain != DOMAIN:
-            nodes.append(node)
-            continue
-        if "shape" in node.attrs:  # communication inside an op
+        if node.domain == DOMAIN:  # communication inside an op
             ctx.lowered.collectives.append(inner_collective(node, mesh).repeated(times))
             node.attrs["tag"] = len(ctx.lowered.collectives)
+        if not is_reshard(node):
             nodes.append(node)
             continue
         if node.op not in LOCAL_STEPS:

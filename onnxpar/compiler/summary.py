@@ -11,6 +11,8 @@ from onnxpar.base.packing import stored_bits
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, Port, Weight, Whole, open_shape
 from onnxpar.compiler.ranges import integer_ranges, lookups
+from onnxpar.ir.collectives import KINDS
+from onnxpar.ir.reshards import is_reshard, operands_of
 from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout, leaves
@@ -23,10 +25,7 @@ from onnxpar.runtime.first_states import STORED, ZERO
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import Links, OpFactors
 from onnxpar.sharding.flops import flops, flops_of_ranks
-from onnxpar.sharding.planned_collectives import reshards
 from onnxpar.sharding.shard_bytes import shard_bytes
-
-_MAKE_WHOLE = ("AllGather", "AllReduce")
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
@@ -162,7 +161,7 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
         if any(_is_made_whole(n, links) for n in tensor.inputs)
     ]
     read = {} if op.bodies else {id(tensor): tensor for tensor, _, _ in captured(op.node)}
-    whole += [t for t in read.values() if any(n.op in _MAKE_WHOLE for n in t.inputs)]
+    whole += [t for t in read.values() if any(_makes_whole(n) for n in t.inputs)]
     return _bytes(whole, ctx)
 
 
@@ -176,15 +175,23 @@ def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
 
 
 def _comes_gathered(tensor: gs.Tensor) -> bool:
-    return any(node.op == "AllGather" for node in tensor.inputs)
+    return any(_gathers(node) for node in tensor.inputs)
+
+
+def _makes_whole(node: gs.Node) -> bool:
+    return is_reshard(node) and KINDS[node.op].makes_whole
+
+
+def _gathers(node: gs.Node) -> bool:
+    return is_reshard(node) and node.op == "AllGather"
 
 
 def _is_made_whole(node: gs.Node, links: Links) -> bool:
     """Whether a node gathers what an operand with such links must not be split over, rather than
     what its reader could have split as well."""
-    if node.op != "AllGather":
+    if not _gathers(node):
         return False
-    ((_, before, after),) = reshards(node)
+    ((_, before, after),) = operands_of(node)
     had, have = (
         [leaf.axes for dim in layout.dims for leaf in leaves(dim) if leaf.is_leaf]
         for layout in (before, after)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import is_reshard, reshard_of
 from onnxpar.ir.subgraphs import constants, subgraphs
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout
@@ -104,8 +104,8 @@ def _value(tensor: gs.Constant, ctx: PassContext) -> str:
 
 def _attributes(node: gs.Node, ctx: PassContext) -> str:
     shown: Mapping[str, Any] = node.attrs
-    if node.domain == DOMAIN and "after" in node.attrs and "group" not in node.attrs:
-        shown = {"axes": node.attrs["axes"]}
+    if is_reshard(node):
+        shown = {"axes": reshard_of(node).axes}
     parts = [
         f"{key}={_attribute(value, ctx)}"
         + ("/rank" if (node.name, key) in ctx.lowered.per_rank.attributes else "")

@@ -13,12 +13,12 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
 from onnxpar.ir.subgraphs import all_nodes, bodies
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, leaves
 from onnxpar.layout.mesh import Axis, merge_axes
 from onnxpar.sharding.accumulators import accumulators
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.planned_collectives import reshards
 
 Fail = Callable[[str], None]
 
@@ -34,7 +34,7 @@ def verify(graph: gs.Graph, ctx: PassContext) -> None:
         for op in ctx.sharding.factors.ops:
             _verify_op(op, ctx)
         for node in all_nodes(graph):
-            if node.domain == DOMAIN:
+            if is_reshard(node):
                 _verify_reshard(node, ctx)
     if ctx.lowered.ordered:
         _verify_order(graph, None)
@@ -184,14 +184,14 @@ error in it would then be in the check as well, which would prove nothing.
 
 
 def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
-    for (source, before, after), result in zip(reshards(node), node.outputs, strict=True):
+    for (source, before, after), result in zip(operands_of(node), node.outputs, strict=True):
         assert ctx.layouts[source.name] == before, node.name
         assert ctx.layouts[result.name] == after, node.name
         _verify_step(node, before, after)
 
 
 def _verify_step(node: gs.Node, before: Layout, after: Layout) -> None:
-    over = set(_pieces(node.attrs["axes"]))
+    over = set(_pieces(reshard_of(node).axes))
     factors, pending = _CHANGES[node.op]
     pairs = [
         ({*_pieces(f.axes)}, {*_pieces(g.axes)})

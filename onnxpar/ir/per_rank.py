@@ -44,3 +44,26 @@ def collective_node(
             per_rank.attributes[name, key] = value
     now = {key: value(0) if callable(value) else value for key, value in attrs.items()}
     return gs.Node(kind, name, now, [x], [y], domain=DOMAIN)
+
+
+_INNER = "onnxpar.inner"
+
+
+@dataclass(frozen=True)
+class InnerCollective:
+    """What the plan says of a collective that ranks run inside one op of the model: its mesh axes,
+    and the shape of its operand or of its result on rank 0, whichever is larger."""
+
+    axes: Axes
+    shape: tuple[int, ...]
+
+
+def note_inner(node: gs.Node, inner: InnerCollective) -> None:
+    """Notes at a collective inside an op what the plan says of it."""
+    node.attrs[_INNER] = inner
+
+
+def take_inner(node: gs.Node) -> InnerCollective:
+    """Returns that note, and removes it: the node is then as ranks run it."""
+    inner: InnerCollective = node.attrs.pop(_INNER)
+    return inner

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import Costs
-from onnxpar.ir.collectives import DOMAIN, KINDS, PARTIAL, WHOLE
+from onnxpar.ir.collectives import KINDS, PARTIAL, WHOLE
+from onnxpar.ir.reshards import Reshard, is_reshard, operands_of, reshard_node, reshard_of
 from onnxpar.ir.subgraphs import captured
 from onnxpar.layout.layout import local_size
 from onnxpar.layout.mesh import Mesh
@@ -48,23 +49,25 @@ class _Bucket:
 
 
 def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
-    """The properties that collectives of one bucket share; None for a node that is not fused."""
-    if node.domain != DOMAIN or node.op not in ops:
+    """The properties that collectives of one bucket share; None for a node that is not fused,
+    or is already."""
+    if not is_reshard(node) or node.op not in ops:
         return None
-    if node.op in PARTS and not _is_even(node, mesh):
+    reshard, dtype = reshard_of(node), str(node.inputs[0].dtype)
+    if len(reshard.members) > 1 or (node.op in PARTS and not _is_even(reshard, mesh)):
         return None
-    reduce, dtype = node.attrs["before"].reduce, str(node.inputs[0].dtype)
     reader = _first_reader(node) if node.op == "AllGather" else None
-    return node.op, node.attrs["axes"], reduce, dtype, wanted.get(node.name), reader
+    what = (node.op, reshard.axes, reshard.before.reduce, dtype)
+    return *what, wanted.get(node.name), reader
 
 
-def _is_even(node: gs.Node, mesh: Mesh) -> bool:
-    """True if the one dimension that a node gathers or scatters has equal shards on all ranks."""
-    before, after = node.attrs["before"], node.attrs["after"]
+def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
+    """True if the one dimension that is gathered or scattered has equal shards on all ranks."""
+    before, after = reshard.before, reshard.after
     dims = changed_dims(before, after)
     if len(dims) != 1:
         return False
-    dim = (before if node.op == "AllGather" else after).dims[dims[0]]
+    dim = (before if reshard.kind == "AllGather" else after).dims[dims[0]]
     return len({local_size(dim, mesh, rank) for rank in range(mesh.size)}) == 1
 
 
@@ -76,7 +79,7 @@ def _first_reader(node: gs.Node) -> str | None:
 
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
     """Bytes per rank of the whole tensor that a node reduces or gathers."""
-    tensor, layouts = node.inputs[0], (node.attrs["before"], node.attrs["after"])
+    ((tensor, *layouts),) = operands_of(node)
     return sizes.setdefault(node.name, max(shard_bytes(tensor, each, mesh) for each in layouts))
 
 
@@ -108,7 +111,7 @@ def first_of_buckets(
         allowed = tail
         while end:
             start, total = end - 1, _size(members[end - 1][0], costs.mesh, sizes)
-            axes = members[start][0].attrs["axes"]
+            axes = reshard_of(members[start][0]).axes
             while start:
                 total += _size(members[start - 1][0], costs.mesh, sizes)
                 if costs.collective(members[start][0].op, axes, total) > allowed:
@@ -199,9 +202,9 @@ def _fuse(nodes: list[gs.Node]) -> gs.Node:
     first = nodes[0]
     inputs = [node.inputs[0] for node in nodes]
     outputs = [node.outputs[0] for node in nodes]
-    members = tuple((node.attrs["before"], node.attrs["after"]) for node in nodes)
+    members = tuple(layouts for node in nodes for layouts in reshard_of(node).members)
+    reshard = replace(reshard_of(first), members=members)
     for node in nodes:
         node.inputs.clear()
         node.outputs.clear()
-    attrs = {**first.attrs, "members": members}
-    return gs.Node(first.op, first.name, attrs, inputs, outputs, domain=DOMAIN)
+    return reshard_node(first.name, reshard, inputs, outputs)

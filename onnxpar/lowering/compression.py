@@ -10,8 +10,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
 from onnxpar.ir.clone import needed
-from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.collectives import KINDS as COLLECTIVES
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import all_nodes, scopes
 from onnxpar.sharding.accumulators import accumulators, source
 
@@ -70,7 +70,7 @@ def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[s
     parts = _parts(graph, named)
     found: dict[str, str] = {}
     for node in all_nodes(graph):
-        if node.domain == DOMAIN and COLLECTIVES[node.op].reduces:
+        if is_reshard(node) and COLLECTIVES[node.op].reduces:
             parameter = parts.get(node.outputs[0].name)
             if node.name not in backward:
                 parameter = parameter or named.get(source(node.inputs[0]).name)
@@ -103,4 +103,4 @@ def _parts(graph: gs.Graph, named: Mapping[str, str]) -> dict[str, str]:
 
 def _moves(node: gs.Node) -> bool:
     scales = node.op in _SCALES and any(isinstance(t, gs.Constant) for t in node.inputs)
-    return node.domain == DOMAIN or node.op in _MOVES or scales
+    return is_reshard(node) or node.op in _MOVES or scales

@@ -23,7 +23,7 @@ class BucketBuilder(ReshardBuilder):
 
     def build(self) -> list[gs.Node]:
         """The nodes, in order; the last computes the last result."""
-        self.members = list(zip(self.inputs, self.outputs, self.node.attrs["members"], strict=True))
+        self.members = list(zip(self.inputs, self.outputs, self.reshard.members, strict=True))
         {
             "AllReduce": self._reduce,
             "ReduceScatter": self._scatter,

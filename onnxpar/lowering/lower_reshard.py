@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.per_rank import PerRank, collective_node
+from onnxpar.ir.reshards import reshard_of
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import (
     Dim,
@@ -29,7 +30,7 @@ from onnxpar.layout.layout import (
     normalize,
     split_count,
 )
-from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.layout.mesh import Mesh
 
 
 @dataclass
@@ -43,9 +44,9 @@ class ReshardBuilder:
     opset: int
 
     def __post_init__(self) -> None:
-        self.axes: Axes = self.node.attrs["axes"]
-        self.before: Layout = self.node.attrs["before"]
-        self.after: Layout = self.node.attrs["after"]
+        self.reshard = reshard_of(self.node)
+        self.axes = self.reshard.axes
+        self.before, self.after = self.reshard.before, self.reshard.after
         self.inputs, self.outputs = list(self.node.inputs), list(self.node.outputs)
         self.node.inputs.clear()
         self.node.outputs.clear()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.origin import note_origin
-from onnxpar.ir.per_rank import PerRank, collective_node
+from onnxpar.ir.per_rank import InnerCollective, PerRank, collective_node, note_inner
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.layout.layout import dim_axes
 from onnxpar.layout.mesh import Axes, in_mesh_order
@@ -196,8 +196,8 @@ class LoweringBuilder:
         y = gs.Variable(name, x.dtype, shape)
         mesh = self.view.mesh
         node = collective_node(kind, name, x, y, axes, mesh, self._per_rank, **attrs)
-        node.attrs["axes"] = axes
-        node.attrs["shape"] = max(self.shape(x), list(shape), key=math.prod)
+        larger = max(self.shape(x), list(shape), key=math.prod)
+        note_inner(node, InnerCollective(axes, tuple(larger)))
         self._built.append(node)
         return y
 

@@ -7,7 +7,8 @@ import heapq
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN, KINDS
+from onnxpar.ir.collectives import KINDS
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import read_by, scopes
 
 _LATE = tuple(kind.name for kind in KINDS.values() if kind.is_late)
@@ -34,7 +35,7 @@ class _Schedule:
         for node in self.nodes:
             for tensor in self.reads[id(node)]:
                 self.readers.setdefault(id(tensor), []).append(node)
-        self.index = {id(node): i for i, node in enumerate(self.nodes) if node.domain != DOMAIN}
+        self.index = {id(node): i for i, node in enumerate(self.nodes) if not is_reshard(node)}
         self.keys: dict[int, tuple[float, int]] = {}
 
     def run(self) -> None:

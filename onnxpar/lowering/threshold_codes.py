@@ -18,8 +18,8 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.per_rank import PerRank
+from onnxpar.ir.reshards import Reshard, reshard_node
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.layout import Factor, Layout, dim_axes
 from onnxpar.layout.mesh import Axes, Mesh, in_mesh_order, merge_axes, parts_over
@@ -115,9 +115,9 @@ class ThresholdBuilder:
         codes = gs.Variable(f"{self.name}::codes", np.uint8, list(before.shape))
         rows = gs.Variable(f"{self.name}::gathered", np.uint8, list(after.shape))
         self.built[-1].outputs[0] = codes
-        attrs = {"axes": self.axes, "before": before, "after": after}
+        reshard = Reshard("AllGather", self.axes, ((before, after),))
         name = f"AllGather_{codes.name}"
-        self.built.append(gs.Node("AllGather", name, attrs, [codes], [rows], DOMAIN))
+        self.built.append(reshard_node(name, reshard, [codes], [rows]))
         self.layouts |= {codes.name: before, rows.name: after}
         return rows
 

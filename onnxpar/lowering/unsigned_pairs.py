@@ -13,6 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.tensors import constant, dtype_of, given
 
 _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
@@ -25,7 +26,7 @@ def exchange_unsigned(graph: gs.Graph) -> None:
     results = {id(tensor) for tensor in graph.outputs}
     found = [list(_between(n)) for n in graph.nodes if n.op == _QUANTIZE and _is_signed(n, 0)]
     found = [f for f in found if _is_restated(f, results)]
-    if any(node.domain == DOMAIN for f in found for _, node in f):
+    if any(_exchanges(node) for f in found for _, node in f):
         for each in found:
             _restate(each)
 
@@ -35,12 +36,17 @@ def _between(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node]]:
     for tensor in node.outputs:
         for reader in tensor.outputs:
             yield tensor, reader
-            if reader.domain == DOMAIN:
+            if _exchanges(reader):
                 yield from _between(reader)
 
 
+def _exchanges(node: gs.Node) -> bool:
+    """True for a reshard, and for a collective inside a lowered op."""
+    return is_reshard(node) or node.domain == DOMAIN
+
+
 def _is_restated(found: list[tuple[gs.Tensor, gs.Node]], results: set[int]) -> bool:
-    ends = [node for _, node in found if node.domain != DOMAIN]
+    ends = [node for _, node in found if not _exchanges(node)]
     is_pair = len(ends) == 1 and ends[0].op == _DEQUANTIZE and _is_signed(ends[0], 1)
     return is_pair and not any(id(tensor) in results for tensor, _ in found)
 
@@ -55,7 +61,7 @@ def _is_signed(node: gs.Node, index: int) -> bool:
 
 def _restate(found: list[tuple[gs.Tensor, gs.Node]]) -> None:
     maker = found[0][0].inputs[0]
-    for node in (maker, *(n for _, n in found if n.domain != DOMAIN)):
+    for node in (maker, *(n for _, n in found if not _exchanges(n))):
         point = constant(node.inputs[2])
         assert point is not None
         shifted = np.asarray(point.astype(np.int16) + _SHIFT, np.uint8)

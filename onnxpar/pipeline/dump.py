@@ -26,7 +26,7 @@ from onnxpar.compiler.text import graph_text
 from onnxpar.cost.cost import Costs
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.files.write_file import new_file, writing
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import is_reshard, reshard_of, set_reshard
 from onnxpar.ir.stored import check_stored, stored_tensors
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.ir.training_spec import Step
@@ -41,10 +41,12 @@ from onnxpar.sharding.state import ShardingState
 
 KEY = "onnxpar.dump"
 """The metadata that says what has been decided."""
-FORMAT = 1
+FORMAT = 2
 WEIGHTS = "weights.data"
 LOADING = "00-load"
 """The folder of what the loader's rewrites leave."""
+_RESHARD = "onnxpar"
+"""The attribute of a reshard in a written model: what it does, as JSON."""
 _TABLES = ("annotations", "layouts", "copies")
 
 
@@ -195,8 +197,8 @@ def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
     values = [(tensor, tensor._values) for tensor in constants(graph)]
     for node, attrs in nodes:
         node.attrs = type(attrs)(attrs)
-        if node.domain == DOMAIN and not {"group", "tag"} & attrs.keys():
-            node.attrs = {"onnxpar": json.dumps(encode(dict(attrs)))}
+        if is_reshard(node):
+            node.attrs = {_RESHARD: json.dumps(encode(reshard_of(node)))}
     try:
         yield graph
     finally:
@@ -223,13 +225,13 @@ def _restored(
     graph = import_graph(proto, defaults, file.parent)
     mark_opset(graph)
     states = [(source, result) for source, result in state["states"]]
-    written = [n for n in all_nodes(graph) if n.domain == DOMAIN and "onnxpar" in n.attrs]
-    texts = [node.attrs["onnxpar"] for node in written]
+    written = [n for n in all_nodes(graph) if is_reshard(n)]
+    texts = [node.attrs[_RESHARD] for node in written]
     pairs = [(a.name, b.name) for n in written for a, b in zip(n.inputs, n.outputs, strict=True)]
     factors = analyse(graph, [*states, *pairs])
     factors.ops = [op for op in factors.ops if not any(op.node is node for node in written)]
     for node, text in zip(written, texts, strict=True):
-        node.attrs = decode(json.loads(text), factors)
+        set_reshard(node, decode(json.loads(text), factors))
     step = Step.from_json(state["step"]) if state["step"] is not None else None
     model = Model(file, graph, states, header, state["fixed"], set(state["stored"]), step=step)
     mesh: Mesh = decode(state["mesh"], factors)

@@ -13,7 +13,8 @@ from onnxpar.compiler.plan import Plan, Predicted
 from onnxpar.compiler.replay import replay_typical
 from onnxpar.compiler.summary import summarize
 from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
+from onnxpar.ir.collectives import LOCAL_STEPS
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
@@ -150,7 +151,7 @@ def _mean(each: Iterable[tuple[float, int]]) -> int:
 def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
     """Bytes that a rank sends in each collective between layouts, by node."""
     mesh = ctx.sharding.mesh
-    nodes = [n for n in graph.nodes if n.domain == DOMAIN and n.op not in LOCAL_STEPS]
+    nodes = [n for n in graph.nodes if is_reshard(n) and n.op not in LOCAL_STEPS]
     return {node.name: collective_of(node, mesh).bytes for node in nodes}
 
 

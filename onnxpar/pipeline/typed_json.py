@@ -13,6 +13,7 @@ import numpy as np
 
 from onnxpar.cost.topology import Device, Level, Link, Topology
 from onnxpar.errors import ModelError
+from onnxpar.ir.reshards import Reshard
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.presets.expert_parallel import SplitExperts
@@ -43,6 +44,7 @@ TYPES: dict[str, type[Any]] = {
         SplitExperts,
         SplitSums,
         SplitTogether,
+        Reshard,
         ReshardStep,
         TensorAnnotation,
         Topology,

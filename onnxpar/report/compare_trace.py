@@ -16,7 +16,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.plan import Plan
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
+from onnxpar.ir.collectives import LOCAL_STEPS
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.report.trace_comparison import Communicated, Comparison, Computed, sum_known
 from onnxpar.runtime.trace import Event, Trace
@@ -66,7 +67,7 @@ def planned_nodes(
         node.name: PlannedNode(
             node.op,
             predicted.get(node.name),
-            node.domain == DOMAIN and node.op not in LOCAL_STEPS,
+            is_reshard(node) and node.op not in LOCAL_STEPS,
             node.name in outer,
         )
         for node in within

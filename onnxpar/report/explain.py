@@ -17,7 +17,8 @@ from onnxpar.compiler.plan import Plan, open_shape
 from onnxpar.compiler.summary import activations
 from onnxpar.errors import StrategyError
 from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
+from onnxpar.ir.collectives import LOCAL_STEPS
+from onnxpar.ir.reshards import is_reshard, operands_of
 from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.layout.layout import Layout
 from onnxpar.manual.manual import MANUAL
@@ -25,7 +26,6 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
-from onnxpar.sharding.planned_collectives import reshards
 
 UPDATE = "update"
 """The block of the optimizer's nodes, whose names start with this."""
@@ -158,7 +158,7 @@ def _steps(graph: gs.Graph, ctx: PassContext) -> Iterator[Step]:
             node.name,
             node.op,
             _kind(node),
-            blocks.now if node.domain == DOMAIN else blocks.of(node),
+            blocks.now if is_reshard(node) else blocks.of(node),
             depth,
             tuple(_operands(node, ctx)),
             tuple(_operand(t, ctx) for t in node.outputs if t.name),
@@ -182,7 +182,7 @@ def _within(
 
 
 def _kind(node: gs.Node) -> str:
-    if node.domain != DOMAIN:
+    if not is_reshard(node):
         return NODE
     return CUT if node.op in LOCAL_STEPS else COLLECTIVE
 
@@ -212,8 +212,8 @@ class _Blocks:
 
 
 def _operands(node: gs.Node, ctx: PassContext) -> Iterator[Operand]:
-    if node.domain == DOMAIN and "axes" in node.attrs:
-        for tensor, before, _ in reshards(node):
+    if is_reshard(node):
+        for tensor, before, _ in operands_of(node):
             yield Operand(tensor.name, _shape(tensor, before), before.text(ctx.sharding.mesh))
         return
     yield from (_operand(t, ctx) for t in node.inputs if t.name)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
+from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.repetitions import repetitions
+from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.layout.rows import rows_moved
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import OpStrategy
-from onnxpar.sharding.planned_collectives import reshards
 from onnxpar.sharding.shard_bytes import shard_bytes
 from onnxpar.sharding.state import ShardingState
 
@@ -56,7 +56,7 @@ def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str
     found: dict[str, Prediction] = {}
     ops = {op.node.name: op for op in sharding.factors.ops}
     for node in nodes:
-        if node.domain == DOMAIN:
+        if is_reshard(node):
             seconds = reshard_seconds(node, sharding) * times[node.name]
             is_local = node.op in LOCAL_STEPS
             found[node.name] = Prediction(seconds, 0.0) if is_local else Prediction(0.0, seconds)
@@ -76,7 +76,7 @@ def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
     costs = sharding.costs
     size = sum(
         max(shard_bytes(tensor, before, mesh), shard_bytes(tensor, after, mesh))
-        for tensor, before, after in reshards(node)
+        for tensor, before, after in operands_of(node)
     )
-    rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in reshards(node))
-    return costs.step(node.op, node.attrs["axes"], size) + costs.rows(rows)
+    rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in operands_of(node))
+    return costs.step(node.op, reshard_of(node).axes, size) + costs.rows(rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import bodies
 from onnxpar.ir.tensors import is_float
 
@@ -60,6 +60,6 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
 
 def source(tensor: gs.Tensor) -> gs.Tensor:
     """The tensor before any reshards that lead to this one."""
-    while tensor.inputs and tensor.inputs[0].domain == DOMAIN:
+    while tensor.inputs and is_reshard(tensor.inputs[0]):
         tensor = tensor.inputs[0].inputs[0]
     return tensor

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import bytes_sent
+from onnxpar.ir.per_rank import take_inner
+from onnxpar.ir.reshards import operands_of, reshard_of
 from onnxpar.ir.tensors import numpy_dtype
-from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.shard_bytes import shard_bytes
 
@@ -33,17 +34,10 @@ class Collective:
         return replace(self, bytes=self.bytes * iterations)
 
 
-def reshards(node: gs.Node) -> list[tuple[gs.Tensor, Layout, Layout]]:
-    """(operand, before, after) of each operand of a reshard node: several if all-reduces are
-    fused."""
-    members = node.attrs.get("members") or [(node.attrs["before"], node.attrs["after"])]
-    return [(t, *layouts) for t, layouts in zip(node.inputs, members, strict=True)]
-
-
 def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
     """The plan's entry for a reshard node."""
-    members = reshards(node)
-    group = mesh.group(node.attrs["axes"], 0)
+    members = operands_of(node)
+    group = mesh.group(reshard_of(node).axes, 0)
     size = sum(
         max(shard_bytes(source, before, mesh), shard_bytes(source, after, mesh))
         for source, before, after in members
@@ -55,12 +49,12 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
 
 
 def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
-    """The plan's entry for a collective inside an op; removes from the node the attributes that
-    only the plan needs."""
-    axes, shape = node.attrs.pop("axes"), node.attrs.pop("shape")
-    group = mesh.group(axes, 0)
-    size = math.prod(shape) * numpy_dtype(node.inputs[0]).itemsize
-    over = ".".join(mesh.text(a) for a in axes)
+    """The plan's entry for a collective inside an op; removes from the node what only the plan
+    needs."""
+    inner = take_inner(node)
+    group = mesh.group(inner.axes, 0)
+    size = math.prod(inner.shape) * numpy_dtype(node.inputs[0]).itemsize
+    over = ".".join(mesh.text(a) for a in inner.axes)
     before = f"{node.attrs.get('op', 'parts')}({over})"
     sent = int(bytes_sent(node.op, len(group), size))
     within = node.name.split("::")[0]

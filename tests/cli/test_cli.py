@@ -99,7 +99,7 @@ def test_opt_prints_and_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "03-insert-collectives.onnxtxt",
         "04-fuse-all-reduces.onnxtxt",
     ]
-    assert "onnxpar.AllReduce" in (tmp_path / "dump" / names[2]).read_text()
+    assert "onnxpar.reshard.AllReduce" in (tmp_path / "dump" / names[2]).read_text()
 
 
 BAD_OPTIONS: dict[str, tuple[list[str], str]] = {

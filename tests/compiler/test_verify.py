@@ -14,6 +14,7 @@ from small_models import MODELS, write_small
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.verify import verify
 from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import is_reshard, reshard_of, set_reshard
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.load.load import load
@@ -39,7 +40,7 @@ def placed(name: str, folder: Path, last: type = InsertCollectives) -> tuple[gs.
 
 def reshard(graph: gs.Graph) -> gs.Node:
     """The only collective of a graph."""
-    return next(node for node in graph.nodes if node.domain == DOMAIN)
+    return next(node for node in graph.nodes if is_reshard(node))
 
 
 def whole_operand(graph: gs.Graph, ctx: PassContext) -> None:
@@ -76,16 +77,20 @@ def bias_on_every_rank(graph: gs.Graph, ctx: PassContext) -> None:
 
 def reshard_to_somewhere_else(graph: gs.Graph, ctx: PassContext) -> None:
     node = reshard(graph)
-    node.attrs["after"] = Layout((Factor(5, (TP,)), Factor(6)))
-    ctx.layouts[node.outputs[0].name] = node.attrs["after"]
+    after = Layout((Factor(5, (TP,)), Factor(6)))
+    set_reshard(node, replace(reshard_of(node), members=((reshard_of(node).before, after),)))
+    ctx.layouts[node.outputs[0].name] = after
 
 
 def reshard_from_somewhere_else(graph: gs.Graph, ctx: PassContext) -> None:
-    reshard(graph).attrs["before"] = Layout((Factor(5), Factor(6)), (TP,), "max")
+    node = reshard(graph)
+    before = Layout((Factor(5), Factor(6)), (TP,), "max")
+    set_reshard(node, replace(reshard_of(node), members=((before, reshard_of(node).after),)))
 
 
 def reshard_over_fewer_axes(graph: gs.Graph, ctx: PassContext) -> None:
-    reshard(graph).attrs["axes"] = ()
+    node = reshard(graph)
+    set_reshard(node, replace(reshard_of(node), axes=()))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from lowering.test_schedule import Tensors, node
 
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import HOST, Topology
+from onnxpar.ir.reshards import Reshard, reshard_of, set_reshard
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.buckets import first_of_buckets, fuse_collectives
@@ -38,7 +39,8 @@ def build(lines: Sequence[str], **how: Any) -> gs.Graph:
             one.inputs[0].dtype = how.get("dtype", {}).get(one.name, np.float32)
             reduce = how.get("reduce", {}).get(one.name, "sum")
             before = pending(size, axes, reduce)
-            one.attrs = {"axes": axes, "before": before, "after": Layout((Factor(size),))}
+            layouts = (before, Layout((Factor(size),)))
+            set_reshard(one, Reshard("AllReduce", axes, (layouts,)))
     return made
 
 
@@ -76,7 +78,7 @@ def test_those_that_do_not_wait_for_each_other_are_one() -> None:
     assert [n.name for n in made.nodes] == ["a", "b", "c", "a@", "y"]
     (one,) = [n for n in made.nodes if n.op == "AllReduce"]
     assert [t.name for t in one.outputs] == ["a@", "b@", "c@"]
-    assert len(one.attrs["members"]) == 3
+    assert len(reshard_of(one).members) == 3
 
 
 def test_a_bucket_takes_no_more_than_its_size() -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from onnxpar.compiler.pass_ import LoweredState
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
-from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.per_rank import PerRank
+from onnxpar.ir.reshards import Reshard, reshard_node
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.lowering.lower_reshard import ReshardBuilder
@@ -132,12 +132,9 @@ def lower(
     tensors = [gs.Variable(f"t{i}", np.float32) for i in range(len(steps) + 1)]
     nodes: list[gs.Node] = []
     for i, step in enumerate(steps):
-        attrs = {
-            "axes": step.axes,
-            "before": layout(tensor, step.before, hand),
-            "after": layout(tensor, step.after, hand),
-        }
-        node = gs.Node(step.kind, f"{step.kind}{i}", attrs, [tensors[i]], [tensors[i + 1]], DOMAIN)
+        layouts = (layout(tensor, step.before, hand), layout(tensor, step.after, hand))
+        reshard = Reshard(step.kind, step.axes, (layouts,))
+        node = reshard_node(f"{step.kind}{i}", reshard, [tensors[i]], [tensors[i + 1]])
         nodes += ReshardBuilder(node, mesh, per_rank, i + 1, 18).build()
     tensors[0].shape = [0, 0]
     tensors[-1].shape = [0, 0]

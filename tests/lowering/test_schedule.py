@@ -8,7 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import Reshard, reshard_node
 from onnxpar.lowering.schedule import schedule
 
 RESHARDS = {
@@ -33,10 +33,11 @@ def node(line: str, tensors: Tensors, attrs: Mapping[str, gs.Graph] | None = Non
     """`y = gather p` is an AllGather, `y = mul a b` a node of the model; named by its result."""
     result, _, right = line.partition(" = ")
     op, *operands = right.split()
-    kind, domain = (RESHARDS[op], DOMAIN) if op in RESHARDS else (op.capitalize(), "")
     inputs = [tensors[o] for o in operands]
     outputs = [tensors[r] for r in result.split(",")]
-    return gs.Node(kind, result, dict(attrs or {}), inputs, outputs, domain=domain)
+    if op in RESHARDS:
+        return reshard_node(result, Reshard(RESHARDS[op], (), ()), inputs, outputs)
+    return gs.Node(op.capitalize(), result, dict(attrs or {}), inputs, outputs)
 
 
 def graph(

@@ -64,7 +64,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "05-fuse-all-reduces.onnxtxt",
     ]
     before, after = (
-        (tmp_path / "dump" / f"{name}.onnxtxt").read_text().count("onnxpar.AllReduce")
+        (tmp_path / "dump" / f"{name}.onnxtxt").read_text().count("onnxpar.reshard.AllReduce")
         for name in ("04-insert-collectives", "05-fuse-all-reduces")
     )
     assert before > after >= 1

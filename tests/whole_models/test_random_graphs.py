@@ -23,7 +23,7 @@ from random_graphs.shrink import Draw, Recorded, Replayed, Unsuitable, failure, 
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import write_plan
 from onnxpar.cost.cost import Costs
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.layout.layout import Product, dim_axes, leaves
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
@@ -53,7 +53,7 @@ class Coverage:
         """Counts a graph behind insert-collectives."""
         self.graphs += 1
         self.features.update(_features(graph, ctx))
-        self.reshards.update(node.op for node in graph.nodes if node.domain == DOMAIN)
+        self.reshards.update(node.op for node in graph.nodes if is_reshard(node))
         for op in ctx.sharding.factors.ops:
             self.ops[op.node.op] += 1
             for what in _splits(op, ctx):
