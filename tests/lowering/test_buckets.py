@@ -81,6 +81,12 @@ def test_those_that_do_not_wait_for_each_other_are_one() -> None:
     assert len(reshard_of(one).members) == 3
 
 
+def test_what_is_fused_is_not_fused_again() -> None:
+    made = build([*GRADIENTS, "d = matmul y w", "d@ = reduce d"])
+    assert fused(made, limit=24) == ["a b c", "d"]
+    assert fused(made) == ["a b c", "d"]
+
+
 def test_a_bucket_takes_no_more_than_its_size() -> None:
     sizes = {"size": {"a@": 25, "b@": 50, "c@": 100}}
     assert fused(build(GRADIENTS, **sizes), 300) == ["a b", "c"]
