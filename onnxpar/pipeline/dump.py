@@ -195,6 +195,8 @@ def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
     """The graph with attributes that a model can have; it is as it was afterwards."""
     nodes = [(node, node.attrs) for node in all_nodes(graph)]
     values = [(tensor, tensor._values) for tensor in constants(graph)]
+    domains = graph.import_domains
+    graph.import_domains = None if domains is None else list(domains)  # the export adds reshards'
     for node, attrs in nodes:
         node.attrs = type(attrs)(attrs)
         if is_reshard(node):
@@ -202,6 +204,7 @@ def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
     try:
         yield graph
     finally:
+        graph.import_domains = domains
         for node, attrs in nodes:
             node.attrs = attrs
         for tensor, value in values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -213,3 +214,13 @@ def test_large_weights_of_a_dump_of_the_loader_are_types(tmp_path: Path) -> None
     onnxpar.plan(MODELS / "bert.dynamo.static.onnx", devices=2, dump=tmp_path)
     text = (tmp_path / "00-load" / "00-read.onnxtxt").read_text()
     assert "bert.embeddings.word_embeddings.weight" in text and len(text) < 20_000
+
+
+def test_a_dump_changes_nothing_in_the_graphs_of_ranks(tmp_path: Path) -> None:
+    """Writing a model declares the domains of its nodes, among them that of reshards."""
+    how: dict[str, Any] = {"devices": 2, "preset": "tensor-parallel"}
+    onnxpar.shard(MODELS / "gpt2.dynamo.static.onnx", tmp_path / "a", **how)
+    onnxpar.shard(MODELS / "gpt2.dynamo.static.onnx", tmp_path / "b", dump=tmp_path / "d", **how)
+    first, second = (tmp_path / name / "rank_0001.onnx" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    assert {o.domain for o in onnx.load(second).opset_import} == {"", "onnxpar"}
