@@ -1,1 +1,1 @@
-"""What passes see and leave: the pass interface, the plan, verification, text."""
+"""The interface of passes: the context that they share, the plan, verification, text."""

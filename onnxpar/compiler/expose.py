@@ -51,7 +51,7 @@ def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
 
 
 def _port(tensor: gs.Tensor, ctx: PassContext) -> Port | None:
-    """How a result is handed out; None where that is not known before a run."""
+    """The port of a result; None if its layout or type is data-dependent."""
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.dtype is None or numpy_dtype(tensor).name not in _TYPES:
         return None

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Choices:
-    """What insert-collectives decides by sizes, so that it can be repeated at other sizes.
+    """Decisions of insert-collectives that depend on sizes, to be repeated at other sizes.
 
-    results, operands  what stays pending (`Pending`), once decided
-    steps              reshards by tensor, placement and goals
-    fed                placements of inputs that nobody asked for
-    bytes              of all-reduces that may be fused, by node
+    results, operands  partial sums that are kept (`PartialSums`)
+    steps              reshards by tensor, sharding and goals
+    fed                shardings of inputs that nobody asked for
+    bytes              bytes of all-reduces that may be fused, by node
     """
 
     results: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for, and what is chosen before passes run.
+    """The user's request, and the choices made before passes run.
 
     strategy   the user's entries
     preset     the preset or the kind of search, by name
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass
 class LoweredState:
-    """What the passes of the stage LOWER have made; empty before.
+    """Results of the passes of the stage LOWER; empty before.
 
     per_rank     constants and attributes that depend on the rank
     collectives  the collectives of the plan, in execution order, from localize-ops on
@@ -92,9 +92,9 @@ class LoweredState:
 
 @dataclass
 class PassContext:
-    """What passes share beside the graph; side tables are keyed by tensor or node name.
+    """The state that passes share besides the graph; tables are keyed by tensor or node name.
 
-    request      what is asked for, which no pass changes
+    request      the user's request, which no pass changes
     sharding     axes per leaf, while they are being decided
     annotations  annotations in rounds of falling priority, from annotate-strategy on
     asked        those among them that the user or the model's own annotations ask for
@@ -102,7 +102,7 @@ class PassContext:
     copies       weights that are stored in a second layout, and the weight each is a copy of
     choices      decisions by sizes, to be repeated at other sizes
     variants     the graph at the other bindings of open sizes, before passes
-    lowered      what is made of the decisions
+    lowered      results of lowering
     """
 
     model: Model

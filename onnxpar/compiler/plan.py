@@ -1,4 +1,4 @@
-"""What a sharded model is: the plan that people read and that the runtime follows."""
+"""The plan of a sharded model, which people read and the runtime follows."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Whole:
 
     @property
     def is_lack(self) -> bool:
-        """Whether it is for want of a rule, rather than by choice."""
+        """True if it lacks a rule, rather than stays whole by choice."""
         return self.bytes > 0 or is_lack(self.reason)
 
 
@@ -218,7 +218,7 @@ def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def foreign_part(folder: Path) -> str | None:
-    """What a folder holds that a sharded model does not, in words; None where it is one, of any
+    """Names what a folder holds that is not of a sharded model; None if it holds one, of any
     format, and nothing else."""
     try:
         plan = json.loads((folder / "plan.json").read_bytes())

@@ -89,7 +89,7 @@ def _range(tensor: gs.Tensor, seen: set[str]) -> Range | None:
 
 
 def _limit(node: gs.Node, position: int) -> Range | None:
-    """What a node takes at this place."""
+    """The range that a node accepts at this operand."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     limits = _LIMITS.get((domain, node.op), {})
     found = limits[position](node, position) if position in limits else None
@@ -233,4 +233,4 @@ _LIMITS: Mapping[tuple[str, str], Mapping[int, Limit]] = {
     (_MICROSOFT, "DecoderMaskedMultiHeadAttention"): {7: _places(5, 2, 0, 1), 8: _one, 9: _beams},
     (_MICROSOFT, "DecoderMaskedSelfAttention"): {6: _places(4, 3, 0, 1), 7: _one, 8: _beams},
 }
-"""What ops take, by the place of the operand."""
+"""The ranges that ops accept, by operand."""

@@ -23,7 +23,7 @@ from onnxpar.symbols.symbols import Variable
 
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
-    """Runs passes behind propagation again at every other binding, as `ctx.lowered.replays`.
+    """Runs the passes after propagation again at every other binding, into `ctx.lowered.replays`.
 
     `ctx` is the context in which they ran. Bindings at which sizes coincide, so that dimensions
     consist of other factors there, are dropped from the model's. Errors: OpenSizesError where
@@ -56,7 +56,7 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
 def replay_typical(
     model: Model, ctx: PassContext, passes: Sequence[Pass], profiles: Sequence[Profile]
 ) -> Iterator[tuple[float, gs.Graph, PassContext]]:
-    """The graph and context behind these passes at each of these sizes, with weights."""
+    """The graph and context after these passes at each of these sizes, with weights."""
     found = _samples(model, ctx.sharding.factors, ctx.variants)
     for wanted, weight in profiles:
         variant = _analysed(model, ctx.variants[0].number)
@@ -103,7 +103,7 @@ def _analysed(model: Model, number: int) -> Variant:
 
 
 def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
-    """What was decided, for the sizes of another graph."""
+    """A context with the same decisions for the sizes of another graph."""
     return PassContext(ctx.model, _sharding(factors, ctx.sharding), choices=ctx.choices)
 
 
@@ -132,9 +132,8 @@ def _changed(have: GraphFactors, other: GraphFactors) -> dict[str, frozenset[str
 def stay_whole(
     nodes: Mapping[str, frozenset[str]], graph: gs.Graph, ctx: PassContext, already: Whole
 ) -> Whole:
-    """What these nodes of the lowered graph must not split any more, which they may have split
-    until now: these factors, or those of open sizes, of which those first whose parts are exchanged
-    between ranks; empty where nothing is left."""
+    """Factors that these nodes of the lowered graph must not split from now on: the given ones, or
+    those of open sizes, first the ones whose shards ranks exchange. Empty if none is left."""
     factors = ctx.sharding.factors
     found: dict[str, Collection[str] | None] = {}
     for name, given in nodes.items():
@@ -188,7 +187,7 @@ def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole
 
 
 def _sharding(factors: GraphFactors, decided: ShardingState) -> ShardingState:
-    """What was decided, for the sizes of another graph."""
+    """The same decisions for the sizes of another graph."""
     return ShardingState(
         decided.mesh,
         replace(factors, open_atoms=decided.factors.open_atoms),

@@ -1,4 +1,4 @@
-"""What a plan says of the graph: weights, memory, FLOPs, and what stayed whole."""
+"""The plan of a graph: weights, memory, FLOPs, and nodes that stay whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from onnxpar.sharding.shard_bytes import shard_bytes
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
-    """The plan of a graph behind insert-collectives, while shapes are still global."""
+    """The plan of a graph after insert-collectives, while shapes are still global."""
     weights = _weights(graph, ctx)
     held = sum(w.bytes_per_rank for w in weights)
     initial = _initial(graph, ctx)
@@ -90,7 +90,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
 
 
 def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
-    """What Constant nodes store in bodies that are not split with the graph around them."""
+    """Bytes of Constant nodes in bodies that are not split with the graph around them."""
     for node in all_nodes(graph):
         value = node.attrs.get("value") if node.op == "Constant" else None
         if isinstance(value, gs.Constant):
@@ -154,7 +154,7 @@ def _why_idle(preset: str | None, is_gathered: bool) -> str:
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
     """Bytes of operands that reach the node through an all-gather for its sake, and of what its
-    subgraphs read that ranks had to talk for."""
+    subgraphs read that ranks had to communicate for."""
     whole = [
         tensor
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True)

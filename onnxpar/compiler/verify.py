@@ -114,7 +114,7 @@ def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
 def _pending(
     op: OpFactors, held: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail: Fail
 ) -> tuple[tuple[Axis, ...], str]:
-    """What the rule says the results await, given the operands."""
+    """The axes and the reduction over which results are partial by the rule, given the operands."""
     own: tuple[Axis, ...] = ()
     reduce = "sum"
     for leaf, axes in held.items():
@@ -151,7 +151,7 @@ def _pending(
 
 
 def _every_segment(op: OpFactors, factor: str, held: dict[int, tuple[Axis, ...]]) -> bool:
-    """Whether all segments of a reduced factor are split over the same axes."""
+    """True if all segments of a reduced factor are split over the same axes."""
     axes = iter([held.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == factor])
 
     def cover(dim: Dim) -> frozenset[Axis] | None:

@@ -88,7 +88,7 @@ def operand_names(sharding: ShardingState) -> Operands:
 
 
 def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operands) -> None:
-    """Replaces the model's annotations by those of a plan behind insert-collectives."""
+    """Replaces the model's annotations by those of a plan after insert-collectives."""
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     clear_annotations(model)
     pinned = {
@@ -173,7 +173,7 @@ def _says(
     axes: Mapping[int, Axes],
     sharding: ShardingState,
 ) -> bool:
-    """Whether the standard alone gives every factor its axes."""
+    """True if the standard annotation alone gives every factor its axes."""
     try:
         return read_axes(op, names, note, sharding) == axes
     except StrategyError:

@@ -1,4 +1,4 @@
-"""What passes begin with: the loaded model, and a context with the mesh and the strategy chosen."""
+"""Loads the model, and makes the context of the passes, with the mesh and the strategy chosen."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def write_graph(model: Model, ctx: PassContext, output: Path) -> None:
 
 
 def is_dump(path: Path) -> bool:
-    """Whether a file is a dump: text of one, or a model that says so."""
+    """True for a dump: its text, or a model whose metadata marks it as one."""
     if path.suffix == ".onnxtxt":
         return True
     return path.is_file() and _state_of(read_proto(path)) is not None
@@ -148,7 +148,7 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
 
 
 def facts(ctx: PassContext) -> tuple[str, ...]:
-    """What holds of a dump, as passes require it."""
+    """The facts that hold in a dump, of those that passes require."""
     have = ((ANNOTATIONS, bool(ctx.annotations or ctx.layouts)), (LAYOUTS, bool(ctx.layouts)))
     return tuple(fact for fact, holds in have if holds)
 

@@ -1,4 +1,4 @@
-"""What the ranks of this host hold together, and how much memory the host has."""
+"""The memory of this host, and the bytes that all ranks of a plan hold together."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _text(path: Path) -> str:
 
 
 def held_together(plan: Plan) -> int:
-    """What all ranks of a plan hold, in bytes. A table that is only looked up, and whole on every
-    rank, is mapped from one file: it counts once. onnxruntime copies weights of products into a
-    layout of its own, so that each rank has its own copy of them."""
+    """Bytes that all ranks of a plan hold. A whole table that nodes only look up is mapped from one
+    file on all ranks, and counts once; onnxruntime copies weights of products into a layout of its
+    own, so each rank has a copy."""
     ranks = plan.mesh.size
     tables = {lookup.table for lookup in plan.lookups}
     shared = sum(w.bytes for w in plan.weights if w.name in tables and w.bytes_per_rank == w.bytes)

@@ -78,7 +78,7 @@ def within_host(objective: Objective, plan: Plan, make: Make) -> tuple[Objective
 
 
 def _advice(error: OverLimit, objective: Objective, devices: int | None, make: Make) -> str:
-    """What would help, where nothing over so many ranks keeps to the limit."""
+    """The message if no strategy over so many ranks keeps to the limit, with a remedy."""
     text = f"{error}, more than --memory-limit {text_of(objective.memory or 0, 'B')}"
     if error.least:
         text += f" (no strategy there holds less than {text_of(error.least, 'B')})"
@@ -121,7 +121,7 @@ def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objec
 
 
 class _OutOfTime(Exception):
-    """What would help was looked for long enough."""
+    """The time to look for a remedy is over."""
 
 
 def _enough(

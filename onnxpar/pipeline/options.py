@@ -22,10 +22,13 @@ from onnxpar.strategy.strategy import Annotation, Strategy
 
 @dataclass(frozen=True)
 class Options:
-    """What `shard`, `plan` and `check` have in common; see `onnxpar shard --help`. `found` is what
-    a search has decided on the mesh, which is not searched again then. Costs of what was decided
-    are computed at the sizes of `reckon_at`, if any, else at the `typical` ones.
-    `show` gets what each rewrite of the loader leaves."""
+    """The options that `shard`, `plan` and `check` share; see `onnxpar shard --help`.
+
+    found      annotations that a search has found for this mesh, so that it is not repeated
+    reckon_at  sizes at which costs are computed; if empty, the `typical` ones
+    compared   true if the plan is one of several that are compared by the objective
+    show       called with the model after each rewrite of the loader
+    """
 
     devices: int | None = None
     mesh: Mesh | None = None
@@ -46,7 +49,7 @@ class Options:
     search: str | None = None
     objective: Objective = field(default_factory=Objective)
     passes: Sequence[Pass | Placed] = ()
-    compared: bool = False  # with other strategies, by the objective
+    compared: bool = False
     found: list[Annotation] | None = None
     typical: Typical = field(default_factory=Typical)
     reckon_at: Sequence[Profile] = ()
@@ -64,7 +67,7 @@ def wanted_mesh(options: Options) -> Mesh | None:
 
 
 def preset_or_search(options: Options) -> str | None:
-    """What decides beside the strategy, if anything is named. Errors: StrategyError."""
+    """The preset or the kind of search, if one is named. Errors: StrategyError if both are."""
     search, preset = options.search, options.preset
     if search is None:
         return preset
@@ -84,8 +87,8 @@ def least_size(options: Options) -> int:
 
 
 def manual_of(options: Options, step: Step | None = None) -> Manual | None:
-    """How a manual program's tensors are dealt; None for any other preset. Errors: StrategyError
-    where a training step says otherwise."""
+    """The shards of a manual program's tensors; None for any other preset. Errors: StrategyError if
+    a training step was made for others."""
     deal = step.deal if step is not None else None
     if options.preset != MANUAL:
         if deal is not None:

@@ -113,7 +113,7 @@ def _options(kind: type[Pass], text: str, flag: str) -> dict[str, Any]:
 
 
 def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """What reads an option of that field's type."""
+    """The function that reads an option of a field's type from text."""
     name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
     readers: dict[str, Callable[[str], Any]] = {
         "int": int,

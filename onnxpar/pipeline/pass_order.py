@@ -1,4 +1,4 @@
-"""Where passes stand: their order is checked, and passes from outside are put in their places."""
+"""Checks the order of passes, and puts passes of plugins in their places."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def made_in(graph: gs.Graph) -> set[str]:
 
 @dataclass(frozen=True)
 class Known:
-    """What a graph has before a pass: names of tensors that nodes make, and of ops."""
+    """Names of computed tensors and of ops in a graph before a pass."""
 
     tensors: Collection[str]
     ops: Collection[str]

@@ -159,7 +159,7 @@ def _plan(
 def _made(
     model: Model, options: Options, watch: Watch | None, reckon: Reckon
 ) -> tuple[Plan, PassContext, list[Pass]]:
-    """What the passes before split-ranks make of a model, and those that lower it."""
+    """The plan and the context after the passes before split-ranks, and the passes that lower."""
     steps = passes_of(options, model)
     ctx = prepare(model, options, steps, watch)
     steps = [s for s in steps if s.stage is not Stage.REWRITE]

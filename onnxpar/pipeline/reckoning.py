@@ -1,4 +1,4 @@
-"""What a plan costs, at the sizes that runs typically have."""
+"""Predicted times of a plan, at the sizes that runs typically have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onnxpar.sharding.state import ShardingState
 from onnxpar.symbols.fits import fit
 
 Reckon = Callable[[float, gs.Graph, PassContext], None]
-"""Is called with the graph behind fuse-all-reduces at each of the sizes that costs are computed at,
+"""Called with the graph after fuse-all-reduces at each of the sizes that costs are computed at,
 and with their weight."""
 
 
@@ -34,7 +34,8 @@ def _nobody(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
-    """What a run takes, from the graph behind fuse-all-reduces; without a step's evaluation."""
+    """The predicted time of a run, from the graph after fuse-all-reduces, without a training step's
+    evaluation."""
     step = ctx.model.step
     nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
     each = predict_nodes(nodes, ctx.sharding).values()

@@ -35,7 +35,7 @@ SHARD, TENSORS = "shard", "tensors"
 WHOLE: LeafSplit = ((), None)
 Pieces = tuple[LeafSplit, ...]
 Decided = Mapping[tuple[str, str], Pieces]
-"""What leaves are split over, by kind and name."""
+"""The axes of leaves, by kind and name of their node or tensor."""
 
 
 def saved_strategy(model: Model, ctx: PassContext) -> Strategy:
@@ -55,7 +55,7 @@ class Saver:
         self.text = ""
 
     def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """For the pipeline to call behind each pass."""
+        """For the pipeline to call after each pass."""
         if self.path is not None and isinstance(step, PropagateLayouts):
             self.text = strategy_text(saved_strategy(model, ctx), _comment(model, ctx))
 
@@ -111,7 +111,7 @@ class _Saving:
             self.alike[number].append(op)
             self.number[op.node.name] = number
         self.before = ctx.annotations[:1] if ctx.request.annotated is not None else []
-        self.behind = default_rounds(model.graph, ctx.sharding, model.step)
+        self.after = default_rounds(model.graph, ctx.sharding, model.step)
         self.values: dict[tuple[Any, str], Any] = {}
 
     def strategy(self) -> Strategy:
@@ -132,7 +132,7 @@ class _Saving:
         return Strategy(self.sharding.mesh, shard, tensors)
 
     def _decided(self, sharding: ShardingState) -> Decided:
-        """What a sharding comes to: all that insert-collectives looks at."""
+        """All of a sharding that insert-collectives reads."""
         found: dict[tuple[str, str], Pieces] = {}
         for op in sharding.factors.ops:
             sharding.legalize(op)
@@ -145,13 +145,13 @@ class _Saving:
         return found
 
     def _differing(self, batches: Iterable[Sequence[_Entry]]) -> list[tuple[str, str]]:
-        """What these entries alone do not make as it is wanted."""
+        """The leaves that these entries alone do not shard as wanted."""
         mesh, factors = self.sharding.mesh, self.sharding.factors
         sharding = ShardingState.open(mesh, factors, self.sharding.costs.topology)
         asked = [
             annotation for batch in batches for entry in batch for annotation in entry.annotations
         ]
-        rounds = [*self.before, with_derived(asked, sharding), *self.behind]
+        rounds = [*self.before, with_derived(asked, sharding), *self.after]
         ctx = PassContext(self.model, sharding, annotations=rounds)
         PropagateLayouts().run(self.model.graph, ctx)
         found = self._decided(sharding)
@@ -241,7 +241,7 @@ class _Saving:
         return factor_entry(self.ops[name], self.wanted[SHARD, name], self.sharding.mesh)
 
     def _reader_value(self, name: str) -> Any:
-        """What all readers of a weight have in common."""
+        """The value that all readers of a weight share; None if they differ."""
         values = [self._node_value(node) for node in self.readers[name]]
         return values[0] if all(value == values[0] for value in values) else None
 

@@ -80,7 +80,7 @@ def memory_curve(steps: Sequence[Step]) -> str:
 
 
 def seconds_of(steps: Iterable[Step]) -> float:
-    """How long the steps take, one after the other."""
+    """Seconds of the steps, one after the other."""
     return sum(step.predicted.total for step in steps)
 
 

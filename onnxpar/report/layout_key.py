@@ -25,7 +25,7 @@ KEY = {
     "[dp, -] sum(tp)": "Partial: each rank along tp holds one term, and the tensor is the sum of "
     "these terms. An AllReduce or a ReduceScatter adds them. max, min and prod work alike.",
 }
-"""What each form of a layout says."""
+"""The meaning of each form of a layout."""
 
 
 def layout_key() -> Iterator[str]:

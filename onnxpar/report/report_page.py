@@ -136,7 +136,7 @@ def _header(explained: Explained) -> Iterator[str]:
 
 
 def _which(plan: Plan) -> Iterator[str]:
-    """Which of the candidates the page shows: not always the winner."""
+    """Names the candidate that the page shows, which is not always the winner."""
     strategy = escape(f"{plan.preset or 'the strategy'} {plan.mesh}")
     yield f"<p>The rest of this page shows the plan of <b>{strategy}</b>.</p>"
 

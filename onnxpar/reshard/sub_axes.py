@@ -16,7 +16,7 @@ from onnxpar.sharding.state import FactorSharding
 Slot = tuple[int, ...]
 """Leaves of one dimension that a sub-axis splits together: one, or one of each segment."""
 Location = Slot | ReduceOp | None
-"""Where a sub-axis is: on leaves, in a reduction that is still partial, or unused."""
+"""The location of a sub-axis: on leaves, in a partial reduction, or unused."""
 Locations = Sequence[Sequence[Location]]
 """The possible locations of each sub-axis."""
 

@@ -1,4 +1,4 @@
-"""What the model's own annotations and the user's strategy ask for."""
+"""Annotations that the model itself and the user's strategy ask for."""
 
 from __future__ import annotations
 
