@@ -122,22 +122,9 @@ def _checked(
     progress: Callable[[int], None] | None,
     tell: Callable[[str], None],
 ) -> Check:
-    close = None
-    if way.rtol is not None or way.atol is not None:
-        close = Closeness(way.rtol or 0.0, way.atol or 0.0)
-    if way.seed < 0:
-        raise InputError(f"--seed {way.seed}: must be at least 0")
     is_manual = options.preset == MANUAL
-    if way.each and (way.train or is_manual):
-        raise InputError(
-            "--each compares one run with an unsplit model; leave it out of --train and of manual "
-            "programs"
-        )
+    close = _tolerance(way, is_manual)
     if way.train:
-        if close is not None:
-            raise InputError(
-                "--rtol, --atol: --train has tolerances of its own for losses; leave them out"
-            )
         return _check_training(model, options, way)
     exposed = inner_tensors(model) if way.each else ()
     with OwnFolder() as folder:
@@ -176,6 +163,25 @@ def _checked(
     own = [port for port in made.outputs if port.name not in set(exposed)]
     made = replace(made, outputs=own)
     return Check(made, report, made_up=made_up if way.inputs is not None else ())
+
+
+def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
+    """The tolerances that are given, if any. Errors: InputError for options that do not go
+    together."""
+    if way.seed < 0:
+        raise InputError(f"--seed {way.seed}: must be at least 0")
+    if way.each and (way.train or is_manual):
+        raise InputError(
+            "--each compares one run with an unsplit model; leave it out of --train and of manual "
+            "programs"
+        )
+    if way.rtol is None and way.atol is None:
+        return None
+    if way.train:
+        raise InputError(
+            "--rtol, --atol: --train has tolerances of its own for losses; leave them out"
+        )
+    return Closeness(way.rtol or 0.0, way.atol or 0.0)
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:

@@ -125,6 +125,7 @@ def load(
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have.
     """
+    # Long, as the order of all rewrites and checks stands in one place.
     path = Path(path)
     proto = read_proto(path)
     check_text(proto, path)
@@ -171,16 +172,21 @@ def load(
         else:
             infer(proto, stored if for_training else None)
             graph = importer.graph(proto)
-        given = [*((s.input, s.output) for s in (step.slots if step else ())), *states]
-        pairs = (
-            find_states(graph, given, step is not None)
-            if find_others
-            else given_states(graph, given)
-        )
+        pairs = _state_pairs(graph, step, states, find_others)
         whole = sizes.whole if sizes is not None else {}
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
         model.exported, model.shared = exported, shared
         return model
+
+
+def _state_pairs(
+    graph: gs.Graph, step: Step | None, states: Iterable[tuple[str, str]], find_others: bool
+) -> list[tuple[str, str]]:
+    """The states of a training step, the given ones, and those that are found."""
+    given = [*((s.input, s.output) for s in (step.slots if step else ())), *states]
+    return (
+        find_states(graph, given, step is not None) if find_others else given_states(graph, given)
+    )
 
 
 def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
