@@ -94,7 +94,7 @@ def reckon_typical(
 ) -> None:
     """Gives a plan of a model with open sizes its costs: means over the typical sizes, and the most
     that is held. `passes` are those from insert-collectives on. With other `sizes`, `reckon` alone
-    is told what these cost, and the plan what is sent at these (`sent_at_runs`)."""
+    gets their costs, and the plan the bytes sent at these sizes (`sent_at_runs`)."""
     assert model.sizes is not None
     at = next(i for i, step in enumerate(passes) if isinstance(step, FuseAllReduces))
     first = ((model.sizes.bindings[0], 1.0),)
