@@ -106,8 +106,9 @@ class Browser:
 
     def _message(self, method: str, until: float) -> dict[str, Any]:
         while b"\0" not in self._read:
-            ready, _, _ = select.select([self._from], [], [], max(until - time.monotonic(), 0))
-            if not ready:
+            answers = select.poll()  # select() takes no descriptor above 1023
+            answers.register(self._from, select.POLLIN)
+            if not answers.poll(1000 * max(until - time.monotonic(), 0)):
                 raise TimeoutError(f"the browser has not answered {method} in {TIMEOUT:.0f} s")
             found = os.read(self._from, 1 << 20)
             if not found:

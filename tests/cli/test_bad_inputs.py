@@ -494,7 +494,7 @@ def test_an_index_out_of_range(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ids[2, 1] = 8
     np.savez(tmp_path / "in.npz", ids=ids)
     inputs = ["--inputs", str(tmp_path / "in.npz")]
-    told = "input 'ids': index 8 at [2, 1] is out of range for 'table' with 8 rows"
+    told = "input 'ids': index 8 at [2, 1] is out of range for 'table' of 8 rows"
     check = ["check", str(tmp_path / "m.onnx"), "--devices", "2", *inputs]
     for arguments in (["run", str(tmp_path / "m.par"), *inputs], check, [*check, "--each"]):
         assert main(arguments) == 2

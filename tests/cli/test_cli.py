@@ -104,7 +104,7 @@ def test_opt_prints_and_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "no devices": ([], "--devices"),
-    "too many devices": (["--devices", "1000000000"], "at most 1,048,576"),
+    "too many devices": (["--devices", "1000000000"], "from 1 to 1,048,576"),
     "unknown symbol": (["--devices", "2", "--dim", "batch=3"], "batch"),
     "bad dim": (["--devices", "2", "--dim", "batch"], "--dim batch"),
     "mesh and devices": (["--devices", "3", "--mesh", "dp=2"], "--devices says 3"),
