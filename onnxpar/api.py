@@ -32,9 +32,9 @@ from onnxpar.report import compare_trace as comparing
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one_rank, try_candidate
 from onnxpar.report.compare_trace import PlannedNode, planned_nodes
+from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
 from onnxpar.report.report_page import explained_of, write_page
-from onnxpar.report.trace_comparison import Comparison
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.trace import read_trace
 

@@ -30,14 +30,14 @@ from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.named_passes import run_named
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import LIST, pass_lines
+from onnxpar.pipeline.pass_registry import LIST, pass_lines
 from onnxpar.pipeline.plan_options import Kind, LayoutOptions, PlanOptions, option_names, options_of
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
+from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import explain
 from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
-from onnxpar.report.trace_comparison import Comparison
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.feeds import read_feeds, write_arrays
 from onnxpar.runtime.launch import launched_rank

@@ -22,7 +22,7 @@ from onnxpar.cli.options import (
     add_verify,
 )
 from onnxpar.cli.training_parser import add_grad, add_merge, add_train
-from onnxpar.pipeline.pass_list import passes_help
+from onnxpar.pipeline.pass_registry import passes_help
 
 EXAMPLES = """examples:
   onnxpar shard gpt2.onnx --devices 4                  # writes gpt2.par

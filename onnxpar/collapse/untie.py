@@ -44,7 +44,7 @@ _MERGED = 1024
 
 @dataclass(frozen=True)
 class _Reader:
-    """A node that reads a tensor as an operand, `through` nodes that only pass it on."""
+    """A node that reads a tensor, directly or through nodes that only forward it."""
 
     node: NodeProto
     operand: int
@@ -120,7 +120,7 @@ def _shared(graph: GraphProto) -> Iterator[tuple[str, list[_Reader]]]:
             continue
         wide = sum(size != 1 for size in tensor.dims)
         is_number = wide == 0 and kinds.get(tensor.name) != PARAMETER
-        is_filled = wide > 1 and _is_filled(tensor)
+        is_filled = wide > 1 and _is_uniform(tensor)
         if is_number or (wide > 1 and not is_filled):
             continue
         readers = [
@@ -149,8 +149,8 @@ def _is_vector_of(reader: _Reader, is_filled: bool) -> bool:
     return op in _ELEMENTWISE or reader.operand in (*_VECTORS.get(op, ()), *weights)
 
 
-def _is_filled(tensor: TensorProto) -> bool:
-    """True if all elements of a small tensor are equal."""
+def _is_uniform(tensor: TensorProto) -> bool:
+    """True if the tensor is small, not external, and all its elements are equal."""
     size = int(np.prod(tensor.dims, dtype=np.int64))
     if tensor.data_location == TensorProto.EXTERNAL or not 0 < size <= _MERGED:
         return False

@@ -15,8 +15,8 @@ from onnxpar.symbols.fits import fit
 
 
 def open_ports(plan: Plan, ctx: PassContext) -> None:
-    """Gives the plan's ports their open sizes. Errors: StrategyError for one that no polynomial of
-    the symbols says."""
+    """Gives the plan's ports their open sizes. Errors: StrategyError for a size that is not a
+    polynomial of the symbols."""
     sizes = ctx.model.sizes
     if sizes is None:
         return

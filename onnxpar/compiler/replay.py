@@ -25,8 +25,8 @@ from onnxpar.symbols.symbols import Variable
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
     """Runs the passes after propagation again at every other binding, into `ctx.lowered.replays`.
 
-    `ctx` is the context in which they ran. Bindings at which sizes coincide, so that dimensions
-    consist of other factors there, are dropped from the model's. Errors: OpenSizesError where
+    `ctx` is the context in which they ran. A binding whose graph has other factors, as sizes
+    coincide there, is removed from the model's bindings. Errors: OpenSizesError where
     too few are left: the structure of the model depends on its sizes.
     """
     sizes = model.sizes

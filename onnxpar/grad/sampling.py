@@ -113,7 +113,7 @@ class Samples:
 
     @cached_property
     def picked(self) -> Value:
-        """The elements around each point, `n c p t`."""
+        """The elements around each point: [images, channels, points, elements of a point]."""
         found = self.x.reshape(self.flat).op("GatherElements", self.at, axis=2)
         return found.reshape([self.images, self.channels, self.points, self.size])
 

@@ -49,7 +49,7 @@ class Factor:
 
     @property
     def is_leaf(self) -> bool:
-        """True if it can be split: it has more than one element."""
+        """True if the factor has more than one element, so that it can be split."""
         return self.size > 1
 
     def part_sizes(self) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ def load(
     stored = _checked_stored(proto, path)
     refusal = check_standard(proto, path)
     with blaming(refusal, path):
-        proto, defaults, fixed = _restated(proto, path, for_training, show)
+        proto, defaults, fixed = _normalized(proto, path, for_training, show)
         fix_shapes(proto.graph, shapes or {})
         open_dims = bind_dims(proto.graph, dims or {}, path)
         show("bind-sizes", proto)
@@ -199,7 +199,7 @@ def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
     return {t.name for t in stored_tensors(proto.graph)} - {""}
 
 
-def _restated(
+def _normalized(
     proto: onnx.ModelProto, path: Path, for_training: bool, show: Show
 ) -> tuple[onnx.ModelProto, dict[str, TensorProto], list[str]]:
     """The model with dense constants as initializers, in opset 10 or later; the default values of

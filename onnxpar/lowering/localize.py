@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
+from onnxpar.lowering.empty_shards import StandIns, factors_to_fill
 from onnxpar.lowering.lowering_builder import (
     LoweringBuilder,
     note_stand_ins,
@@ -21,7 +22,6 @@ from onnxpar.lowering.lowering_builder import (
     set_attribute,
 )
 from onnxpar.lowering.rank_view import NodeView
-from onnxpar.lowering.stand_ins import StandIns, factors_to_fill
 from onnxpar.lowering.zero_sizes import expanded_zeros, keep_zeros, merged_zeros
 from onnxpar.sharding.factors import OpFactors
 

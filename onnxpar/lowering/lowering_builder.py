@@ -15,9 +15,9 @@ from onnxpar.ir.per_rank import InnerCollective, PerRank, collective_node, note_
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.layout.layout import dim_axes
 from onnxpar.layout.mesh import Axes, in_mesh_order
+from onnxpar.lowering.empty_shards import fill
 from onnxpar.lowering.halo import fetch
 from onnxpar.lowering.rank_view import NodeView
-from onnxpar.lowering.stand_ins import fill
 from onnxpar.model.shapes import infer_results
 from onnxpar.rules.rule import Local, Step
 

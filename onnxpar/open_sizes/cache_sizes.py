@@ -67,7 +67,7 @@ class CacheSizes:
                 yield [(self.keys, self._total(own, past)), (self.past, before)]
 
     def fits(self, sizes: Binding) -> bool:
-        """True if the table of angles has a row for every key."""
+        """True if the table of rotary angles has a row for the position of every key."""
         if self.rows is None or self.own is None:
             return True
         if self.is_ring:

@@ -15,7 +15,7 @@ from onnxpar.passes.differentiate import Differentiate
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.dump import Dump, facts, is_dump, read_dump, write_graph
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.run_passes import run_passes
 
 

@@ -29,7 +29,7 @@ from onnxpar.pipeline.context import load_model, make_context, prepare
 from onnxpar.pipeline.default_passes import passes_of
 from onnxpar.pipeline.memory_limit import within_host, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
-from onnxpar.pipeline.reckoning import Reckon, note_unsplit, note_weights, reckon_typical
+from onnxpar.pipeline.predicted_times import Reckon, note_unsplit, note_weights, reckon_typical
 from onnxpar.pipeline.run_passes import Watch, ignore, run_passes
 from onnxpar.search.objective import Objective
 

@@ -17,8 +17,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import parse_placed
 from onnxpar.pipeline.pass_order import Placed
+from onnxpar.pipeline.pass_registry import parse_placed
 from onnxpar.pipeline.plugins import load_plugin
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience

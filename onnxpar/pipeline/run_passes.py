@@ -18,7 +18,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.model_name import model_name
 from onnxpar.pipeline.pass_order import check_rewritten, known_of
-from onnxpar.pipeline.reckoning import Reckon, predicted
+from onnxpar.pipeline.predicted_times import Reckon, predicted
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
@@ -78,7 +78,7 @@ def _run(
                 check_rewritten(step, model.graph, known)
                 ctx.sharding = undecided(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
         except Exception:
-            _show(step, model, ctx, watch)
+            _dump_failed(step, model, ctx, watch)
             raise
     if watch is not None:
         watch(step, model, ctx)
@@ -102,7 +102,7 @@ def _failures(step: Pass, ran: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def _show(step: Pass, model: Model, ctx: PassContext, watch: Watch | None) -> None:
+def _dump_failed(step: Pass, model: Model, ctx: PassContext, watch: Watch | None) -> None:
     """Shows what a pass that failed has left, as far as it can be shown."""
     if watch is not None:
         with suppress(Exception):

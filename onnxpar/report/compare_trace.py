@@ -19,7 +19,7 @@ from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
-from onnxpar.report.trace_comparison import Communicated, Comparison, Computed, sum_known
+from onnxpar.report.comparison_result import Communicated, Comparison, Computed, sum_known
 from onnxpar.runtime.trace import Event, Trace
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.sharding.state import ShardingState

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onnxpar.base.shown import text_of
+from onnxpar.report.comparison_result import Communicated, Comparison, Computed
 from onnxpar.report.report import size_text, table
-from onnxpar.report.trace_comparison import Communicated, Comparison, Computed
 
 WORST = 10
 _HEADS = ("predicted", "measured")

@@ -125,7 +125,8 @@ class Explainer:
 
 
 def explain(path: str | Path, options: Options) -> Explained:
-    """Plans as the command `plan` does. Errors: OnnxparError."""
+    """Plans a model as the command `plan` does, with its predicted times. Errors: OnnxparError;
+    StrategyError for a manual program."""
     if options.preset == MANUAL:
         raise StrategyError("the time of a manual program cannot be predicted; use `run --profile`")
     explainer = Explainer()

@@ -118,6 +118,7 @@ class ShardSizes:
 def _extent_of(
     dim: Dim, given: tuple[tuple[Axes, tuple[int, ...] | None], ...], mesh: Mesh
 ) -> tuple[float, float]:
-    """Elements of a dimension with these axes in the largest shard, and the rows within it."""
+    """Elements of a dimension in the largest shard once `given` axes split it, and its number of
+    rows (`rows_within`)."""
     split = with_axes(dim, iter(given))
     return estimated_size(split, mesh, 0), rows_within(split, mesh)

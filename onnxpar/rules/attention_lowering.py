@@ -195,7 +195,7 @@ class AttentionLowering:
         return build.add("Reshape", [x, build.per_rank(shape)])
 
     def _by_row(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
-        """The inverse of `_by_group`."""
+        """Rows of a group back in heads: (batch, heads, sequence, width)."""
 
         def shape(local: Local) -> Any:
             heads = local.size("k") * local.size("g")

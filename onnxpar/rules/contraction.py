@@ -69,7 +69,7 @@ def gemm(node: gs.Node) -> Rule:
 def matmul_integer(node: gs.Node) -> Rule:
     """`m k, k n, m, n -> m n`: every shard subtracts zero points before the product."""
     points = [given(node, i) for i in (2, 3)]
-    if not all(_is_row(point) for point in points):
+    if not all(_is_at_most_1d(point) for point in points):
         return whole_rule(node, "it has a zero point per matrix")
     left, right, out = _product(node, 0, 1)
     rows = [_row(point, dim) for point, dim in zip(points, "mn", strict=True)]
@@ -80,7 +80,7 @@ def matmul_integer(node: gs.Node) -> Rule:
 @rule("QLinearMatMul")
 def qlinear_matmul(node: gs.Node) -> Rule:
     """`m k, m, m, k n, n, n, _, _ -> m n`; ranks add 32-bit sums before they scale them."""
-    if not all(_is_row(node.inputs[i]) for i in (1, 2, 4, 5)):
+    if not all(_is_at_most_1d(node.inputs[i]) for i in (1, 2, 4, 5)):
         return whole_rule(node, "it has a scale per matrix")
     left, right, out = _product(node, 0, 3)
     of_a, of_b = (_row(node.inputs[i], dim) for i, dim in ((1, "m"), (4, "n")))
@@ -89,8 +89,8 @@ def qlinear_matmul(node: gs.Node) -> Rule:
     return einsum(node, text, **integer_product("k"))
 
 
-def _is_row(tensor: gs.Tensor | None) -> bool:
-    """True if a zero point or scale is absent, a scalar, or one per row or column."""
+def _is_at_most_1d(tensor: gs.Tensor | None) -> bool:
+    """True if a zero point or scale is absent, has one element, or is one per row or column."""
     shape = () if tensor is None else tensor_shape(tensor)
     return shape is not None and (len(shape) <= 1 or math.prod(s or 2 for s in shape) == 1)
 

@@ -154,8 +154,8 @@ class Windows:
     def fetch(
         self, builder: Lowering, x: gs.Tensor, first: int = 2, but: Collection[int] = ()
     ) -> gs.Tensor:
-        """The elements of `x` that the rank's results read; its spatial dimensions begin at
-        `first`, and those in `but` stay as they are."""
+        """The elements of `x` that the rank's results read. `first` is the first spatial dimension
+        of `x`; spatial dimensions in `but`, counted from 0, are not fetched."""
         for i in self.split(builder.local):
             if i not in but:
                 x = builder.fetch(x, f"h{i}", first + i, self._held(i))

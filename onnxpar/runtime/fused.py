@@ -58,7 +58,7 @@ class Fused:
         return list(found.values())
 
     def _results(self, node: NodeProto) -> list[str]:
-        """Tensors of the rank's graph that a node computes, possibly in another layout."""
+        """Tensors of the rank's graph that a node computes, perhaps in a blocked memory format."""
         kept = self._by_name.get(node.name)
         names = [*node.output, node.name.removesuffix(_BLOCKED)]
         found = [name for name in names if name in self._makers]

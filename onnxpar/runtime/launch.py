@@ -34,7 +34,8 @@ wait of onnxpar.hvd and of a program without Python, in seconds."""
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables that a launcher sets; those of srun count only if `step` is set too."""
+    """Names of the variables that a launcher sets. If `step` is not empty, they count only if that
+    variable is set, too (srun)."""
 
     rank: str
     sizes: tuple[str, ...]

@@ -136,7 +136,7 @@ class ProcessRanks:
         self._ask({"do": "reset"}, "the reset of states")
 
     def end_profile(self) -> Sequence[Record]:
-        """The record of each rank so far."""
+        """The record of each rank since profiling began."""
         ask = [pack({"do": "profile"})] * self._bundle.mesh.size
         return self._processes.call(ask, "the profile")
 

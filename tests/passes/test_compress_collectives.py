@@ -21,7 +21,7 @@ from onnxpar.lowering.compression import THRESHOLD, Compression
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.sharding.planned_collectives import Collective
 

@@ -20,7 +20,7 @@ from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline.context import make_context
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import OWN, parse_passes
+from onnxpar.pipeline.pass_registry import OWN, parse_passes
 from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.strategy.strategy import Strategy
 

@@ -19,8 +19,8 @@ from onnxpar.load.load import load
 from onnxpar.pipeline import plugins
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import parse_passes, parse_placed
 from onnxpar.pipeline.pass_order import Placed, insert
+from onnxpar.pipeline.pass_registry import parse_passes, parse_placed
 from onnxpar.pipeline.pipeline import plan
 from onnxpar.rules.rule import registered, rule
 

@@ -23,7 +23,7 @@ from onnxpar.load.load import Model
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.pipeline import pipeline
 from onnxpar.report.compare_trace import PlannedNode, compare_trace, planned_nodes
-from onnxpar.report.trace_comparison import NOTHING_RAN, Comparison
+from onnxpar.report.comparison_result import NOTHING_RAN, Comparison
 from onnxpar.runtime.trace import Collective, Event, Span, Trace, read_trace, write_trace
 from onnxpar.search.predict import Prediction
 from onnxpar.sharding.planned_collectives import Collective as Planned

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.report.report import grouped, plan_lines
 
 FLOAT = TensorProto.FLOAT

@@ -18,7 +18,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.run_passes import run_passes
 
 GOLDEN = Path(__file__).parents[1] / "golden"

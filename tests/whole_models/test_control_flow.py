@@ -38,7 +38,7 @@ from onnxpar.layout.mesh import Axis
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.default_passes import passes_of
-from onnxpar.pipeline.pass_list import parse_passes
+from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.run_passes import run_passes
 
 
