@@ -87,6 +87,13 @@ def grad(
     # TypedDict cannot stand beside **hyperparameters, whose names depend on the optimizer.
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, **hyperparameters)
+    elif hyperparameters:
+        names = ", ".join(sorted(hyperparameters))
+        remedy = f"give them to {type(optimizer).__name__}(...)" if optimizer else "leave them out"
+        raise StrategyError(
+            f"{names}: hyperparameters go with an optimizer that is given by name; {remedy}, or "
+            "correct the name of the argument"
+        )
     wanted = LossOptions(
         loss,
         loss_of,

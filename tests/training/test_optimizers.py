@@ -13,6 +13,7 @@ from onnx import numpy_helper
 from training.steps import LINEAR, Array, run_unsplit, write_step
 
 from onnxpar.errors import StrategyError
+from onnxpar.training import grad
 from onnxpar.training.optimizers import AdamW, make_optimizer
 
 STEPS = 5
@@ -254,3 +255,15 @@ def test_bad_hyperparameters(name: str, options: dict[str, Any], message: str) -
 def test_bad_clip_norm(most: float, tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=f"--clip-norm {most}: must be above 0"):
         write_step(LINEAR, tmp_path, "mse", clip_norm=most)
+
+
+def test_hyperparameters_beside_an_optimizer_are_refused(tmp_path: Path) -> None:
+    """They would be ignored, as would an argument whose name is wrong."""
+    with pytest.raises(StrategyError, match=r"weight_decay: .* give them to AdamW\(\.\.\.\)"):
+        grad(
+            tmp_path / "m.onnx",
+            tmp_path / "s.onnx",
+            loss="mse",
+            optimizer=AdamW(),
+            weight_decay=0.1,
+        )
