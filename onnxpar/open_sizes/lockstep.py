@@ -8,7 +8,7 @@ small computations on the sizes of a run. All other nodes that depend on sizes s
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -226,7 +226,7 @@ class Lockstep:
         for axis, column in enumerate(zip(*(s or () for s in shapes), strict=True)):
             values = [v for v in column if v is not None]
             if values and min(values) < 1:
-                self.void += self._open_sizes(node)
+                self.void += [size for *_, size in self._open_operands(node)]
             if len(values) == len(column):
                 size = self._closed_form(node, name, axis, values)
                 if size is not None:
@@ -258,28 +258,15 @@ class Lockstep:
         """True if a size of the result changes when an open size of an operand grows a lot."""
         if node.op_type in EVEN:
             return False
-        walk = self.walks[self.live[0]]
-        for operand in dict.fromkeys(node.input):
-            for at, own in enumerate(walk.sizes(operand) or ()):
-                size = self.size(operand, at) if own is not None else None
-                if own is None or size is None or not size.variables:
-                    continue
-                other = self._probe(node, name, axis, operand, at, own + AFAR)
-                if other is not None and other != value:
-                    return True
-        return False
+        return any(
+            self._probe(node, name, axis, operand, at, own + AFAR) not in (None, value)
+            for operand, at, own, _ in self._open_operands(node)
+        )
 
     def _lose(self, node: NodeProto) -> None:
         """Records a node whose results have data-dependent sizes."""
         if node.output[0] not in self.lost:
             self.lost.append(node.output[0])
-
-    def _open_sizes(self, node: NodeProto) -> list[Polynomial]:
-        """The open sizes of a node's operands."""
-        walk = self.walks[self.live[0]]
-        axes = [(n, i) for n in node.input for i, _ in enumerate(walk.sizes(n) or ())]
-        sizes = [self.size(name, axis) for name, axis in axes]
-        return [size for size in sizes if size is not None and size.variables]
 
     def _discover(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
@@ -287,24 +274,27 @@ class Lockstep:
         """A size as a quotient of an operand's size, found by probing with other sizes."""
         if not has_exact_scales(node, self.walks[self.live[0]].values):
             return None
+        for operand, at, own, size in self._open_operands(node):
+            key = (name, axis, operand, at)
+            found = self.strides.get(key) or find_quotient(partial(self._probe, node, *key), own)
+            if found is None or found[2] == 1:
+                continue
+            self.strides[key] = found
+            made = applied(found, size)
+            if [made.at(self.bindings[i]) for i in self.live] == list(values):
+                self._learn(made)
+                return made
+        return None
+
+    def _open_operands(self, node: NodeProto) -> Iterator[tuple[str, int, int, Polynomial]]:
+        """The open dimensions of a node's operands: name, axis, size at the first binding, and the
+        size in closed form."""
         walk = self.walks[self.live[0]]
         for operand in dict.fromkeys(node.input):
             for at, own in enumerate(walk.sizes(operand) or ()):
                 size = self.size(operand, at) if own is not None else None
-                if own is None or size is None or not size.variables:
-                    continue
-                key = (name, axis, operand, at)
-                found = self.strides.get(key) or find_quotient(
-                    partial(self._probe, node, *key), own
-                )
-                if found is None or found[2] == 1:
-                    continue
-                self.strides[key] = found
-                made = applied(found, size)
-                if [made.at(self.bindings[i]) for i in self.live] == list(values):
-                    self._learn(made)
-                    return made
-        return None
+                if own is not None and size is not None and size.variables:
+                    yield operand, at, own, size
 
     def _probe(
         self, node: NodeProto, name: str, axis: int, operand: str, at: int, size: int
