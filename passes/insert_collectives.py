@@ -184,7 +184,7 @@ class _Insertion:
 
     def _fed(self, tensor: gs.Variable) -> FactorSharding:
         """The sharding of an input without an annotation; an earlier decision is kept."""
-        known: dict[str, FactorSharding] = self.ctx.choices.fed
+        known = self.ctx.choices.fed
         if tensor.name not in known:
             needs = [read.need for read in self.reads[tensor.name]]
             whole = FactorSharding(tuple(() for _ in self.sharding.tensors[tensor.name]))
@@ -330,7 +330,7 @@ class _Insertion:
         self, tensor: gs.Tensor, made: FactorSharding, goals: list[FactorSharding]
     ) -> list[ReshardStep]:
         """The cheapest reshards to all goals; an earlier decision is kept."""
-        key = (tensor.name, made, *goals)
+        key = (tensor.name, (made, *goals))
         known = self.ctx.choices.steps
         if key not in known:
             factors = self.sharding.factors.tensors[tensor.name]

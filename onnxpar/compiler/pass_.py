@@ -5,18 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.per_rank import PerRank
-from onnxpar.layout.layout import Layout
+from onnxpar.layout.layout import Layout, ReduceOp
+from onnxpar.layout.mesh import Axes
 from onnxpar.load.load import Model
 from onnxpar.manual.manual import Manual
 from onnxpar.model.annotations import Configuration
+from onnxpar.reshard.steps import ReshardStep
 from onnxpar.search.objective import Objective
 from onnxpar.sharding.factors import GraphFactors
-from onnxpar.sharding.state import ShardingState
+from onnxpar.sharding.state import FactorSharding, ShardingState
 from onnxpar.strategy.strategy import Annotation, Strategy
 from onnxpar.symbols.symbols import Binding
 
@@ -28,16 +30,18 @@ if TYPE_CHECKING:
 class Choices:
     """Decisions of insert-collectives that depend on sizes, to be repeated at other sizes.
 
-    results, operands  partial sums that are kept (`PartialSums`)
-    steps              reshards by tensor, sharding and goals
+    results, operands  the fields of `PartialSums`; `results` is None until they are decided
+    steps              reshards by tensor, and by the sharding and the goals that they lead to
     fed                shardings of inputs that nobody asked for
     bytes              bytes of all-reduces that may be fused, by node
     """
 
-    results: dict[str, Any] | None = None
-    operands: dict[tuple[str, int], Any] = field(default_factory=dict)
-    steps: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
-    fed: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, tuple[Axes, ReduceOp]] | None = None
+    operands: dict[tuple[str, int], tuple[Axes, ReduceOp]] = field(default_factory=dict)
+    steps: dict[tuple[str, tuple[FactorSharding, ...]], list[ReshardStep]] = field(
+        default_factory=dict
+    )
+    fed: dict[str, FactorSharding] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
 
 
