@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import onnx
-import onnx_graphsurgeon as gs
-from onnx import TensorProto
+import math
 
-from onnxpar.model.interchange import export_graph
+import onnx
+from onnx import TensorProto
 
 _SHOWN = 16
 """Elements of an initializer whose values are shown."""
 
 
-def loaded_text(graph: onnx.ModelProto | gs.Graph) -> str:
+def loaded_text(model: onnx.ModelProto) -> str:
     """ONNX's own text of a model, in which large initializers have a type and a shape only."""
-    model = graph if isinstance(graph, onnx.ModelProto) else export_graph(graph, onnx.ModelProto())
     shown = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     own = shown.graph
     own.name = model.graph.name
@@ -33,7 +31,4 @@ def loaded_text(graph: onnx.ModelProto | gs.Graph) -> str:
 
 
 def _is_small(tensor: TensorProto) -> bool:
-    count = 1
-    for size in tensor.dims:
-        count *= size
-    return count <= _SHOWN and tensor.data_location != TensorProto.EXTERNAL
+    return math.prod(tensor.dims) <= _SHOWN and tensor.data_location != TensorProto.EXTERNAL

@@ -69,6 +69,9 @@ class Dump:
     def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
         """Writes what a rewrite of the loader leaves, where that is not what was there before, as
         text in the folder `00-load`; the loader calls it after each."""
+        if isinstance(graph, gs.Graph):
+            with _exportable(graph):
+                graph = export_model(graph, onnx.ModelProto())
         text = loaded_text(graph)
         if name == "read":
             self._rewrites, self._loaded = 0, ""

@@ -20,7 +20,7 @@ from onnxpar.errors import OpenSizesError, StrategyError
 from onnxpar.files.new_folder import check_place, new_folder
 from onnxpar.files.write_file import writing
 from onnxpar.ir.tensors import Whole
-from onnxpar.load.load import Model
+from onnxpar.load.load import Model, unseen
 from onnxpar.manual.manual import MANUAL
 from onnxpar.model.interchange import metadata_of
 from onnxpar.model.state_pairs import unpaired_text
@@ -29,8 +29,14 @@ from onnxpar.pipeline.context import load_model, make_context, prepare
 from onnxpar.pipeline.default_passes import passes_of
 from onnxpar.pipeline.memory_limit import within_host, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
-from onnxpar.pipeline.predicted_times import Reckon, note_unsplit, note_weights, reckon_typical
-from onnxpar.pipeline.run_passes import Watch, ignore, run_passes
+from onnxpar.pipeline.predicted_times import (
+    Reckon,
+    ignore,
+    note_unsplit,
+    note_weights,
+    reckon_typical,
+)
+from onnxpar.pipeline.run_passes import Watch, run_passes
 from onnxpar.search.objective import Objective
 
 
@@ -76,7 +82,7 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
     """The plan that keeps to the limit on memory, and options with which it is made again."""
 
     def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
-        return _plan(path, replace(options, objective=objective, devices=devices))
+        return _plan(path, replace(options, objective=objective, devices=devices, show=unseen))
 
     may_grow = options.devices is not None and wanted_mesh(options) is None
     return _again(options, *within_limit(options.objective, options.devices, may_grow, make))
@@ -90,7 +96,7 @@ def _within_host(
         return None
 
     def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
-        return _plan(path, replace(options, objective=objective))
+        return _plan(path, replace(options, objective=objective, show=unseen))
 
     found = within_host(options.objective, made, make)
     return None if found is None else _again(options, *found)
