@@ -10,7 +10,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.annotations import Configuration, choose_configuration
-from onnxpar.pipeline.options import Options, preset_or_search, wanted_mesh
+from onnxpar.pipeline.options import NO_RANKS, Options, preset_or_search, wanted_mesh
 from onnxpar.pipeline.unused_options import refuse_without_search
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.search.given_mesh import best_on_mesh
@@ -46,7 +46,7 @@ def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Ch
             refuse_without_search(options, is_annotated=True)
         mesh = annotated_mesh(annotated, mesh)
     elif devices is None:
-        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+        raise StrategyError(NO_RANKS)
     elif how is None and options.strategy is None and options.search is None:
         how = AUTO
     if how not in (AUTO, EXHAUSTIVE):

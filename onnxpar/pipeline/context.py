@@ -17,7 +17,7 @@ from onnxpar.manual.manual import MANUAL, refuse_collectives
 from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
 from onnxpar.pipeline.plugins import load_entry_points
-from onnxpar.pipeline.run_passes import Watch, run_passes, undecided
+from onnxpar.pipeline.run_passes import Watch, open_sharding, run_passes
 from onnxpar.pipeline.unused_options import refuse_for_manual, refuse_without_search
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.sharding.analysis import analyse
@@ -70,26 +70,26 @@ def prepare(
     of the others. Errors: OnnxparError."""
     steps = [p for p in passes if p.stage is Stage.REWRITE]
     if steps:
-        run_passes(model, _undecided(model, options), steps, watch, options.verify)
+        run_passes(model, _rewriting_context(model, options), steps, watch, options.verify)
     if steps and model.sizes is not None:
         at = model.sizes.graph
 
         def rewritten(i: int) -> gs.Graph:
             other = replace(model, graph=at(i))
-            run_passes(other, _undecided(other, options), steps)
+            run_passes(other, _rewriting_context(other, options), steps)
             return other.graph
 
         model.sizes = replace(model.sizes, graph=rewritten)
     if len(steps) == len(passes):
-        return _undecided(model, options)
+        return _rewriting_context(model, options)
     return make_context(model, options)
 
 
-def _undecided(model: Model, options: Options) -> PassContext:
+def _rewriting_context(model: Model, options: Options) -> PassContext:
     """The context of passes that rewrite the global graph: whatever the mesh, nothing is split."""
     mesh = wanted_mesh(options) or preset_mesh(None, options.devices or 1)
     manual = manual_of(options, model.step) if options.preset == MANUAL else None
-    return PassContext(model, undecided(model, mesh, options.topology), Request(manual=manual))
+    return PassContext(model, open_sharding(model, mesh, options.topology), Request(manual=manual))
 
 
 def make_context(model: Model, options: Options) -> PassContext:

@@ -56,6 +56,9 @@ class Options:
     show: Show = unseen
 
 
+NO_RANKS = "how many ranks? give --devices N or --mesh dp=..,tp=.."
+
+
 def wanted_mesh(options: Options) -> Mesh | None:
     """The mesh that the user gives, in words or in the strategy."""
     mesh, strategy = options.mesh, options.strategy
@@ -101,6 +104,6 @@ def manual_of(options: Options, step: Step | None = None) -> Manual | None:
             raise StrategyError(f"the training step was made for the mesh {own}; make another one")
         return Manual(own, options.strategy or Strategy(), deal)
     if mesh is None and options.devices is None:
-        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+        raise StrategyError(NO_RANKS)
     mesh = mesh or preset_mesh(MANUAL, options.devices or 1)
     return Manual(mesh, options.strategy or Strategy())

@@ -18,7 +18,6 @@ from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
-from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.search.predict import predict_nodes, predict_on_one
 from onnxpar.sharding.planned_collectives import collective_of
 from onnxpar.sharding.state import ShardingState
@@ -29,8 +28,8 @@ Reckon = Callable[[float, gs.Graph, PassContext], None]
 and with their weight."""
 
 
-def _nobody(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-    pass
+def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+    """Takes no note of costs."""
 
 
 def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
@@ -96,11 +95,11 @@ def reckon_typical(
     that is held. `passes` are those from insert-collectives on. With other `sizes`, `reckon` alone
     gets their costs, and the plan the bytes sent at these sizes (`sent_at_runs`)."""
     assert model.sizes is not None
-    at = next(i for i, step in enumerate(passes) if isinstance(step, FuseAllReduces))
+    at = next(i for i, step in enumerate(passes) if step.costs_after)
     first = ((model.sizes.bindings[0], 1.0),)
     if sizes:
         made.sent_at_runs = _reckon_runs(made, model, ctx, passes[: at + 1], reckon, sizes)
-        reckon = _nobody
+        reckon = ignore
     each: list[_Costs] = []
     for weight, graph, other in replay_typical(
         model, ctx, passes[:at], model.sizes.typical or first

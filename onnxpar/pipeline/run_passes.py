@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import onnx_graphsurgeon as gs
-
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.summary import summarize
@@ -18,17 +16,13 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.model_name import model_name
 from onnxpar.pipeline.pass_order import check_rewritten, known_of
-from onnxpar.pipeline.predicted_times import Reckon, predicted
+from onnxpar.pipeline.predicted_times import Reckon, ignore, predicted
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
 Watch = Callable[[Pass, Model, PassContext], None]
 """Is called after each pass, also after one that failed, with the graph as that has left it."""
-
-
-def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-    pass
 
 
 def run_passes(
@@ -76,7 +70,7 @@ def _run(
             changed = step.run(model.graph, ctx)
             if known is not None:
                 check_rewritten(step, model.graph, known)
-                ctx.sharding = undecided(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
+                ctx.sharding = open_sharding(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
         except Exception:
             _dump_failed(step, model, ctx, watch)
             raise
@@ -109,7 +103,7 @@ def _dump_failed(step: Pass, model: Model, ctx: PassContext, watch: Watch | None
             watch(step, model, ctx)
 
 
-def undecided(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
+def open_sharding(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
     """A sharding of the graph as it is, with nothing decided."""
     if any(node.domain == DOMAIN for node in model.graph.nodes):
         return ShardingState.open(mesh, GraphFactors({}, []), topology)  # a program per rank

@@ -14,7 +14,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import read_proto
 from onnxpar.model.interchange import header_of
-from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.options import NO_RANKS, Options
 from onnxpar.presets.expert_parallel import EXPERT
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.presets.training_presets import SEQUENCE, ZERO_STAGES
@@ -166,7 +166,7 @@ def choices(path: Path, options: Options) -> list[Options]:
         if BATCH in mesh.sizes and len(mesh.shape) > 1:
             made[1] = replace(made[1], preset="hybrid")
     elif options.devices is None:
-        raise StrategyError("how many ranks? give --devices N or --mesh dp=..,tp=..")
+        raise StrategyError(NO_RANKS)
     else:
         made = [
             replace(options, preset=name, mesh=mesh)
