@@ -225,16 +225,16 @@ def ops(pattern: str = "*", *, plugin: Sequence[str] = ()) -> list[op_table.OpRo
 
 
 def output_of(model: Source) -> Path:
-    """The folder of a sharded model by default: the model's name, in the current folder. Errors:
-    InputError for a model in memory, which has no name."""
+    """The default folder of a sharded model: the model's name with .par, in the current folder.
+    Errors: InputError for a model in memory, which has no name."""
     if not isinstance(model, (str, os.PathLike)):
         raise InputError("a model in memory has no name; give the folder to write to as output")
     return Path(f"{Path(model).stem or 'model'}.par")
 
 
 def saver_of(path: File | None, options: Options) -> Saver:
-    """The writer of the strategy that is found; it does nothing without a file. Errors:
-    OnnxparError."""
+    """A Saver, which writes the strategy that was found to `path`; it does nothing if `path` is
+    None. Errors: OnnxparError."""
     if path is not None and options.preset == MANUAL:
         raise StrategyError(
             "--save-strategy: a manual program has no strategy to save; leave it out"
@@ -283,8 +283,8 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
 
 
 def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options, Watch]:
-    """Options whose loader dumps its rewrites, and a function that dumps the graph after each pass
-    and notes the strategy."""
+    """Returns options whose loader dumps its rewrites, and a function to call after each pass: it
+    dumps the graph, and lets `saver` read the strategy."""
     dumps = None if dump is None else Dump(dump)
     watching: list[Dump | Saver] = [saver] if dumps is None else [dumps, saver]
 
@@ -296,7 +296,7 @@ def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options,
 
 
 def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:
-    """The plan with its predicted steps; without them for a manual program."""
+    """Adds the predicted steps to the plan; a manual program has none."""
     if options.preset != MANUAL:
         plan.explained = explainer.explained(plan)
     return plan

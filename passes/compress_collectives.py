@@ -146,8 +146,8 @@ class CompressCollectives(Pass):
 
 
 def _check_steps(step: Step) -> None:
-    """Errors: StrategyError where the scale of gradients, and so of what is not sent yet, changes
-    from step to step."""
+    """Errors: StrategyError if the scale of gradients changes from step to step: residuals of one
+    step could not be added to the next."""
     if any(slot.kind == SCALE for slot in step.slots):
         raise StrategyError(
             f"compression {TWO_BIT}: the step changes the scale of its gradients; write it with a "
@@ -156,7 +156,8 @@ def _check_steps(step: Step) -> None:
 
 
 def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> None:
-    """Errors: StrategyError where ranks would have to keep a state from iteration to iteration."""
+    """Errors: StrategyError if a reduction is in the body of a loop: its residual would be a state
+    of each iteration."""
     inside = chosen - {node.name for node in graph.nodes}
     if inside:
         first = of[min(inside)]
@@ -167,7 +168,7 @@ def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> 
 
 
 def _cast(graph: gs.Graph, ctx: PassContext, chosen: Collection[str], kind: str) -> None:
-    """Puts reductions between two casts, to 16 bits and back, in bodies too."""
+    """Casts the operands of these reductions to 16 bits, and their results back, also in bodies."""
     placed: list[gs.Node] = []
     after: list[gs.Node] = []
     for node in graph.nodes:
@@ -190,7 +191,7 @@ def _cast_node(source: gs.Tensor, result: gs.Variable) -> gs.Node:
 
 @dataclass(frozen=True)
 class _Thresholds:
-    """Replaces reductions by all-gathers of codes; `of` maps a reduction to its parameter."""
+    """Replaces reductions by all-gathers of 2bit codes; `of` maps a reduction to its parameter."""
 
     graph: gs.Graph
     ctx: PassContext
@@ -214,7 +215,7 @@ class _Thresholds:
         ]
 
     def _kind(self, node: gs.Node) -> Kind:
-        """Reductions of equal kinds can send their codes together."""
+        """Reductions with equal keys can send their codes in one collective."""
         reshard = reshard_of(node)
         others = other_axes(reshard.before, _reduced(reshard))
         return reshard.axes, others, str(node.inputs[0].dtype)
@@ -246,7 +247,8 @@ class _Thresholds:
         return built
 
     def _state(self, node: gs.Node, layout: Layout) -> tuple[gs.Variable, gs.Variable]:
-        """A new state of the model: the part of a sum that its ranks have not sent yet."""
+        """A new state of the model for a reduction: the part of the sum that ranks have not sent
+        yet."""
         model, addend, parameter = self.ctx.model, node.inputs[0], self.of[node.name]
         assert model.step is not None
         name, i = f"{parameter}.{RESIDUAL}", 1
@@ -277,13 +279,13 @@ def _size(node: gs.Node, ctx: PassContext) -> int:
 def _like(
     ctx: PassContext, tensor: gs.Tensor, origin: str, dtype: Any, layout: Layout | None = None
 ) -> gs.Variable:
-    """A new tensor of the shape of another."""
+    """A new tensor with the shape of another one."""
     made = gs.Variable(ctx.fresh(origin), dtype, list(tensor.shape))
     _note(ctx, made, origin, layout or ctx.layouts[tensor.name])
     return made
 
 
 def _note(ctx: PassContext, tensor: gs.Variable, origin: str, layout: Layout) -> None:
-    """Notes the layout of a new tensor, which has the factors of another one."""
+    """Records the layout of a new tensor, and gives it the factors of the tensor `origin`."""
     ctx.sharding.factors.tensors[tensor.name] = ctx.sharding.factors.tensors[origin]
     ctx.layouts[tensor.name] = layout

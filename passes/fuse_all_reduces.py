@@ -89,15 +89,15 @@ class FuseAllReduces(Pass):
             first = first_of_buckets(graph, costs, seconds, self.tail_us * 1e-6, sizes, wanted)
             limit = sys.maxsize
         changed = fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first)
-        if ctx.model.sizes is None:  # shards that are equal at one size may not be at another
+        if ctx.model.sizes is None:  # shards of equal size may differ at other sizes
             limit = self.shard_bytes
             changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
         return changed
 
 
 def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:
-    """For each node, whether the step needs it, and whether the evaluation needs it, which is a
-    program of its own."""
+    """For each node, two flags: whether the training step needs it, and whether its evaluation, a
+    program of its own, needs it."""
     apart = set(ctx.model.step.evaluation) if ctx.model.step else set()
     if not apart:
         return {}

@@ -67,14 +67,15 @@ class InsertCollectives(Pass):
 
 @dataclass
 class _Read:
-    """An operand of a node, and the sharding in which the node needs it."""
+    """A place that reads a tensor: an operand of a node, or an output of a graph; and the sharding
+    that it needs."""
 
     node: gs.Node | gs.Graph
     index: int
     need: FactorSharding
 
     def take(self, tensor: gs.Tensor) -> None:
-        """Makes the node read this tensor instead."""
+        """Makes the node or graph read this tensor instead."""
         tensors = self.node.inputs if isinstance(self.node, gs.Node) else self.node.outputs
         tensors[self.index] = tensor
 
@@ -129,8 +130,7 @@ class _Insertion:
         return PartialSums(self.sharding, choices.results, choices.operands)
 
     def _check_random(self, node: gs.Node) -> None:
-        """Errors: StrategyError where ranks would draw random values that no collective can
-        broadcast."""
+        """Errors: StrategyError if ranks would draw random values that no collective can broadcast."""
         unknown = [t.name for t in node.outputs if t.name and t.name not in self.sharding.tensors]
         if unknown and self.sharding.mesh.size > 1 and is_random(node):
             raise StrategyError(
@@ -139,7 +139,7 @@ class _Insertion:
             )
 
     def _note_body(self, op: OpFactors, body: BodyFactors, pending: PartialSums) -> None:
-        """Inputs and outputs of a body have the sharding that the node gives them outside."""
+        """Records the shardings of a body's inputs and outputs, which the node outside determines."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
                 self.made[tensor.name] = pending.at_body(op, tensor, links)
@@ -150,7 +150,7 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(body.graph, i, need))
 
     def _read_captured(self, node: gs.Node) -> None:
-        """Subgraphs of a node read tensors of this graph whole."""
+        """Records that the subgraphs of a node need the tensors that they capture whole."""
         for tensor, reader, index in captured(node):
             leaves = self.sharding.tensors.get(tensor.name)
             if leaves is not None:
@@ -158,7 +158,7 @@ class _Insertion:
                 self.reads[tensor.name].append(_Read(reader, index, whole))
 
     def _pin_states(self) -> None:
-        """Both ends of a state pair get the layout of the input; a dimension that grows stays
+        """Gives the output of each state pair the layout of its input; a dimension that grows stays
         whole."""
         tensors = self.sharding.factors.tensors
         for source, result in self.ctx.model.states:
@@ -171,8 +171,8 @@ class _Insertion:
                 self.sharding.pinned.add(name)
 
     def _place_input(self, tensor: gs.Variable) -> None:
-        """An input comes in the layout that its readers need. Where they need several, it comes in
-        the one with the cheapest reshards to all of them, as a rule whole."""
+        """Chooses the layout in which an input is fed: the one that its readers need; if they need
+        several, the one with the cheapest reshards to all of them, in most cases whole."""
         name = tensor.name
         if name not in self.sharding.factors.tensors:
             return
@@ -198,8 +198,8 @@ class _Insertion:
         return known[tensor.name]
 
     def _place_weight(self, weight: gs.Constant) -> None:
-        """A rank stores a weight once for each layout that its readers need, unless the layout has
-        an annotation and collectives may gather the weight."""
+        """Stores a weight once for each layout that its readers need; if an annotation gives the
+        weight a layout and allows collectives on it, stores it in that layout only."""
         name, asked = weight.name, self.ctx.asked
         if name not in self.sharding.factors.tensors:
             return
@@ -228,8 +228,8 @@ class _Insertion:
             self.ctx.layouts[copy.name] = self.sharding.layout(copy, need)
 
     def _check_stored(self, weight: gs.Constant, read: _Read) -> None:
-        """Errors: StrategyError where an annotation asks for another layout than that in which a
-        node needs the weight stored, and its lowering differs for a gathered weight."""
+        """Errors: StrategyError if an annotation gives a weight another layout than that in which
+        its reader must find it stored."""
         mesh, factor_sharding = self.sharding.mesh, self.sharding.tensor_sharding(weight.name)
         if read.need != factor_sharding:
             asked, need = (
@@ -242,11 +242,11 @@ class _Insertion:
             )
 
     def _packs(self, read: _Read) -> bool:
-        """Whether the lowering of a node differs between a stored and a gathered weight."""
+        """True if the lowering of a node differs between a stored and a gathered weight."""
         if not isinstance(read.node, gs.Node):
             return False
         op = self.sharding.factors.find(read.node.name)
-        if op is None or op.node is not read.node:  # in a body that each rank runs whole
+        if op is None or op.node is not read.node:  # in a body that runs whole
             return False
         return read.index in op.rule.constants
 
@@ -268,7 +268,7 @@ class _Insertion:
             self._serve(tensor, made, reads, via=asked)
 
     def _place_body_input(self, tensor: gs.Variable) -> None:
-        """An input of a body has the sharding that the node gives it."""
+        """Gives an input of a body the sharding that the node outside determines."""
         name = tensor.name
         made = asked = self.made[name]
         if name in self.sharding.pinned:
@@ -276,7 +276,8 @@ class _Insertion:
         self._serve(tensor, made, self.reads[name], via=asked)
 
     def _broadcast(self, tensor: gs.Variable) -> gs.Variable:
-        """Broadcasts one rank's random values to all; the node's result gets an inner name."""
+        """Broadcasts one rank's random values to all ranks, under the tensor's name; the node's own
+        result is renamed."""
         drawn = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
         factors = self.sharding.factors.tensors
         factors[drawn.name] = factors[tensor.name]
@@ -295,7 +296,7 @@ class _Insertion:
     def _serve_output(
         self, tensor: gs.Variable, made: FactorSharding, asked: FactorSharding, reads: list[_Read]
     ) -> None:
-        """Gives the result an inner name; a reshard makes the output from it."""
+        """Renames a result that is an output of the graph; a reshard makes the output from it."""
         inner = gs.Variable(self.ctx.fresh(tensor.name), tensor.dtype, tensor.shape)
         producer = tensor.inputs[0]
         producer.outputs[_position(producer.outputs, tensor)] = inner
@@ -312,7 +313,7 @@ class _Insertion:
         via: FactorSharding | None = None,
         output: gs.Variable | None = None,
     ) -> None:
-        """Adds the reshards that give every reader the layout that it needs, planned together."""
+        """Adds the reshards that give every reader the layout that it needs; plans them together."""
         self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, made)
         have: dict[FactorSharding, gs.Tensor] = {made: tensor}
         goals = [r.need for r in reads]
@@ -341,7 +342,7 @@ class _Insertion:
         return known[key]
 
     def _bytes(self, tensor: gs.Tensor) -> Bytes:
-        """The bytes of a tensor that a rank holds, by its sharding."""
+        """A function from a sharding of the tensor to the bytes of a rank's shard."""
         sharding = self.sharding
         return lambda at: mean_bytes(tensor, at, sharding)
 

@@ -130,7 +130,8 @@ def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
 
 
 def _entry(node: gs.Node, manual: Manual) -> Collective:
-    """The entry of the plan; it names no layouts, as only the program knows them."""
+    """The plan's entry for a hand-written collective; it names no layouts, which only the program's
+    author knows."""
     x = node.inputs[0]
     group = tuple(node.attrs.get("group") or range(manual.mesh.size))
     if "peer" in node.attrs:

@@ -80,8 +80,8 @@ class LocalizeOps(Pass):
 
 
 def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
-    """Replaces the reshards of a graph and of its bodies, in the order in which they run; the
-    graph runs so many times."""
+    """Replaces the reshards of a graph and of its bodies in execution order; the graph runs `times`
+    times."""
     mesh = ctx.sharding.mesh
     nodes: list[gs.Node] = []
     for node in list(graph.nodes):

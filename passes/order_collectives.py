@@ -85,7 +85,7 @@ def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
 
 
 def _thread_branches(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
-    """Makes both branches return a token, also one that has no collectives."""
+    """Makes both branches of an If return a token, even a branch without collectives."""
     for key in ("then_branch", "else_branch"):
         branch = node.attrs[key]
         last = _thread(branch, token)
@@ -101,7 +101,9 @@ def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
     """Makes a Loop or Scan carry the token through its iterations, after its other carried
     values."""
     (body,) = bodies(node)
-    first, back = (2, 1) if node.op == "Loop" else (0, 0)  # a counter and a condition
+    first, back = (
+        (2, 1) if node.op == "Loop" else (0, 0)
+    )  # the body first gets a counter and a condition, and first returns a condition
     carried = len(body.inputs) - first - node.attrs.get("num_scan_inputs", 0)
     given = _passed(f"{node.name}::carried")
     node.inputs.insert(first + carried, token)

@@ -91,8 +91,8 @@ def _decided(sharding: ShardingState) -> dict[str, Decided]:
 
 
 def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFactors]:
-    """The nodes beside tensors and nodes that were decided since `seen`. Propagation is
-    breadth-first from there, so that the nearest annotation wins."""
+    """The nodes next to what was decided since `seen`. Propagation is breadth-first from there, so
+    that the nearest annotation wins."""
     now = _decided(sharding)
     fresh = {name for name, axes in now.items() if any(axes) and seen.get(name) != axes}
     for op in sharding.factors.ops:

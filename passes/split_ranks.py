@@ -74,7 +74,7 @@ class SplitRanks(Pass):
         defaults = _cut_defaults([t for t in graph.inputs if t.name not in states], ctx, store)
         weights |= defaults
         _add_defaults(template.graph, defaults)
-        # first values have files of their own, so that they need not outlive the first run
+        # first values of states have files of their own: they are not needed after the first run
         first = _cut_defaults([t for t in graph.inputs if t.name in states], ctx, store).values()
         _store_the_rest(template.graph, weights, store)
         templates = {"onnx": template}
@@ -98,7 +98,7 @@ class SplitRanks(Pass):
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Removes the inputs that a program does not read."""
+    """Removes the graph inputs that no node of a program reads."""
     read = {name for node in nodes_of(graph) for name in node.input}
     kept = [port for port in graph.input if port.name in read]
     del graph.input[:]
@@ -122,7 +122,7 @@ def check_open(graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
-    """Rewrites a rank's graph so that it runs at any sizes."""
+    """Rewrites a rank's graph so that it runs at all sizes of open dimensions."""
     sizes = SizeGraph(graph, opened.sizes.symbols, opened.parts(rank))
     for name, array in opened.arrays(rank).items():
         sizes.tensor(name, array)
@@ -149,8 +149,8 @@ def _add_defaults(graph: onnx.GraphProto, defaults: Mapping[str, list[TensorProt
 def _cut_constants(
     graphs: Iterable[gs.Graph], apart: Collection[str], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """The shards, by rank, of the constants that have a layout and are not `apart`; drops the data
-    of these from the graphs."""
+    """Cuts the constants with a layout, except those in `apart`, into shards, and drops their data
+    from the graphs; returns the shards of each constant, one for each rank."""
     weights = {}
     for tensor in {t.name: t for graph in graphs for t in constants(graph)}.values():
         if tensor.name in ctx.layouts and tensor.name not in apart:
@@ -163,7 +163,7 @@ def _cut_constants(
 def _cut_defaults(
     inputs: Iterable[gs.Tensor], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """The default values of inputs, sharded like the inputs, by rank."""
+    """Cuts the default values of inputs into shards; returns the shards of each, one for each rank."""
     found = {t.name: default for t in inputs if (default := default_of(t)) is not None}
     return {
         name: store.cut(name, default, ctx.layouts.get(name) or whole_layout(default))
@@ -187,7 +187,7 @@ def weight_proto(tensor: gs.Constant) -> TensorProto:
 
 
 def _stub(proto: TensorProto, name: str = "") -> TensorProto:
-    """An initializer without data: `_instantiate` puts each rank's shard in its place."""
+    """An initializer without data, in place of which `_instantiate` puts each rank's shard."""
     return TensorProto(name=name, data_type=proto.data_type, dims=[0], raw_data=b"")
 
 

@@ -35,8 +35,9 @@ _TYPES = frozenset(
 def expose(made: Plan, ctx: PassContext, names: Collection[str]) -> None:
     """Makes the results of nodes with these names outputs of the ranks' graphs and of the plan.
 
-    Left out are results in bodies, and those whose shape or parts are not known before a run. The
-    graph must be that of the ranks, short of being cut."""
+    Leaves out results in bodies, and results whose shape or shards are not known before a run. The
+    graph must be the localized one, before it is split into a graph for each rank.
+    """
     graph = ctx.model.graph
     known = {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
     for node in graph.nodes:

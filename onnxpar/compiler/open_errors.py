@@ -1,4 +1,4 @@
-"""Errors of sizes, where sizes are open."""
+"""Adds a remedy to errors about sizes if the model's sizes are open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ports of a plan whose sizes are open, from their layouts at every binding."""
+"""Gives the ports of a plan their open sizes, fitted to the layouts at every binding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
 
 
 def opened_port(port: Port, ctx: PassContext) -> Port:
-    """The port with its open sizes; itself where none of it is open. Errors: StrategyError for one
-    that no polynomial of the symbols says."""
+    """Returns the port with its open sizes, or the port itself if none of its sizes is open.
+    Errors: StrategyError for a size that is not a polynomial of the symbols."""
     sizes = ctx.model.sizes
     if sizes is None:
         return port
@@ -39,7 +39,7 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
     trees = [layout.to_json(normalized=False) for layout in layouts]
     shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
     for axis in range(len(shape)):
-        # Segments of what is whole may have no elements, or fewer, at small sizes.
+        # At small sizes, a segment of an unsplit dimension may have fewer elements, or none.
         if not any(dim_axes(x.dims[axis]) for x in layouts):
             is_free = (port.name, axis) in sizes.free
             tree["dims"][axis] = {"size": -1 if is_free else shape[axis]}
@@ -49,7 +49,7 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
 
 
 def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
-    """An input of strings tells open sizes, too, though it has no layout."""
+    """Returns an input of strings with its open sizes; it has a shape, but no layout."""
     open_ = {axis: size for (name, axis), size in sizes.dims.items() if name == port.name}
     if port.shape is None or not open_:
         return port
@@ -58,7 +58,7 @@ def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
 
 
 def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
-    """One JSON value for those of all bindings: numbers that differ become texts."""
+    """Merges the JSON values of all bindings into one: where numbers differ, the formula as text."""
     first = values[0]
     if -1 in values:  # what only data decides, at some bindings at least
         return -1

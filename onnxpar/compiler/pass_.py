@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Choices:
-    """Decisions of insert-collectives that depend on sizes, to be repeated at other sizes.
+    """Decisions of insert-collectives that depend on sizes; they are repeated at the other bindings
+    of open sizes.
 
     results, operands  the fields of `PartialSums`; `results` is None until they are decided
     steps              reshards by tensor, and by the sharding and the goals that they lead to
@@ -47,7 +48,8 @@ class Choices:
 
 @dataclass
 class Variant:
-    """A model's graph at another binding of its open sizes, the sizes, and its factors."""
+    """The model's graph at another binding of its open sizes, with that binding and the graph's
+    factors."""
 
     number: int
     sizes: Binding

@@ -24,14 +24,17 @@ _OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onn
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:
-    """A shape with None for what only data decides, which layouts have as -1."""
+    """Returns a shape with None for each data-dependent size; layouts have -1 there."""
     return tuple(None if size < 0 else size for size in sizes)
 
 
 @dataclass(frozen=True)
 class OpenPort:
-    """A shape and the JSON of a layout with texts for the sizes that are open (`past + 1`), and
-    None or -1 for those that only data decides; strings have no layout."""
+    """The shape of a port and the JSON of its layout, if sizes are open.
+
+    An open size is a text (`past + 1`); a data-dependent size is None in `shape` and -1 in
+    `layout`. Inputs of strings have no layout.
+    """
 
     shape: list[int | str | None]
     layout: dict[str, Any] | None
@@ -41,9 +44,9 @@ class OpenPort:
 class Port:
     """A graph input or output: its global shape and its layout.
 
-    `type` is onnxruntime's text, which also says what is no tensor; such have no dtype. A size
-    that only data decides is None in `shape`, and -1 in `layout`. An input
-    that `has_default` need not be fed. Where sizes are `open`, `shape` and `layout` are examples.
+    `type` is onnxruntime's text; it also describes sequences and optionals, which have no dtype. A
+    data-dependent size is None in `shape` and -1 in `layout`. An input with `has_default` need not
+    be fed. If `open` is given, `shape` and `layout` are examples.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Port:
     open: OpenPort | None = None
 
     def to_json(self, mesh: Mesh) -> dict[str, Any]:
-        """As plan.json has it."""
+        """Returns the port in the form that plan.json has."""
         shape: Any = None if self.shape is None else list(self.shape)
         layout = None if self.layout is None else self.layout.to_json()
         if self.open is not None:
@@ -73,7 +76,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: its layout, and the bytes of the largest part."""
+    """A weight: its layout, its bytes, and the bytes of the largest shard."""
 
     name: str
     shape: tuple[int, ...]
@@ -85,7 +88,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Whole:
-    """A node that runs whole on every rank though its operands are split, and what that costs."""
+    """A node that runs whole on every rank although its operands are split; `bytes` are gathered
+    for it."""
 
     node: str
     op: str
@@ -94,14 +98,17 @@ class Whole:
 
     @property
     def is_lack(self) -> bool:
-        """True if it lacks a rule, rather than stays whole by choice."""
+        """True if the op has no sharding rule; false if the node stays whole by choice."""
         return self.bytes > 0 or is_lack(self.reason)
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a run by the cost model: of the rank that has the most to do, computing and
-    communicating, one after the other; and of one rank that does all."""
+    """Seconds of a run, predicted by the cost model.
+
+    `compute` and `communication` are those of the slowest rank, without overlap; `one_rank` is the
+    time of the unsplit model on one rank.
+    """
 
     compute: float
     communication: float
@@ -109,11 +116,11 @@ class Predicted:
 
     @property
     def total(self) -> float:
-        """Both, one after the other."""
+        """Compute and communication, one after the other."""
         return self.compute + self.communication
 
     def to_json(self) -> dict[str, float]:
-        """As plan.json has it."""
+        """Returns the times in the form that plan.json has."""
         return {"total": self.total, **asdict(self)}
 
 
@@ -121,15 +128,19 @@ class Predicted:
 class Plan(Shown):
     """The plan of a sharded model; `plan.json` is its `to_json`.
 
-    `example` has a size for every open symbol; bytes, memory, FLOPs and what is `predicted` are for
-    the `typical` ones, with weights: means of these, and of memory the most. `is_told`: whether a
-    user gave these; `caches` as OpenSizes has them. Of a manual program, nothing is predicted.
-    `initial` says by state input what its first value is: STORED with the model, or ZERO; `step`
-    which ports are what where the model is a training step. `notes` are sentences that a user
-    should read; `unpaired` are inputs that no output follows, though the others of their kind are
-    states. `explained` has the steps of the plan where somebody asked for them: a page is made of
-    it. `sent_at_runs` are the bytes that a rank sends in each collective, by name, at sizes of runs
-    that somebody asked about.
+    example       a size for every open symbol
+    typical       the sizes that `memory`, `flops` and `predicted` are computed at, with weights:
+                  means over these sizes, and for memory the maximum
+    is_told       true if the user gave the typical sizes
+    caches        as in OpenSizes
+    predicted     None for a manual program
+    initial       the first value of each state, by input name: STORED with the model, or ZERO
+    step          the roles of the ports, if the model is a training step
+    notes         sentences that the user should read
+    unpaired      inputs that look like states, but that no output feeds
+    explained     the steps of the plan, if they were asked for; a page is made from them
+    sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs, if these
+                  were asked for
     """
 
     model: str
@@ -195,7 +206,7 @@ class Plan(Shown):
         }
 
     def text(self) -> str:
-        """The JSON, with one collective, weight or port a line."""
+        """The JSON as text, with one line for each collective, weight and port."""
         return json.dumps(self.to_json(), indent=1)
 
 
@@ -218,8 +229,8 @@ def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def foreign_part(folder: Path) -> str | None:
-    """Names what a folder holds that is not of a sharded model; None if it holds one, of any
-    format, and nothing else."""
+    """Names something in a folder that does not belong to a sharded model; None if the folder holds
+    a sharded model, of any format, and nothing else."""
     try:
         plan = json.loads((folder / "plan.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -233,7 +244,7 @@ def foreign_part(folder: Path) -> str | None:
 
 
 def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Writes plan.json to a folder in which all else of a sharded model stands, with the digests of
-    it. Errors: OSError."""
+    """Writes plan.json, with the digests of the other files of a sharded model, all of which must
+    be in the folder. Errors: OSError."""
     files = digests_of(sorted(f for f in folder.iterdir() if f.name != "plan.json"))
     (folder / "plan.json").write_text(sealed({**plan, "files": files}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The integers that an input may hold, by what reads them."""
+"""Infers which integers an input may hold from the nodes that read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxpar.ir.tensors import constant, given, tensor_shape
 from onnxpar.model.interchange import default_of
 
 Range = tuple[int, int]
-"""[low, high)."""
+"""The values low <= x < high."""
 Limit = Callable[[gs.Node, int], Range | None]
 
 _SAME_ELEMENTS = frozenset(
@@ -20,17 +20,17 @@ _SAME_ELEMENTS = frozenset(
 )
 _FOLLOW = frozenset((*_SAME_ELEMENTS, "Concat", "Slice", "Split"))
 _COUNT = frozenset(("ReduceSum", "CumSum", "Sub"))
-"""Ops that make lengths and positions of a mask."""
+"""Ops that make lengths or positions from a mask."""
 _MASK = (0, 2)
-"""A mask: what is cast to floating point or bool, compared, or multiplied."""
+"""The range of a mask: an input that is cast to floating point or bool, compared, or multiplied."""
 _ONES = (1, 2)
-"""A mask that hides nothing, as lengths or positions are counted from it."""
+"""The range of a mask whose lengths or positions are counted: it must hide nothing."""
 _MICROSOFT = "com.microsoft"
 
 
 def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
-    """[low, high) for each integer input: rows of the tables it indexes, lengths and places in a
-    cache, else a mask's 0 and 1."""
+    """The values [low, high) that each integer input may hold, by name: the indices of the tables
+    that it indexes, or lengths or positions of a cache; else 0 and 1, as for a mask."""
     return {
         tensor.name: _range(tensor, set()) or _MASK
         for tensor in graph.inputs
@@ -39,8 +39,8 @@ def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
 
 
 def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:
-    """The inputs all elements of which are looked up in a table. Where sizes are open, only stored
-    tables are known to keep theirs."""
+    """The integer inputs whose elements all index a table. If sizes are open, only stored tables
+    count, as only their sizes are known to be fixed."""
     return [
         Lookup(tensor.name, node.name, node.inputs[0].name, rows)
         for tensor in graph.inputs
@@ -68,7 +68,8 @@ def _is_stored(table: gs.Tensor) -> bool:
 
 
 def _range(tensor: gs.Tensor, seen: set[str]) -> Range | None:
-    """The smallest range that all indexing readers allow; None where nothing indexes with it."""
+    """The intersection of the ranges that the readers of a tensor accept; None if no reader indexes
+    with it."""
     seen.add(tensor.name)
     found: list[Range] = []
     for node in tensor.outputs:
@@ -89,7 +90,8 @@ def _range(tensor: gs.Tensor, seen: set[str]) -> Range | None:
 
 
 def _limit(node: gs.Node, position: int) -> Range | None:
-    """The range that a node accepts at this operand."""
+    """The range of values that a node accepts in the operand at this position; None if it accepts
+    any."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     limits = _LIMITS.get((domain, node.op), {})
     found = limits[position](node, position) if position in limits else None
@@ -97,7 +99,7 @@ def _limit(node: gs.Node, position: int) -> Range | None:
 
 
 def _size(node: gs.Node, index: int, axis: int) -> int | None:
-    """A dimension of an operand."""
+    """The size of an operand along an axis; None if it is not known."""
     tensor = given(node, index)
     shape = None if tensor is None else tensor_shape(tensor)
     return shape[axis] if shape and -len(shape) <= axis < len(shape) else None
@@ -108,7 +110,7 @@ def _below(size: int | None, low: int = 0) -> Range | None:
 
 
 def _rows(data: int, axis: int | None = None) -> Limit:
-    """Rows of an operand along an axis, by default that of the node."""
+    """Accepts the indices along `axis` of the operand `data`; by default, the node's own axis."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         return _below(_size(node, data, node.attrs.get("axis", 0) if axis is None else axis))
@@ -117,7 +119,7 @@ def _rows(data: int, axis: int | None = None) -> Limit:
 
 
 def _coordinates(node: gs.Node, position: int) -> Range | None:
-    """Indices of several dimensions, of which the shortest counts."""
+    """Accepts index tuples (GatherND): one range for all indices, that of the smallest dimension."""
     count, start = _size(node, 1, -1), node.attrs.get("batch_dims", 0)
     shape = tensor_shape(node.inputs[0])
     sizes = (shape or ())[start : start + (count or 0)]
@@ -126,7 +128,7 @@ def _coordinates(node: gs.Node, position: int) -> Range | None:
 
 
 def _places(cache: int, axis: int, written: int, written_axis: int) -> Limit:
-    """Places in a cache at which so many elements may be written."""
+    """Accepts the positions in a cache at which `written` fits."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         length, count = _size(node, cache, axis), _size(node, written, written_axis)
@@ -136,7 +138,8 @@ def _places(cache: int, axis: int, written: int, written_axis: int) -> Limit:
 
 
 def _lengths(of: int, axis: int, past: int | None = None, past_axis: int = 2) -> Limit:
-    """Lengths of a sequence, of one element at least; None for a mask, of more dimensions."""
+    """Accepts lengths from 1 to that of operand `of` plus that of `past`; None if the operand has
+    several dimensions, so that it is a mask."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         shape = tensor_shape(node.inputs[position])
@@ -148,8 +151,8 @@ def _lengths(of: int, axis: int, past: int | None = None, past_axis: int = 2) ->
 
 
 def _total(node: gs.Node) -> int | None:
-    """Keys that a GroupQueryAttention attends to: those before and its own, or as many as a cache
-    of fixed length has."""
+    """The number of keys that a GroupQueryAttention attends to: past and new ones, or the length of
+    the cache if that is fixed."""
     own, past = _size(node, 0, 1), _size(node, 3, 2) or 0
     shape = tensor_shape(node.outputs[1]) if len(node.outputs) > 1 else None
     fixed = shape[2] if shape and len(shape) == 4 else None
@@ -157,7 +160,7 @@ def _total(node: gs.Node) -> int | None:
 
 
 def _exact(less: int) -> Limit:
-    """The length of all keys less a number."""
+    """Accepts one value only: the number of all keys minus `less`."""
 
     def limit(node: gs.Node, position: int) -> Range | None:
         total = _total(node)
@@ -171,7 +174,8 @@ def _classes(node: gs.Node, position: int) -> Range | None:
 
 
 def _offsets(node: gs.Node, position: int) -> Range | None:
-    """Rows of the table of angles; of one position for all, so many that the sequence follows."""
+    """Accepts rows of the table of angles; if one offset holds for a whole sequence, rows that the
+    rest of the sequence can follow."""
     rows, shape = _size(node, 2, 0), tensor_shape(node.inputs[0]) or ()
     is_one = len(tensor_shape(node.inputs[1]) or ()) == 1
     length = (shape[1] if len(shape) == 3 else shape[2] if len(shape) == 4 else 1) if is_one else 1
@@ -183,7 +187,8 @@ def _one(node: gs.Node, position: int) -> Range | None:
 
 
 def _compared(node: gs.Node, position: int) -> Range | None:
-    """One-hot encoding compares with all numbers of a list; fewer than 3 are no list."""
+    """Accepts the range of the constants that the operand is compared with, as in a one-hot
+    encoding; None for fewer than 3 different constants."""
     listed = constant(node.inputs[1 - position])
     if listed is None or listed.dtype.kind not in "iu" or np.unique(listed).size < 3:
         return None

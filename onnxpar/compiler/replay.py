@@ -23,11 +23,12 @@ from onnxpar.symbols.symbols import Variable
 
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
-    """Runs the passes after propagation again at every other binding, into `ctx.lowered.replays`.
+    """Runs the passes that follow propagation at every other binding, and adds the results to
+    `ctx.lowered.replays`.
 
-    `ctx` is the context in which they ran. A binding whose graph has other factors, as sizes
-    coincide there, is removed from the model's bindings. Errors: OpenSizesError where
-    too few are left: the structure of the model depends on its sizes.
+    `ctx` is the context in which they ran first. A binding at which the graph has other factors,
+    since sizes coincide there, is removed from the model's bindings. Errors: OpenSizesError if too
+    few remain: then the structure of the model depends on its sizes.
     """
     sizes = model.sizes
     if sizes is None:
@@ -56,7 +57,8 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
 def replay_typical(
     model: Model, ctx: PassContext, passes: Sequence[Pass], profiles: Sequence[Profile]
 ) -> Iterator[tuple[float, gs.Graph, PassContext]]:
-    """The graph and context after these passes at each of these sizes, with weights."""
+    """Yields, for each profile, its weight, and the graph and context that these passes make at its
+    sizes."""
     found = _samples(model, ctx.sharding.factors, ctx.variants)
     for wanted, weight in profiles:
         variant = _analysed(model, ctx.variants[0].number)
@@ -68,15 +70,15 @@ def replay_typical(
 
 
 def variants(model: Model, factors: GraphFactors) -> list[Variant]:
-    """The graph at the other bindings of open sizes, but for those at which sizes coincide."""
+    """The graph at the other bindings of open sizes; bindings at which sizes coincide are left out."""
     count = 0 if model.sizes is None else len(model.sizes.bindings)
     each = (_analysed(model, i) for i in range(1, count))
     return [variant for variant in each if not _difference(factors, variant.factors)]
 
 
 def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
-    """The factors, told by those at other bindings which sizes are open, and what sizes costs are
-    computed at."""
+    """Returns the factors with marks for those whose sizes are open, found by comparison with the
+    other bindings, and with the typical sizes for costs."""
     if not others or model.sizes is None:
         return factors
     found = _samples(model, factors, others)
@@ -85,7 +87,7 @@ def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> Gr
 
 
 def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Sample]:
-    """The factors at each binding, with the values of symbols and quotients there."""
+    """Pairs the factors at each binding with the values of the symbols and quotients there."""
     assert model.sizes is not None
     pairs = [(model.sizes.bindings[0], factors), *((v.sizes, v.factors) for v in others)]
     quotients = model.sizes.quotients
@@ -103,12 +105,13 @@ def _analysed(model: Model, number: int) -> Variant:
 
 
 def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
-    """A context with the same decisions for the sizes of another graph."""
+    """Returns a context with the same decisions for the same graph at other sizes."""
     return PassContext(ctx.model, _sharding(factors, ctx.sharding), choices=ctx.choices)
 
 
 def _difference(have: GraphFactors, other: GraphFactors) -> str:
-    """The first tensor or node whose dimensions consist of other factors; empty where none is."""
+    """Describes the first tensor or node that has other atoms in the two graphs; empty if there is
+    none."""
     for name, tensor in other.tensors.items():
         known = have.tensors.get(name)
         if known is None or [x.atom for x in known.leaves] != [x.atom for x in tensor.leaves]:
@@ -120,7 +123,8 @@ def _difference(have: GraphFactors, other: GraphFactors) -> str:
 
 
 def _changed(have: GraphFactors, other: GraphFactors) -> dict[str, frozenset[str]]:
-    """The nodes whose own rules differ, and the factors that may be why."""
+    """The nodes whose rules differ between two bindings, each with the factors that may be the
+    reason."""
     pairs = zip(have.ops, other.ops, strict=True)
     return {
         a.node.name: delicate(a.rule, a.rule.sizes) | delicate(b.rule, b.rule.sizes)
@@ -132,8 +136,13 @@ def _changed(have: GraphFactors, other: GraphFactors) -> dict[str, frozenset[str
 def stay_whole(
     nodes: Mapping[str, frozenset[str]], graph: gs.Graph, ctx: PassContext, already: Whole
 ) -> Whole:
-    """Factors that these nodes of the lowered graph must not split from now on: the given ones, or
-    those of open sizes, first the ones whose shards ranks exchange. Empty if none is left."""
+    """The factors that must stay whole from now on, by the result of a node, so that open sizes
+    work.
+
+    `nodes` has factors by node of the lowered graph; if it has none for a node, its factors of open
+    sizes are taken, first those between whose shards ranks communicate. Empty if there is nothing
+    left to forbid.
+    """
     factors = ctx.sharding.factors
     found: dict[str, Collection[str] | None] = {}
     for name, given in nodes.items():
@@ -154,7 +163,7 @@ def _open_factors(op: OpFactors, factors: GraphFactors) -> frozenset[str]:
 
 
 def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[frozenset[int]]:
-    """The atoms of each open dimension of the tensor that a node was made to reshard."""
+    """The atoms of each open dimension of the tensors that a reshard of this name makes."""
     for node in graph.nodes:
         source = vars(node).get("onnx_source")
         if source is None or origin_of(source) != name:
@@ -168,8 +177,9 @@ def _resharded(name: str, graph: gs.Graph, factors: GraphFactors) -> Iterator[fr
 
 
 def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole) -> Whole:
-    """The factors of all nodes that cut one of these dimensions into several: ranks have a part of
-    each segment, and their order in the whole has no closed form."""
+    """Forbids the factors by which a node cuts one of these dimensions into segments: a rank holds
+    a shard of each segment, and the order of these shards in the whole dimension has no closed
+    form."""
     wanted = list(dims)
     found = {}
     for op in factors.ops:
@@ -187,7 +197,7 @@ def _uncut(dims: Iterable[frozenset[int]], factors: GraphFactors, already: Whole
 
 
 def _sharding(factors: GraphFactors, decided: ShardingState) -> ShardingState:
-    """The same decisions for the sizes of another graph."""
+    """Returns a sharding state with the same decisions for the same graph at other sizes."""
     return ShardingState(
         decided.mesh,
         replace(factors, open_atoms=decided.factors.open_atoms),

@@ -1,4 +1,4 @@
-"""The plan of a graph: weights, memory, FLOPs, and nodes that stay whole."""
+"""Summarizes a graph as a plan: weights, memory, FLOPs, and nodes that stay whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from onnxpar.sharding.shard_bytes import shard_bytes
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
-    """The plan of a graph after insert-collectives, while shapes are still global."""
+    """Makes the plan of a graph after insert-collectives, while shapes are still global."""
     weights = _weights(graph, ctx)
     held = sum(w.bytes_per_rank for w in weights)
     initial = _initial(graph, ctx)
@@ -59,7 +59,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
 
 
 def _initial(graph: gs.Graph, ctx: PassContext) -> dict[str, str]:
-    """The first values of states that have one, by input."""
+    """The first values of those states that have one, by input name."""
     states = dict(ctx.model.states)
     stored = {t.name for t in graph.inputs if t.name in states and default_of(t) is not None}
     zero = {slot.input for slot in ctx.model.step.slots} if ctx.model.step else set()
@@ -78,7 +78,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
     out = []
     mesh = ctx.sharding.mesh
     for tensor in constants(graph):
-        # What only bodies read that are not split has no layout.
+        # A weight that only unsplit bodies read has no layout.
         layout = ctx.layouts.get(tensor.name) or Layout.whole(tensor.shape)
         dtype = numpy_dtype(tensor)
         size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
@@ -90,7 +90,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
 
 
 def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
-    """Bytes of Constant nodes in bodies that are not split with the graph around them."""
+    """The Constant nodes in bodies that every rank runs whole, as weights."""
     for node in all_nodes(graph):
         value = node.attrs.get("value") if node.op == "Constant" else None
         if isinstance(value, gs.Constant):
@@ -101,7 +101,7 @@ def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
 
 
 def _states(graph: gs.Graph, ctx: PassContext) -> int:
-    """Bytes of the states that a rank keeps between runs."""
+    """The most bytes of states that any rank keeps between runs."""
     names = {source for source, _ in ctx.model.states}
     tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
     mesh = ctx.sharding.mesh
@@ -112,20 +112,21 @@ def _states(graph: gs.Graph, ctx: PassContext) -> int:
 
 
 def _sample(ranks: int) -> list[int]:
-    """Ranks to look at for the largest part: parts by hand may put it anywhere, so up to 64 of
-    them."""
+    """Ranks among which to look for the largest shard: up to 64 ranks all of them, as a layout with
+    sizes by hand may put it on any rank; else the first and the last."""
     return list(range(ranks)) if ranks <= 64 else [0, ranks - 1]
 
 
 def _spread(ranks: int) -> list[int]:
-    """Ranks that stand for all: of many, 64 at all places along each axis."""
+    """Ranks over which to average: up to 64 ranks all of them, else 64 that spread over each axis."""
     step = ranks // 64
     return list(range(ranks)) if ranks <= 64 else [i * step + i % step for i in range(64)]
 
 
 def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
-    """Nodes for which split operands were gathered because their rule wants them whole, and matrix
-    products and the like of which nothing is split, as are all bodies of some nodes."""
+    """Lists three kinds of nodes: those whose split operands were gathered because their rule needs
+    them whole, contractions of which nothing is split, and nodes with bodies that every rank runs
+    whole."""
     out = []
     for op in ctx.sharding.factors.ops if ctx.sharding.mesh.size > 1 else []:
         lost = _gathered(op, ctx)
@@ -142,7 +143,7 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
 
 
 def _why_idle(preset: str | None, is_gathered: bool) -> str:
-    """Why nothing of a node is split that could be: only a search has weighed it."""
+    """Says why nothing of a node is split that could be: only a search has weighed a split."""
     if preset not in (AUTO, EXHAUSTIVE):
         return "nothing asks to split it" + (
             ", so its operands are gathered" if is_gathered else ""
@@ -153,8 +154,7 @@ def _why_idle(preset: str | None, is_gathered: bool) -> str:
 
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
-    """Bytes of operands that reach the node through an all-gather for its sake, and of what its
-    subgraphs read that ranks had to communicate for."""
+    """Bytes that were gathered for this node: of its operands, and of tensors that its bodies read."""
     whole = [
         tensor
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True)
@@ -166,7 +166,7 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
 
 
 def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
-    """Bytes of the variables among tensors that a rank holds."""
+    """The bytes that a rank holds of these tensors, without constants."""
     return sum(
         shard_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
         for tensor in tensors
@@ -187,8 +187,8 @@ def _gathers(node: gs.Node) -> bool:
 
 
 def _is_made_whole(node: gs.Node, links: Links) -> bool:
-    """Whether a node gathers what an operand with such links must not be split over, rather than
-    what its reader could have split as well."""
+    """True if a node gathers a leaf that its reader's rule cannot split; false if it gathers leaves
+    that the reader could have split as well."""
     if not _gathers(node):
         return False
     ((_, before, after),) = operands_of(node)
@@ -200,8 +200,8 @@ def _is_made_whole(node: gs.Node, links: Links) -> bool:
 
 
 def _flops(ctx: PassContext) -> dict[str, int]:
-    """Multiplications and additions of the contractions: in all, on the rank that has most of them,
-    and on average."""
+    """FLOPs of the contractions: of the whole model, of the rank with the most, and the mean of
+    ranks."""
     ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
     ranks = _spread(ctx.sharding.mesh.size)
     columns = [flops_of_ranks(op, ctx.sharding, ranks) for op in ops]
@@ -214,9 +214,11 @@ def _flops(ctx: PassContext) -> dict[str, int]:
 
 
 def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> list[int]:
-    """The bytes of activations that are alive on rank 0 while each of these nodes of a graph runs,
-    in this order: what is fed, what nodes make until its last reader has run, and results to the
-    end. Of a node with bodies, without what they make."""
+    """Bytes of activations that are alive on rank 0 while each of these nodes runs, in this order.
+
+    An input counts all the time, a result until its last reader has run, an output to the end.
+    Tensors inside bodies do not count.
+    """
     kept = {source for source, _ in ctx.model.states}
     alive = sum(_held(t, ctx) for t in graph.inputs if t.name not in kept)
     last: dict[str, int] = {}
@@ -237,13 +239,14 @@ def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> 
 
 
 def _held(tensor: gs.Tensor, ctx: PassContext) -> int:
-    """Bytes of an activation on rank 0; 0 where its rank is unknown."""
+    """Bytes of an activation on rank 0; 0 if it has no layout."""
     layout = ctx.layouts.get(tensor.name)
     return 0 if layout is None else shard_bytes(tensor, layout, ctx.sharding.mesh)
 
 
 def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
-    """The most bytes of activations that are alive at once on rank 0, in graph order."""
+    """The peak of bytes of activations on rank 0, with those in bodies, if nodes run in graph
+    order."""
     alive = activations(graph, graph.nodes, ctx)
     inside = [
         max((_peak_activations(body, ctx) for body in subgraphs(node)), default=0)

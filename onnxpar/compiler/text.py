@@ -22,8 +22,9 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 
 def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
-    """One line per input, weight, node and output; layouts are the placed or the propagated ones.
-    As long as nothing is split, there is also one line per annotation."""
+    """Prints one line per input, weight, node and output; layouts are those of insert-collectives,
+    before it the propagated ones. As long as nothing is split, there is also one line per
+    annotation."""
     return "\n".join(_lines(graph, ctx)) + "\n"
 
 
@@ -36,7 +37,7 @@ def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
 
 
 def _annotation_lines(ctx: PassContext) -> Iterator[str]:
-    """One line per annotation, with the number of its round, as long as nothing is split."""
+    """One line per annotation, with the number of its round; none once anything is split."""
     if ctx.layouts or any(map(any, (*ctx.sharding.tensors.values(), *ctx.sharding.ops.values()))):
         return
     for number, batch in enumerate(ctx.annotations, 1):
@@ -45,7 +46,8 @@ def _annotation_lines(ctx: PassContext) -> Iterator[str]:
 
 
 def _asked(annotation: Annotation, ctx: PassContext) -> str:
-    """The layout of a tensor, the axes of a node's factors, or another kind and its fields."""
+    """The text of an annotation: the layout of a tensor, the axes of a node's factors, or another
+    kind with its fields."""
     if isinstance(annotation, TensorAnnotation):
         asked = FactorSharding(tuple(axes or () for axes in annotation.axes))
         layout = ctx.sharding.layout(annotation.tensor, asked)
@@ -87,7 +89,7 @@ def _typed(tensor: gs.Tensor, ctx: PassContext) -> str:
 
 
 def layout_of(name: str, ctx: PassContext) -> Layout | None:
-    """The placed layout of a tensor, else what propagation decided so far."""
+    """The layout of a tensor in `ctx.layouts`, or else the one that propagation has decided so far."""
     if name in ctx.layouts or ctx.layouts:
         return ctx.layouts.get(name)
     if name in ctx.sharding.tensors:

@@ -24,9 +24,10 @@ Fail = Callable[[str], None]
 
 
 def verify(graph: gs.Graph, ctx: PassContext) -> None:
-    """After insert-collectives: every node's operands and results satisfy its rule.
+    """Checks after insert-collectives that every node's operands and results satisfy its rule.
 
-    After order-collectives also: the token passes through every collective, in graph order.
+    After order-collectives, also checks that the token passes through every collective in graph
+    order.
     """
     if not ctx.layouts:
         return
@@ -83,7 +84,8 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
 
 
 def _carried(op: OpFactors, layouts: dict[str, Layout], fail: Fail) -> set[str]:
-    """Tensors of sums that a loop carries pending, all the way."""
+    """Names of the tensors of sums that a loop carries from iteration to iteration as partial
+    values."""
     found: set[str] = set()
     for sum_ in accumulators(op.node) if op.bodies else ():
         names = [t.name for t in sum_.tensors(op.node)]
@@ -99,7 +101,7 @@ _Piece = tuple[str, int]
 
 
 def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
-    """Axes as prime steps, so that tp and tp:(1)2 tp:(2)2 compare equal."""
+    """Decomposes axes into steps of prime size, so that tp equals tp:(1)2 tp:(2)2."""
     out = []
     for axis in axes:
         at, rest, prime = axis.pre, axis.size, 2
@@ -114,7 +116,8 @@ def _pieces(axes: Sequence[Axis]) -> list[_Piece]:
 def _pending(
     op: OpFactors, held: dict[int, tuple[Axis, ...]], layouts: dict[str, Layout], fail: Fail
 ) -> tuple[tuple[Axis, ...], str]:
-    """The axes and the reduction over which results are partial by the rule, given the operands."""
+    """The axes over which the rule makes the results partial, and the reduction, given the layouts
+    of the operands."""
     own: tuple[Axis, ...] = ()
     reduce = "sum"
     for leaf, axes in held.items():
@@ -176,7 +179,9 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
     "Select": (set(), 1),
     "Broadcast": (set(), 0),
 }
-"""Per kind: whether its axes come to (1) and leave (-1) factors, and the pending ones.
+"""For each kind of reshard: the changes of its axes on leaves that are allowed (1: added, -1:
+removed), and the change of the partial axes. The table of kinds (`ir/collectives.py`) has these
+facts for the passes; the check repeats them, since an error in a shared table would go unnoticed.
 
 The table of kinds (`ir/collectives.py`) says this too, for the passes. It is not read here: an
 error in it would then be in the check as well, which would prove nothing.
@@ -207,14 +212,16 @@ def _verify_step(node: gs.Node, before: Layout, after: Layout) -> None:
 
 
 def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None:
-    """1 where all of `over` came, -1 where all of it left, None for anything else."""
+    """1 if all of `over` is in `new` but none in `old`, -1 for the opposite, None for anything
+    else."""
     if old.isdisjoint(over) and new == old | over:
         return 1
     return -1 if over <= old and new == old - over else None
 
 
 def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
-    """Follows the token, which is None before the first collective; returns the last."""
+    """Checks that the token passes through the collectives in graph order; returns the last token.
+    `token` is None before the first collective."""
     for node in graph.nodes:
         if node.domain == DOMAIN and node.op == "Gate":
             continue
@@ -227,7 +234,8 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
 
 
 def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:
-    """A body begins with the token that the node is handed, and ends with the one it hands on."""
+    """Checks that each body starts with the token that the node reads, and ends with the token that
+    the node returns; returns the latter."""
     if node.op == "If":
         for branch in bodies(node):
             last, result = _verify_order(branch, token), branch.outputs[-1]

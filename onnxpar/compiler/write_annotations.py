@@ -45,11 +45,13 @@ from onnxpar.strategy.standard_shardings import axes_text, node_shardings
 
 CONFIGURATION = "onnxpar"
 Operands = Mapping[str, tuple[str, list[str]]]
-"""By node, the result that it is known by, and the names of all its operands and results."""
+"""By node name: the key under which annotations know the node, and the names of all its operands
+and results."""
 
 
 def original(path: Path) -> onnx.ModelProto:
-    """The model as its file has it, but for functions, whose nodes have no place of their own."""
+    """Loads the model as its file has it, with functions inlined, as annotations cannot refer to
+    nodes in functions."""
     model = read_proto(path)
     return onnx.inliner.inline_local_functions(model) if model.functions else model
 
@@ -80,7 +82,7 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
 
 
 def operand_names(sharding: ShardingState) -> Operands:
-    """The names that a node's tensors have in the model, before passes put others in between."""
+    """The original names of each node's tensors, before passes insert others."""
     return {
         op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
         for op in sharding.factors.ops
@@ -110,7 +112,7 @@ def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operan
 
 
 def _open_axes(ctx: PassContext) -> set[tuple[str, int]]:
-    """The dimensions whose sizes the model leaves open, by tensor and axis."""
+    """The dimensions whose sizes the model leaves open, as (tensor, axis)."""
     sizes = ctx.model.sizes
     other = {} if sizes is None else sizes.graph(1).tensors()
     return {
@@ -158,7 +160,7 @@ def _annotate(
 
 
 def _without_sizes(stated: TensorSharding, open_axes: set[tuple[str, int]]) -> TensorSharding:
-    """The same without sizes of dimensions that are open."""
+    """Returns the sharding of a tensor without the sizes of open dimensions."""
     dims = {
         axis: tuple((None if (stated.tensor, axis) in open_axes else size, n) for size, n in found)
         for axis, found in stated.dims.items()

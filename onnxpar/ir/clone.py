@@ -71,8 +71,8 @@ def needed(graph: gs.Graph, outputs: Collection[str]) -> list[gs.Node]:
 
 
 def nodes_of_run(graph: gs.Graph, apart: Collection[str]) -> list[gs.Node]:
-    """The nodes that a run computes, in order: without those that only the outputs in `apart`
-    need, which another program computes."""
+    """The nodes that a run computes, in order. Nodes that only the outputs in `apart` need are left
+    out: another program computes these outputs."""
     outputs = [t.name for t in graph.outputs]
     kept = [name for name in outputs if name not in apart]
     return list(graph.nodes) if len(kept) == len(outputs) else needed(graph, kept)

@@ -15,7 +15,8 @@ DOMAIN = "onnxpar"
 """The domain of the plugin's ops."""
 
 State = Literal["whole", "split", "partial"]
-"""A tensor over some mesh axes: equal on all ranks, split, or a partial sum (maximum, ...)."""
+"""The state of a tensor over some mesh axes: equal on all ranks, split, or a partial sum (maximum,
+...)."""
 WHOLE: State = "whole"
 SPLIT: State = "split"
 PARTIAL: State = "partial"
@@ -23,7 +24,8 @@ PARTIAL: State = "partial"
 
 @dataclass(frozen=True)
 class Along:
-    """Attributes of an op: `axis` names a dimension, `sizes` the size of each member's shard."""
+    """The attributes of an op that tell along which dimension it works: `axis` names the attribute
+    for the dimension, `sizes` the one for the size of each member's shard."""
 
     axis: str
     sizes: str
@@ -74,7 +76,7 @@ class Kind:
 
     @property
     def is_local(self) -> bool:
-        """True if no rank sends anything: each has the whole tensor, and keeps less of it."""
+        """True if no rank sends anything: each rank has the whole tensor, and keeps its shard."""
         return self.change in ((WHOLE, SPLIT), (WHOLE, PARTIAL))
 
 
@@ -124,7 +126,7 @@ _ROWS = (
     Kind("Send", awaits=None),
     Kind("Recv", awaits=None, has_link=False),  # the link is the sender's
     Kind("NeighborExchange", awaits="neighbors"),
-    Kind("HaloExchange", by_hand=False),  # takes its bounds as an operand, which lowering computes
+    Kind("HaloExchange", by_hand=False),  # lowering computes its bounds
     Kind("LocalSlice", (WHOLE, SPLIT), has_link=False, by_hand=False),
     Kind("Select", (WHOLE, PARTIAL), has_link=False, by_hand=False),
 )

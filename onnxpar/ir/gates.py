@@ -1,5 +1,8 @@
-"""Gates: Identity nodes that delay a recomputation until a gradient is there. A gate has one on the
-gradient, and one on each tensor that waits for it; metadata, which models keep, marks them."""
+"""Gates: Identity nodes that delay a recomputation until a gradient is there.
+
+A gate consists of one Identity on the gradient, and one on each tensor that waits for it. Metadata,
+which models keep, marks these nodes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The global node that a node of a rank's graph comes from. Nodes that lowering creates name it in
-their metadata; other nodes keep the name that they have in the global graph."""
+"""Records which global node each node of a rank's graph comes from: in metadata for nodes that
+lowering creates. Other nodes have the name of the global node."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
 
 
 def origin_of(node: NodeProto) -> str:
-    """The name of the global node that a rank's node was created for, else its own name."""
+    """The name of the global node that a rank's node was created for; by default the node's own
+    name."""
     return next((str(p.value) for p in node.metadata_props if p.key == _KEY), node.name)

@@ -15,10 +15,11 @@ from onnxpar.layout.mesh import Axes, Mesh
 
 @dataclass
 class PerRank:
-    """Constants (by name) and attributes (by node and attribute) as functions of the rank.
+    """Constants (by name) and attributes (by node and attribute) as functions of the rank. The
+    graph itself has rank 0's values.
 
-    The graph itself has the values of rank 0. `stand_ins` are, by constant, sizes with the axes
-    that split them: an empty shard of such a size counts as one element in the constant.
+    `stand_ins` maps a constant to the sizes, with the axes that split them, for which the constant
+    counts an empty shard as one element.
     """
 
     constants: dict[str, Callable[[int], Array]] = field(default_factory=dict)
@@ -51,19 +52,19 @@ _INNER = "onnxpar.inner"
 
 @dataclass(frozen=True)
 class InnerCollective:
-    """What the plan says of a collective that ranks run inside one op of the model: its mesh axes,
-    and the shape of its operand or of its result on rank 0, whichever is larger."""
+    """The plan's data on a collective that ranks run inside one op of the model: its mesh axes, and
+    the shape of its operand or of its result on rank 0, whichever is larger."""
 
     axes: Axes
     shape: tuple[int, ...]
 
 
 def note_inner(node: gs.Node, inner: InnerCollective) -> None:
-    """Notes at a collective inside an op what the plan says of it."""
+    """Attaches the plan's data to the node of a collective inside an op."""
     node.attrs[_INNER] = inner
 
 
 def take_inner(node: gs.Node) -> InnerCollective:
-    """Returns that note, and removes it: the node is then as ranks run it."""
+    """Removes and returns the data that `note_inner` attached to a node."""
     inner: InnerCollective = node.attrs.pop(_INNER)
     return inner

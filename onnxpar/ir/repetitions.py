@@ -10,8 +10,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.subgraphs import subgraphs
 
 MOST = 1 << 20
-"""Largest limit of a Loop that is taken as its number of iterations. A Loop with a larger one is
-ended by its condition, which is not known; it counts as one iteration."""
+"""Largest limit of a Loop that is taken as its number of iterations. A Loop with a higher limit
+ends by its condition, which is not known here; its body counts once."""
 
 
 def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:

@@ -21,8 +21,8 @@ _KEY = "reshard"
 
 @dataclass(frozen=True)
 class Reshard:
-    """What a reshard does: `kind` (a row of `KINDS`) over mesh axes. `members` are the layouts of
-    each operand, before and after; a fused reshard has several operands."""
+    """Describes a reshard: its `kind` (a row of `KINDS`), its mesh axes, and in `members` the
+    layouts before and after of each operand. A fused reshard has several operands."""
 
     kind: str
     axes: Axes
@@ -52,7 +52,7 @@ def is_reshard(node: gs.Node) -> bool:
 
 
 def reshard_of(node: gs.Node) -> Reshard:
-    """What a reshard node does."""
+    """The description of a reshard node."""
     reshard: Reshard = node.attrs[_KEY]
     return reshard
 

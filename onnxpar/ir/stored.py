@@ -55,8 +55,8 @@ def is_folded(weight: TensorProto) -> bool:
 def copy_with_stubs(
     model: ModelProto, stub: Callable[[TensorProto], TensorProto | None]
 ) -> ModelProto:
-    """A copy of the model in which the result of `stub` replaces an initializer of the main graph,
-    unless it is None. The data of replaced initializers is never copied."""
+    """A copy of the model in which `stub(initializer)` replaces each initializer of the main graph
+    for which it is not None. The data of replaced initializers is never copied."""
     copy = ModelProto()
     for message, target in ((model, copy), (model.graph, copy.graph)):
         for field, value in message.ListFields():

@@ -97,7 +97,7 @@ class Step:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Step:
-        """The inverse of `asdict`."""
+        """The step in the form that `dataclasses.asdict` gives."""
         slots = [Slot(**slot) for slot in data["slots"]]
         deal = StepSharding(**data["deal"]) if data.get("deal") else None
         return Step(**{**data, "slots": slots, "deal": deal})

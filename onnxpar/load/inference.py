@@ -1,4 +1,4 @@
-"""Folds and infers a whole model, including the bodies of its control flow.
+"""Infers types and folds constants in a whole model, including the bodies of its control flow.
 
 An input of a body gets the shape that it has in every iteration: dimensions that the body changes
 are left open. Its value is never known.
@@ -68,8 +68,8 @@ class _Inference:
     def _fold(
         self, node: NodeProto, values: Sequence[object], results: set[str]
     ) -> list[NodeProto]:
-        """Records a node's results as constants. Returns an Identity for each that is a result of
-        its body: that must be made by a node."""
+        """Records a node's results as constants. Returns an Identity for each one that is a result
+        of the body, since a node must make that."""
         copies = []
         for i, name in enumerate(node.output):
             if name in results:
@@ -123,11 +123,14 @@ class _Inference:
         after: Sequence[_Type] = (),
     ) -> list[_Type]:
         """Infers a body; returns the types that its carried tensors have in every iteration.
-        `given` are their types before the first one; `before` and `after` those of the inputs
-        around them."""
+
+        given   their types before the first iteration
+        before  types of the body's inputs before the carried tensors
+        after   types of the body's inputs after them
+        """
         ports = body.input[len(before) :]
         carried = [t or _bare(p.type) for t, p in zip(given, ports, strict=False)]
-        skipped = len(before) // 2  # a condition comes back, a counter does not
+        skipped = len(before) // 2  # a Loop's body returns its condition, but not its counter
         while True:
             trial = GraphProto()
             trial.CopyFrom(body)
@@ -209,7 +212,7 @@ def _bare(type_: TypeProto) -> TypeProto:
 
 
 def _common(a: _Type, b: _Type) -> _Type:
-    """The first type, without a shape or sizes in which the second differs."""
+    """The first type, but without the shape or the sizes in which the second type differs."""
     if a is None or a == b:
         return a
     shapes = [t.tensor_type.shape for t in (a, b) if t and t.tensor_type.HasField("shape")]

@@ -56,7 +56,7 @@ Show = Callable[[str, onnx.ModelProto | gs.Graph], None]
 
 
 def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-    """Shows nothing."""
+    """A `Show` that does nothing."""
 
 
 InferTypes = Callable[[onnx.ModelProto, Collection[str]], None]
@@ -125,7 +125,7 @@ def load(
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have.
     """
-    # Long, as the order of all rewrites and checks stands in one place.
+    # Long, so that the order of all rewrites and checks is in one place.
     path = Path(path)
     proto = read_proto(path)
     check_text(proto, path)
@@ -202,8 +202,8 @@ def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
 def _normalized(
     proto: onnx.ModelProto, path: Path, for_training: bool, show: Show
 ) -> tuple[onnx.ModelProto, dict[str, TensorProto], list[str]]:
-    """The model with dense constants as initializers, in opset 10 or later; the default values of
-    inputs; and the initializers that can no longer be fed."""
+    """Returns three things: the model in opset 10 or later, with dense constants as initializers;
+    the default values of inputs; the initializers that can no longer be fed."""
     densify(proto.graph, path.parent)
     show("densify", proto)
     lift_constants(proto.graph)
@@ -250,7 +250,7 @@ class _Importer:
             separate_dequantized(graph)
         mark_opset(graph)
         self.show("import", graph)
-        self.show = unseen  # the graphs at further bindings are rewritten alike
+        self.show = unseen  # other bindings get the same rewrites
         return graph
 
 
@@ -355,7 +355,7 @@ def _unshare_vectors(graph: gs.Graph) -> None:
 
 
 def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
-    """Each node once; nodes are compared by identity, as equality compares attributes."""
+    """The nodes without duplicates; nodes are compared by identity, as `==` compares attributes."""
     return list({id(node): node for node in nodes}.values())
 
 

@@ -18,7 +18,7 @@ from onnx import ModelProto, NodeProto, ShardingSpecProto
 from onnxpar.errors import StrategyError
 
 PREFIX = "onnxpar."
-"""Prefix of metadata that adds to an annotation what the standard cannot express."""
+"""Prefix of the metadata for what the standard cannot express."""
 Component = tuple[int | None, int]
 """Part of a dimension: its size (None: the rest of the dimension) and its number of shards."""
 
@@ -36,7 +36,7 @@ class TensorSharding:
     dims: Mapping[int, tuple[Component, ...]] = field(default_factory=dict)
 
     def agrees(self, other: TensorSharding | None) -> bool:
-        """True if both have the same devices and numbers of shards; sizes are not compared."""
+        """True if `other` has the same devices and numbers of shards; sizes are not compared."""
         if other is None or self.devices != other.devices:
             return False
         return self._counts() == other._counts()
@@ -122,9 +122,9 @@ def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
 def choose_configuration(
     configurations: Sequence[Configuration], name: str | None, devices: int | None
 ) -> Configuration | None:
-    """The configuration of that name, or without a name the only one with that number of devices;
-    None for the name `none` and for a model without configurations. Errors: StrategyError that
-    lists the model's configurations."""
+    """The configuration called `name`; without a name, the only one with so many devices. None for
+    the name `none`, and for a model without configurations. Errors: StrategyError that lists the
+    model's configurations."""
     if name == "none":
         return None
     have = ", ".join(f"{c.name!r} of {c.devices} devices" for c in configurations) or "none"

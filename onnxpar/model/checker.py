@@ -24,13 +24,13 @@ from onnxpar.ir.stored import (
 from onnxpar.model.runtime_shapes import REFUSED, is_known, is_own_domain
 
 _MAX_IR, MAX_OPSET = 13, 26
-"""The newest IR and opset that onnxruntime 1.31 loads; a newer model gets an error of our own."""
+"""The newest IR and opset that onnxruntime 1.31 loads; newer models get an error of our own."""
 MIN_IR = 4
 """The first IR version in which initializers need not be inputs."""
 _READ_AT_MOST = 1 << 16
 """Largest initializer that the checker may read, in bytes."""
 _LENT = "com.microsoft"
-"""Domain into which ops are moved that the checker is to skip."""
+"""The domain to which ops are moved so that the checker skips them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def check_functions(model: onnx.ModelProto, path: Path) -> None:
 
 
 def check_references(graph: GraphProto, path: Path) -> None:
-    """Errors: ModelError for a node outside a function that refers to an attribute of one."""
+    """Errors: ModelError if a node outside any function refers to an attribute of a function."""
     for node in nodes_of(graph):
         name = next((a.name for a in node.attribute if a.ref_attr_name), None)
         if name is not None:
@@ -178,8 +178,8 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _has_unknown(model: onnx.ModelProto) -> bool:
-    """True if there are ops that onnxruntime alone does not know: those of plugins, and the
-    collectives of a program per rank."""
+    """True if the model has ops that onnxruntime does not know without plugins, such as
+    hand-written collectives."""
     called = {(f.domain, f.name) for f in model.functions}
     nodes = [*nodes_of(model.graph)]
     for function in model.functions:

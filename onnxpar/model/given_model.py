@@ -67,7 +67,7 @@ def _parsed(model: bytes | onnx.ModelProto) -> tuple[bytes, onnx.ModelProto]:
 
 
 def _name(graph: str) -> str:
-    """The graph's name as a file name. `model.onnx` would be shown by the name of our temporary
-    folder (see model_name.py)."""
+    """The graph's name as a file name, other than `model.onnx`, for which messages would show the
+    name of our temporary folder (see model_name.py)."""
     name = re.sub(r"[^\w.-]", "_", graph)[:60].strip(".")
     return name if name not in ("", "model") else "unnamed"

@@ -14,7 +14,7 @@ from onnxpar.symbols.symbols import Polynomial
 from onnxpar.symbols.ties import solve_tie
 
 _At = tuple[str, int]
-"""An input's name and an axis of it."""
+"""The name of an input, and an axis of it."""
 
 
 def bind_dims(
@@ -69,7 +69,7 @@ def bind_dims(
 
 
 def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:
-    """The size that --dim gives a label. Errors: StrategyError for an invalid expression."""
+    """The size that --dim gives to a label. Errors: StrategyError for an invalid expression."""
     if isinstance(value, int):
         return Polynomial.constant(value)
     if value.strip() in sizes:
@@ -92,7 +92,8 @@ def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Pol
 
 
 def _solved(own: Polynomial, value: Polynomial) -> tuple[str, Polynomial] | None:
-    """A symbol and its value, from `own` == `value`; None if the equation has no such solution."""
+    """A symbol and its value, solved from the equation `own` == `value`; None if it has no
+    solution."""
     symbol = own.symbol
     if symbol is not None:
         return None if symbol in value.variables else (symbol, value)

@@ -1,4 +1,5 @@
-"""ONNX protos to graphsurgeon graphs and back, without the losses of its importer and exporter.
+"""Converts ONNX protos to graphsurgeon graphs and back, and keeps what its importer and exporter
+lose.
 
 Facts that graphsurgeon's objects have no field for (docs, metadata, non-tensor types, default
 values of inputs) are attributes that we set on these objects, so that they move with them.
@@ -149,7 +150,7 @@ def import_graph(
 
 
 def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
-    """The model of a graph; what is left of the imported model keeps its docs and metadata.
+    """Exports a graph as a model; objects that were imported keep their docs and metadata.
 
     Constants that subgraphs capture are written once, in the graph that has them. The types of
     intermediate values are left to the runtime to infer.
@@ -267,7 +268,8 @@ def _is_plain(type_: TypeProto) -> bool:
 
 
 def _blur(type_: TypeProto) -> None:
-    """Removes what graphsurgeon cannot read: shapes of strings, non-tensor types."""
+    """Removes the types that graphsurgeon cannot read: shapes of strings, types that are not
+    tensors."""
     if type_.HasField("tensor_type"):
         if not _is_plain(type_):
             type_.tensor_type.ClearField("shape")
@@ -323,7 +325,8 @@ def _take_empty(node: gs.Node) -> dict[str, _EmptyList]:
 
 
 def _read_constant_outputs(graph: gs.Graph) -> None:
-    """Puts an Identity between a constant and the output that it is: an output has one layout."""
+    """Puts an Identity between a constant and each graph output that is this constant, so that both
+    may have layouts of their own."""
     names = {t.name for t in graph.outputs} | graph.tensors().keys()
     for i, constant in enumerate(graph.outputs):
         if not isinstance(constant, gs.Constant):
@@ -369,8 +372,8 @@ def _describe_graph(graph: gs.Graph, proto: GraphProto) -> None:
 
 
 def _hoist(graph: gs.Graph, proto: GraphProto) -> list[TensorProto]:
-    """Removes captured constants from subgraphs, where the exporter repeats them; returns those
-    that the graph itself does not have yet."""
+    """Removes captured constants from the protos of subgraphs, where the exporter repeats them;
+    returns those that the main graph does not have yet."""
     have = {t.name for t in proto.initializer}
     missing: dict[str, TensorProto] = {}
     inner_graphs = [g for n in graph.nodes for g in n.attrs.values() if isinstance(g, gs.Graph)]

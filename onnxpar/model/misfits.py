@@ -12,10 +12,10 @@ from onnxpar.model.shapes import Walk, known_sizes
 
 
 def check_fits(walks: Sequence[Walk], node: NodeProto) -> None:
-    """Checks a node that ONNX's inference rejects on every walk, with the types and values that
-    are the same on all walks.
+    """Checks a node that ONNX's inference rejects on every walk, with those types and values on
+    which all walks agree.
 
-    Errors: ModelError if onnxruntime rejects it, too.
+    Errors: ModelError if onnxruntime rejects the node as well.
     """
     names = [name for name in node.input if name]
     if any(name not in walk.types for name in names for walk in walks):

@@ -40,7 +40,8 @@ _NEVER = frozenset(
         "LRN",  # onnx's reference confuses the number of channels with the batch size
     )
 )
-"""Ops that are never folded: random ones, those with bodies, and two for the reasons given."""
+"""Ops that are never folded: random ones, those with bodies, and two others for the reasons below.
+"""
 
 
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
@@ -52,9 +53,12 @@ def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool =
 
 
 class Walk:
-    """Types and values of a graph's tensors as far as they are known, for inputs of these types;
-    filled node by node, in graph order. With `keep`, weights that may be trained are not folded
-    into other constants: floating-point arrays, and floating-point scalars of these names."""
+    """Types and values of a graph's tensors, as far as they are known; filled node by node, in
+    graph order.
+
+    With `keep`, weights that may be trained are not folded into other constants: floating-point
+    arrays, and the floating-point scalars that `keep` names.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Walk:
             self._know(name, value)
 
     def fold(self, node: NodeProto, values: Sequence[Any]) -> None:
-        """Records the node's results as constants that replace it."""
+        """Records the results of a node as constants, which replace the node."""
         for name, value in zip(node.output, values, strict=True):
             self._know(name, value)
             self.folded.add(name)
@@ -156,8 +160,8 @@ class Walk:
         return list(results)
 
     def _fits(self, node: NodeProto) -> bool:
-        """True if the results are small enough to be stored. Large ConstantOfShape results of
-        floats are not: storing many equal values would only cost space."""
+        """True if a node's results are small enough to be stored. A large ConstantOfShape of floats
+        is not folded: storing many equal values would only take space."""
         if node.op_type == "ConstantOfShape":
             value = next((numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, "f4"))
             size = np.prod(self.values[node.input[0]], dtype=np.int64)
@@ -255,7 +259,7 @@ class Walk:
         return {name: type_ for name, type_ in found.items() if name}
 
     def declare(self, graph: onnx.GraphProto) -> None:
-        """Writes value_info, and the folded constants that nodes or outputs of the graph read."""
+        """Writes the known types as value_info, and those folded constants that the graph reads."""
         used = {name for node in graph.node for name in _reads(node)}
         outputs = {o.name for o in graph.output}
         for name in sorted(self.folded & (used | outputs)):

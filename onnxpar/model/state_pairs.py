@@ -74,8 +74,9 @@ def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = Fal
 
 
 def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
-    """Inputs without an output to be fed back, though inputs whose names differ only by numbers
-    are states: `past.5.key`, if `past.0.key` to `past.4.key` are states."""
+    """Inputs that look like states but have no output to feed them: their names differ only by
+    numbers from those of states, such as `past.5.key` if `past.0.key` to `past.4.key` are states.
+    """
     paired = {source for source, _ in pairs}
     like: dict[str, list[gs.Tensor]] = defaultdict(list)
     for tensor in graph.inputs:
@@ -120,8 +121,8 @@ def _extended(
 def _sources(
     tensor: gs.Tensor, is_cache: bool, seen: set[tuple[int, bool]], is_step: bool
 ) -> Iterator[str]:
-    """Names of tensors without a producer that become this tensor, through an op that extends a
-    cache or writes into one. `is_cache` is True if such an op has been passed."""
+    """Names of inputs and constants that become this tensor through an op that extends a cache or
+    writes into one. `is_cache` is True once the search has passed such an op."""
     if (id(tensor), is_cache) in seen:
         return
     seen.add((id(tensor), is_cache))
@@ -183,8 +184,8 @@ def _named_alike(
 
 
 def _is_left_out(result: gs.Tensor) -> bool:
-    """True if a branch of an If returns an empty constant as this result: the old value stays
-    valid, and is to be fed again."""
+    """True if a branch of an If returns an empty constant for this result: the old value of the
+    state stays valid and is fed again."""
     if isinstance(result, gs.Constant):
         return 0 in result.shape
     for node in result.inputs[:1]:
@@ -206,7 +207,7 @@ def _words(name: str) -> list[str]:
 
 
 def _stem(name: str, directions: frozenset[str]) -> Stem:
-    """The words of a name without those for before and after, sorted."""
+    """The sorted words of a name, without those in `directions` (words for before and after)."""
     words = _words(name)
     stem = [w for w in words if w not in directions]
     if words[:3] in (["past", "key", "values"], ["present", "key", "values"]):

@@ -25,7 +25,7 @@ ALIGN = 4096
 INLINE = 1 << 16
 """Largest weight in bytes that stays in the model file if there is a data file."""
 MOST = 1 << 30
-"""Most bytes of weights without a data file, for a model that had none."""
+"""Most bytes of weights that are written without a data file, if the original model had none."""
 CHUNK = 8 << 20
 
 
@@ -66,9 +66,9 @@ def write_model(
 
 
 def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[str, Path]) -> None:
-    """Puts a model at `output`, and its data files, which are in `folder`, at their locations. If
-    the process is killed at any time, `output` is the old model or the new one, each with its own
-    data. Errors: OSError."""
+    """Moves a model to `output`, and its data files from `folder` to their locations. If the
+    process is killed at any time, `output` is the old model or the new one, each with its own data.
+    Errors: OSError."""
     there = output.parent
     taken = {name: own_name(f"{name}.") for name in data if (there / name).exists()}
     (folder / "model").write_bytes(_bytes_with(model, {}))
@@ -88,9 +88,11 @@ def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[
 def _puts_data(
     output: Path, folder: Path, data: Mapping[str, Path], taken: Mapping[str, str]
 ) -> bool:
-    """Replaces the data files of an old model at `output`: first puts the new model there, with its
-    data under the names in `taken`, then links the data to its own names. True if that worked;
-    False on a file system without links."""
+    """Replaces the data files of an old model at `output`; false on a file system without links.
+
+    First writes the new model with its data under the names in `taken`, then links the data to its
+    final names.
+    """
     there = output.parent
     try:
         for name, own in taken.items():
@@ -143,7 +145,7 @@ def export_model(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def goes_apart(tensor: TensorProto) -> bool:
-    """True if the data of a tensor belongs into the data file, given that there is one."""
+    """True if a tensor's data is large enough for the data file, if there is one."""
     is_external = tensor.data_location == TensorProto.EXTERNAL
     return is_external or (stored_bytes(tensor) > INLINE and bool(tensor.raw_data))
 
@@ -155,8 +157,8 @@ def move_data(
     location: str,
     place: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
-    """Makes a tensor refer to the data file `location`, and appends its data to `sink`, which is
-    that file, unless the data is already there, at `place`. Returns offset and length in bytes."""
+    """Makes a tensor refer to the data file `location`. Appends its data to `sink`, the open data
+    file, unless `place` says that it is there already. Returns offset and length in bytes."""
     length = stored_bytes(tensor)
     if place is None:
         sink.write(bytes(-sink.tell() % ALIGN))

@@ -1,4 +1,4 @@
-"""The largest decision: the mesh, and the strategy or the preset that the passes follow."""
+"""Chooses the mesh, and the strategy or preset that the passes follow."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ from onnxpar.strategy.strategy import Annotation
 
 @dataclass(frozen=True)
 class Chosen:
-    """The mesh; the preset or the kind of search, if any; which of the model's annotations to
-    follow; and the annotations that a search has found, None where none was asked for."""
+    """A choice of mesh and strategy.
+
+    mesh       the mesh
+    preset     the preset or the kind of search, if any
+    annotated  the model's own annotations, if they are followed
+    found      the annotations that a search found; None if there was no search
+    """
 
     mesh: Mesh
     preset: str | None
@@ -36,8 +41,8 @@ class Chosen:
 
 
 def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Chosen:
-    """Chooses by the model's annotations, the user's options and, where these leave it open, by
-    search. Errors: StrategyError."""
+    """Follows the model's annotations and the user's options; searches for what they leave open.
+    Errors: StrategyError."""
     mesh, how = wanted_mesh(options), preset_or_search(options)
     devices = mesh.size if mesh is not None else options.devices
     annotated = choose_configuration(model.annotations, options.configuration, devices)
@@ -68,7 +73,8 @@ def _search(
     mesh: Mesh | None,
     how: str,
 ) -> Solution:
-    """The fastest strategy: beside the model's annotations, on a given mesh, or on any mesh."""
+    """Searches for the fastest strategy that agrees with the model's annotations, on the given mesh
+    or on any mesh."""
 
     def on_mesh(
         sharding: ShardingState, given: Sequence[Sequence[Annotation]], kept: Kept | None

@@ -1,4 +1,4 @@
-"""Loads the model, and makes the context of the passes, with the mesh and the strategy chosen."""
+"""Loads the model, and makes the context of the passes: mesh and strategy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def load_model(
     untied: bool = False,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Model:
-    """The model as its preset sees it: a global program, or that of each rank; `for_training`,
-    `untied` and `shapes` as for `load`."""
+    """Loads the model: as a global program, or with the preset `manual` as the program of each
+    rank. `for_training`, `untied` and `shapes` as for `load`."""
 
     def own_types(step: Step | None) -> InferTypes | None:
         manual = manual_of(options, step)
@@ -66,8 +66,8 @@ def prepare(
     passes: Sequence[Pass],
     watch: Watch | None = None,
 ) -> PassContext:
-    """Runs the passes of the stage REWRITE, at every binding of open sizes, and makes the context
-    of the others. Errors: OnnxparError."""
+    """Runs the passes of the stage REWRITE, at every binding of open sizes, then makes the context
+    for the other passes. Errors: OnnxparError."""
     steps = [p for p in passes if p.stage is Stage.REWRITE]
     if steps:
         run_passes(model, _rewriting_context(model, options), steps, watch, options.verify)
@@ -93,7 +93,7 @@ def _rewriting_context(model: Model, options: Options) -> PassContext:
 
 
 def make_context(model: Model, options: Options) -> PassContext:
-    """Analyses the model and settles the mesh and the preset. Errors: StrategyError."""
+    """Analyses the model, and chooses the mesh and the strategy. Errors: StrategyError."""
     manual = manual_of(options, model.step)
     if manual is not None:
         refuse_for_manual(options)

@@ -32,18 +32,19 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     OrderCollectives,
     GateRecomputation,
 )
-"""Everything between load and split-ranks."""
+"""The default passes between loading and split-ranks."""
 MANUAL_PASSES: tuple[type[Pass], ...] = (
     KeepCollectives,
     SplitPrograms,
     OrderCollectives,
     GateRecomputation,
 )
-"""The same for a model that is each rank's program already."""
+"""The default passes between loading and split-ranks for a manual program."""
 
 
 def passes_of(options: Options, model: Model) -> list[Pass]:
-    """The passes between load and split-ranks, with those from outside in their places."""
+    """The passes that run between loading and split-ranks: the default ones, and those of plugins
+    in their places."""
     return insert(_own_passes(options, model), options.passes)
 
 
@@ -58,8 +59,8 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:
-    """Gradients are fused unless something else is asked for; activations wait for each other.
-    Errors: StrategyError."""
+    """The pass that fuses collectives. By default it fuses gradients only: a fused activation would
+    wait for the others. Errors: StrategyError."""
     by = options.fusion or ("none" if model.step is None else "size")
     if by not in FUSIONS:
         raise StrategyError(f"fusion {by!r}: there are {', '.join(FUSIONS)}")

@@ -1,4 +1,4 @@
-"""The graph after a pass as files: as text for people, and as a model that `opt` reads back.
+"""Writes the graph after a pass as files: as text for people, and as a model that `opt` reads back.
 
     03-insert-collectives.onnxtxt    one line a node, with layouts
     03-insert-collectives.onnx       the graph, with what has been decided in its metadata
@@ -40,19 +40,19 @@ from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.state import ShardingState
 
 KEY = "onnxpar.dump"
-"""The metadata that says what has been decided."""
+"""The key of the decisions in a dump's metadata."""
 FORMAT = 2
 WEIGHTS = "weights.data"
 LOADING = "00-load"
-"""The folder of what the loader's rewrites leave."""
+"""The folder for the text of the model after each rewrite of the loader."""
 _RESHARD = "onnxpar"
-"""The attribute of a reshard in a written model: what it does, as JSON."""
+"""The attribute that holds a reshard, as JSON, in a written model."""
 _TABLES = ("annotations", "layouts", "copies")
 
 
 class Dump:
-    """Writes the graph after each pass to a numbered file in a folder. Errors: OnnxparError where
-    that cannot be written."""
+    """Writes the graph after each pass to a numbered file in a folder. Errors: OnnxparError if a
+    file cannot be written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -88,7 +88,7 @@ class Dump:
             written.write_text(text, encoding="utf-8")
 
     def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """For the pipeline to call after each pass."""
+        """Writes the graph after a pass; the pipeline calls this after each pass."""
         self._number += 1
         file = self.folder / f"{self._number:02d}-{step.name}"
         with new_file(f"{file}.onnxtxt") as text:
@@ -102,7 +102,7 @@ class Dump:
             written.write_bytes(proto.SerializeToString())
 
     def _move_weights(self, proto: onnx.ModelProto, source: Path) -> None:
-        """Puts large weights into the file of all dumps, each once."""
+        """Moves large weights to the file that all dumps share; each weight is written once."""
         with (self.folder / WEIGHTS).open("ab") as sink:
             for tensor in stored_tensors(proto.graph):
                 if not goes_apart(tensor):
@@ -113,8 +113,8 @@ class Dump:
 
 
 def write_graph(model: Model, ctx: PassContext, output: Path) -> None:
-    """Writes the graph as a model, with what has been decided about it. Errors: OnnxparError where
-    it is no graph of all ranks any more, or cannot be written."""
+    """Writes the graph as a model, with the decisions so far in its metadata. Errors: OnnxparError
+    if the graph is rank-local, or if the file cannot be written."""
     if ctx.lowered.localized:
         raise OnnxparError(
             f"{output}: after localize-ops each rank has a graph of its own; `onnxpar shard` "
@@ -131,8 +131,8 @@ def is_dump(path: Path) -> bool:
 
 
 def read_dump(path: Path) -> tuple[Model, PassContext]:
-    """The model and the decisions of a dump; of the text of one, of the model beside it. Errors:
-    ModelError."""
+    """Reads the model and the decisions of a dump; for a dump's text, from the .onnx file beside
+    it. Errors: ModelError."""
     file = path.with_suffix(".onnx")
     if path.suffix == ".onnxtxt" and not file.is_file():
         raise ModelError(
@@ -151,7 +151,7 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
 
 
 def facts(ctx: PassContext) -> tuple[str, ...]:
-    """The facts that hold in a dump, of those that passes require."""
+    """The facts, among those that passes require, that hold in the state that was dumped."""
     have = ((ANNOTATIONS, bool(ctx.annotations or ctx.layouts)), (LAYOUTS, bool(ctx.layouts)))
     return tuple(fact for fact, holds in have if holds)
 
@@ -166,7 +166,7 @@ def _state_of(proto: onnx.ModelProto) -> dict[str, Any] | None:
 
 
 def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
-    """The graph as a model; where something is decided, with that in its metadata."""
+    """The graph as a model; if anything is decided, with the decisions in its metadata."""
     with _exportable(model.graph) as graph:
         proto = export_model(graph, model.header)
         declare_types(graph, proto.graph)
@@ -195,11 +195,11 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
 
 @contextmanager
 def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
-    """The graph with attributes that a model can have; it is as it was afterwards."""
+    """Yields the graph with reshards as attributes that an ONNX model can have, then restores it."""
     nodes = [(node, node.attrs) for node in all_nodes(graph)]
     values = [(tensor, tensor._values) for tensor in constants(graph)]
     domains = graph.import_domains
-    graph.import_domains = None if domains is None else list(domains)  # the export adds reshards'
+    graph.import_domains = None if domains is None else list(domains)  # export adds to it
     for node, attrs in nodes:
         node.attrs = type(attrs)(attrs)
         if is_reshard(node):
@@ -260,7 +260,7 @@ def _restored(
 
 
 def _check_leaves(have: Mapping[str, int], told: Mapping[str, list[Any]], file: Path) -> None:
-    """Errors: ModelError where nodes do not split as they did when the dump was written."""
+    """Checks that nodes have as many leaves as when the dump was written. Errors: ModelError."""
     for name, count in have.items():
         if name not in told or len(told[name]) != count:
             raise ModelError(f"{file}: node '{name}' does not split as the dump says")

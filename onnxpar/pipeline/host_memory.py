@@ -1,4 +1,4 @@
-"""The memory of this host, and the bytes that all ranks of a plan hold together."""
+"""Bytes of memory that this host has, and that all ranks of a plan hold together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from onnxpar.compiler.plan import Plan
 
 SHARE = 0.9
-"""Of the host's memory that ranks may take; the rest is the system's."""
+"""Fraction of the host's memory that ranks may take; the system needs the rest."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -16,7 +16,7 @@ _CGROUPS = (
 
 
 def host_bytes() -> int | None:
-    """The memory of this host, or of the container that this process runs in, in bytes; None where
+    """Bytes of memory of this host, or of the container of this process if that has less; None if
     neither can be read."""
     found = []
     for line in _text(_MEMINFO).splitlines():
@@ -35,9 +35,12 @@ def _text(path: Path) -> str:
 
 
 def held_together(plan: Plan) -> int:
-    """Bytes that all ranks of a plan hold. A whole table that nodes only look up is mapped from one
-    file on all ranks, and counts once; onnxruntime copies weights of products into a layout of its
-    own, so each rank has a copy."""
+    """Bytes that all ranks of a plan hold together.
+
+    A whole table that nodes only look up counts once, as all ranks map it from one file. Other
+    weights count for each rank: onnxruntime repacks the weights of matrix products into memory of
+    its own.
+    """
     ranks = plan.mesh.size
     tables = {lookup.table for lookup in plan.lookups}
     shared = sum(w.bytes for w in plan.weights if w.name in tables and w.bytes_per_rank == w.bytes)

@@ -1,4 +1,4 @@
-"""Plans that keep to a limit on what a rank holds, or how many ranks would do."""
+"""Finds plans that keep to a limit on the bytes of a rank, or the number of ranks that this takes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION
 
 SLACK, LEAST = 0.005, 0.5
-"""Shares of a limit by which the search aims lower at least, and to which at most."""
+"""Fractions of the limit: the search lowers its own limit by at least the first one each time, and
+never below the second."""
 MORE = 16
-"""Times as many ranks are tried at most."""
+"""At most this many times `devices` ranks are tried."""
 GROWING = 12.0
-"""Seconds in which that is done."""
+"""Seconds in which to look for a number of ranks."""
 
 Made = tuple[Plan, PassContext]
 Make = Callable[[Objective, int | None], Made]
-"""The plan for an aim, over so many ranks."""
+"""Makes the plan for an objective over a number of ranks (None: as the options have it)."""
 
 
 def within_limit(
     objective: Objective, devices: int | None, may_grow: bool, make: Make
 ) -> tuple[Objective, Made]:
-    """The plan that keeps to the limit of `aim`, and the aim that it was made for. Errors:
-    StrategyError where there is none, with a number of ranks that would do where it `may_grow`."""
+    """Returns a plan that keeps to the memory limit of the objective, and the objective that it was
+    made for, which may have a lower limit.
+
+    Errors: StrategyError if there is no such plan; if `may_grow`, it names a number of ranks that
+    would do.
+    """
     objective = replace(objective, patience=objective.patience.renewed())
     try:
         found, (plan, ctx) = _lower(objective, devices, make)
@@ -49,9 +54,12 @@ def within_limit(
 
 
 def within_host(objective: Objective, plan: Plan, make: Make) -> tuple[Objective, Made] | None:
-    """The plan of the same mesh or number of ranks of which all ranks together fit the memory of
-    this host, where those of `plan` do not. None where they do, where a strategy that was asked for
-    decides, or where no such plan was found: then a note of `plan` says so."""
+    """Returns a plan whose ranks together fit the memory of this host, over as many ranks as
+    `plan`, and its objective.
+
+    None if `plan` itself fits. None, with a note in `plan`, if the user's strategy decides, or no
+    plan was found that fits.
+    """
     memory = host_bytes()
     held = held_together(plan)
     if memory is None or plan.mesh.size == 1 or held <= SHARE * memory:
@@ -78,7 +86,7 @@ def within_host(objective: Objective, plan: Plan, make: Make) -> tuple[Objective
 
 
 def _advice(error: OverLimit, objective: Objective, devices: int | None, make: Make) -> str:
-    """The message if no strategy over so many ranks keeps to the limit, with a remedy."""
+    """The error message if no strategy over this many ranks keeps to the limit, with a remedy."""
     text = f"{error}, more than --memory-limit {text_of(objective.memory or 0, 'B')}"
     if error.least:
         text += f" (no strategy there holds less than {text_of(error.least, 'B')})"
@@ -94,8 +102,8 @@ def _advice(error: OverLimit, objective: Objective, devices: int | None, make: M
 
 
 def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objective, Made]:
-    """The search reckons with what ranks hold before reshards are in their places, so that it may
-    have to aim lower. Errors: OverLimit; StrategyError where something else decides."""
+    """Lowers the memory limit of the search until the plan keeps to the real one: the search cannot
+    count what reshards hold. Errors: OverLimit; StrategyError if no search decides."""
     limit = most = objective.memory or math.inf
     over: OverLimit | None = None
     while most >= LEAST * limit and not (over and objective.patience.is_out):
@@ -121,14 +129,18 @@ def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objec
 
 
 class _OutOfTime(Exception):
-    """The time to look for a remedy is over."""
+    """The time in which to look for a number of ranks is over."""
 
 
 def _enough(
     objective: Objective, devices: int, make: Make, least: float
 ) -> tuple[int | None, bool, bool]:
-    """A number of ranks of which a plan keeps to the limit, whether nothing was found for fewer,
-    and whether there was time for all. Multiples of `devices` are tried first, then fewer."""
+    """Finds a number of ranks of which a plan keeps to the limit; tries multiples of `devices`
+    first, then fewer.
+
+    Returns the number or None, whether no smaller number was found that would do, and whether there
+    was time to try all.
+    """
     patience = objective.patience.renewed(GROWING)
     quick = replace(objective, any_fit=True, patience=patience)
 

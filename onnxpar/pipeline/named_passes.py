@@ -1,4 +1,4 @@
-"""Runs the passes that a user names on a model or a dump, and tells the graph between them."""
+"""Runs the passes that a user names on a model or a dump, and shows the graph between them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,14 @@ def run_named(
     output: str | os.PathLike[str] | None,
     show: Callable[[str], object],
 ) -> None:
-    """Runs passes; `show` gets the graph after the last, or after each one of `print_after`, the
-    folder `dump` after every one, and the file `output` after the last. Errors: OnnxparError."""
+    """Runs the named passes on a model or a dump.
+
+    show    called with the text of the graph after each of `print_after`, by default after the last
+    dump    folder for the graph after every pass
+    output  file for the graph after the last pass
+
+    Errors: OnnxparError.
+    """
     dumped = read_dump(path) if is_dump(path) else None
     steps = parse_passes(passes, facts(dumped[1]) if dumped is not None else ())
     known = {p.name for p in steps}

@@ -1,4 +1,4 @@
-"""Options of `shard`, `plan` and `check`, and what they say together: ranks, mesh, preset."""
+"""Options of `shard`, `plan` and `check`, and the mesh, preset or search that follow from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NO_RANKS = "how many ranks? give --devices N or --mesh dp=..,tp=.."
 
 
 def wanted_mesh(options: Options) -> Mesh | None:
-    """The mesh that the user gives, in words or in the strategy."""
+    """The mesh that the user gives as an option or in the strategy; None if there is none."""
     mesh, strategy = options.mesh, options.strategy
     if mesh is not None and options.devices not in (None, mesh.size):
         raise StrategyError(f"mesh {mesh} has {mesh.size} ranks, --devices says {options.devices}")
@@ -70,7 +70,8 @@ def wanted_mesh(options: Options) -> Mesh | None:
 
 
 def preset_or_search(options: Options) -> str | None:
-    """The preset or the kind of search, if one is named. Errors: StrategyError if both are."""
+    """The preset or the kind of search that the user names; None for neither, and for the search
+    `propagation`. Errors: StrategyError if both are given."""
     search, preset = options.search, options.preset
     if search is None:
         return preset
@@ -82,7 +83,8 @@ def preset_or_search(options: Options) -> str | None:
 
 
 def least_size(options: Options) -> int:
-    """The least number of elements of an open dimension that is split as a large one is."""
+    """The least size at which to sample an open dimension: every rank can then have an element of
+    it."""
     mesh = wanted_mesh(options)
     if options.devices is not None:
         check_ranks(options.devices)
@@ -91,7 +93,7 @@ def least_size(options: Options) -> int:
 
 def manual_of(options: Options, step: Step | None = None) -> Manual | None:
     """The shards of a manual program's tensors; None for any other preset. Errors: StrategyError if
-    a training step was made for others."""
+    a training step was made for other shards."""
     deal = step.deal if step is not None else None
     if options.preset != MANUAL:
         if deal is not None:

@@ -16,21 +16,21 @@ from onnxpar.ir.subgraphs import all_nodes
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass and its place: before or after the pass of that name."""
+    """A pass and its place: before or after the pass of the given name."""
 
     step: Pass
     before: str | None = None
     after: str | None = None
 
     def __post_init__(self) -> None:
-        """Errors: StrategyError for two places at once."""
+        """Errors: StrategyError if both `before` and `after` are given."""
         if self.before is not None and self.after is not None:
             raise StrategyError(f"pass {self.step.name}: give before= or after=, not both")
 
 
 def insert(passes: Sequence[Pass], added: Sequence[Pass | Placed]) -> list[Pass]:
-    """The passes with others in their places. A pass of the stage REWRITE needs no place: it runs
-    after those that stand there, before the first decision. Errors: StrategyError."""
+    """Inserts `added` into `passes` at their places. A pass of the stage REWRITE needs no place: it
+    runs after the others of its stage. Errors: StrategyError."""
     out = list(passes)
     for entry in added:
         placed = entry if isinstance(entry, Placed) else Placed(entry)
@@ -56,8 +56,8 @@ def _position(passes: Sequence[Pass], placed: Placed) -> int:
 
 
 def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
-    """Checks that each pass finds what it requires, where some `facts` hold from the start.
-    Errors: StrategyError, naming the pass and what lacks."""
+    """Checks that each pass finds the facts that it requires; `facts` hold from the start. Errors:
+    StrategyError, naming the pass and the fact that is missing."""
     for first, second in pairwise(passes):
         if second.stage < first.stage:
             raise StrategyError(
@@ -80,26 +80,26 @@ def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
 
 
 def made_in(graph: gs.Graph) -> set[str]:
-    """The names of all tensors that nodes make."""
+    """The names of all tensors that nodes of the graph make."""
     return {t.name for node in all_nodes(graph) for t in node.outputs if t.name}
 
 
 @dataclass(frozen=True)
 class Known:
-    """Names of computed tensors and of ops in a graph before a pass."""
+    """The names of computed tensors and of ops in a graph before a pass."""
 
     tensors: Collection[str]
     ops: Collection[str]
 
 
 def known_of(graph: gs.Graph) -> Known:
-    """The names of all tensors that nodes make, and of all ops."""
+    """The names of all tensors that nodes make, and of all ops, in the graph."""
     return Known(made_in(graph), {node.op for node in all_nodes(graph)})
 
 
 def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
-    """Checks that a pass of the stage REWRITE has left a graph that can be analysed. Errors:
-    PassError, naming the node or tensor."""
+    """Checks that a graph can be analysed after a pass of the stage REWRITE. Errors: PassError,
+    naming the node or tensor."""
     names: set[str] = set()
     for node in all_nodes(graph):
         if not node.name or node.name in names:
@@ -117,8 +117,8 @@ def check_rewritten(step: Pass, graph: gs.Graph, known: Known) -> None:
 
 
 def _check_operands(step: Pass, node: gs.Node, opset: int, known: Known) -> None:
-    """Errors: PassError for an op that ONNX's opset does not have, or not with so many inputs.
-    Ops of other domains, and those that onnxruntime alone had accepted, are not known here."""
+    """Checks that ONNX's opset has a node's op with so many inputs. Ignores ops of other domains,
+    and ops that the opset lacks but that the graph had before the pass. Errors: PassError."""
     if node.domain not in (None, "", "ai.onnx"):
         return
     left = f"pass {step.name} left {node.op} '{node.name}'"

@@ -18,7 +18,7 @@ from onnxpar.pipeline.plugins import registered_passes
 _BEFORE: tuple[type[Pass], ...] = (Differentiate,)
 OWN: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
 LIST = "list"
-"""In place of passes: show them."""
+"""A word in place of passes, which lists them."""
 _ENTRY = re.compile(r"\s*([\w.-]+)\s*(?:\{([^}]*)\})?\s*")
 _LIST = re.compile(rf"\s*|{_ENTRY.pattern}(?:,{_ENTRY.pattern})*")
 _PLACE = re.compile(r"(.*\S)\s+(before|after)\s+([\w.-]+)\s*")
@@ -26,8 +26,8 @@ _BOOLS = {"true": True, "false": False}
 
 
 def by_name() -> dict[str, type[Pass]]:
-    """Every pass, those from outside last. Errors: StrategyError where one of those has the name of
-    another."""
+    """All passes by name, those of plugins last. Errors: StrategyError if a plugin's pass has the
+    name of another pass."""
     others = registered_passes()
     for name in OWN.keys() & others.keys():
         raise StrategyError(f"a plugin has a pass called {name!r}, as onnxpar has; rename it")
@@ -35,7 +35,7 @@ def by_name() -> dict[str, type[Pass]]:
 
 
 def passes_help() -> str:
-    """For --help."""
+    """The list of passes for --help."""
     return (
         "comma-separated, with options in braces, NAME{option=value}; of: "
         + ", ".join(OWN)
@@ -56,8 +56,8 @@ def pass_lines() -> list[str]:
 
 
 def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
-    """The passes of a pipeline text, where some `facts` hold from the start. Errors: StrategyError,
-    naming the pass or option."""
+    """Parses the text of a pipeline; `facts` hold from the start. Errors: StrategyError, naming the
+    pass or option."""
     if not _LIST.fullmatch(text):
         raise StrategyError(
             f"--passes {text!r}: write names with commas between them, and options in braces: "
@@ -74,8 +74,8 @@ def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
 
 
 def parse_placed(text: str) -> Placed:
-    """A pass and its place: `drop-identities{limit=3} before insert-collectives`, or the pass
-    alone. Errors: StrategyError."""
+    """Parses a pass with its place, `drop-identities{limit=3} before insert-collectives`, or
+    without one. Errors: StrategyError."""
     found = _PLACE.fullmatch(text)
     entry, where, beside = found.groups() if found else (text, "", None)
     step = _parse(entry, "--add-pass")
@@ -91,7 +91,7 @@ def _parse(entry: str, flag: str) -> Pass:
 
 
 def _fields(kind: type[Pass]) -> Mapping[str, dataclasses.Field[Any]]:
-    """The options of a pass, by the names that they have on the command line."""
+    """The options of a pass, by their names on the command line."""
     if not dataclasses.is_dataclass(kind):
         return {}
     return {f.name.replace("_", "-"): f for f in dataclasses.fields(kind)}
@@ -113,7 +113,7 @@ def _options(kind: type[Pass], text: str, flag: str) -> dict[str, Any]:
 
 
 def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """The function that reads an option of a field's type from text."""
+    """A function that parses an option's value by the type of its field."""
     name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
     readers: dict[str, Callable[[str], Any]] = {
         "int": int,

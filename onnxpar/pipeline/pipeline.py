@@ -1,4 +1,4 @@
-"""From a model to a plan, to annotations, to a folder for ranks."""
+"""Makes plans, annotated models, and folders for ranks from models."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from onnxpar.search.objective import Objective
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Without Python's cycle collector: graphs stay alive, and looking through them again and again
-    takes longer the more nodes there are."""
+    """Turns off Python's cycle collector: graphs stay alive, and each collection would scan all
+    their nodes in vain."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -59,7 +59,7 @@ def plan(
     watch: Watch | None = None,
     reckon: Reckon | None = None,
 ) -> tuple[Plan, PassContext]:
-    """Everything that `shard` does, short of writing. Errors: OnnxparError."""
+    """Makes the plan that `shard` writes, and its context. Errors: OnnxparError."""
     try:
         if options.objective.memory is None:
             made = _plan(path, options, watch, reckon)
@@ -79,7 +79,8 @@ def plan(
 
 
 def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Plan, PassContext]]:
-    """The plan that keeps to the limit on memory, and options with which it is made again."""
+    """Returns a plan that keeps to the memory limit, and options that give the same plan without a
+    search."""
 
     def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
         return _plan(path, replace(options, objective=objective, devices=devices, show=unseen))
@@ -91,7 +92,8 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
 def _within_host(
     path: str | Path, options: Options, made: Plan
 ) -> tuple[Options, tuple[Plan, PassContext]] | None:
-    """The same, where ranks that are all on this host would not fit its memory; else None."""
+    """Returns a plan whose ranks together fit this host's memory, with options that give the same
+    plan; None if the given plan fits, or no other plan was found."""
     if options.topology is not None or options.preset == MANUAL:
         return None
 
@@ -105,7 +107,7 @@ def _within_host(
 def _again(
     options: Options, objective: Objective, made: tuple[Plan, PassContext]
 ) -> tuple[Options, tuple[Plan, PassContext]]:
-    """Options with which a plan is made again, and the plan."""
+    """Returns options that give the same plan again without a search, and the plan."""
     plan, ctx = made
     return replace(options, objective=objective, mesh=plan.mesh, found=ctx.request.found), made
 
@@ -135,7 +137,7 @@ def _plan(
                 reckon_typical(made, model, ctx, lowering, reckon, options.reckon_at)
             open_ports(made, ctx)
             break
-        except OpenSizesError as error:  # such nodes stay whole, and all is decided anew
+        except OpenSizesError as error:  # decide again, with these nodes whole
             more = stay_whole(error.nodes, model.graph, ctx, model.whole)
             if not more:
                 raise
@@ -165,7 +167,8 @@ def _plan(
 def _made(
     model: Model, options: Options, watch: Watch | None, reckon: Reckon
 ) -> tuple[Plan, PassContext, list[Pass]]:
-    """The plan and the context after the passes before split-ranks, and the passes that lower."""
+    """Runs the passes up to split-ranks; returns the plan, the context, and the passes of the stage
+    LOWER."""
     steps = passes_of(options, model)
     ctx = prepare(model, options, steps, watch)
     steps = [s for s in steps if s.stage is not Stage.REWRITE]
@@ -204,7 +207,7 @@ def shard(
     watch: Watch | None = None,
     reckon: Reckon | None = None,
 ) -> Plan:
-    """Writes the model as a folder `output`, which an InferenceSession runs. Errors:
+    """Writes the sharded model to the folder `output`, which an InferenceSession runs. Errors:
     OnnxparError."""
     place = check_place(Path(output), foreign_part)
     made, ctx = plan(path, options, watch, reckon)

@@ -1,4 +1,5 @@
-"""The options of every call and command that plans: declared once, as users write them."""
+"""The options of every function and command that makes plans: declared once, in the form that users
+write."""
 
 from __future__ import annotations
 
@@ -99,11 +100,11 @@ DEFAULTS: Mapping[str, Any] = {
     "passes": (),
     "verify": False,
 }
-"""Defaults of options, where they are not None."""
+"""Defaults of the options whose default is not None."""
 
 
 _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
-"""Types that also admit NumPy's numbers."""
+"""Abstract types, which also admit NumPy's numbers."""
 
 
 Kind = type[LayoutOptions] | type[PlanOptions]
@@ -121,7 +122,7 @@ def option_names(kind: Kind = PlanOptions) -> tuple[str, ...]:
 def options_of(
     asked: Mapping[str, Any], caller: str = "options_of", kind: Kind = PlanOptions
 ) -> Options:
-    """The options for the pipeline.
+    """Converts the options that a user gives to those of the pipeline.
 
     Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
     for a value of the wrong type, or one that cannot be read.
@@ -160,8 +161,8 @@ def options_of(
 
 
 def lists(kind: Kind) -> Callable[[Call], Call]:
-    """Lists each option in the signature of a function that takes them as **options, for help() and
-    editors."""
+    """Decorator: lists each option in the signature of a function that takes **options, for help()
+    and editors."""
     options = [
         inspect.Parameter(
             name,
@@ -188,7 +189,7 @@ def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None
     kinds = tuple(_kinds(hints[name]))
     is_list = (
         not isinstance(value, str) or str in kinds
-    )  # a string is a Sequence, but never one of options
+    )  # a string is a Sequence, but not a valid list
     if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
         wanted = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
         raise StrategyError(
@@ -197,14 +198,14 @@ def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: a similar name, or all names."""
+    """The end of an error message about an unknown name: the most similar name, or all names."""
     known = list(known)
     close = get_close_matches(name, known, 1)
     return f"; did you mean {close[0]!r}?" if close else f"; it has: {', '.join(known)}"
 
 
 def _kinds(hint: Any) -> Iterable[type]:
-    """The classes that an annotation admits."""
+    """The classes that a type annotation admits."""
     if get_origin(hint) in (Union, UnionType):
         for each in get_args(hint):
             yield from _kinds(each)

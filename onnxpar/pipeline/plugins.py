@@ -1,4 +1,4 @@
-"""Passes and sharding rules from outside: modules by name or file, and installed entry points.
+"""Loads passes and sharding rules of plugins: modules by name or file, and installed entry points.
 
 A module registers rules by `onnxpar.rules.rule.rule`, and passes by defining subclasses of `Pass`.
 An installed package names them as entry points: `onnxpar.passes` (classes) and `onnxpar.rules`
@@ -27,13 +27,13 @@ _registered: dict[str, type[Pass]] = {}
 
 
 def registered_passes() -> dict[str, type[Pass]]:
-    """The passes from outside, by name; those of installed packages first."""
+    """The passes of plugins, by name; those of installed packages first."""
     load_entry_points()
     return dict(_registered)
 
 
 def load_plugin(module: str) -> None:
-    """Imports a module, by dotted name or as a file `x.py`, and registers its passes; its rules
+    """Imports a module by its dotted name, or a file `x.py`, and registers its passes; rules
     register themselves. Errors: StrategyError, naming the module and what is wrong with it."""
     try:
         loaded = _from_file(Path(module)) if module.endswith(".py") else _from_name(module)
@@ -53,7 +53,7 @@ def load_plugin(module: str) -> None:
 
 
 def register_pass(kind: type[Pass]) -> None:
-    """Makes a pass known by its name. Errors: StrategyError for a name that another has."""
+    """Registers a pass by its name. Errors: StrategyError if another pass has the name."""
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name:
         raise StrategyError(f"{kind.__module__}.{kind.__qualname__}: a pass needs a `name`")
@@ -68,8 +68,8 @@ def register_pass(kind: type[Pass]) -> None:
 
 @cache
 def load_entry_points() -> None:
-    """Loads what installed packages add, once a process. Errors: StrategyError, naming the
-    package."""
+    """Loads the entry points of installed packages, once per process. Errors: StrategyError, naming
+    the package."""
     for point in entry_points(group=RULES):
         _load(point)
     for point in entry_points(group=PASSES):
@@ -91,14 +91,14 @@ def _load(point: EntryPoint) -> object:
 
 
 def _from_name(module: str) -> ModuleType:
-    """The module of that name, which may stand in the working folder."""
+    """Imports a module by name, also from the working folder."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     return importlib.import_module(module)
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file; the same file is loaded once a process."""
+    """Imports a module from a file; the same file is loaded once per process."""
     file = path.resolve()
     name = f"onnxpar_plugin_{path.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -1,4 +1,4 @@
-"""Predicted times of a plan, at the sizes that runs typically have."""
+"""Predicts the times of a plan, at the sizes that runs typically have."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from onnxpar.sharding.state import ShardingState
 from onnxpar.symbols.fits import fit
 
 Reckon = Callable[[float, gs.Graph, PassContext], None]
-"""Called with the graph after fuse-all-reduces at each of the sizes that costs are computed at,
-and with their weight."""
+"""Called with a weight, and the graph and context after fuse-all-reduces, for each of the sizes at
+which costs are computed."""
 
 
 def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
@@ -33,8 +33,8 @@ def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
 
 
 def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
-    """The predicted time of a run, from the graph after fuse-all-reduces, without a training step's
-    evaluation."""
+    """The predicted time of a run, from the graph after fuse-all-reduces; the evaluation of a
+    training step does not count."""
     step = ctx.model.step
     nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
     each = predict_nodes(nodes, ctx.sharding).values()
@@ -46,7 +46,8 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
 
 
 def note_weights(made: Plan, sharding: ShardingState) -> None:
-    """Says so where the ranks split no weight, and what splits them, if anything does."""
+    """Adds a note to the plan if the ranks split no weight, and names a preset that splits them, if
+    there is one."""
     total = sum(weight.bytes for weight in made.weights)
     is_whole = all(weight.bytes_per_rank >= weight.bytes for weight in made.weights)
     if not total or not is_whole or made.mesh.size == 1 or made.predicted is None:
@@ -65,7 +66,8 @@ def note_weights(made: Plan, sharding: ShardingState) -> None:
 
 
 def note_unsplit(made: Plan, sharding: ShardingState) -> None:
-    """Says so where every rank computes all of it, as under data-parallel with a batch of one."""
+    """Adds a note to the plan if every rank computes everything, as under data-parallel with a
+    batch of one."""
     split = (*sharding.tensors.values(), *sharding.ops.values())
     if made.mesh.size > 1 and made.predicted is not None and not any(any(axes) for axes in split):
         made.notes.append(
@@ -75,7 +77,7 @@ def note_unsplit(made: Plan, sharding: ShardingState) -> None:
 
 @dataclass(frozen=True)
 class _Costs:
-    """A plan at sizes that count so much."""
+    """The costs of a plan at one of the typical sizes, and the weight of these sizes."""
 
     weight: float
     plan: Plan
@@ -91,9 +93,13 @@ def reckon_typical(
     reckon: Reckon,
     sizes: Sequence[Profile] = (),
 ) -> None:
-    """Gives a plan of a model with open sizes its costs: means over the typical sizes, and the most
-    that is held. `passes` are those from insert-collectives on. With other `sizes`, `reckon` alone
-    gets their costs, and the plan the bytes sent at these sizes (`sent_at_runs`)."""
+    """Gives a plan of a model with open sizes its costs: means over the typical sizes, and for
+    memory the maximum.
+
+    passes  those from insert-collectives on
+    reckon  called with each graph and its weight; at `sizes` instead, if given
+    sizes   of runs: the plan gets the bytes that a rank sends at these sizes (`sent_at_runs`)
+    """
     assert model.sizes is not None
     at = next(i for i, step in enumerate(passes) if step.costs_after)
     first = ((model.sizes.bindings[0], 1.0),)
@@ -132,8 +138,8 @@ def _reckon_runs(
     reckon: Reckon,
     sizes: Sequence[Profile],
 ) -> dict[str, int]:
-    """Tells `reckon` what the plan costs at these sizes; bytes that a rank sends in a run, by
-    collective. The last of the passes is fuse-all-reduces."""
+    """Calls `reckon` with the graph at each of these sizes; returns the bytes that a rank sends in
+    a run, by collective. The last of `passes` must be fuse-all-reduces."""
     *first, fuse = passes
     each: list[tuple[float, Mapping[str, int]]] = []
     for weight, graph, other in replay_typical(model, ctx, first, sizes):
@@ -149,7 +155,7 @@ def _mean(each: Iterable[tuple[float, int]]) -> int:
 
 
 def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
-    """Bytes that a rank sends in each collective between layouts, by node."""
+    """Bytes that a rank sends in each reshard's collective, by node."""
     mesh = ctx.sharding.mesh
     nodes = [n for n in graph.nodes if is_reshard(n) and n.op not in LOCAL_STEPS]
     return {node.name: collective_of(node, mesh).bytes for node in nodes}
@@ -161,8 +167,9 @@ def _bytes(
     each: Sequence[tuple[float, Mapping[str, int]]],
     profiles: Sequence[Profile],
 ) -> Iterator[int]:
-    """Bytes that a rank sends in each collective of the plan: means of those at several sizes, with
-    weights; of one inside an op, as those at the bindings tell."""
+    """Yields, for each collective of the plan, the bytes that a rank sends: the weighted mean of
+    `each`. For a collective inside an op, a polynomial through the bindings gives the bytes at each
+    profile."""
     sizes = ctx.model.sizes
     assert sizes is not None
     variables = sizes.variables()

@@ -1,4 +1,4 @@
-"""Runs passes one after the other: dumps, verification, errors that name the pass, the plan."""
+"""Runs passes one after the other, with dumps, verification, and errors that name the pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
 Watch = Callable[[Pass, Model, PassContext], None]
-"""Is called after each pass, also after one that failed, with the graph as that has left it."""
+"""Called with the graph after each pass, also after a pass that failed."""
 
 
 def run_passes(
@@ -33,11 +33,14 @@ def run_passes(
     check: bool = False,
     reckon: Reckon = ignore,
 ) -> Plan | None:
-    """Runs passes in order, and takes the plan after those that say so (`Pass.plan_after`).
+    """Runs passes in order; returns the plan, which is taken after the passes with `plan_after`.
 
-    `check` verifies the invariants after every pass; `watch` is called before that, for dumps;
-    `reckon` where costs are computed, unless sizes are open. Errors: OnnxparError of a pass;
-    PassError for any other failure, naming the pass and those before it.
+    check   verify the invariants after every pass
+    watch   called after every pass, before the check, for dumps
+    reckon  called after the pass with `costs_after`, unless sizes are open
+
+    Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and those
+    before it.
     """
     plan = None
     ran: list[str] = []
@@ -62,8 +65,7 @@ def _run(
     watch: Watch | None,
     check: bool,
 ) -> bool:
-    """Runs a pass, lets `watch` see what it has left, and checks that; returns whether anything
-    changed."""
+    """Runs a pass, calls `watch`, and checks the graph; returns whether anything changed."""
     known = known_of(model.graph) if step.stage is Stage.REWRITE else None
     with _failures(step, ran):
         try:
@@ -84,7 +86,8 @@ def _run(
 
 @contextmanager
 def _failures(step: Pass, ran: Sequence[str]) -> Iterator[None]:
-    """Turns a failure that is no error for users into one that names the pass and those before."""
+    """Turns an exception that is no OnnxparError into a PassError, which names the pass and those
+    before."""
     try:
         yield
     except OnnxparError:
@@ -97,7 +100,7 @@ def _failures(step: Pass, ran: Sequence[str]) -> Iterator[None]:
 
 
 def _dump_failed(step: Pass, model: Model, ctx: PassContext, watch: Watch | None) -> None:
-    """Shows what a pass that failed has left, as far as it can be shown."""
+    """Calls `watch` with the graph that a failed pass left, if it can be shown."""
     if watch is not None:
         with suppress(Exception):
             watch(step, model, ctx)

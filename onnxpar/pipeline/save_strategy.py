@@ -1,4 +1,4 @@
-"""A strategy that was found, as few entries that lead to the same layouts by propagation alone."""
+"""Saves a strategy that was found, as few entries that give the same layouts by propagation."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ Decided = Mapping[tuple[str, str], Pieces]
 
 
 def saved_strategy(model: Model, ctx: PassContext) -> Strategy:
-    """The strategy that makes the layouts that propagate-layouts has just decided: that of a file
-    which, with nothing else asked for, gives the same plan."""
+    """A strategy that, without other options, gives the layouts that propagate-layouts has just
+    decided."""
     return _Saving(model, ctx).strategy()
 
 
 class Saver:
-    """Saves the strategy of one run of passes: `watch` reads it, `write` writes the file."""
+    """Saves the strategy of one run of passes: `watch` makes its text, `write` writes the file."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """For no path, nothing is saved. Errors: InputError where no file can be written."""
+        """If `path` is None, nothing is saved. Errors: InputError if no file can be written there."""
         if path is not None:
             check_place(path)
         self.path = path
         self.text = ""
 
     def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """For the pipeline to call after each pass."""
+        """Makes the text after propagate-layouts; the pipeline calls this after each pass."""
         if self.path is not None and isinstance(step, PropagateLayouts):
             self.text = strategy_text(saved_strategy(model, ctx), _comment(model, ctx))
 
     def write(self) -> str | None:
-        """Returns what to tell the user. Errors: InputError."""
+        """Writes the file; returns a sentence for the user. Errors: InputError."""
         if self.path is None:
             return None
         with whole_file(self.path) as file:
@@ -83,7 +83,7 @@ def _comment(model: Model, ctx: PassContext) -> str:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry of the file and what it asks for."""
+    """An entry of the file, and the annotations that it stands for."""
 
     kind: str
     pattern: str
@@ -115,7 +115,7 @@ class _Saving:
         self.values: dict[tuple[Any, str], Any] = {}
 
     def strategy(self) -> Strategy:
-        """Adds entries until nothing differs, then drops those that are not needed."""
+        """Adds entries until they give the wanted layouts, then drops those that are not needed."""
         batches: list[list[_Entry]] = []
         while differing := self._differing(batches):
             batches.append(self._next(differing, batches))
@@ -132,7 +132,7 @@ class _Saving:
         return Strategy(self.sharding.mesh, shard, tensors)
 
     def _decided(self, sharding: ShardingState) -> Decided:
-        """All of a sharding that insert-collectives reads."""
+        """The axes of every node, and of every tensor whose own layout insert-collectives reads."""
         found: dict[tuple[str, str], Pieces] = {}
         for op in sharding.factors.ops:
             sharding.legalize(op)
@@ -145,7 +145,7 @@ class _Saving:
         return found
 
     def _differing(self, batches: Iterable[Sequence[_Entry]]) -> list[tuple[str, str]]:
-        """The leaves that these entries alone do not shard as wanted."""
+        """The nodes and tensors that these entries alone do not shard as wanted."""
         mesh, factors = self.sharding.mesh, self.sharding.factors
         sharding = ShardingState.open(mesh, factors, self.sharding.costs.topology)
         asked = [
@@ -159,7 +159,8 @@ class _Saving:
         return [key for key, pieces in self.wanted.items() if found[key] != pieces or key in free]
 
     def _weights(self) -> dict[str, Pieces]:
-        """Weights that a layout may be asked for: they are stored in one, with nothing pending."""
+        """The weights that an entry may give a layout: all readers need the same one, without
+        partial sums."""
         reads: dict[str, set[Pieces | None]] = defaultdict(set)
         for op in self.ops.values():
             own = self.wanted[SHARD, op.node.name]
@@ -179,14 +180,15 @@ class _Saving:
         return found | {name: p for (kind, name), p in self.wanted.items() if kind == TENSORS}
 
     def _matrices(self, node: str) -> list[str]:
-        """The weights of a node that have several dimensions."""
+        """The weights of a node that have more than one dimension."""
         names = (t.name for t in self.ops[node].node.inputs)
         return [name for name in names if len(self.weights.get(name, ())) > 1]
 
     def _next(
         self, differing: Sequence[tuple[str, str]], batches: Iterable[Sequence[_Entry]]
     ) -> list[_Entry]:
-        """The entries to try next: for what decides most, and all that is like it."""
+        """The entries to try next: for nodes with weight matrices first, and for all nodes like
+        them."""
         tried = {(e.kind, e.pattern, repr(e.value)) for batch in batches for e in batch}
         heavy = [(kind, n) for kind, n in differing if kind == SHARD and self._matrices(n)]
         for kind, name in (*heavy, *differing):
@@ -197,7 +199,8 @@ class _Saving:
         raise AssertionError(f"no entry makes {differing[0]} what it is")
 
     def _candidates(self, kind: str, name: str) -> Iterator[list[_Entry]]:
-        """Ways to say what a node or tensor is split over, the best first."""
+        """Yields lists of entries that shard this node or tensor as wanted, the most readable
+        first."""
         if kind == TENSORS:
             yield [self._entry(TENSORS, name, self._tensor_value)]
             return
@@ -214,12 +217,14 @@ class _Saving:
         yield [self._entry(SHARD, n, self._factor_value) for n in group]
 
     def _own(self, node: str) -> list[str]:
-        """A weight that a node alone reads, or with nodes that are split alike."""
+        """The last weight of a node whose readers are all split alike, as a list; empty if there is
+        none."""
         found = [t.name for t in self.ops[node].node.inputs if t.name in self.readers]
         return [name for name in found if self._value(self._reader_value, name) is not None][-1:]
 
     def _entry(self, kind: str, name: str, value: Callable[[str], Any]) -> _Entry:
-        """An entry for a name, and for whatever is named alike and split alike."""
+        """An entry for this name, with a pattern that also matches similar names with the same
+        value."""
         own = self._value(value, name)
         names: Iterable[str] = self.ops if kind == SHARD else self.sharding.factors.tensors
         if name in self.readers and kind == SHARD:
@@ -241,7 +246,7 @@ class _Saving:
         return factor_entry(self.ops[name], self.wanted[SHARD, name], self.sharding.mesh)
 
     def _reader_value(self, name: str) -> Any:
-        """The value that all readers of a weight share; None if they differ."""
+        """The value that fits all readers of a weight; None if they differ."""
         values = [self._node_value(node) for node in self.readers[name]]
         return values[0] if all(value == values[0] for value in values) else None
 
@@ -251,8 +256,8 @@ class _Saving:
 
 
 def widest_pattern(name: str, names: Iterable[str], fits: Callable[[str], bool]) -> str:
-    """The glob with `*` in place of one number, or all numbers, of a name, that matches most of
-    these names and none that does not fit; the name itself where there is none."""
+    """The glob, made from `name` with `*` for one number or for all, that matches the most `names`
+    and only those that fit; `name` itself if there is none."""
     words = [escape(word) for word in re.split(r"(\d+)", name)]
     numbers = range(1, len(words), 2)
     best, most = name, 1

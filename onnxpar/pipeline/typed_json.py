@@ -1,4 +1,4 @@
-"""Values of the compiler as JSON, and back: what plain JSON lacks has its type beside it.
+"""Encodes values of the compiler as JSON, and back; a type that JSON lacks is written as a tag.
 
 A tuple is `{"tuple": [...]}`, a dict with any keys `{"dict": [[key, value], ...]}`, a dataclass of
 TYPES `{"Axis": {"name": "tp", ...}}`, a node's factors `{"op": "MatMul_3"}`.
@@ -76,7 +76,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, factors: GraphFactors) -> Any:
-    """The inverse of `encode`; nodes are looked up in the factors. Errors: ModelError."""
+    """Decodes a value that `encode` made; nodes are looked up in `factors`. Errors: ModelError."""
     if isinstance(value, list):
         return [decode(item, factors) for item in value]
     if not isinstance(value, dict):

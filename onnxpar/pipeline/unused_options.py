@@ -1,4 +1,4 @@
-"""Options that nothing would look at are errors, not ignored."""
+"""Refuses options that would have no effect."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def refuse_for_manual(options: Options) -> None:
-    """Errors: StrategyError for an option that a program per rank has no use for: its layouts and
-    collectives are its own."""
+    """Errors: StrategyError for an option that has no effect on a manual program, which has layouts
+    and collectives of its own."""
     given = {
         "compression": options.compression not in (None, NONE),
         "fusion": options.fusion is not None,
@@ -44,7 +44,7 @@ _INSTEAD = (
 
 
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
-    """Errors: StrategyError for an option of the search where nothing is searched for."""
+    """Errors: StrategyError for an option of the search if there is no search."""
     is_open = options.preset is None and options.strategy is None and not is_annotated
     if options.search in (AUTO, EXHAUSTIVE) or (options.search is None and is_open):
         return
