@@ -130,7 +130,8 @@ class _Insertion:
         return PartialSums(self.sharding, choices.results, choices.operands)
 
     def _check_random(self, node: gs.Node) -> None:
-        """Errors: StrategyError if ranks would draw random values that no collective can broadcast."""
+        """Errors: StrategyError if ranks would draw random values that no collective can
+        broadcast."""
         unknown = [t.name for t in node.outputs if t.name and t.name not in self.sharding.tensors]
         if unknown and self.sharding.mesh.size > 1 and is_random(node):
             raise StrategyError(
@@ -139,7 +140,8 @@ class _Insertion:
             )
 
     def _note_body(self, op: OpFactors, body: BodyFactors, pending: PartialSums) -> None:
-        """Records the shardings of a body's inputs and outputs, which the node outside determines."""
+        """Records the shardings of a body's inputs and outputs, which the node outside
+        determines."""
         for tensor, links in zip(body.graph.inputs, body.inputs, strict=True):
             if tensor.name in self.sharding.factors.tensors:
                 self.made[tensor.name] = pending.at_body(op, tensor, links)
@@ -183,7 +185,8 @@ class _Insertion:
         self._serve(tensor, factor_sharding, self.reads[name])
 
     def _fed(self, tensor: gs.Variable) -> FactorSharding:
-        """The sharding of an input without an annotation; an earlier decision is kept."""
+        """The sharding of an input without an annotation; at other sizes, that of the first run is
+        kept."""
         known = self.ctx.choices.fed
         if tensor.name not in known:
             needs = [read.need for read in self.reads[tensor.name]]
@@ -313,7 +316,8 @@ class _Insertion:
         via: FactorSharding | None = None,
         output: gs.Variable | None = None,
     ) -> None:
-        """Adds the reshards that give every reader the layout that it needs; plans them together."""
+        """Adds the reshards that give every reader the layout that it needs; plans them
+        together."""
         self.ctx.layouts[tensor.name] = self.sharding.layout(tensor, made)
         have: dict[FactorSharding, gs.Tensor] = {made: tensor}
         goals = [r.need for r in reads]
@@ -330,7 +334,7 @@ class _Insertion:
     def _steps(
         self, tensor: gs.Tensor, made: FactorSharding, goals: list[FactorSharding]
     ) -> list[ReshardStep]:
-        """The cheapest reshards to all goals; an earlier decision is kept."""
+        """The cheapest reshards to all goals; at other sizes, those of the first run are kept."""
         key = (tensor.name, (made, *goals))
         known = self.ctx.choices.steps
         if key not in known:

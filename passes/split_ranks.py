@@ -163,7 +163,8 @@ def _cut_constants(
 def _cut_defaults(
     inputs: Iterable[gs.Tensor], ctx: PassContext, store: WeightStore
 ) -> dict[str, list[TensorProto]]:
-    """Cuts the default values of inputs into shards; returns the shards of each, one for each rank."""
+    """Cuts the default values of inputs into shards; returns the shards of each, one for each
+    rank."""
     found = {t.name: default for t in inputs if (default := default_of(t)) is not None}
     return {
         name: store.cut(name, default, ctx.layouts.get(name) or whole_layout(default))

@@ -58,7 +58,8 @@ def _opened_strings(port: Port, sizes: OpenSizes) -> Port:
 
 
 def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
-    """Merges the JSON values of all bindings into one: where numbers differ, the formula as text."""
+    """Merges the JSON values of all bindings into one: where numbers differ, the formula as
+    text."""
     first = values[0]
     if -1 in values:  # what only data decides, at some bindings at least
         return -1

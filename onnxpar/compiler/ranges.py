@@ -119,7 +119,8 @@ def _rows(data: int, axis: int | None = None) -> Limit:
 
 
 def _coordinates(node: gs.Node, position: int) -> Range | None:
-    """Accepts index tuples (GatherND): one range for all indices, that of the smallest dimension."""
+    """Accepts index tuples (GatherND): one range for all indices, that of the smallest
+    dimension."""
     count, start = _size(node, 1, -1), node.attrs.get("batch_dims", 0)
     shape = tensor_shape(node.inputs[0])
     sizes = (shape or ())[start : start + (count or 0)]

@@ -70,7 +70,8 @@ def replay_typical(
 
 
 def variants(model: Model, factors: GraphFactors) -> list[Variant]:
-    """The graph at the other bindings of open sizes; bindings at which sizes coincide are left out."""
+    """The graph at the other bindings of open sizes; bindings at which sizes coincide are left
+    out."""
     count = 0 if model.sizes is None else len(model.sizes.bindings)
     each = (_analysed(model, i) for i in range(1, count))
     return [variant for variant in each if not _difference(factors, variant.factors)]

@@ -118,7 +118,8 @@ def _sample(ranks: int) -> list[int]:
 
 
 def _spread(ranks: int) -> list[int]:
-    """Ranks over which to average: up to 64 ranks all of them, else 64 that spread over each axis."""
+    """Ranks over which to average: up to 64 ranks all of them, else 64 that spread over each
+    axis."""
     step = ranks // 64
     return list(range(ranks)) if ranks <= 64 else [i * step + i % step for i in range(64)]
 
@@ -154,7 +155,8 @@ def _why_idle(preset: str | None, is_gathered: bool) -> str:
 
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:
-    """Bytes that were gathered for this node: of its operands, and of tensors that its bodies read."""
+    """Bytes that were gathered for this node: of its operands, and of tensors that its bodies
+    read."""
     whole = [
         tensor
         for tensor, links in zip(op.node.inputs, op.inputs, strict=True)

@@ -89,7 +89,8 @@ def _typed(tensor: gs.Tensor, ctx: PassContext) -> str:
 
 
 def layout_of(name: str, ctx: PassContext) -> Layout | None:
-    """The layout of a tensor in `ctx.layouts`, or else the one that propagation has decided so far."""
+    """The layout of a tensor in `ctx.layouts`, or else the one that propagation has decided so
+    far."""
     if name in ctx.layouts or ctx.layouts:
         return ctx.layouts.get(name)
     if name in ctx.sharding.tensors:

@@ -40,8 +40,8 @@ _NEVER = frozenset(
         "LRN",  # onnx's reference confuses the number of channels with the batch size
     )
 )
-"""Ops that are never folded: random ones, those with bodies, and two others for the reasons below.
-"""
+"""Ops that are never folded: random ones, those with bodies, and two others for the reasons
+below."""
 
 
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:

@@ -86,7 +86,7 @@ def prepare(
 
 
 def _rewriting_context(model: Model, options: Options) -> PassContext:
-    """The context of passes that rewrite the global graph: whatever the mesh, nothing is split."""
+    """A context in which nothing is split, for passes that rewrite the global graph."""
     mesh = wanted_mesh(options) or preset_mesh(None, options.devices or 1)
     manual = manual_of(options, model.step) if options.preset == MANUAL else None
     return PassContext(model, open_sharding(model, mesh, options.topology), Request(manual=manual))

@@ -67,8 +67,8 @@ class Dump:
             (self.folder / WEIGHTS).unlink(missing_ok=True)
 
     def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-        """Writes what a rewrite of the loader leaves, where that is not what was there before, as
-        text in the folder `00-load`; the loader calls it after each."""
+        """Writes the graph after a rewrite of the loader as text to the folder `00-load`, if the
+        rewrite changed anything; the loader calls this after each rewrite."""
         if isinstance(graph, gs.Graph):
             with _exportable(graph):
                 graph = export_model(graph, onnx.ModelProto())
@@ -195,7 +195,8 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
 
 @contextmanager
 def _exportable(graph: gs.Graph) -> Iterator[gs.Graph]:
-    """Yields the graph with reshards as attributes that an ONNX model can have, then restores it."""
+    """Yields the graph with reshards as attributes that an ONNX model can have, then restores
+    it."""
     nodes = [(node, node.attrs) for node in all_nodes(graph)]
     values = [(tensor, tensor._values) for tensor in constants(graph)]
     domains = graph.import_domains

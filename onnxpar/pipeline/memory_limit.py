@@ -1,4 +1,5 @@
-"""Finds plans that keep to a limit on the bytes of a rank, or the number of ranks that this takes."""
+"""Finds plans that keep to a limit on the bytes of a rank, or the number of ranks that this
+takes."""
 
 from __future__ import annotations
 

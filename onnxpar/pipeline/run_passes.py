@@ -107,7 +107,7 @@ def _dump_failed(step: Pass, model: Model, ctx: PassContext, watch: Watch | None
 
 
 def open_sharding(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
-    """A sharding of the graph as it is, with nothing decided."""
+    """A state of sharding in which nothing is split."""
     if any(node.domain == DOMAIN for node in model.graph.nodes):
         return ShardingState.open(mesh, GraphFactors({}, []), topology)  # a program per rank
     factors = analyse(model.graph, model.states, model.sizes is None, model.whole)

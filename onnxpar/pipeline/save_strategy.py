@@ -48,7 +48,8 @@ class Saver:
     """Saves the strategy of one run of passes: `watch` makes its text, `write` writes the file."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """If `path` is None, nothing is saved. Errors: InputError if no file can be written there."""
+        """If `path` is None, nothing is saved. Errors: InputError if no file can be written
+        there."""
         if path is not None:
             check_place(path)
         self.path = path
