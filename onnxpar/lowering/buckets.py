@@ -22,12 +22,13 @@ Kind = tuple[object, ...]
 BUCKET_BYTES = 64 << 20
 """Default size of a bucket of all-reduces, in bytes per rank."""
 PART_BYTES = 8 << 20
-"""The same for reduce-scatters and all-gathers; less, as tensors stay whole until it is full."""
+"""Default size of a bucket of reduce-scatters or all-gathers, in bytes per rank. It is smaller,
+since tensors stay whole until the bucket is full."""
 _FUSED = [kind for kind in KINDS.values() if kind.is_fused]
 REDUCTIONS = tuple(kind.name for kind in _FUSED if kind.change == (PARTIAL, WHOLE))
 """Kinds of collectives that are fused and take whole tensors."""
 PARTS = tuple(kind.name for kind in _FUSED if kind.name not in REDUCTIONS)
-"""The kinds that are fused and take or give shards."""
+"""Kinds of collectives that are fused and take or give shards."""
 Wanted = Mapping[str, object]
 """The purpose of each collective, by name; only collectives with the same purpose are fused."""
 
@@ -41,7 +42,7 @@ class _Bucket:
     dependent: set[str] = field(default_factory=set)
 
     def takes(self, node: gs.Node, size: int, limit: int) -> bool:
-        """True if a node may join."""
+        """True if a node may join the bucket."""
         if not self.nodes:
             return True
         independent = all(t.name not in self.dependent for t in node.inputs)
@@ -49,8 +50,8 @@ class _Bucket:
 
 
 def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Kind | None:
-    """The properties that collectives of one bucket share; None for a node that is not fused,
-    or is already."""
+    """The properties that collectives of one bucket have in common; None for a node that cannot be
+    fused, or is fused already."""
     if not is_reshard(node) or node.op not in ops:
         return None
     reshard, dtype = reshard_of(node), str(node.inputs[0].dtype)
@@ -72,8 +73,8 @@ def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
 
 
 def _first_reader(node: gs.Node) -> str | None:
-    """The node that reads a gathered tensor first, None if it is only an output of the graph.
-    Gathers with different readers are not fused, so that each result lives only while needed."""
+    """The node that reads a gathered tensor first; None if no node does. Gathers with different
+    first readers are not fused, so that no result lives longer than it is needed."""
     return next((str(reader.name) for t in node.outputs for reader in t.outputs), None)
 
 
@@ -133,12 +134,13 @@ def fuse_collectives(
     first: Collection[str] = (),
     ops: Collection[str] = REDUCTIONS,
 ) -> bool:
-    """Fuses collectives of one kind, up to `bucket_bytes` per rank, in graph order; True if any.
+    """Fuses collectives of one kind, up to `bucket_bytes` per rank, in graph order; True if
+    anything is fused.
 
-    `ops` are the kinds to fuse. All-gathers are fused if the same node reads their results, or if
-    no node does. The graph must be sorted topologically, and stays so. A fused node has `members`,
-    the (before, after) layouts of its operands. `sizes` caches bytes by node between calls; a new
-    bucket begins at each node of `first`.
+    `ops` are the kinds to fuse. All-gathers are fused if the same node reads their results first,
+    or if no node does. The graph must be sorted topologically, and stays so. A fused node has
+    `members`, the (before, after) layouts of its operands. `sizes` caches bytes by node between
+    calls; a new bucket begins at each node of `first`.
     """
     fused = [
         nodes
@@ -184,7 +186,9 @@ def independent_groups(
             bucket.nodes.append(node)
             bucket.size += more
             bucket.dependent |= {t.name for t in node.outputs}
-            for other in open_buckets.values():  # if the node depends on it, its whole bucket does
+            for other in (
+                open_buckets.values()
+            ):  # a node that depends on one node of a bucket depends on all of it
                 if any(t.name in other.dependent for t in node.inputs):
                     other.dependent |= bucket.dependent
         for bucket in open_buckets.values():

@@ -28,7 +28,8 @@ _MOVES = frozenset(
     )
 )
 _SCALES = ("Mul", "Div")
-"""With a constant. Only ops of these two lists may stand between a reduction and its gradient."""
+"""Ops that scale by a constant. Between a reduction and its gradient, there may only be ops of
+these two lists."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class Compression:
 
 
 def gradient_reductions(graph: gs.Graph, gradients: Mapping[str, str]) -> dict[str, str]:
-    """The parameter that each reduction of a gradient belongs to, by name of the reshard node.
+    """The reductions of gradients, with the parameter of each, by name of the reshard node.
 
     `gradients` maps parameters to tensors. A reduction whose result the backward pass still needs
-    is not one of a gradient. Between a reduction and the gradient there may be ops that only move,
-    add and scale elements: a Reshape, an Add over several uses of a parameter, the sum over the
-    iterations of a loop. After the gradient comes the update.
+    does not count. Between a reduction and the gradient there may be ops that only move, add and
+    scale elements: a Reshape, an Add over several uses of a parameter, the sum over the iterations
+    of a loop.
     """
     named = {tensor: parameter for parameter, tensor in gradients.items()}
     backward = {node.name for node in needed(graph, list(named))}

@@ -1,4 +1,4 @@
-"""Stand-ins for empty shards, around ops whose onnxruntime kernels do not accept empty tensors.
+"""Adds stand-ins for empty shards around ops whose onnxruntime kernels do not accept empty tensors.
 
 Any shard may be empty: most kernels then compute nothing, and a sum over nothing is zero. An op
 whose rule names a factor in `nonempty` gets one element of zeros in place of an empty shard, and
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from onnxpar.lowering.lowering_builder import LoweringBuilder
 
 Step = Callable[[gs.Tensor], tuple[str, list[Any], dict[str, Any]]]
-"""Returns the op, operands and attributes that compute the next tensor."""
+"""Returns the op, operands and attributes of the next node of a chain."""
 
 
 def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
-    """The factors whose shards may be empty though the node's kernel does not accept that.
+    """The factors whose shards may be empty although the node's kernel does not accept that.
 
-    A window op computes at least one result on each rank; the elements for it are fetched.
+    They include the dimensions of a window op's result: each rank computes at least one element of
+    it, for which it fetches operands.
     """
     made = {f for spec in rule.outputs for expr in spec or () for f in expr_vars(expr)}
     windows = {f for group in rule.co_sharded for f in group if f in made}
@@ -43,9 +44,11 @@ def factors_to_fill(rule: Rule, view: NodeView) -> frozenset[str]:
 
 
 class StandIns:
-    """Adds nodes that fill a node's operands, and nodes that drop its results for stand-ins.
+    """Adds nodes that fill a node's operands with stand-ins, and nodes that drop the results for
+    them.
 
-    `filled` builds with the view of the node with stand-ins, `true` with the view without.
+    `filled` builds nodes with the view of the node with stand-ins, `true` with the view without
+    them.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class StandIns:
         self._filled, self._true = filled, true
 
     def surround(self) -> None:
-        """Adds both, before the node itself is lowered."""
+        """Adds the nodes before and after, before the node itself is lowered."""
         for i, tensor in enumerate(self._op.node.inputs):
             for axis in self._changed(tensor, self._true.view.inputs, self._filled.view.inputs, i):
                 self._fill(i, axis)
@@ -88,7 +91,8 @@ class StandIns:
         build, x = self._filled, self._op.node.inputs[i]
 
         def places(rank: int) -> Any:
-            """The index of each element among the rank's own; stand-ins read the zero after it."""
+            """The index of each element in the rank's shard; a stand-in has the index of the zero
+            that is appended to the shard."""
             true, filled = self._positions("inputs", i, axis, rank)
             place = {p: k for k, p in enumerate(true)}
             return np.array([place.get(p, len(true)) for p in filled], np.int64)

@@ -68,7 +68,8 @@ def _redistribute(
     held: list[Interval],
     want: list[Interval],
 ) -> gs.Tensor:
-    """Every member of the group sends each other one the elements of its shard that it wants."""
+    """Adds an all-to-all by which each member gets the elements that it wants from the shards of
+    all others."""
     mesh = view.mesh
 
     def overlap(owner: int, reader: int) -> range:

@@ -36,8 +36,8 @@ def localize_node(
 ) -> None:
     """Rewrites a node of the graph so that each rank runs it on its shards.
 
-    `layouts` has the layouts of the node's operands and results, by tensor name; the sizes of
-    `open_atoms` differ between runs. A node without a split factor stays as it is.
+    `layouts` has the layouts of the node's operands and results, by tensor name; atoms in
+    `open_atoms` have other sizes in each run. A node without a split factor stays as it is.
     """
     view = NodeView.of(op, layouts, mesh, open_atoms)
     if not any(map(view.is_split, view.factors)):
@@ -70,8 +70,8 @@ def localize_node(
 def _surround(
     graph: gs.Graph, op: OpFactors, view: NodeView, names: Collection[str], per_rank: PerRank
 ) -> NodeView:
-    """Inserts nodes before a node that fill its empty shards of these factors, and nodes after it
-    that drop the results of the stand-ins. Returns the node's view with stand-ins."""
+    """Inserts nodes that fill a node's empty shards of these factors before it, and nodes that drop
+    the results for the stand-ins after it. Returns the node's view with stand-ins."""
     filled = view.filled(op.rule, names)
     before, after = (
         LoweringBuilder(graph, each, per_rank, kind)

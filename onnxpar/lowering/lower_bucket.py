@@ -1,4 +1,4 @@
-"""Lowers a bucket: one collective moves the tensors of several, flattened and concatenated."""
+"""Lowers a fused reshard: one collective moves several tensors, flattened and concatenated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BucketBuilder(ReshardBuilder):
                 self._order(whole, y, axis, held, after.dims[axis])
 
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
-        """A matrix with a row for each shard of a dimension; outer dimensions move inside."""
+        """A matrix with a row for each shard of dimension `axis`: outer dimensions move inside."""
         if axis:
 
             def apart(rank: int) -> list[int]:
@@ -95,8 +95,8 @@ class BucketBuilder(ReshardBuilder):
     def _whole(
         self, piece: gs.Tensor, before: Layout, axis: int, count: int, y: gs.Tensor, number: int
     ) -> None:
-        """The inverse of `_rows`, of a matrix gathered from all members: `y` has the whole
-        dimension."""
+        """Computes `y` from a matrix gathered from all members; undoes `_rows`, so that `y` has the
+        whole dimension `axis`."""
 
         def shape(rank: int) -> Array:
             own = local_shape(before, self.mesh, rank)
@@ -119,7 +119,8 @@ class BucketBuilder(ReshardBuilder):
         return int(np.prod(shape[:axis], dtype=int)), int(np.prod(shape[axis:], dtype=int))
 
     def _pieces(self, x: gs.Tensor, layouts: Sequence[Layout], axis: int) -> list[gs.Variable]:
-        """`x` split along an axis into one piece per layout, as large as the rank's shard of it."""
+        """Splits `x` along an axis into one piece per layout, each as large as the rank's shard in
+        that layout."""
 
         def sizes(rank: int) -> Array:
             shapes = [layout.local_shape(self.mesh, rank) for layout in layouts]
@@ -132,7 +133,7 @@ class BucketBuilder(ReshardBuilder):
     def _split(
         self, x: gs.Tensor, sizes: Callable[[int], Array], results: list[gs.Variable], axis: int
     ) -> None:
-        """Adds a Split; its sizes are an attribute before opset 13."""
+        """Adds a Split into pieces of these sizes; before opset 13, the sizes are an attribute."""
         name = f"{self.node.name}::Split"
         if self.opset >= 13:
             operands = [x, self._varying("sizes", sizes)]
@@ -143,7 +144,7 @@ class BucketBuilder(ReshardBuilder):
         self.built.append(gs.Node("Split", name, attrs, [x], results))
 
     def _shaped(self, x: gs.Tensor, shape: Sequence[int], what: str) -> gs.Variable:
-        """`x` reshaped to a shape that is the same on all ranks."""
+        """Reshapes `x` to a shape that is the same on all ranks."""
         y = self._fresh(x, what)
         self._add("Reshape", [x, self._constant(f"{what}.shape", np.array(shape))], y)
         return y

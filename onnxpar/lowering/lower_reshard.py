@@ -1,4 +1,5 @@
-"""Lowers a reshard to the nodes that a rank runs, from the positions it holds before and after.
+"""Lowers a reshard to the nodes that a rank runs, from the positions that the rank holds before and
+after.
 
 Collectives of the runtime split and join contiguous shards. Where a rank's positions in a dimension
 are not contiguous (an inner factor is split, or segments are), a Gather before or after the
@@ -81,7 +82,8 @@ class ReshardBuilder:
             return
 
         def sizes(rank: int) -> Array:
-            """The shape with -1 for the first void size, as Reshape would read a 0 as a copy."""
+            """The shape with -1 as the first void size: if that is 0, Reshape would copy the
+            operand's size."""
             found = shape(rank)
             found[list(void[:1])] = -1
             return found
@@ -158,7 +160,8 @@ class ReshardBuilder:
     def _by_member(
         self, x: gs.Tensor, axis: int, before: Dim, after: Dim, what: str = "ordered"
     ) -> gs.Tensor:
-        """The operand with the elements for each member of the group next to each other."""
+        """The operand, reordered so that the elements for each member of the group are
+        contiguous."""
         if is_run(before) and is_run(after):
             return x
         ordered = self._fresh(x, what)
@@ -183,7 +186,8 @@ class ReshardBuilder:
         held: Callable[[int], Array],
         wanted: Callable[[int], Array],
     ) -> None:
-        """Gathers the global positions `wanted` from an operand that has them in order `held`."""
+        """Gathers the global positions `wanted` from an operand whose elements have the global
+        positions `held`."""
 
         def index(rank: int) -> Array:
             have = held(rank)
@@ -198,7 +202,7 @@ class ReshardBuilder:
         return np.concatenate([indices(before, self.mesh, m) for m in members])
 
     def _sizes(self, dim: Dim) -> Callable[[int], list[int]]:
-        """The size of each member's shard, by rank."""
+        """A function from a rank to the sizes of the shards of all members of its group."""
         return lambda rank: [
             local_size(dim, self.mesh, m) for m in self.mesh.group(self.axes, rank)
         ]
@@ -235,8 +239,8 @@ class ReshardBuilder:
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
-    """Both layouts, with a dimension for each factor of a merged dimension if one of its inner
-    factors changes: along a factor's own dimension, shards are contiguous."""
+    """Both layouts; if inner factors of a merged dimension change, the dimension becomes one per
+    factor, since along a factor's own dimension shards are contiguous."""
     dims: list[tuple[Dim, Dim]] = []
     for b, a in zip(before.dims, after.dims, strict=True):
         changes = b != a and not (is_run(b) and is_run(a))

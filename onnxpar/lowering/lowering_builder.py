@@ -58,14 +58,14 @@ class LoweringBuilder:
         return self._inputs[index]
 
     def per_rank(self, value: Callable[[Any], Any]) -> gs.Tensor:
-        """A constant that each rank computes from its own view."""
+        """A constant that each rank computes from its own view of the node."""
         first, by_rank = self.view.value(value)
         name = self._fresh("constant")
         note_stand_ins(name, self.view, self._per_rank)
         return rank_constant(name, first, by_rank, self._per_rank)
 
     def by_rank(self, value: Callable[[int], Any]) -> gs.Tensor:
-        """A constant that differs by rank."""
+        """A constant that each rank computes from its number."""
         return rank_constant(self._fresh("constant"), value(0), value, self._per_rank)
 
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
@@ -130,7 +130,7 @@ class LoweringBuilder:
             steps = [self.shape(sequences[0])[0]] if i >= len(ends) else []
             shape = [*steps, *self.shape(tensor)]
             results.append(gs.Variable(f"{name}:{i}", tensor.dtype, shape))
-            tensor.shape = [None] * len(self.shape(tensor))  # its sizes differ by rank
+            tensor.shape = [None] * len(self.shape(tensor))  # sizes differ by rank
             body.outputs.append(tensor)
         attrs |= {"body": body, "num_scan_inputs": len(sequences)}
         self._append("Scan", name, [*states, *sequences], results, attrs)
@@ -178,7 +178,7 @@ class LoweringBuilder:
     def make(
         self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
     ) -> gs.Variable:
-        """Adds a node whose result is of this type, (dtype, shape on rank 0)."""
+        """Adds a node whose result has the type `type_`: (dtype, shape on rank 0)."""
         name = self._fresh(op)
         result = gs.Variable(name, *type_)
         self._append(op, name, inputs, [result], attrs)
@@ -263,7 +263,7 @@ class LoweringBuilder:
         return dim_axes(self.view.factors[factor])
 
     def _sizes(self, value: Any) -> gs.Tensor:
-        """An int64 constant; one that differs by rank if `value` is a function."""
+        """An int64 constant; if `value` is a function, each rank computes its own."""
         if callable(value):
             return self.per_rank(lambda local: np.array(value(local), np.int64))
         return self._operand(np.array(value, np.int64))

@@ -36,8 +36,8 @@ _PROBES = 64
 class Extent:
     """The start, or the size, of a rank's shard of an open size that is split over several axes.
 
-    `counts` are the sizes of the axes, `at` the rank's coordinates. If it is filled, an empty shard
-    is replaced by one element of the whole, as a stand-in.
+    `counts` are the sizes of the axes, `at` the rank's coordinates along them. If `filled`, an
+    empty shard is replaced by one element, as a stand-in.
     """
 
     size: Polynomial
@@ -47,7 +47,7 @@ class Extent:
     is_filled: bool = False
 
     def value(self, size: int) -> int:
-        """The start or size, for a whole of that size."""
+        """The start or size of the shard if the whole has `size` elements."""
         sizes = nested_parts(size, self.counts)
         at = int(np.ravel_multi_index(self.at, self.counts))
         start, own = sum(sizes[:at]), sizes[at]
@@ -101,7 +101,7 @@ class Lowered:
 
 
 class OpenConstants:
-    """Compares the lowered graphs of all bindings; `base` is the graph of the first."""
+    """Compares the lowered graphs of all bindings; `base` is that of the first binding."""
 
     def __init__(
         self, base: Lowered, others: Sequence[Lowered], sizes: OpenSizes, mesh: Mesh
@@ -128,8 +128,8 @@ class OpenConstants:
         )
 
     def check(self) -> None:
-        """Checks all nodes. Errors: OpenSizesError, with every node for which a rank's shard cannot
-        be computed from the symbols."""
+        """Checks the constants and attributes of all nodes. Errors: OpenSizesError, with every node
+        whose values on some rank cannot be computed from the symbols."""
         found: dict[str, OpenSizesError] = {}
         for rank in _ranks_to_check(self.mesh.size):
             for name in self.varying:
@@ -146,16 +146,16 @@ class OpenConstants:
             by_rank = name in self.base.per_rank.constants
             is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and not by_rank
             if is_lazy and tensor.shape and np.prod(tensor.shape) > MOST:
-                if name in self.base.layouts:  # bodies read it whole otherwise
+                if name in self.base.layouts:  # otherwise only bodies read it, whole
                     self._check_stored(name)
-                continue  # a weight
+                continue  # checked as a weight
             whole = tensor.values
             if by_rank or any(not _equal(whole, o.constants[name].values) for o in self.all[1:]):
                 yield name
 
     def _check_stored(self, name: str) -> None:
-        """A weight is split once, for all runs. Errors: OpenSizesError if its shards depend on open
-        sizes."""
+        """Checks a weight, which is split once for all runs. Errors: OpenSizesError if its shards
+        depend on open sizes."""
         for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
             found = [[(f.size, f.axes) for f in leaves(dim)] for dim in dims]
             if any(axes for _, axes in found[0]) and any(f != found[0] for f in found):
@@ -167,7 +167,7 @@ class OpenConstants:
         return {name: array for name, array in found.items() if array is not None}
 
     def _array(self, rank: int, name: str) -> OpenArray | None:
-        """A constant of a rank, None if it does not depend on open sizes there."""
+        """A constant of a rank as polynomials; None if it does not depend on open sizes."""
         values = [each.value(name, rank, self.mesh) for each in self.all]
         if all(_equal(values[0], v) for v in values[1:]):
             return None
@@ -175,7 +175,7 @@ class OpenConstants:
         return self._fitted(name, values, variables, probes)
 
     def _filled(self, name: str) -> frozenset[int]:
-        """The indices of split sizes for which a constant counts a stand-in in an empty shard."""
+        """The indices of those split sizes for whose empty shards a constant counts a stand-in."""
         stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
         keys = [(sizes[0], axes) for sizes, _, axes in self._split_sizes]
         return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
@@ -183,8 +183,8 @@ class OpenConstants:
     def _values(
         self, rank: int, filled: frozenset[int]
     ) -> tuple[dict[Variable, Sequence[int]], list[dict[str, int]]]:
-        """The values of all variables that a constant may depend on: by variable at the bindings,
-        and by probe."""
+        """Values of all variables on which a constant may depend: at the bindings, by variable; and
+        at random sizes, one mapping per probe."""
         own = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
@@ -203,8 +203,8 @@ class OpenConstants:
         variables: Mapping[Variable, Sequence[int]],
         probes: Sequence[Mapping[str, int]],
     ) -> OpenArray:
-        """The polynomials with these values. Errors: OpenSizesError if none fits, or if two that
-        fit differ at a probe."""
+        """The constant as polynomials with these values. Errors: OpenSizesError if none fits, or if
+        two fit that differ at a probe."""
         first = values[0]
         same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
         if not same or not np.issubdtype(first.dtype, np.integer):
@@ -269,8 +269,9 @@ class OpenConstants:
         return len({layout.shape[axis] for layout in found if layout is not None}) > 1
 
     def attributes(self, rank: int) -> Iterator[tuple[str, str]]:
-        """(node, attribute) of collectives to remove, as the collective finds these sizes when it
-        runs. Errors: OpenSizesError for any other attribute that depends on open sizes."""
+        """Yields (node, attribute) of collectives to remove, because the collective finds these
+        sizes when it runs. Errors: OpenSizesError for any other attribute that depends on open
+        sizes."""
         for node in self.base.graph.nodes:
             yield from self._attributes(rank, node)
 
@@ -292,11 +293,13 @@ class OpenConstants:
         """True if lowering made the node to move elements between neighbouring shards of an open
         size.
 
-        Its amounts may be equal at all bindings, but they are wrong in a run in which a shard is
-        smaller than the halo that its neighbours want.
+        The numbers of elements may be equal at all bindings, but they are wrong in a run in which a
+        shard is smaller than the halo that its neighbours want.
         """
         axis = _moved_axis(node)
-        if axis is None or vars(node).get("onnx_source") is None:  # by hand: its author's amounts
+        if (
+            axis is None or vars(node).get("onnx_source") is None
+        ):  # hand-written: sizes are the author's
             return False
         results = [each.nodes[node.name].outputs[0] for each in self.all]
         return len({tuple(y.shape)[axis] for y in results}) > 1

@@ -32,7 +32,7 @@ from onnxpar.sharding.factors import OpFactors
 @dataclass(frozen=True, eq=False)
 class NodeView:
     """The layouts of a node's operands and results, and the sharding of each factor of its rule;
-    the sizes of `open` factors differ between runs."""
+    `open` factors have other sizes in each run."""
 
     node: gs.Node
     inputs: tuple[Layout, ...]
@@ -98,10 +98,10 @@ class NodeView:
         return bool(dim_axes(self.factors[factor]))
 
     def breach(self, rule: Rule) -> str | None:
-        """Why the node cannot run on these shards; None if it can.
+        """The reason why the node cannot run on these shards; None if it can.
 
-        A sum over segments that are split differently would count a whole segment once on each
-        rank (a max or min would still be right); a contiguous factor must not have gaps.
+        If segments are split differently, a sum over them would count an unsplit segment once per
+        rank (a max or min would still be right). A contiguous factor must not have gaps.
         """
         summed = [f for f, op in rule.reduce.items() if op in ("sum", "prod")]
         for factor in [*summed, *rule.communicating]:
@@ -117,7 +117,8 @@ class NodeView:
         return RankView(self, rank)
 
     def value(self, function: Callable[[RankView], Any]) -> tuple[Any, Callable[[int], Any] | None]:
-        """The function's value on rank 0, and the function of the rank if ranks may differ."""
+        """The function's value on rank 0; and, if values may differ between ranks, the value as a
+        function of the rank."""
         first = self.on(0)
         value = function(first)
         return value, (lambda rank: function(self.on(rank))) if first.varies else None
@@ -212,8 +213,8 @@ def _match_dim(expr: Expr, dim: Dim, sizes: Mapping[str, Size], found: dict[str,
 
 
 def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple[Expr, Dim]] | None:
-    """Each child of an expression with its part of the dimension's layout; None if the two divide
-    the dimension differently (it is whole then)."""
+    """Each child of an expression with its part of the dimension's layout; None if expression and
+    layout divide the dimension differently (then it is whole)."""
     kind = Product if isinstance(expr, Prod) else Concat
     rest = list(dim.children if isinstance(dim, kind) else (dim,))
     found: list[tuple[Expr, Dim]] = []
@@ -231,7 +232,7 @@ def _pieces(expr: Prod | Cat, dim: Dim, sizes: Mapping[str, Size]) -> list[tuple
 
 
 def _unsplit(expr: Expr, sizes: Mapping[str, Size]) -> tuple[Dim, ...]:
-    """The expression as a layout of unsplit factors, in a tuple of one."""
+    """A one-element tuple with the expression as a layout of unsplit factors."""
     if isinstance(expr, Var):
         return (Factor(sizes[expr.name] or 0),)
     children = tuple(d for c in expr.children for d in _unsplit(c, sizes))

@@ -18,8 +18,8 @@ def schedule(graph: gs.Graph) -> None:
     """Sorts the nodes of a graph and of its bodies topologically, in place.
 
     Nodes of the model keep their order. A reshard moves right after the node that makes its
-    operand; one that gathers moves right before its first reader. So a gathered parameter lives no
-    longer than it is needed, and no sum over ranks is left to wait for at the end.
+    operand; a gather moves right before its first reader. So a gathered parameter lives no longer
+    than it is needed, and reductions start long before the end of the graph.
     """
     for scope in list(scopes(graph)):
         _Schedule(scope).run()
@@ -68,8 +68,9 @@ class _Schedule:
         return [n for t in node.outputs for n in self.readers.get(id(t), ())]
 
     def _key(self, node: gs.Node) -> tuple[float, int]:
-        """The position of a node among those of the model: its own; for a reshard, right after the
-        last node that it depends on, or, if it gathers, right before its first reader."""
+        """The sort key of a node: the position of a model's node among these; for a reshard, a
+        position right after the last node that it depends on; for a gather, right before its first
+        reader."""
         if id(node) in self.index:
             return self.index[id(node)], 1
         if id(node) not in self.keys:
@@ -80,7 +81,7 @@ class _Schedule:
         return self.keys[id(node)]
 
     def _earliest(self, node: gs.Node) -> float:
-        """The position of a node of the model; for a reshard, that of the last such node that it
+        """The position of a model's node; for a reshard, that of the last model's node that it
         depends on."""
         if id(node) in self.index:
             return self.index[id(node)]

@@ -21,7 +21,8 @@ def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:
 
 
 class SizeGraph:
-    """Builds int64 tensors of one element, each only once; `nodes` are in topological order."""
+    """Builds int64 tensors of one element each; equal ones are built only once. `nodes` are in
+    topological order."""
 
     def __init__(
         self, graph: GraphProto, symbols: Sequence[str], parts: Mapping[str, Extent]
@@ -33,7 +34,7 @@ class SizeGraph:
         self._made: dict[tuple[Any, ...], str] = {}
 
     def tensor(self, name: str, array: OpenArray) -> None:
-        """Computes the tensor of that name; its initializer is removed."""
+        """Adds nodes that compute the tensor `name`, and removes its initializer."""
         kept = [t for t in self.graph.initializer if t.name != name]
         del self.graph.initializer[:]
         self.graph.initializer.extend(kept)
@@ -45,7 +46,7 @@ class SizeGraph:
         self.nodes.append(helper.make_node("Cast", [last], [name], f"{name}::size", to=element))
 
     def finish(self) -> None:
-        """Puts the nodes before those of the graph."""
+        """Puts the new nodes before the nodes of the graph."""
         own = list(self.graph.node)
         del self.graph.node[:]
         self.graph.node.extend([*self.nodes, *own])
@@ -63,7 +64,7 @@ class SizeGraph:
         return total if below == 1 else self._divided(total, below)
 
     def _divided(self, total: str, below: int) -> str:
-        """The quotient, rounded down; a Div of integers alone would round towards zero."""
+        """The quotient, rounded down; a Div of integers would round towards zero."""
         by = self._constant([below])
         return self._add("Div", [self._add("Sub", [total, self._add("Mod", [total, by])]), by])
 
@@ -76,7 +77,7 @@ class SizeGraph:
         return self._add("Gather", [SIZES, index], axis=0)
 
     def _part(self, part: Extent) -> str:
-        """Computes `Extent.value`."""
+        """Adds nodes that compute `Extent.value`."""
         size, start = self._polynomial(part.size), self._constant([0])
         for n, i in zip(part.counts, part.at, strict=True):
             count = self._constant([n])
@@ -92,7 +93,8 @@ class SizeGraph:
         return start if part.is_start else size
 
     def _filled(self, size: str, start: str, whole: str) -> tuple[str, str]:
-        """Replaces an empty shard by one element of the whole, unless the whole is empty, too."""
+        """The size and start of a shard; an empty one is replaced by one element, unless the whole
+        is empty, too."""
         zero, one = self._constant([0]), self._constant([1])
         exists = self._add("Where", [self._add("Less", [zero, whole]), one, zero])
         last = self._add("Sub", [whole, exists])
@@ -100,7 +102,7 @@ class SizeGraph:
         return self._add("Where", [self._add("Less", [size, exists]), one, size]), start
 
     def _least(self, a: str, b: int) -> str:
-        """The smaller of a non-negative tensor and a number."""
+        """The minimum of a non-negative tensor and a number."""
         bound = self._constant([b])
         return self._add("Where", [self._add("Less", [a, bound]), a, bound])
 

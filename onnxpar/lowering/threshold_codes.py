@@ -29,8 +29,9 @@ PER_BYTE = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """A partial sum of `addend` that becomes `result`; the remainder `kept` becomes `keeps`.
-    `layout` is the layout of the addend, `rest` that of the result."""
+    """A sum over ranks: `addend` is partial, `result` is the sum; `kept` is the remainder of the
+    last step, `keeps` that of this step. `layout` is the layout of the addend, `rest` that of the
+    result."""
 
     addend: gs.Tensor
     kept: gs.Tensor
@@ -41,15 +42,15 @@ class Sum:
 
 
 def other_axes(layout: Layout, rest: Layout) -> Axes:
-    """The axes along which ranks send codes of different elements."""
+    """The axes that split elements: along them, ranks send codes of different elements."""
     axes = {a for d in layout.dims for a in dim_axes(d)} | set(rest.partial)
     return merge_axes(in_mesh_order(tuple(axes)))
 
 
 @dataclass
 class ThresholdBuilder:
-    """Builds the nodes of several sums over the same axes, of one dtype and split over the same
-    other axes. Only the gather is lowered later; ranks run the other nodes with their own sizes."""
+    """Builds the nodes of several sums with the same axes, dtype, and other axes that split them.
+    Only the gather is lowered later; the other nodes already have the sizes of a rank."""
 
     name: str
     sums: Sequence[Sum]
@@ -88,8 +89,8 @@ class ThresholdBuilder:
         return self._add("Sub", signs)
 
     def _pack(self, sign: gs.Tensor, rest: gs.Tensor) -> gs.Tensor:
-        """A row of bytes; each has one code of each quarter, that of quarter i in bits 2 i and
-        2 i + 1."""
+        """A row of bytes, each with four codes, one from each quarter of the elements; the code
+        from quarter i is in bits 2 i and 2 i + 1."""
         shifted = self._add("Add", [sign, self._number("one", 1)])
         codes = self._add("Cast", [shifted], to=TensorProto.UINT8)
         length = self._add("ReduceSum", [rest], keepdims=1)
@@ -122,8 +123,8 @@ class ThresholdBuilder:
         return rows
 
     def _count(self, rows: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor]:
-        """For each element, the number of ranks that send t less that of ranks that send -t; and
-        True if any rank has an element that is not finite."""
+        """Two tensors: for each element, the number of ranks that send t minus the number that send
+        -t; and True if any rank has an element that is not finite."""
         apart = self._constant("apart", np.array([self.ranks, 1, -1]))
         shifts = self._constant("shifts", np.array([[[0], [2], [4], [6]]], np.uint8))
         moved = self._add(

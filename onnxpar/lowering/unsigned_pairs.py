@@ -1,4 +1,5 @@
-"""Changes int8 to uint8 between QuantizeLinear and DequantizeLinear where ranks exchange it.
+"""Changes int8 to uint8 between QuantizeLinear and DequantizeLinear if ranks exchange the quantized
+tensor.
 
 On x86, onnxruntime computes with uint8: it changes the type between a QuantizeLinear and its only
 reader, a DequantizeLinear, and then fuses only nodes whose types agree. A collective in between
@@ -22,7 +23,8 @@ _SHIFT = 128
 
 def exchange_unsigned(graph: gs.Graph) -> None:
     """Changes int8 to uint8 between each QuantizeLinear and its only DequantizeLinear, if ranks
-    exchange any of these tensors. Outputs of the graph and tensors with other readers stay int8."""
+    exchange a tensor between them. Outputs of the graph and tensors with other readers stay int8.
+    """
     results = {id(tensor) for tensor in graph.outputs}
     found = [list(_between(n)) for n in graph.nodes if n.op == _QUANTIZE and _is_signed(n, 0)]
     found = [f for f in found if _is_restated(f, results)]
@@ -32,7 +34,8 @@ def exchange_unsigned(graph: gs.Graph) -> None:
 
 
 def _between(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Node]]:
-    """The result of a QuantizeLinear, and of reshards after it, with each of its readers."""
+    """Yields the result of a QuantizeLinear, and the results of reshards after it, each with all
+    its readers."""
     for tensor in node.outputs:
         for reader in tensor.outputs:
             yield tensor, reader

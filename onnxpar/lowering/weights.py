@@ -1,4 +1,4 @@
-"""Splits weights into the ranks' shards block by block: no weight is ever in memory whole.
+"""Splits weights into the ranks' shards block by block, so that no weight is ever whole in memory.
 
 Every distinct shard is written once: to `shared.weights` if all ranks hold it, else to the file of
 the first rank that does. The ranks' graphs refer to shards by file, offset and length.
@@ -131,7 +131,8 @@ class WeightStore:
 
 
 class _Writer:
-    """Appends a rank's elements of each block to its shard; they are in global order."""
+    """Appends a rank's elements of each block to the file of its shard. Blocks come in global
+    order."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class _Writer:
         self._append(data.view(np.uint8))
 
     def finish(self) -> None:
-        """Writes the last byte if it is not full."""
+        """Writes the last byte if its bits are not all in use."""
         if len(self.rest):
             self._append(pack(self.rest, self.bits))
 
@@ -230,7 +231,7 @@ def _dtype(weight: TensorProto) -> np.dtype[Any]:
 
 
 def read_blocks(weight: TensorProto, folder: Path) -> Iterator[tuple[tuple[int, ...], int, Array]]:
-    """A weight in blocks of at most CHUNK bytes, as (leading indices, index of the first row,
+    """Yields a weight in blocks of at most CHUNK bytes: (leading indices, index of the first row,
     rows)."""
     shape = tuple(weight.dims)
     bits, dtype = element_bits(weight.data_type), _dtype(weight)
@@ -244,7 +245,8 @@ def read_blocks(weight: TensorProto, folder: Path) -> Iterator[tuple[tuple[int, 
 
 
 class _Reader:
-    """Reads a file in blocks, views of one buffer: each is valid until the next is read."""
+    """Reads a file in blocks, which are views of one buffer: each block is valid until the next one
+    is read."""
 
     def __init__(self, source: FileIO, bits: int, dtype: np.dtype[Any]) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""Keeps sizes of 0 in a rank's Reshape or Expand from being read as something else.
+"""Protects sizes of 0 in a rank's Reshape or Expand, which the runtime could misread.
 
 A Reshape reads a 0 as "copy the operand's size" unless it has `allowzero` (opset 14).
 """
@@ -29,15 +29,16 @@ def _void_dims(op: OpFactors, view: NodeView) -> list[int]:
 
 
 def _strays(op: OpFactors, void: Sequence[int]) -> list[int]:
-    """Those of the `void` dimensions that the operand has in another place. Before opset 14, a size
-    of 0 copies the operand's size in the same place, which is right for all others."""
+    """Those of the `void` dimensions that the operand does not have at the same index. Before opset
+    14, a size of 0 copies the operand's size at the same index, which is right for all other void
+    dimensions."""
     before, after = op.rule.inputs[0] or (), op.rule.outputs[0] or ()
     return [i for i in void if before[i : i + 1] != after[i : i + 1]]
 
 
 def merged_zeros(graph: gs.Graph, op: OpFactors, view: NodeView) -> frozenset[str]:
-    """The factors of a Reshape that need stand-ins where they are empty: before opset 14, a Reshape
-    can infer one size (-1), but only if no other size is 0."""
+    """The factors of a Reshape that need stand-ins for empty shards: before opset 14, a Reshape can
+    infer one size (-1), but only if no other size is 0."""
     if op.node.op != "Reshape" or graph.opset >= 14:
         return frozenset()
     void = _void_dims(op, view)
@@ -47,8 +48,8 @@ def merged_zeros(graph: gs.Graph, op: OpFactors, view: NodeView) -> frozenset[st
 
 
 def expanded_zeros(op: OpFactors, view: NodeView) -> frozenset[str]:
-    """The factors of an Expand that need stand-ins where they are empty: onnxruntime (1.32) may
-    remove an Expand to a constant shape that has a size of 0, as if it did nothing."""
+    """The factors of an Expand that need stand-ins for empty shards: onnxruntime (1.32) may drop an
+    Expand to a constant shape with a size of 0, as if it had no effect."""
     if op.node.op != "Expand" or op.node.domain:
         return frozenset()
     kept = {f for expr in op.rule.inputs[0] or () for f in expr_vars(expr)}
@@ -58,7 +59,7 @@ def expanded_zeros(op: OpFactors, view: NodeView) -> frozenset[str]:
 
 def keep_zeros(graph: gs.Graph, op: OpFactors, view: NodeView, per_rank: PerRank) -> None:
     """Makes a Reshape to a rank's own shape read a size of 0 as 0, not as a size to copy. Before
-    opset 14, the op infers the only such size (-1)."""
+    opset 14, the only such size becomes -1."""
     void = _void_dims(op, view)
     if graph.opset >= 14:
         if void:

@@ -10,7 +10,7 @@ from onnx import NodeProto, TensorProto, TypeProto
 from onnxpar.ir.collectives import KINDS, RANK_CONSTANTS
 
 OPS = (*(kind.name for kind in KINDS.values() if kind.by_hand), *RANK_CONSTANTS)
-"""The plugin's ops that a manual program may have."""
+"""The plugin's ops that a manual program may contain."""
 
 _Dims = list[int | str | None]
 

@@ -35,8 +35,8 @@ class Event:
 
 
 class Handwritten:
-    """Prepares handwritten collectives, node by node in graph order; `events` has those of each
-    rank."""
+    """Prepares handwritten collectives, node by node in graph order; `events` has the sequence of
+    collectives of each rank."""
 
     def __init__(self, graph: gs.Graph, manual: Manual, per_rank: PerRank) -> None:
         self.mesh = manual.mesh
@@ -86,7 +86,7 @@ class Handwritten:
                         )
 
     def _strip_token(self, node: gs.Node) -> None:
-        """Removes the tokens of the model; they are replaced by a chain in graph order."""
+        """Removes the tokens that the model has; a chain in graph order replaces them."""
         results = 0 if node.op == "Send" else 1
         if not 1 <= len(node.inputs) <= 2 or not results <= len(node.outputs) <= results + 1:
             self._fail(
@@ -144,8 +144,8 @@ class Handwritten:
         self._unique.add(tag)
 
     def _table(self, node: gs.Node) -> None:
-        """Gives each member its row of the table, the sizes that it sends, and its column, those
-        that it receives."""
+        """Gives each member of an AllToAll its row of the table (the sizes that it sends) and its
+        column (the sizes that it receives)."""
         sizes = node.attrs.get("split_sizes") or []
         count = len(self._members(node, 0))
         if len(sizes) != count * count or "concat_sizes" in node.attrs:

@@ -35,13 +35,13 @@ from onnxpar.strategy.strategy import Strategy
 MANUAL = "manual"
 """The preset's name."""
 REPLICAS = "@replicas"
-"""The end of the names of outputs that are copies of others."""
+"""The suffix of outputs that are copies of others."""
 
 
 @dataclass(frozen=True)
 class Manual:
-    """A mesh, and the sharding of tensors over it; that of a training step is in `deal`. Errors:
-    StrategyError for a strategy that splits ops."""
+    """The mesh of a manual program, and the sharding of its tensors; `deal` has the sharding of a
+    training step. Errors: StrategyError for a strategy that splits ops."""
 
     mesh: Mesh
     strategy: Strategy
@@ -133,9 +133,11 @@ class Manual:
         defaults: Collection[str] = (),
         for_training: bool = False,
     ) -> None:
-        """Declares the types of tensors of a rank, in place. Inputs in `defaults` are declared in
-        the whole shape of their default values. With `for_training`, values that are the same on
-        all ranks are folded unless they depend on weights; else nothing is folded."""
+        """Declares the types of a rank's tensors, in place.
+
+        Inputs in `defaults` get the whole shape of their default values. With `for_training`, folds
+        values that are the same on all ranks and do not depend on weights; else folds nothing.
+        """
         for port in model.graph.input:
             if port.name in defaults and self.is_dealt(port.name):
                 dims = port.type.tensor_type.shape.dim
@@ -185,17 +187,17 @@ class Manual:
         return attrs.get("group") or range(self.mesh.size)
 
     def _places(self, node: NodeProto) -> list[int]:
-        """The index of each rank in its group."""
+        """The position of each rank in its group."""
         groups = [list(self._group(node, rank)) for rank in range(self.mesh.size)]
         return [group.index(rank) if rank in group else -1 for rank, group in enumerate(groups)]
 
     def axes(self, name: str, rank: int) -> list[Axes]:
-        """The axes over which each dimension of a tensor with `rank` dimensions is split. Errors:
+        """The axes that split each dimension of a tensor with `rank` dimensions. Errors:
         StrategyError."""
         return self._read(name, self.entry(name) or [None] * rank, rank)
 
     def entry(self, name: str) -> Any:
-        """The entry of a tensor; empty if it is whole."""
+        """The strategy's entry for a tensor; empty if the tensor is whole."""
         if self.deal is None:
             return self._requested(name) or []
         known = name in self.deal.tensors or name in self.deal.like
@@ -236,7 +238,7 @@ def _put_folded(graph: onnx.GraphProto, walk: Walk) -> None:
 
 
 def _refine(declared: onnx.TypeProto, found: onnx.TypeProto) -> None:
-    """Replaces a declared type by the inferred one, except for sizes that only the declaration
+    """Replaces a declared type by the inferred one, but keeps sizes that only the declared type
     has."""
     if declared.HasField("tensor_type") and not found.tensor_type.HasField("shape"):
         return

@@ -1,4 +1,4 @@
-"""Shapes in a manual program, as far as they are the same on all ranks."""
+"""Infers shapes in a manual program, as far as they are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Results = list[tuple[TypeProto | None, Array | None]]
 
 
 class RankWalk:
-    """Infers types node by node; values computed from a rank's number differ between ranks.
+    """Infers types node by node. Values that are computed from a rank's number differ between
+    ranks.
 
     places        the result of a Rank node on each rank
-    types         the result types of a collective, Rank and GroupSize included
-    size          the number of ranks in the group of a GroupSize
-    for_training  known values replace nodes, unless they depend on weights
+    types         a function that infers the results of collectives, Rank and GroupSize
+    size          the number of ranks in the group of a GroupSize node
+    for_training  nodes are folded into their values, unless these depend on weights
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class RankWalk:
                 self.walk.infer(node)
 
     def _by_rank(self, node: NodeProto) -> None:
-        """Infers a node on each rank; its results get the sizes that are the same on all."""
+        """Infers a node once for each rank; keeps the sizes of its results that are the same on all
+        ranks."""
         reads = [name for name in dict.fromkeys(node.input) if name in self._varying]
         found: dict[tuple[bytes, ...], Results] = {}
         ranks = []
@@ -72,7 +74,7 @@ class RankWalk:
                 self._varying[name] = [np.asarray(value) for value in values]
 
     def _with(self, given: dict[str, Array], node: NodeProto) -> Results:
-        """The node's results for these values of its operands; the walk is left unchanged."""
+        """The node's results if its operands have these values; leaves the walk unchanged."""
         walk = self.walk
         before = {name: walk.types[name] for name in given}
         for name, array in given.items():
@@ -97,7 +99,8 @@ class RankWalk:
 
 
 def _common(types: Sequence[TypeProto | None]) -> TypeProto | None:
-    """The type that agrees with all types, sizes that differ left open; None if one is unknown."""
+    """A type that agrees with all of these, with differing sizes left open; None if one of them is
+    unknown."""
     first = types[0]
     if first is None or any(t is None for t in types):
         return None

@@ -12,7 +12,8 @@ _WEIGHT = {
     **dict.fromkeys(("MatMulInteger", "ConvInteger", "MatMulNBits", "Attention", "QAttention"), 1),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), 3),
 }
-"""The index of the weight among the operands, which include scales and zero points."""
+"""The index of the weight among the operands of ops with several operands, such as scales and zero
+points."""
 _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 
 
@@ -28,8 +29,8 @@ def convolves(op: OpFactors) -> bool:
 
 
 def is_contracted(weight: gs.Tensor) -> bool:
-    """True if a product, a convolution, a lookup or a recurrence reads the weight, possibly after
-    moving or casting it."""
+    """True if a product, a convolution, a lookup or a recurrence reads the weight, directly or
+    after ops that move or cast it."""
     if any(recurrences(weight)):
         return True
     for node in weight.outputs:

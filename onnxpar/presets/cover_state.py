@@ -1,4 +1,4 @@
-"""The cost of a set of atoms that covers the weights, while the set is improved."""
+"""A set of atoms that covers the weights, and its cost, while the set is being improved."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class CoverState:
     of its atoms (only one can take the axes there), and the segments of weights that it leaves
     uncovered.
 
-    segments  (cost of leaving it uncovered, atoms that cover it) of each
-    times     events that are several collectives, with their number
+    segments  each segment of a weight: its cost if it is uncovered, and the atoms that cover it
+    times     the number of collectives for events that are several
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CoverState:
             self._add(atom)
 
     def size(self, atom: int) -> float:
-        """The cost of the segments that an atom covers if they were uncovered."""
+        """The cost if the segments that an atom covers were uncovered."""
         return sum(self.price[i] for i in self.holders[atom])
 
     @property
@@ -55,8 +55,8 @@ class CoverState:
         return caused + met / 2 + uncovered
 
     def order(self, by_cover: bool) -> list[int]:
-        """All atoms, those that cause the most collectives first; with `by_cover`, relative to the
-        cost of what they cover."""
+        """All atoms, the most expensive first: by the collectives that they cause; with `by_cover`,
+        by these relative to the cost of what they cover."""
 
         def key(atom: int) -> tuple[float, float, int]:
             count = sum(self.times.get(e, 1) for e in self.events.get(atom, ()))
@@ -83,7 +83,8 @@ class CoverState:
         self.covered.subtract(self.holders[atom])
 
     def gain(self, atom: int) -> float:
-        """The change in cost, reversed, if a chosen atom is removed: positive if that saves."""
+        """The cost that is saved if a chosen atom is removed; negative if removing it costs
+        more."""
         events = self.events.get(atom, ())
         saved: float = sum(self.times.get(e, 1) for e in events if self.caused[e] == 1)
         saved += sum(n for o, n in self.conflicts.get(atom, {}).items() if o in self.chosen)
@@ -100,8 +101,8 @@ class CoverState:
         return gone
 
     def try_adding(self, atom: int) -> bool:
-        """Adds an atom if the set then costs less, once the atoms that it makes superfluous are
-        removed; True if it did."""
+        """Adds an atom, and removes the atoms that it makes superfluous, if the set is cheaper
+        then; True if it is."""
         neighbours = {
             a for a in self.chosen if not set(self.holders[a]).isdisjoint(self.holders[atom])
         }

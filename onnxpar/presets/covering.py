@@ -8,8 +8,8 @@ from onnxpar.layout.layout import Concat, Dim, Factor, leaves
 
 
 def covering(dim: Dim, first: int, parts: int) -> Iterator[int]:
-    """Leaves that split every element of a dimension into `parts`, as numbers of which `first` is
-    that of the dimension's first leaf; none if some segment is too short."""
+    """Yields the leaves that together split every element of a dimension into `parts`, as indices
+    that start at `first` for the dimension's first leaf; none if some segment is too short."""
     if isinstance(dim, Factor):
         yield from [first] if dim.size >= max(parts, 2) else []
         return

@@ -24,8 +24,9 @@ EXPERT = "expert-parallel"
 
 
 def expert_annotations(graph: gs.Graph, sharding: ShardingState, axes: Axes) -> list[SplitExperts]:
-    """Annotations that split by expert the nodes that use experts' weights. If no layer has as many
-    experts as parts, some ranks have none. Errors: StrategyError if the model has no experts."""
+    """Annotations that split nodes with experts' weights by expert. If every layer has fewer
+    experts than there are shards, some ranks have none. Errors: StrategyError if the model has no
+    experts."""
     atoms = expert_atoms(graph, sharding)
     annotations = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
     fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
@@ -40,7 +41,7 @@ def expert_annotations(graph: gs.Graph, sharding: ShardingState, axes: Axes) -> 
 def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
     """The atoms that number experts, each with the products that have a matrix for each expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
-    for op in sharding.factors.ops:  # bodies and the backward pass read copies
+    for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
         if op.node.op == "Identity" and op.node.inputs[0].name in weights:
             weights.add(op.node.outputs[0].name)
     atoms: dict[int, list[OpFactors]] = defaultdict(list)
@@ -63,8 +64,8 @@ def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """Splits nodes along an atom of experts: the given ones, and all connected ones whose operands
-    and results all have that atom."""
+    """Splits nodes along an atom of experts: the given nodes, and all nodes connected to them whose
+    operands and results all have that atom."""
 
     atom: int
     ops: tuple[OpFactors, ...]
@@ -98,7 +99,7 @@ class SplitExperts:
         return bool(inside)
 
     def _inside(self, sharding: ShardingState) -> dict[str, OpFactors]:
-        """The nodes that compute for single experts, by name."""
+        """The nodes that compute separately for each expert, by name."""
         by_tensor: dict[str, list[OpFactors]] = defaultdict(list)
         for op in sharding.factors.ops:
             for tensor, _ in op.operands():
@@ -118,6 +119,6 @@ class SplitExperts:
             sharding.factors.tensors.get(tensor.name)
             for tensor, links in op.operands()
             if any(link is not None for link in links) or not isinstance(tensor, gs.Constant)
-        ]  # without axes, shapes and the like
+        ]  # axes and shapes do not count
         large = [t for t in tensors if t is not None and t.leaves]
         return bool(large) and all(self.atom in {leaf.atom for leaf in t.leaves} for t in large)

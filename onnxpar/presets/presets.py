@@ -64,8 +64,8 @@ def default_rounds(
 def preset_rounds(
     graph: gs.Graph, sharding: ShardingState, preset: str | None, step: Step | None = None
 ) -> list[list[Annotation]]:
-    """The annotations of a preset, in rounds of falling priority; `step` is for a training step.
-    Errors: StrategyError if the preset is unknown, or does not fit the model or the mesh."""
+    """The annotations of a preset, in rounds of falling priority; `step` is given for a training
+    step. Errors: StrategyError if the preset is unknown, or does not fit the model or the mesh."""
     mesh = sharding.mesh
     if preset is None:
         return []
@@ -96,10 +96,10 @@ def preset_rounds(
 def batch_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None = None
 ) -> Iterator[Annotation]:
-    """Splits the batch: the first dimension of the first input, and of all inputs where it has the
-    same size.
+    """Splits the batch: the first dimension of the first input, and of every input in which it has
+    the same size.
 
-    If the batch has fewer elements than parts, some ranks have none; a batch of one element stays
+    If the batch has fewer elements than shards, some ranks have none; a batch of one element stays
     whole. Errors: StrategyError for a model without a batch.
     """
     size = _batch_size(graph)
@@ -136,9 +136,9 @@ def _batched(
 
 
 def _batch_axes(factors: TensorFactors, axes: Axes, iterations: int) -> list[Axes | None]:
-    """The axes for the leaves of the first dimension. The first leaf takes them; if it is too short
-    it shares them with the next one: two groups of samples, each over two ranks. Leaves that number
-    the `iterations` of gradient accumulation are not split."""
+    """The axes for the leaves of the first dimension. The first leaf takes them; if it is too
+    short, it shares them with the next: two groups of samples, each over two ranks. Leaves that
+    number the `iterations` of gradient accumulation are not split."""
     out: list[Axes | None] = [None] * len(factors.leaves)
     left = axes
     for i, leaf in enumerate(factors.leaves):

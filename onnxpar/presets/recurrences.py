@@ -1,5 +1,5 @@
-"""Recurrent ops: splitting their hidden units costs a collective in every step, so that it pays
-only if the weights are large."""
+"""Weighs the split of the hidden units of recurrent ops: it costs a collective in every step, so it
+pays only for large weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.strategy.strategy import NodeAnnotation
 
 WEIGHTS = (1, 2)
-"""The operands by which the input and the state are multiplied."""
+"""The indices of the operands that are weights: for the input, and for the state."""
 MOVES = {"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
 """Ops that do not change values."""
 
@@ -45,7 +45,7 @@ class Recurrences:
         self.ops = {
             op.node.name: op
             for op in factors.ops
-            if is_recurrence(op.node) and "h" in op.rule.sizes  # not one that stays whole
+            if is_recurrence(op.node) and "h" in op.rule.sizes  # else the op stays whole
         }
 
     def collectives(self, op: OpFactors) -> int:

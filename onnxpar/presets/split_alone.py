@@ -17,7 +17,7 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 @dataclass(frozen=True)
 class CloseOpen:
-    """Ends propagation: activations that it has not reached so far stay whole."""
+    """Ends propagation: activations that are still open stay whole."""
 
     def apply(self, sharding: ShardingState) -> bool:
         """Closes every open leaf of tensors that nodes produce or read."""
@@ -31,9 +31,11 @@ class CloseOpen:
 
 @dataclass(frozen=True)
 class SplitAlone:
-    """Splits a weight that propagation has not reached, for its own reader: either its reader, too,
-    is split (by the columns of a product), or only its storage, so that each run gathers it,
-    whichever moves fewer bytes."""
+    """Splits a weight that propagation has not reached, for its own readers only.
+
+    Either its readers are split with it (by the columns of a product), or only its storage is split
+    and each run gathers the weight, whichever moves fewer bytes.
+    """
 
     tensor: str
     axes: Axes
@@ -78,7 +80,7 @@ class SplitAlone:
         return all([sharding.assign_tensor(self.tensor, i, self.axes) for i in chosen])
 
     def _leaves(self, sharding: ShardingState) -> list[int]:
-        """The leaves of the dimension that splits best: one that splits evenly, else the
+        """The leaves of the dimension that splits best: one that splits evenly, or else the
         longest."""
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
@@ -93,7 +95,7 @@ class SplitAlone:
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:
-    """True if onnxruntime runs the node in another way when the weight is gathered."""
+    """True if onnxruntime runs the node differently when the weight is gathered."""
     return any(op.node.inputs[i].name == tensor for i in op.rule.constants & _places(op))
 
 
@@ -106,7 +108,7 @@ def _reads(op: OpFactors, tensor: str) -> bool:
 
 
 def _links(op: OpFactors, tensor: str, leaf: int) -> Iterator[int | None]:
-    """The node's leaf for a leaf of the tensor, in each operand that is this tensor."""
+    """For each operand that is this tensor, the node's leaf for one leaf of the tensor."""
     for operand, links in zip(op.node.inputs, op.inputs, strict=True):
         if operand.name == tensor:
             yield links[leaf]

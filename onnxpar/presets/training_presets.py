@@ -92,8 +92,8 @@ class SplitSums:
         return changed
 
     def _ends(self, sharding: ShardingState) -> list[str]:
-        """Partial tensors after the last such op; the leaves of the nodes that lead to a sum of
-        several are closed."""
+        """Names of the partial tensors after the last op that only moves or adds them; closes the
+        leaves of the nodes before a sum of several."""
         first: dict[str, str] = {}
         moved: dict[str, list[OpFactors]] = {}
         for op in sharding.factors.ops:
@@ -124,7 +124,8 @@ class SplitSums:
 def zero_rounds(
     graph: gs.Graph, sharding: ShardingState, step: Step | None, preset: str, axes: Axes
 ) -> tuple[list[Annotation], list[Annotation]]:
-    """Annotations that must come first, and those that come after all that split the computation.
+    """Returns annotations that must come first, and annotations that must come after all that split
+    the computation.
 
     Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 shards the
     parameter, too. Stages 1 and 2 of one step are the same program, as both reduce-scatter the
@@ -167,8 +168,8 @@ class SplitTogether:
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Takes the dimension that divides most evenly, else the longest, among those that are open
-        in all tensors and long enough; one factor of each of its segments is split."""
+        """Splits the dimension that divides most evenly, or else the longest one, among those that
+        are open in all tensors and long enough; in each of its segments, one factor is split."""
         factors = sharding.factors.tensors[self.tensors[0]]
         first = 0
         choices = []

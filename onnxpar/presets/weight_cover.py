@@ -23,14 +23,15 @@ from onnxpar.strategy.spread import nest
 from onnxpar.strategy.strategy import Annotation, TensorAnnotation
 
 LARGE = 1024
-"""The most elements of a weight that may well be held whole."""
+"""Weights of up to this many elements may be whole on every rank."""
 SLACK = 0.03
-"""Share of all weights that may stay whole, to save the collectives of splitting them."""
+"""Fraction of all weights that may stay whole, to save the collectives of splitting them."""
 LOCAL_COVER = 1.5
 """The cost, in collectives, of a weight that is split only for its own readers."""
 
 SMALL_COVER = 0.6
-"""The same for a weight of few elements, which is not worth a collective of its own."""
+"""The cost, in collectives, of a small weight that is split only for its own readers; less than the
+cost of a collective."""
 
 _PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
 
@@ -73,7 +74,7 @@ class WeightCover:
         }
 
     def worth_splitting(self) -> list[gs.Constant]:
-        """Large weights, without the smallest ones that together are a negligible share."""
+        """The large weights, except the smallest ones, which together are a negligible fraction."""
         total = sum(map(self.size_of, self.large))
         contracted = {w.name for w in self.weights}
         out: list[gs.Constant] = []
@@ -109,7 +110,8 @@ class WeightCover:
                     self.events[held.atom].add(("gather", tensor.name))
 
     def _segments(self, weight: gs.Constant) -> Iterator[tuple[int, frozenset[int]]]:
-        """(elements, atoms that split them) of each segment that must be covered by itself."""
+        """Yields each segment of a weight that must be covered by itself, as (elements, atoms that
+        split it)."""
         factors = self.sharding.factors.tensors[weight.name]
         atoms = [
             leaf.atom if self._splits(weight.name, i) else -1
@@ -125,11 +127,11 @@ class WeightCover:
             yield size, frozenset(found - {-1})
 
     def _splits(self, weight: str, leaf: int) -> bool:
-        """True if every reader can compute with a part of that leaf."""
+        """True if every reader can compute with a shard of that leaf."""
         return all(op.inputs[i][leaf] is not None for op, i in self.readers[weight])
 
     def capacity(self, atom: int, size: int) -> int:
-        """The number of parts into which an atom of this size can be split."""
+        """The number of shards into which an atom of this size can be split."""
         return self.parts if size >= self.parts else gcd(size, self.parts)
 
     def choose(self) -> set[int]:
@@ -164,8 +166,8 @@ class WeightCover:
     def annotations(
         self, weight: gs.Constant, chosen: set[int], axes: Axes
     ) -> Iterator[Annotation]:
-        """The annotation of one weight: one of its dimensions is split, the reduced one if several
-        could be."""
+        """Yields the annotation that splits one dimension of a weight; the contracted dimension if
+        several could be split."""
         factors = self.sharding.factors.tensors[weight.name]
         candidates = []
         for dim in range(len(factors.dims)):
@@ -181,10 +183,11 @@ class WeightCover:
         yield TensorAnnotation(weight.name, [given.get(i) for i in range(len(factors.leaves))])
 
     def companions(self, chosen: set[int]) -> dict[int, int]:
-        """For each chosen atom that is too small, another that takes the rest of the axes.
+        """For each chosen atom that is too small for the mesh, another atom that takes the rest of
+        the axes.
 
-        With 4 key/value heads on 8 ranks, the 2 query heads of each take the remaining 2. The
-        companion is the atom in the most weights, among those that are in a dimension with the
+        With 4 key/value heads on 8 ranks, each head's 2 query heads take the remaining factor of 2.
+        The companion is the atom in the most weights, among those that share a dimension with the
         chosen one and cause no new collective.
         """
         taken = {e for a in chosen for e in self.events[a]}
@@ -236,7 +239,7 @@ class WeightCover:
 
 
 def _is_number(tensor: gs.Tensor) -> bool:
-    """True if the elements are numbers to compute with, quantized ones included."""
+    """True if the elements are numbers to compute with; quantized ones count."""
     dtype = str(dtype_of(tensor))
     return "float" in dtype or dtype in _PACKED
 

@@ -38,19 +38,19 @@ from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.state import FactorSharding
 
 STEP = 1e-16
-"""Seconds added to each step, so that of paths with the same cost the shortest is taken."""
+"""Seconds added to each step, so that of two paths with the same cost the shorter one wins."""
 
 MOST_DETOURS = 1 << 12
-"""States of a graph in which sub-axes may be on any leaf. In a larger graph, a sub-axis is only
-where some wanted sharding has it."""
+"""Largest number of states if sub-axes may be on any leaf. In a larger graph, a sub-axis may only
+be where some wanted sharding has it."""
 
 
 class ReshardGraph:
-    """All factor shardings of a tensor in which each sub-axis is where some `wanted` one has it, or
-    on a leaf in between.
+    """All factor shardings of a tensor that a path between the `wanted` ones may visit: each
+    sub-axis is where a wanted one has it, or on any other leaf.
 
-    `itemsize` are the bytes of an element. Errors: Unordered if the sub-axes on leaves are in
-    contradicting orders, or overlap.
+    `itemsize` is the number of bytes of an element. Errors: Unordered if the sub-axes on leaves are
+    in contradicting orders, or overlap.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ReshardGraph:
         self.at = [self._state(locations) for locations in found]
 
     def _cut_axes(self) -> list[dict[Axis, Location]]:
-        """Sets the sub-axes; returns where each wanted sharding has them."""
+        """Sets `sub_axes`; returns the location of each sub-axis in each wanted sharding."""
         mesh = self.costs.mesh
         idle = [(mesh.axis(name),) for name, size in mesh.shape if size > 1]
         cuts = cuts_of([*(a for p in self.wanted for a in (*p.leaves, p.partial)), *idle])
@@ -103,7 +103,7 @@ class ReshardGraph:
         return locations
 
     def _state(self, places: Mapping[Axis, Location]) -> int:
-        """The number of the state in which sub-axes are at these places."""
+        """The number of the state in which sub-axes are at these locations."""
         each = zip(self.strides, self.locations, self.sub_axes, strict=True)
         return sum(s * locations.index(places.get(axis)) for s, locations, axis in each)
 
@@ -113,7 +113,8 @@ class ReshardGraph:
         return found
 
     def seconds_apart(self) -> Array:
-        """The same as two matrices: seconds of local cuts, and of collectives."""
+        """Seconds between the wanted shardings as two matrices: of local cuts, and of
+        collectives."""
         local: Array = np.zeros((len(self.at), len(self.at)))
         seconds, before = dijkstra(self.graph, indices=self.at, return_predecessors=True)
         now = np.broadcast_to(np.array(self.at), local.shape).copy()
@@ -146,7 +147,7 @@ class ReshardGraph:
 
     @cached_property
     def local_steps(self) -> Any:
-        """The same matrix with local cuts only."""
+        """Seconds of each local cut, as a sparse matrix over all states."""
         every = moves(self.sub_axes, self.locations, self.factors)
         return self._matrix(move for move in every if move[0] in LOCAL_STEPS)
 
@@ -166,7 +167,7 @@ class ReshardGraph:
             rows.append(start)
             columns.append(end)
             values.append(seconds)
-        # csgraph takes 32-bit indices only, in SciPy before 1.15
+        # before SciPy 1.15, csgraph takes 32-bit indices only
         ends = tuple(np.concatenate(each).astype(np.int32) for each in (rows, columns))
         return csr_array((np.concatenate(values), ends), shape=(count, count))
 
@@ -199,8 +200,8 @@ class ReshardGraph:
         return FactorSharding(tuple(leaves), partial, reduce)
 
     def _edges(self, axes: Axes, source: Location, target: Location) -> tuple[Array, Array]:
-        """The states before and after a step. On the leaves that its sub-axes leave or reach, no
-        other sub-axis may come after them."""
+        """The states before and after a step, pairwise. On the leaves that the sub-axes leave or
+        reach, no other sub-axis may come after them."""
         run = [self.sub_axes.index(a) for a in axes]
         mask = self.valid.copy()
         shift = 0

@@ -24,7 +24,7 @@ Bytes = Callable[[FactorSharding], float]
 
 @dataclass(frozen=True)
 class ReshardedTensor:
-    """A tensor to be resharded; `itemsize` are the bytes of an element."""
+    """A tensor to be resharded; `itemsize` is the number of bytes of an element."""
 
     factors: TensorFactors
     costs: Costs
@@ -37,8 +37,8 @@ def plan_steps(
 ) -> list[ReshardStep]:
     """The cheapest steps from one factor sharding of a tensor to another.
 
-    If parts do not compose (sub-axes that do not divide each other, 14 over 4 and over 2, sizes by
-    hand), the steps gather the whole tensor and cut it again.
+    If shards do not compose (sub-axes that do not divide each other, 14 elements over 4 and over 2,
+    sizes by hand), the steps gather the whole tensor and cut it again.
     """
     if before == after:
         return []
@@ -54,7 +54,7 @@ def plan_steps(
 
 
 def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
-    """Reduces partial values, then gathers one slot after the other."""
+    """Yields steps that reduce partial values, then gather slot by slot."""
     if factor_sharding.partial:
         yield ReshardStep(
             "AllReduce", factor_sharding.partial, factor_sharding, factor_sharding.reduced()
@@ -67,7 +67,7 @@ def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterat
 
 
 def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
-    """Cuts one slot after the other, then masks values that must become partial."""
+    """Yields steps that cut slot by slot, then mask values that must become partial."""
     have = FactorSharding(tuple(() for _ in factor_sharding.leaves))
     for slot, axes in _slots(factor_sharding, factors):
         after = FactorSharding(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
@@ -90,7 +90,8 @@ def _slots(
 
 
 def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None) -> bool:
-    """True if, of each changed leaf, the larger parts are unions of the smaller ones."""
+    """True if, on each leaf that the step changes, the larger shards are unions of the smaller
+    ones."""
     for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
         if a == b:
             continue
@@ -120,7 +121,8 @@ def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
 def plan_tree(
     start: FactorSharding, wanted: Sequence[FactorSharding], size: Bytes, tensor: ReshardedTensor
 ) -> list[ReshardStep]:
-    """The cheapest steps that produce every wanted sharding, each from any that exists by then.
+    """The cheapest steps that produce every wanted sharding, each from `start` or from one that
+    earlier steps produced.
 
     Planning for all readers of a tensor together reduces a sum that three nodes read only once.
     """

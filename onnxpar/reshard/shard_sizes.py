@@ -16,18 +16,18 @@ from onnxpar.reshard.sub_axes import Location, Locations, leaves_at
 from onnxpar.sharding.factors import TensorFactors, with_axes
 
 PartSizes = Callable[[int, Axes], tuple[int, ...]]
-"""Sizes of the parts of a leaf that is split over axes."""
+"""Sizes of the shards of a leaf that is split over axes."""
 
 
 @dataclass(frozen=True)
 class StateSizes:
     """The largest shard in every state, at one of the sizes for which costs are computed.
 
-    valid    states in which leaves have elements enough for their axes
-    bytes    the different numbers of bytes, in rising order
-    which    for each state, the index of its bytes
-    extents  for each dimension, its elements in each state
-    rows     for each dimension, its rows in each state, as in `rows_within`
+    valid    states in which every leaf has enough elements for its axes
+    bytes    the distinct numbers of bytes, in rising order
+    which    for each state, the index into `bytes`
+    extents  for each dimension, its number of elements in each state
+    rows     for each dimension, its contiguous runs in each state, as in `rows_within`
     """
 
     weight: float
@@ -40,8 +40,8 @@ class StateSizes:
     def rows_moved(
         self, source: Location, target: Location, factors: TensorFactors, start: Array, end: Array
     ) -> Array:
-        """Rows that a step copies between states, as in `rows_moved`; `start` and `end` are the
-        states before and after it."""
+        """The number of contiguous runs that a step copies between states, as in `rows_moved`;
+        `start` and `end` are the states before and after the step."""
         changed = {factors.dim_of_leaf[leaf] for leaf in leaves_at(source) ^ leaves_at(target)}
         rows: Array = np.zeros(len(start))
         outer: Array = np.ones(len(start))
@@ -80,8 +80,8 @@ class ShardSizes:
         return StateSizes(weight, ~np.isnan(sizes), different, which, every_extent, every_rows)
 
     def _of_dim(self, dim: Dim, leaves: Sequence[int]) -> tuple[Array, Array]:
-        """Elements and rows of a dimension with these leaves, computed once for all states that
-        agree on these leaves."""
+        """Elements and contiguous runs of a dimension with these leaves; computed once for all
+        states that agree on these leaves."""
         on_leaves = [self._on(i, set(leaves)) for i in range(len(self.sub_axes))]
         keys = np.zeros(len(self.states), int)
         for i, places in enumerate(on_leaves):
@@ -100,8 +100,8 @@ class ShardSizes:
         return [i if leaves_at(location) & leaves else -1 for i, location in enumerate(locations)]
 
     def _extent(self, dim: Dim, leaves: Sequence[int], at: Sequence[int]) -> tuple[float, float]:
-        """Elements of a dimension in the largest shard, NaN if a leaf has too few, and the rows
-        within it; `at` are the locations of the sub-axes by number."""
+        """Elements of a dimension in the largest shard (NaN if a leaf has too few), and the
+        contiguous runs within it; `at` has the index of each sub-axis's location."""
         given: list[tuple[Axes, tuple[int, ...] | None]] = []
         for leaf in leaves:
             held = [
@@ -118,7 +118,7 @@ class ShardSizes:
 def _extent_of(
     dim: Dim, given: tuple[tuple[Axes, tuple[int, ...] | None], ...], mesh: Mesh
 ) -> tuple[float, float]:
-    """Elements of a dimension in the largest shard once `given` axes split it, and its number of
-    rows (`rows_within`)."""
+    """Elements of a dimension in the largest shard if `given` axes split it, and its number of
+    contiguous runs (`rows_within`)."""
     split = with_axes(dim, iter(given))
     return estimated_size(split, mesh, 0), rows_within(split, mesh)

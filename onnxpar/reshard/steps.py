@@ -14,16 +14,16 @@ from onnxpar.sharding.factors import TensorFactors, with_axes
 from onnxpar.sharding.state import FactorSharding, covered_axes
 
 Move = tuple[str, Axes, Location, Location]
-"""A step by its kind, the sub-axes that it moves, their location before, and that after it."""
+"""A step: its kind, the sub-axes that it moves, and their location before and after it."""
 
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One collective, or a local cut: `kind` over `axes`, from one factor sharding to another.
+    """One collective or local cut: `kind` over `axes`, from one factor sharding to another.
 
-    LocalSlice keeps this rank's part; Select keeps the value on coordinate 0 of `axes` and the
-    neutral element of the reduction elsewhere (from whole to partial). `rows` are those that the
-    step copies, as in `rows_moved`.
+    LocalSlice keeps this rank's shard; Select keeps the value on coordinate 0 of `axes` and the
+    neutral element of the reduction elsewhere (from whole to partial). `rows` is the number of
+    contiguous runs that the step copies, as in `rows_moved`.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class ReshardStep:
 
 
 def moves(sub_axes: Sequence[Axis], locations: Locations, factors: TensorFactors) -> Iterator[Move]:
-    """All single steps, of any number of sub-axes from one common location to another."""
+    """Yields all single steps: each moves some sub-axes from one common location to another."""
     for n in range(1, len(sub_axes) + 1):
         for run in combinations(range(len(sub_axes)), n):
             common = [w for w in locations[run[0]] if all(w in locations[i] for i in run)]
@@ -72,8 +72,8 @@ def step_kind(axes: Axes, source: Location, target: Location, factors: TensorFac
 
 
 def _is_known(location: Location, factors: TensorFactors) -> bool:
-    """True if the bounds of shards there are known. In a dimension of data-dependent size, they are
-    known only if each shard is contiguous."""
+    """True if the bounds of shards at this location are known. In a dimension of data-dependent
+    size, they are known only if each shard is contiguous."""
     if factors.open.isdisjoint(leaves_at(location)):
         return True
     assert isinstance(location, tuple)
@@ -85,7 +85,7 @@ def _is_known(location: Location, factors: TensorFactors) -> bool:
 
 
 def _may_scatter(slot: Slot, axes: Axes, factors: TensorFactors) -> bool:
-    """True if a collective can scatter parts to a slot: they must cover all elements and, if the
+    """True if a collective can scatter shards to a slot: they must cover all elements and, if the
     size is data-dependent, be as equal as possible."""
     dim = factors.dims[factors.dim_of_leaf[slot[0]]]
     is_even = isinstance(dim, Factor) and len(axes) == 1

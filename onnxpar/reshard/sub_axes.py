@@ -1,5 +1,4 @@
-"""Sub-axes of a mesh, cut so finely that each is as a whole in one location of a factor
-sharding."""
+"""Cuts mesh axes into sub-axes so fine that each has a single location in every factor sharding."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ Locations = Sequence[Sequence[Location]]
 
 
 class Unordered(Exception):
-    """No order of the sub-axes agrees with that on every leaf, sub-axes overlap, or single steps do
-    not lead from one factor sharding to another."""
+    """Errors: no order of the sub-axes agrees with their order on every leaf, sub-axes overlap, or
+    no path leads from one factor sharding to another."""
 
 
 Cuts = dict[str, list[int]]
@@ -31,8 +30,8 @@ Cuts = dict[str, list[int]]
 
 
 def cuts_of(axes: Iterable[Axes]) -> Cuts:
-    """The cuts of each mesh axis by which all sub-axes in use are unions of the cut ones. Errors:
-    Unordered if they overlap without one dividing the other."""
+    """Cuts each mesh axis so finely that every sub-axis in use is a union of the cut ones. Errors:
+    Unordered if two overlap and neither divides the other."""
     cuts: dict[str, set[int]] = {}
     for axis in (a for group in axes for a in group):
         cuts.setdefault(axis.name, set()).update((axis.pre, axis.pre * axis.size))
@@ -43,7 +42,7 @@ def cuts_of(axes: Iterable[Axes]) -> Cuts:
 
 
 def cut(axes: Axes, cuts: Cuts) -> Axes:
-    """The same axes as sub-axes."""
+    """The axes, each replaced by its sub-axes."""
     sub_axes: list[Axis] = []
     for axis in axes:
         at = [c for c in cuts[axis.name] if axis.pre <= c <= axis.pre * axis.size]
@@ -67,7 +66,7 @@ def locations_in(
 
 
 def ordered(chains: Iterable[Axes], found: Iterable[Mapping[Axis, Location]]) -> list[Axis]:
-    """All sub-axes, in an order that agrees with that on every leaf. Errors: Unordered."""
+    """All sub-axes in an order that agrees with their order on every leaf. Errors: Unordered."""
     sorter: TopologicalSorter[Axis] = TopologicalSorter()
     for locations in found:
         for sub_axis in sorted(locations, key=lambda a: (a.name, a.pre)):

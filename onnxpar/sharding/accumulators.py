@@ -1,5 +1,6 @@
-"""Sums that a loop carries: each iteration adds a term, and nothing else reads the sum before the
-end. A loop may carry such a sum while it is partial, because a partial sum may pass an Add."""
+"""Finds sums that a loop carries: each iteration adds a term, and nothing else reads the sum before
+the loop ends. A loop may carry such a sum while it is partial, because an Add passes partial sums
+on."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Accumulator:
 
     operand, result  indices of the sum among the loop's operands and results
     given, back      the sum as input and as output of the loop's body
-    add              the Add between these; its operand number `term` is what an iteration adds
+    add              the Add in the body that computes `back` from `given`
+    term             index of the Add's other operand, which an iteration adds
     """
 
     operand: int
@@ -42,9 +44,8 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
     if not inner:
         return
     (body,) = inner
-    first_input, first_output = (
-        (2, 1) if node.op == "Loop" else (0, 0)
-    )  # after a counter and a condition
+    # A Loop's body first takes a counter and a condition, and first returns a condition.
+    first_input, first_output = (2, 1) if node.op == "Loop" else (0, 0)
     carried = len(body.inputs) - first_input - node.attrs.get("num_scan_inputs", 0)
     results = {t.name for t in body.outputs}
     for i in range(carried):
@@ -59,7 +60,7 @@ def accumulators(node: gs.Node) -> Iterator[Accumulator]:
 
 
 def source(tensor: gs.Tensor) -> gs.Tensor:
-    """The tensor before any reshards that lead to this one."""
+    """The tensor from which reshards make this one; the tensor itself if no reshard makes it."""
     while tensor.inputs and is_reshard(tensor.inputs[0]):
         tensor = tensor.inputs[0].inputs[0]
     return tensor

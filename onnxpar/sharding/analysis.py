@@ -34,12 +34,12 @@ def analyse(
     in_bodies: bool = True,
     whole: Whole | None = None,
 ) -> GraphFactors:
-    """Refines every dimension of the graph to atoms; with `in_bodies`, those of the bodies of
-    control flow, too.
+    """Refines every dimension of the graph to atoms; with `in_bodies`, also the dimensions in
+    bodies of control flow.
 
     `pairs` are tensors whose dimensions correspond although no op connects them (state pairs);
-    dimensions whose sizes differ (a cache that grows) stay separate. `whole` are the factors, by
-    the first result of a node, that the node must not split.
+    dimensions whose sizes differ (a cache that grows) stay separate. `whole` maps the first result
+    of a node to the factors that the node must not split.
     """
     return _Analysis(graph, pairs, in_bodies, whole or {}).run()
 
@@ -72,9 +72,12 @@ class _Analysis:
         return GraphFactors(tensors, self._ops(tensors, fused), fused=fused)
 
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
-        """All nodes. A leaf that cannot be split the same way on both sides of a fused tensor stays
-        whole. Partial sums do not pass nodes that read a fused tensor, because such a node may
-        round its other operands."""
+        """The factors of all nodes.
+
+        A leaf stays whole if the nodes on both sides of a fused tensor cannot split it the same
+        way. Partial sums do not pass nodes that read a fused tensor, because such a node may round
+        its other operands.
+        """
         for n, joined in enumerate(self.joined):
             if not fused.isdisjoint(t.name for t in joined.node.inputs):
                 rule = replace(joined.rule, linear=(), monotone=frozenset())

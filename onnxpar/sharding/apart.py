@@ -1,5 +1,5 @@
-"""Leaves that may be split over the same mesh axis: they are in different segments of a
-concatenation, or in no tensor together."""
+"""Finds leaves that may be split over the same mesh axis: they are in different segments of a
+concatenation, or no tensor has both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxpar.sharding.factors import Links, Pairs, TensorFactors
 
 def apart_in_dims(dims: Sequence[Dim], counts: Sequence[int]) -> Pairs:
     """Pairs of a tensor's leaves in different segments of a dimension; `counts` are the numbers of
-    leaves of each."""
+    leaves of the dimensions."""
     apart: set[tuple[int, int]] = set()
     at = 0
     for dim, count in zip(dims, counts, strict=True):
@@ -41,7 +41,8 @@ def _apart(dim: Dim, at: int) -> set[tuple[int, int]]:
 def apart_in_op(
     operands: Iterable[tuple[str, Links]], tensors: Mapping[str, TensorFactors]
 ) -> Pairs:
-    """Pairs of a node's leaves that are in different segments in every tensor that has both."""
+    """Pairs of a node's leaves that are in different segments in every tensor that has both
+    leaves."""
     operands = list(operands)
     if not any(name in tensors and tensors[name].apart for name, _ in operands):
         return frozenset()
@@ -57,7 +58,7 @@ def apart_in_op(
 
 
 def never_together(count: int, operands: Iterable[tuple[str, Links]]) -> Pairs:
-    """Pairs of a node's `count` leaves that no tensor has both of: values on different paths
+    """Pairs of a node's `count` leaves such that no tensor has both: values on different paths
     through a body."""
     pairs = {(i, j) for i in range(count) for j in range(count) if i != j}
     return frozenset(pairs.difference(*(product(links, links) for _, links in operands)))

@@ -36,6 +36,6 @@ def unsplit_tree(variable: IndexVar) -> Dim:
 
 
 def has_major(variable: IndexVar) -> bool:
-    """True if the first leaf can be split so that each part is contiguous."""
+    """True if the first leaf can be split so that each shard is contiguous."""
     variable = variable.root()
     return variable.size > 1 and variable.kind != "concat"

@@ -1,4 +1,4 @@
-"""Leaves of different nodes that must be split over the same axes or not at all, because
+"""Finds leaves of different nodes that must be split over the same axes or not at all, because
 onnxruntime fuses these nodes."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def edges_of(ops: Sequence[OpFactors], fused: Collection[str]) -> list[Edge]:
 
 
 def groups(ops: Sequence[OpFactors], edges: Sequence[Edge]) -> list[frozenset[Member]]:
-    """Groups of leaves that any number of edges connect."""
+    """Groups of leaves that are connected by chains of edges."""
     found: dict[Member, set[Member]] = {}
     for (m, o), (r, i) in edges:
         for a, b in zip(ops[m].outputs[o], ops[r].inputs[i], strict=True):

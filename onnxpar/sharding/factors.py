@@ -21,7 +21,7 @@ from onnxpar.sharding.bonds import edges_of, groups
 
 @dataclass(frozen=True)
 class Leaf:
-    """An occurrence of an atom in a tensor; it can be split if it has two elements or more."""
+    """An occurrence of an atom in a tensor; it can be split if it has at least two elements."""
 
     atom: int
     size: int
@@ -50,7 +50,8 @@ class TensorFactors:
 
     @property
     def costed(self) -> tuple[tuple[float, tuple[Dim, ...]], ...]:
-        """The dimensions at each of the sizes for which costs are computed, with weights."""
+        """The dimensions at each of the sizes for which costs are computed, with the weight of
+        these sizes."""
         return self.priced or ((1.0, self.dims),)
 
 
@@ -64,7 +65,8 @@ class OpLeaf:
 
 
 Links = tuple[int | None, ...]
-"""For each leaf of a tensor, the leaf of the node that it is split with; None: it stays whole."""
+"""For each leaf of a tensor, the index of the node's leaf with which it is split; None if it stays
+whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +112,8 @@ class OpFactors:
 
     @property
     def costed(self) -> tuple[tuple[float, OpFactors], ...]:
-        """The node at each of the sizes for which costs are computed, with weights."""
+        """The node at each of the sizes for which costs are computed, with the weight of these
+        sizes."""
         return self.priced or ((1.0, self),)
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:
@@ -122,7 +125,8 @@ class OpFactors:
             yield from zip(body.graph.inputs, body.inputs, strict=True)
 
     def extent(self, leaf: int) -> int:
-        """Elements of a leaf in its tree, which may have other sizes than the leaf itself."""
+        """The number of elements of a leaf in the node's trees, whose sizes may differ from that of
+        the leaf."""
         own = self.leaves[leaf]
         found = (f.size for f in leaves_of(self.trees[own.factor]) if f.is_leaf)
         return dict(zip(self.atoms[own.factor], found, strict=True))[own.atom]
@@ -162,12 +166,12 @@ class GraphFactors:
             self._bonded |= {(op.node.name, leaf): members for op, leaf in members}
 
     def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:
-        """All leaves that must be split over the same axes as this one, including itself, each with
+        """All leaves that must be split over the same axes as this one, itself included, each with
         its node."""
         return self._bonded.get((op.node.name, leaf)) or [(op, leaf)]
 
     def opened(self, other: GraphFactors) -> GraphFactors:
-        """The same factors, with those atoms open that have another size in `other`."""
+        """The same factors; atoms that have another size in `other` are marked as open."""
         sizes = {leaf.atom: leaf.size for op in other.ops for leaf in op.leaves}
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
@@ -183,13 +187,15 @@ def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
 
 
 def with_axes(dim: Dim, axes: Iterator[tuple[Axes, tuple[int, ...] | None]]) -> Dim:
-    """The tree whose splittable leaves take (axes, part sizes) from the iterator, in order; leaves
-    after its end are whole."""
+    """Assigns axes and part sizes to the splittable leaves of a tree, in order; leaves after the
+    end of the iterator are whole."""
     if isinstance(dim, Factor):
         if not dim.is_leaf:
             return dim
         over, parts = next(axes, ((), None))
-        if isinstance(dim, SizedFactor):  # sizes by hand apply only to the size they were given for
+        if isinstance(
+            dim, SizedFactor
+        ):  # sizes by hand hold only for the dimension's size for which they were given
             parts = parts if parts and sum(parts) == dim.size else None
         return type(dim)(dim.size, over, parts)
     return type(dim)(tuple(with_axes(c, axes) for c in dim.children))

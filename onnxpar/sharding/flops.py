@@ -15,7 +15,8 @@ from onnxpar.sharding.state import ShardingState
 
 
 def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
-    """Multiplications and additions of a contraction: all of them, or those of rank 0."""
+    """Multiplications and additions of a contraction: of the unsplit op, or of rank 0 if `sharding`
+    is given."""
     if sharding is None:
         return 2 * _products(op.rule, op.rule.sizes)
     return flops_on_rank_0(op, sharding.op_axes(op), sharding.mesh)

@@ -1,4 +1,5 @@
-"""Rules that split less than their op allows: with open sizes, some shards are not known."""
+"""Restricts rules so that they split less than their op allows: with open sizes, some shards have
+no closed form."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ OPEN = "its shards are not known while sizes are open; --dim NAME=N fixes a size
 
 
 def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule:
-    """The rule without these factors: each dimension that has one becomes a factor of its own that
-    stays whole. None: every factor stays whole."""
+    """The rule in which these factors stay whole: each dimension that has one becomes a factor of
+    its own. None: every factor stays whole."""
     if factors is None:
         return whole_rule(node, OPEN)
     sizes: dict[str, Size] = dict(rule.sizes)
@@ -59,8 +60,9 @@ def _pairs(
 
 
 def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
-    """Those of the factors, and of the ones co-sharded with them, whose shards depend on more than
-    their own size: ranks exchange their elements, or they share a dimension with other factors."""
+    """Those of these factors (and of factors co-sharded with them) whose shards depend on more than
+    the factor's own size: ranks exchange their elements, or a dimension combines them with other
+    factors."""
     exchanged = {
         *rule.lowered,
         *rule.communicating,
@@ -72,6 +74,6 @@ def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
 
 
 def joint(rule: Rule) -> list[tuple[str, ...]]:
-    """The factors of each dimension that consists of several."""
+    """The factors of each dimension that combines several factors."""
     specs = [expr for spec in (*rule.inputs, *rule.outputs) for expr in spec or ()]
     return [tuple(expr_vars(expr)) for expr in specs if not isinstance(expr, Var)]

@@ -33,8 +33,8 @@ Held = Collection[tuple[str, int]]
 
 
 class Joined(NamedTuple):
-    """A node, the index variables of its rule's factors, and those of its bodies that are split
-    with it."""
+    """A node, the index variables of its rule's factors, and the bodies that are split with the
+    node, with theirs."""
 
     node: gs.Node
     graph: gs.Graph
@@ -43,8 +43,8 @@ class Joined(NamedTuple):
     bodies: list[gs.Graph]
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Spec | None]]:
-        """Every operand and result, those of the bodies included, with what the rule says of its
-        dimensions; None if it says nothing."""
+        """Every operand and result of the node and of its bodies, with the rule's text for its
+        dimensions (None: no layout)."""
         operands, results = ports(self.node, self.bodies)
         for tensors, specs in ((operands, self.rule.inputs), (results, self.rule.outputs)):
             yield from zip(tensors, [*specs, *[None] * (len(tensors) - len(specs))], strict=True)
@@ -57,7 +57,8 @@ def op_factors(
     atoms: Atoms,
     held: Held = (),
 ) -> OpFactors:
-    """The node over atoms, after all index variables are unified; leaves in `held` stay whole."""
+    """The factors of a node in terms of atoms, after unification of all index variables; leaves in
+    `held` stay whole."""
     node, bodies = joined.node, joined.bodies
     whole = _whole_factors(joined, dims, held)
     found = {name: list(atoms.leaves(factor)) for name, factor in joined.factors.items()}
@@ -115,15 +116,15 @@ def _whole_factors(
 def _op_leaves(
     rule: Rule, found: Mapping[str, Sequence[Leaf]], whole: dict[str, str], held: Held
 ) -> tuple[tuple[OpLeaf, ...], dict[str, list[int | None]]]:
-    """The node's splittable leaves, and for each factor their numbers, None for a leaf that stays
-    whole. A factor with no leaf left because of `held` is added to `whole`."""
+    """The node's splittable leaves, and for each factor the indices of its leaves (None for a leaf
+    that stays whole). Adds factors of which `held` leaves nothing to `whole`."""
     co_sharded = {f for group in rule.co_sharded for f in group}
     leaves: list[OpLeaf] = []
     index: dict[str, list[int | None]] = {}
     for name, own in found.items():
         index[name] = []
         for leaf in own:
-            is_minor = name in co_sharded and bool(index[name])  # its parts are not contiguous
+            is_minor = name in co_sharded and bool(index[name])  # its shards are not contiguous
             is_held = is_minor or (name, leaf.atom) in held
             index[name].append(None if name in whole or is_held else len(leaves))
             if index[name][-1] is not None:

@@ -1,4 +1,4 @@
-"""Decides where to reduce partial results: at once, or after the linear ops that they can pass.
+"""Decides where to reduce partial results: at once, or after the linear ops that pass them on.
 
 A partial sum may pass an op if exactly one of the op's jointly linear groups of operands carries
 it. That is cheaper where two sums meet (attention and MLP joined by an Add need one all-reduce, not
@@ -26,11 +26,11 @@ class _Candidate:
     """A result that can stay partial over `axes`.
 
     graph    the scope of its node: partial values do not enter or leave a body
-    keep     seconds up to here if it stays partial
-    reduce   seconds up to here if it is reduced
+    keep     seconds of all nodes up to this result if it stays partial
+    reduce   seconds of all nodes up to this result if it is reduced
     through  True if, to reduce it, this result is reduced and not its operands
-    group    the node's operands that are then partial, or are masked to count once
-    carried  those of `group` that are partial already
+    group    the node's operands that are partial then, or are masked to count once
+    carried  those operands in `group` that are partial already
     """
 
     graph: gs.Graph
@@ -128,7 +128,7 @@ class _Chooser:
         self.candidates[result.name] = best
 
     def _carry(self, op: OpFactors, carried: Accumulator) -> None:
-        """Lets a loop carry a sum of partial terms, which is then reduced once, after the loop."""
+        """Lets a loop carry a sum as a partial value; one reduction after the loop is enough."""
         add = self.sharding.factors.op(carried.add.name)
         term = self._operand(add, carried.term)
         used = [a for over in self.sharding.op_axes(add) for a in over]
@@ -158,7 +158,8 @@ class _Chooser:
         return linear + [(frozenset({i}), False) for i in op.rule.monotone]
 
     def _through(self, op: OpFactors, entry: tuple[frozenset[int], bool]) -> _Candidate | None:
-        """The result if the group's partial operands pass the node; None if they may not."""
+        """The candidate for a result if the operands of `entry` pass the node as partial values;
+        None if they may not."""
         group, is_sum = entry
         offered = {i: c for i in group if (c := self._operand(op, i))}
         fitting = ("sum",) if is_sum else ("max", "min")
@@ -185,8 +186,8 @@ class _Chooser:
         return _Candidate(op.graph, axes, reduce, seconds, 0.0, False, group, frozenset(carried))
 
     def _operand(self, op: OpFactors, index: int) -> _Candidate | None:
-        """The candidate that an operand is, if this node alone reads it and no one asked for its
-        layout."""
+        """The candidate of an operand; None if other nodes read the operand, or its layout is
+        requested."""
         tensor = op.node.inputs[index]
         candidate = self.candidates.get(tensor.name)
         if candidate is None or tensor.name in self.outputs or tensor.name in self.sharding.pinned:
@@ -212,7 +213,7 @@ class _Chooser:
         return self.sharding.costs.collective("AllReduce", axes, size)
 
     def _keep(self, op: OpFactors, candidate: _Candidate) -> None:
-        """Records that a result stays partial, and which of its operands therefore do."""
+        """Records that a result stays partial, and which of its operands stay partial for that."""
         if not candidate.group:
             return
         self.decided.results[op.node.outputs[0].name] = (candidate.axes, candidate.op)

@@ -17,8 +17,8 @@ from onnxpar.sharding.shard_bytes import shard_bytes
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a plan. `group` are the ranks of rank 0's group, one of `groups`; `bytes`
-    is what each rank sends, in all iterations of a Scan."""
+    """One collective of a plan. `group` is the group of rank 0, one of `groups` groups; `bytes` is
+    what each rank sends, over all iterations of a Scan."""
 
     kind: str
     name: str
@@ -49,8 +49,7 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
 
 
 def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
-    """The plan's entry for a collective inside an op; removes from the node what only the plan
-    needs."""
+    """The plan's entry for a collective inside an op; removes the plan's data from the node."""
     inner = take_inner(node)
     group = mesh.group(inner.axes, 0)
     size = math.prod(inner.shape) * numpy_dtype(node.inputs[0]).itemsize

@@ -1,4 +1,4 @@
-"""The factors of a graph at other sizes than those at which it was analysed.
+"""Recomputes the factors of a graph for other sizes than those at which it was analysed.
 
 The compiler analyses a graph at distinct sizes, so that no two dimensions are equal by chance. It
 computes costs at the sizes of real runs, where a batch may be 1: a dimension that can be split then
@@ -16,14 +16,14 @@ from onnxpar.symbols.fits import fit
 from onnxpar.symbols.symbols import Binding, Variable
 
 Sizes = Mapping[int, int]
-"""Elements of atoms."""
+"""The number of elements of atoms, by number of the atom."""
 Sample = tuple[Mapping[Variable, int], GraphFactors]
-"""The values of symbols and quotients, and the factors there."""
+"""The values of symbols and quotients at one binding, and the graph's factors there."""
 
 
 def atom_sizes(found: Sequence[Sample], wanted: Binding) -> Sizes:
-    """Elements of the open atoms at a binding, interpolated from the factors at several others. An
-    atom that no polynomial fits keeps its size in the first sample."""
+    """The number of elements of each open atom at the binding `wanted`, interpolated from several
+    samples. An atom that no polynomial fits keeps its size in the first sample."""
     each = [
         {leaf.atom: leaf.size for op in factors.ops for leaf in op.leaves}
         | {leaf.atom: leaf.size for t in factors.tensors.values() for leaf in t.leaves}
@@ -40,15 +40,15 @@ def atom_sizes(found: Sequence[Sample], wanted: Binding) -> Sizes:
 
 
 def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
-    """The factors whose trees have these sizes of atoms. Leaves keep their sizes, so that the same
-    ones can be split as before."""
+    """The factors with these sizes of atoms in their trees. Leaves keep their old sizes, so that
+    the same leaves can be split."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
     ops = [_op(op, sizes) for op in factors.ops]
     return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
 
 
 def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphFactors:
-    """The same factors, with costs computed at each of these sizes, with weights."""
+    """The same factors, for which costs are computed at these sizes, with weights."""
     sized = [(weight, at_sizes(factors, sizes)) for sizes, weight in each]
     tensors = {
         name: replace(tensor, priced=tuple((w, at.tensors[name].dims) for w, at in sized))

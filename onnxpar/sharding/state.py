@@ -1,4 +1,4 @@
-"""The sharding of a graph while it is being decided: mesh axes assigned to atoms.
+"""The sharding of a graph while it is being decided: mesh axes for the leaves of tensors and nodes.
 
 Each leaf of a tensor or node has its axes, or None while they are open. A `FactorSharding` is the
 decided assignment of one tensor; put back into its dimensions, it becomes a `Layout`.
@@ -48,18 +48,18 @@ class FactorSharding:
         return not self.partial and not any(self.leaves)
 
     def reduced(self) -> FactorSharding:
-        """The same, not partial."""
+        """The same axes, with nothing partial."""
         return FactorSharding(self.leaves)
 
 
 @dataclass
 class ShardingState:
-    """Axes of every tensor leaf (by tensor) and op leaf (by node).
+    """Axes of every tensor's leaves (by tensor) and of every node's leaves (by node).
 
     costs    cost model for communication and compute on the mesh
     pinned   tensors with a requested layout, which they keep whatever their producer and readers
              require
-    parts    sizes by hand of the parts of an atom that is split over these axes
+    parts    sizes by hand of the shards of an atom, by the atom and the axes that split it
     """
 
     mesh: Mesh
@@ -83,7 +83,7 @@ class ShardingState:
         )
 
     def assign_tensor(self, name: str, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a tensor; False if it is decided already or the axes are in
+        """Splits an open leaf of a tensor; False if the leaf is decided already, or the axes are in
         use."""
         have = self.tensors[name]
         if have[leaf] is not None or not _fits(self.factors.tensors[name], have, leaf, axes):
@@ -92,8 +92,8 @@ class ShardingState:
         return True
 
     def assign_op(self, op: OpFactors, leaf: int, axes: Axes) -> bool:
-        """Splits an open leaf of a node, and those that must be split with it; False if one of them
-        is decided already or the axes are in use."""
+        """Splits an open leaf of a node, and the leaves bonded to it; False if one of them is
+        decided already, or the axes are in use."""
         together = self._together(op, leaf)
         for other, i in together:
             have = self.ops[other.node.name]
@@ -119,7 +119,7 @@ class ShardingState:
             have[i] = () if have[i] is None else have[i]
 
     def _together(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
-        """The leaves that must be split like this one; this one comes first."""
+        """The leaves that must be split like this one, which comes first."""
         found = [(op, leaf)]
         for other, i in found:
             tied = [(other, j) for group in other.co_sharded if i in group for j in group]
@@ -168,7 +168,7 @@ class ShardingState:
         return [axes or () for axes in self.ops[op.node.name]]
 
     def tensor_sharding(self, name: str) -> FactorSharding:
-        """The sharding of a tensor so far; an open leaf counts as whole."""
+        """The sharding of a tensor as decided so far; an open leaf counts as whole."""
         return FactorSharding(tuple(axes or () for axes in self.tensors.get(name, [])))
 
     def operand_sharding(self, op: OpFactors, links: Sequence[int | None]) -> FactorSharding:
@@ -180,8 +180,8 @@ class ShardingState:
     def state_leaves(
         self, leaves: Sequence[Axes], source: str, result: str, name: str
     ) -> tuple[Axes, ...]:
-        """Axes for the leaves of `name`, which is `source` or `result` of a state pair, if the
-        leaves of the input `source` have these axes; dimensions that grow are whole."""
+        """Axes for the leaves of `name`, one tensor of a state pair, if the leaves of the pair's
+        input `source` have the axes `leaves`; dimensions that grow are whole."""
         tensors = self.factors.tensors
         by_dim: dict[int, list[Axes]] = defaultdict(list)
         for axes, dim in zip(leaves, tensors[source].dim_of_leaf, strict=True):
@@ -204,7 +204,8 @@ class ShardingState:
         return axes, reduce
 
     def part_sizes(self, name: str, leaf: int, axes: Axes) -> tuple[int, ...]:
-        """Sizes of the parts of a tensor's leaf if it is split over these axes."""
+        """Sizes of the shards of a tensor's leaf if it is split over these axes: those given by
+        hand, or else the default ones."""
         factor = self.factors.tensors[name].leaves[leaf]
         by_hand = self.parts.get((factor.atom, axes)) if axes else None
         return by_hand or nested_parts(factor.size, tuple(a.size for a in axes))
@@ -217,7 +218,8 @@ class ShardingState:
     def costed_shapes(
         self, name: str, factor_sharding: FactorSharding
     ) -> list[tuple[float, tuple[int, ...]]]:
-        """Shapes of the largest shard at the sizes for which costs are computed, with weights."""
+        """The shape of the largest shard at each of the sizes for which costs are computed, with
+        the weight of these sizes."""
         factors = self.factors.tensors[name]
         given: dict[int, Given] = defaultdict(tuple)
         for axes, dim, leaf in zip(
@@ -240,12 +242,12 @@ class ShardingState:
 
 
 Given = tuple[tuple[Axes, tuple[int, ...] | None], ...]
-"""Axes of each leaf of a dimension, and the sizes of its parts if they are given by hand."""
+"""Axes of each leaf of a dimension, with the sizes of its shards if they are given by hand."""
 
 
 @lru_cache(maxsize=1 << 16)
 def _largest_part(dim: Dim, given: Given, mesh: Mesh) -> int:
-    """Elements of a dimension with these axes in the largest shard."""
+    """The number of elements of a dimension in the largest shard, if its leaves have these axes."""
     return estimated_size(with_axes(dim, iter(given)), mesh, 0)
 
 
@@ -273,6 +275,6 @@ def covered_axes(dim: Dim) -> frozenset[Axis] | None:
 
 
 def overlaps(axes: Iterable[Axis], used: Iterable[Axis]) -> bool:
-    """True if an axis is already in use."""
+    """True if any of the axes overlaps a used one."""
     taken = list(used)
     return any(a.overlaps(b) for a in axes for b in taken)

@@ -1,4 +1,4 @@
-"""Unification of dimensions: union-find over products and concatenations of index variables."""
+"""Unifies dimensions: union-find over products and concatenations of index variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class IndexVar:
         self.parent: IndexVar | None = None
 
     def root(self) -> IndexVar:
-        """The variable that stands for all that this one is unified with."""
+        """The representative of all variables that are unified with this one."""
         node = self
         while node.parent is not None:
             if node.parent.parent is not None:
@@ -40,7 +40,8 @@ def flat(node: IndexVar, kind: str) -> list[IndexVar]:
 
 
 def _refine(node: IndexVar, kind: str, sizes: tuple[int, ...]) -> list[IndexVar] | None:
-    """Makes an atom a product or concatenation of these sizes; None if it is not an atom."""
+    """Turns an atom into a product or concatenation of variables with these sizes, and returns
+    them; None if it is not an atom."""
     node = node.root()
     if node.kind:
         return None
@@ -58,8 +59,8 @@ def _only(node: IndexVar) -> IndexVar:
 
 
 def unify(a: IndexVar, b: IndexVar) -> bool:
-    """Makes two variables the same, and refines both if they are cut differently. False if they
-    cannot be the same; what is unified by then stays unified."""
+    """Makes two variables the same; if they are cut differently, refines both. False if they cannot
+    be the same; then parts of them may be unified."""
     a, b = _only(a), _only(b)
     if a is b:
         return True

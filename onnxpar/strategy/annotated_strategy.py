@@ -23,14 +23,18 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 MESH, AXES, PARTS = PREFIX + "mesh", PREFIX + "axes", PREFIX + "parts"
 PARTIAL, TENSORS = PREFIX + "partial", PREFIX + "tensors"
-"""Keys of metadata. Of the model: the mesh, and the layouts of pinned tensors. Of a node: axes and
-sizes by hand per factor, and partial sums by tensor. The model, too, has the axes of nodes that are
-not in its own graph, because they come from a function or a fused op."""
+"""Keys of metadata: of a node, its partial sums by tensor; of the model, the layouts of pinned
+tensors.
+
+The other keys are, of the model, its mesh; of a node, the axes and the sizes by hand of its
+factors. The model also has the axes of nodes that are not in its own graph, because they come from
+a function or a fused op.
+"""
 
 
 def annotated_mesh(annotated: Configuration, wanted: Mesh | None) -> Mesh:
-    """The mesh of the annotations: the one `wanted`, that of the metadata, or the coarsest whose
-    axes give all device lists. Errors: StrategyError if there is none."""
+    """The mesh of the annotations: `wanted` if it is given, the one in the metadata, or else the
+    coarsest mesh whose axes give all device lists. Errors: StrategyError if there is none."""
     written = annotated.metadata.get(MESH)
     if wanted is not None:
         if wanted.size != annotated.devices or (written and Mesh.parse(written) != wanted):
@@ -169,8 +173,8 @@ class _NodeReader:
         self.parts_in_use = 1
 
     def annotations(self) -> Iterator[Annotation]:
-        """An annotation of the node, then one for each result that it produces in another layout
-        than the annotated one."""
+        """Yields an annotation of the node, then one for each result whose annotated layout differs
+        from the one that the node produces."""
         for name, links in self.inputs:
             blocked = frozenset(j for j, k in enumerate(links) if k is None)
             for link, over in zip(links, self._stated(name, links, blocked) or (), strict=False):
@@ -196,8 +200,8 @@ class _NodeReader:
             )
 
     def _produces(self, name: str, links: Sequence[int | None], requested: Sequence[Axes]) -> bool:
-        """True if the node produces the result in this layout; its open leaves are split for
-        that."""
+        """True if the node produces the result in this layout; splits open leaves of the node so
+        that it does."""
         taken = dict(self.axes)
         for link, over in zip(links, requested, strict=True):
             if (over and link is None) or (link is not None and taken.get(link, over) != over):
@@ -250,8 +254,9 @@ class _NodeReader:
         return axes_of(digits, self.sharding.mesh, f"{self.note.what}, tensor {name!r}")
 
     def _open(self, name: str, count: int, links: Mapping[int, int | None]) -> Axes:
-        """Axes for a number of parts without devices: those that the factor has already, or, as for
-        MindSpore's counts, the next ones of a row-major view of the ranks."""
+        """The axes for a component with a number of shards but no devices: those that the factor
+        has already, or, as for MindSpore's tuples, the next ones of a row-major view of the ranks.
+        """
         for link in links.values():
             known = () if link is None else self.axes.get(link, ())
             if count > 1 and known and parts_over(known) == count:
@@ -272,8 +277,8 @@ class _NodeReader:
         links: Mapping[int, int | None],
         blocked: frozenset[int],
     ) -> list[Axes]:
-        """Axes for the leaves of a dimension, in the order of `links`, from those of its
-        components."""
+        """The axes for the leaves of a dimension, in the order of `links`, from the axes of the
+        dimension's components."""
         decided = [() if k is None else self.axes.get(k, ()) for k in links.values()]
         if len(given) == 1 and [a for axes in decided for a in axes] == [*given[0][1]]:
             return decided

@@ -1,4 +1,4 @@
-"""Annotations for the nodes that a training step derives from an annotated node of the model: its
+"""Annotates the nodes that a training step derives from an annotated node of the model: its
 gradient, and its copies for recomputation and evaluation."""
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _EVALUATED = re.compile(r"(evaluate/)?evaluation/(?P<name>.*)|evaluate/(?P<alike
 
 @dataclass(frozen=True)
 class DerivedAnnotation:
-    """Axes for leaves of a derived node; they apply to leaves that are still open, if no other leaf
-    uses the axes."""
+    """Axes for leaves of a derived node; they apply only to leaves that are open, and only if no
+    other leaf uses the axes."""
 
     op: OpFactors
     axes: Mapping[int, Axes]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves that are still open; those to be split come first."""
+        """Decides the leaves that are still open; leaves to be split come before leaves to be kept
+        whole."""
         changed = False
         for leaf, axes in self.axes.items():
             if axes:
@@ -40,10 +41,11 @@ class DerivedAnnotation:
 
 
 def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> list[Annotation]:
-    """The annotations, followed by those of nodes derived from the nodes that they name.
+    """The annotations, followed by annotations of the nodes that are derived from the annotated
+    ones.
 
-    A derived node gets the axes that the annotation requests for the same atoms. As they come last,
-    an annotation of the derived node itself overrides them.
+    A derived node gets the axes that the annotation requests for the same atoms. Since these come
+    last, an annotation of the derived node itself wins.
     """
     requested = {a.op.node.name: a for a in annotations if isinstance(a, NodeAnnotation)}
     derived: dict[str, list[OpFactors]] = defaultdict(list)
@@ -61,7 +63,7 @@ def with_derived(annotations: Sequence[Annotation], sharding: ShardingState) -> 
 
 
 def sources_of(name: str) -> Iterator[str]:
-    """Possible names of the node from which a node of this name is derived."""
+    """Possible names of the node from which the node `name` is derived."""
     evaluated = _EVALUATED.fullmatch(name)
     if evaluated:
         own = evaluated["name"] or evaluated["alike"]
@@ -72,8 +74,8 @@ def sources_of(name: str) -> Iterator[str]:
 
 
 def _axes_of(op: OpFactors, annotation: NodeAnnotation) -> dict[int, Axes]:
-    """For each leaf of a derived node, the axes that the annotation requests for its atom, if it
-    does."""
+    """The axes that the annotation requests for the atom of each leaf of a derived node; leaves
+    whose atoms it does not name are left out."""
     of_atom: dict[int, set[Axes]] = defaultdict(set)
     for leaf, axes in annotation.axes.items():
         of_atom[annotation.op.leaves[leaf].atom].add(axes)

@@ -76,7 +76,8 @@ def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
 
 
 def axes_of(digits: Iterable[Digit], mesh: Mesh, what: str) -> Axes:
-    """Digits as axes and sub-axes of a mesh. Errors: StrategyError if they are none."""
+    """Converts digits to axes and sub-axes of a mesh. Errors: StrategyError if a digit is
+    neither."""
     try:
         return tuple(a for d in digits for a in mesh.flat(mesh.size // (d.stride * d.size), d.size))
     except StrategyError as error:
@@ -99,8 +100,8 @@ def _along(at: np.ndarray[tuple[int, ...], np.dtype[np.int64]], dim: int) -> lis
 
 
 def _digits(values: Sequence[int]) -> list[Digit]:
-    """The digits of a list that starts at 0: from the minor one on, each counts as far as the
-    values rise evenly."""
+    """The digits of a list that starts at 0, from the minor one on: each digit extends as far as
+    the values rise evenly."""
     out: list[Digit] = []
     while len(values) > 1:
         step = values[1]
@@ -108,7 +109,7 @@ def _digits(values: Sequence[int]) -> list[Digit]:
         while len(values) % size:
             size -= 1
         if size == 1 or step < 1:
-            return [Digit(len(values), 0)]  # not a digit: the list cannot be rebuilt from it
+            return [Digit(len(values), 0)]  # no digits give this list; the caller notices
         out.insert(0, Digit(size, step))
         values = values[::size]
     return out

@@ -19,13 +19,13 @@ _BETWEEN = re.compile(r"[\s()]*(?:[*+][\s()]*)?")
 
 
 def is_cut(ask: Any) -> bool:
-    """True if an entry gives each leaf of a dimension by itself: `2*tp`."""
+    """True if a strategy's item splits each leaf of a dimension by itself, as in `2*tp`."""
     return isinstance(ask, str) and bool(re.search(r"[*+]", ask))
 
 
 def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
     """Reads the split of each splittable leaf of a dimension from a text such as `2*tp*16`. Errors:
-    StrategyError if the dimension has other leaves; it names them."""
+    StrategyError, naming the dimension's leaves, if the text has others."""
     found = [leaf for leaf in leaves(dim) if leaf.size > 1]
     words = _words(text, what)
     agree = (
@@ -63,7 +63,7 @@ def _words(text: str, what: str) -> list[str]:
 
 
 def _axis(text: str, mesh: Mesh, what: str) -> Axis:
-    """Reads an axis or sub-axis: the inverse of `Mesh.text`."""
+    """Reads an axis or sub-axis in the form that `Mesh.text` writes."""
     name, _, part = text.partition(":")
     whole = mesh.axis(name)
     if not part:

@@ -1,4 +1,5 @@
-"""Entries of a strategy, matched against the graph's names and put on leaves."""
+"""Matches the entries of a strategy against the names in a graph, and turns them into axes of
+leaves."""
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
 
 
 def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
-    """The names that a pattern matches; a name that equals it wins over globbing. Errors:
-    StrategyError if there is none; it names `source`, and says `what` was looked for."""
+    """The names that a pattern matches. If a name equals the pattern, only that one. Errors:
+    StrategyError if there is none, with `source` (where the pattern is) and `what` (the kind of
+    names)."""
     names = list(names)
     found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
     if not found:
@@ -113,7 +115,7 @@ def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> Node
             if _counted(ask) and links and all(axes.get(k, ()) for k in links if k is not None):
                 over = next((axes[k] for k in links if k is not None and axes.get(k)), ())
                 if parts_over(over) == ask:
-                    continue  # an earlier operand already gave this factor its axes
+                    continue  # an earlier operand has given this factor its axes
             label = f"input {index} dimension {axis}"
             factors = _factors_of(op, index, axis)
             annotation = _Leaves(op, sharding, f"{what}: {label}", factors, axes, parts)
@@ -153,8 +155,8 @@ def _factors_of(op: OpFactors, index: int, axis: int) -> frozenset[str]:
 
 @dataclass
 class _Leaves:
-    """The leaves of a node that its entry has decided so far; `factors` are those of the item that
-    is read, and `what` names it in errors."""
+    """The leaves of a node that its entry has decided so far. `factors` are the factors of the item
+    that is being read; `what` names the item in errors."""
 
     op: OpFactors
     sharding: ShardingState
@@ -164,8 +166,8 @@ class _Leaves:
     parts: dict[int, tuple[int, ...]]
 
     def decide(self, dim: Dim, links: Sequence[int | None], ask: Any, pre: int) -> int:
-        """Reads the item of one dimension or factor. `pre` is the number of parts that counts in
-        earlier items use up; returns the number after this one."""
+        """Reads the item of one dimension or factor. `pre` is the product of the numbers of shards
+        in earlier items; returns it with this item's numbers."""
         if is_cut(ask):
             splits = read_splits(ask, dim, self.sharding.mesh, self.what)
             spread = [over for over, _ in splits]
@@ -223,8 +225,8 @@ def _spread(
 
 
 def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int, ...] | None, int]:
-    """Reads the item of one dimension: its axes, its sizes by hand, and the number of parts that
-    counts use up then (`pre` before it)."""
+    """Reads the item of one dimension: its axes, its sizes by hand, and the product of the numbers
+    of shards up to this item (`pre` before it)."""
     if ask in (None, 1, "-"):
         return (), None, pre
     if isinstance(ask, int) and not isinstance(ask, bool):

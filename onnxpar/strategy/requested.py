@@ -1,4 +1,4 @@
-"""Checks that a plan has the layouts that its user requests, by a strategy or by annotations.
+"""Checks that a plan has the layouts that the user requests by a strategy or by annotations.
 
 An entry that is impossible by itself is refused when it is read. This check, on the whole plan,
 finds the rest, such as entries that contradict each other.
@@ -21,9 +21,9 @@ def check_requested(
     sharding: ShardingState,
     states: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Raises StrategyError if a node or a tensor is not split as requested; the error names it, the
-    requested layout, the one it would get, and the reason. `states` are pairs of an input and the
-    output that is fed back to it."""
+    """Raises StrategyError if a node or a tensor is not split as requested; the error names it,
+    both layouts, and the reason. `states` are pairs of an input and the output that is fed back to
+    it."""
     fed_by = {result: source for source, result in states}
     for annotation in annotations:
         if isinstance(annotation, NodeAnnotation):

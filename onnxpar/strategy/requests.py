@@ -16,9 +16,9 @@ Rounds = list[list[Annotation]]
 def requests(
     annotated: Configuration | None, strategy: Strategy | None, sharding: ShardingState
 ) -> tuple[list[Annotation], Rounds]:
-    """The annotations that were asked for, and rounds of these with what they imply for derived
-    nodes (gradients, copies): the model's first, then the user's. Errors: StrategyError where both
-    name a node and differ."""
+    """Returns the annotations that the model and the user ask for, and rounds of these with
+    annotations for derived nodes (gradients, copies): first the model's round, then the user's.
+    Errors: StrategyError if both name a node and differ."""
     asked: list[Annotation] = []
     rounds: Rounds = []
     if annotated is not None:

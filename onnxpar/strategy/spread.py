@@ -1,4 +1,4 @@
-"""Axes of a whole dimension, distributed over the factors and segments that it consists of."""
+"""Distributes the axes of a whole dimension over its factors and segments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from onnxpar.layout.mesh import Axes, Axis, parts_over
 
 
 def spread_dim(dim: Dim, axes: Axes, blocked: frozenset[int] = frozenset()) -> list[Axes] | None:
-    """Axes for the splittable leaves of a dimension, so that it is split over all of `axes`.
+    """Distributes `axes` over the splittable leaves of a dimension so that it is split over all of
+    them.
 
-    Of merged factors, the first that they divide evenly takes them; else the first that is large
-    enough; else the largest, some of whose parts are then empty. Of segments, each that can takes
-    them. `blocked` leaves stay whole; None if all leaves are blocked.
+    Among merged factors, the first that the axes divide evenly takes them; else the first that is
+    large enough; else the largest, some of whose shards are then empty. Among segments, each that
+    can takes them. `blocked` leaves stay whole; None if all leaves are blocked.
     """
     found = _spread_over(dim, axes, blocked)
     if found is not None or not axes:
@@ -34,7 +35,8 @@ def _splittable(dim: Dim) -> list[Factor]:
 
 
 def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | None:
-    """The same with no empty part; None if no leaf is large enough."""
+    """Distributes axes as `spread_dim`, but so that no shard is empty; None if no leaf is large
+    enough."""
     if isinstance(dim, Factor):
         if not axes:
             return [()] if dim.size > 1 else []
@@ -68,8 +70,8 @@ def leaf_count(dim: Dim) -> int:
 
 
 def nest(sizes: Sequence[int], axes: Axes) -> list[Axes] | None:
-    """Axes for merged factors that share them: 2 groups of 4 heads over tp=8 take tp:(1)2 and
-    tp:(2)4. None if the factors do not use them up."""
+    """Distributes axes over merged factors that share them: 2 groups of 4 heads over tp=8 take
+    tp:(1)2 and tp:(2)4. None if the factors cannot use all axes."""
     out: list[Axes] = []
     rest = list(axes)
     for size in sizes:

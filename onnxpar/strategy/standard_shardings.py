@@ -1,4 +1,4 @@
-"""Layouts in the form of ONNX's multi-device annotations, and axes as text."""
+"""Converts layouts to the form of ONNX's multi-device annotations, and axes to text and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def axes_text(axes: Axes, mesh: Mesh) -> str:
 
 
 def parse_axes(entries: Sequence[str], mesh: Mesh) -> list[Axes]:
-    """The inverse of `axes_text`, entry by entry. Errors: StrategyError for an unknown axis."""
+    """Parses texts such as `axes_text` writes. Errors: StrategyError for an unknown axis."""
     out: list[Axes] = []
     for entry in entries:
         axes: list[Axis] = []
@@ -35,9 +35,12 @@ def parse_axes(entries: Sequence[str], mesh: Mesh) -> list[Axes]:
 def node_shardings(
     op: OpFactors, names: Sequence[str], axes: Mapping[int, Axes], sharding: ShardingState
 ) -> list[TensorSharding]:
-    """The standard's shardings of a node's operands and results, of these names, if its leaves have
-    these axes. Those that the standard cannot express are left out: segments, and a tensor that the
-    node reads twice in different layouts."""
+    """The standard's shardings of a node's operands and results if its leaves have these axes;
+    `names` are the names of these tensors.
+
+    Leaves out what the standard cannot express: segments, and a tensor that the node reads twice in
+    different layouts.
+    """
     stated: dict[str, TensorSharding | None] = {}
     links = [*op.inputs, *op.outputs]
     for name, own in zip(names, links, strict=True):

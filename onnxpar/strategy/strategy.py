@@ -36,8 +36,7 @@ class Strategy:
     def given(
         strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None,
     ) -> Strategy | None:
-        """The strategy that a caller gives as a file, as the same structure in Python, or as it
-        is."""
+        """The strategy that a caller gives as a file, as a mapping, or as a Strategy."""
         if isinstance(strategy, Mapping):
             return Strategy.of(strategy)
         if isinstance(strategy, (str, os.PathLike)):
@@ -95,7 +94,8 @@ class NodeAnnotation:
     parts: Mapping[int, tuple[int, ...]]
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Fixes these leaves, also the whole ones, and those co-sharded or bonded with them."""
+        """Fixes these leaves, including those that stay whole, and the leaves that are co-sharded
+        or bonded with them."""
         for leaf, axes in with_co_sharded(self.op, self.axes).items():
             sharding.fix(self.op, leaf, axes)
             if leaf in self.parts:
@@ -105,8 +105,8 @@ class NodeAnnotation:
 
 @dataclass(frozen=True)
 class TensorAnnotation:
-    """Requested axes, and sizes by hand, of leaves of one tensor, None for an open leaf. With `pin`
-    the tensor keeps that layout whatever its producer and readers require."""
+    """Requested axes, and sizes by hand, of leaves of one tensor; None for an open leaf. With
+    `pin`, the tensor keeps this layout whatever its producer and readers require."""
 
     tensor: str
     axes: Sequence[Axes | None]
@@ -132,8 +132,8 @@ class TensorAnnotation:
 
 
 def with_co_sharded(op: OpFactors, axes: Mapping[int, Axes]) -> dict[int, Axes]:
-    """The axes, with those of co-sharded leaves that have none yet: the rows after a convolution
-    are split like those before it."""
+    """Adds the same axes for co-sharded leaves that have none yet: the rows after a convolution are
+    split like those before it."""
     found = dict(axes)
     for group in op.co_sharded:
         split = next((axes[leaf] for leaf in group if axes.get(leaf)), ())

@@ -1,5 +1,5 @@
-"""Writes splits of nodes and tensors as entries of a strategy file, which read back as the
-same."""
+"""Writes splits of nodes and tensors as entries of a strategy file, from which the same splits are
+read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def node_entry(op: OpFactors, splits: Splits, sharding: ShardingState) -> Any:
 
 
 def factor_entry(op: OpFactors, splits: Splits, mesh: Mesh) -> Any:
-    """The same entry by factors of the node's rule, which can express every split."""
+    """The entry of a node by factors of its rule, which can express every split."""
     entry: dict[str, Any] = {}
     for name, tree in op.trees.items():
         own = [s for s, leaf in zip(splits, op.leaves, strict=True) if leaf.factor == name]
@@ -117,6 +117,6 @@ def _key(name: str) -> str:
 
 
 def _value(entry: Any) -> str:
-    """In flow style, on one line."""
+    """An entry as YAML on one line, in flow style."""
     text: str = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=1 << 20)
     return text.strip()
