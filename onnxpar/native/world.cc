@@ -258,13 +258,18 @@ std::string World::Renew() {
     changed_.wait_for(lock, config_.timeout + kVerdictTime,
                       [&] { return epoch_ == next || is_for_good_; });
   }
-  if (!is_for_good_ && epoch_ != next) {
-    is_for_good_ = true;
-    failure_ = control->host() + ", which serves the control channel, does not respond";
+  if (epoch_ != next) {
+    if (!is_for_good_) {
+      is_for_good_ = true;
+      failure_ = control->host() + ", which serves the control channel, does not respond";
+    }
+    throw WorldFailure(failure_);
   }
-  if (is_for_good_) throw WorldFailure(failure_);
-  std::shared_ptr<Transport> left = std::move(transport_);
+  // All ranks report this reason, even if one of them ends now and breaks the connections of the
+  // others: that is the failure of their next call.
   const std::string reason = interruption_;
+  if (is_for_good_) return reason;
+  std::shared_ptr<Transport> left = std::move(transport_);
   lock.unlock();
   left.reset();
   try {
@@ -274,7 +279,7 @@ std::string World::Renew() {
         "rank " + std::to_string(rank()) + " cannot connect to the others again: " + error.what();
     control->Abort(text);
     OnFailure(text);
-    throw WorldFailure(text);
+    return reason;
   }
   lock.lock();
   transport_ = left;

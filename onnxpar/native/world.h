@@ -99,7 +99,8 @@ class World : public ControlListener {
   /// Makes every collective of this call, on all ranks, fail until all have called Renew.
   void Interrupt(const std::string& message);
   /// Waits until all ranks have left the interrupted run, and connects them again. Returns the
-  /// reason, the same on all ranks; throws if the world was aborted.
+  /// reason, the same on all ranks; throws if the world was aborted before. If they cannot connect,
+  /// the next call fails.
   std::string Renew();
   /// Leaves the world.
   void Close();

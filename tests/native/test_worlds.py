@@ -466,6 +466,28 @@ def test_a_rank_that_leaves_before_the_interrupt_is_told() -> None:
         world.close()
 
 
+def test_a_rank_that_ends_when_it_knows_the_reason() -> None:
+    """The other may still be connecting to it: it reports the same reason, and its next call says
+    what is wrong then."""
+
+    def renew(world: World, ends: bool) -> str:
+        reason = world.renew()
+        if ends:
+            world.close()
+        return reason
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(100):
+            worlds = thread_worlds(2, timeout=20)
+            worlds[1].interrupt("rank 1 failed: no such row")
+            ends = [rank == number % 2 for rank in range(2)]
+            assert set(pool.map(renew, worlds, ends)) == {"rank 1 failed: no such row"}
+            left = worlds[ends.index(False)]
+            with pytest.raises(Exception, match=r"rank \d|left|cannot connect"):
+                total(session(left, ALL_REDUCE))
+            left.close()
+
+
 def test_a_rank_that_does_not_leave_an_interrupted_run() -> None:
     worlds = thread_worlds(3, timeout=1)
     sessions = [session(world, ALL_REDUCE) for world in worlds]
