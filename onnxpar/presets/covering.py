@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onnxpar.layout.layout import Concat, Dim, Factor, leaves
+from onnxpar.layout.layout import Concat, Dim, Factor
+from onnxpar.sharding.factors import TensorFactors
 
 
-def covering(dim: Dim, first: int, parts: int) -> Iterator[int]:
-    """Yields the leaves that together split every element of a dimension into `parts`, as indices
-    that start at `first` for the dimension's first leaf; none if some segment is too short."""
+def covering(factors: TensorFactors, parts: int) -> Iterator[list[int]]:
+    """Leaves, by number, that split every element of a dimension into `parts`, for each dimension
+    that has such leaves."""
+    numbers = iter(range(len(factors.leaves)))
+    yield from filter(None, [_covering(dim, numbers, parts) for dim in factors.dims])
+
+
+def _covering(dim: Dim, numbers: Iterator[int], parts: int) -> list[int]:
+    """These leaves of one dimension, whose leaves have the next `numbers`; none if some segment is
+    too short."""
     if isinstance(dim, Factor):
-        yield from [first] if dim.size >= max(parts, 2) else []
-        return
-    found = []
-    for child in dim.children:
-        found.append((child.size, list(covering(child, first, parts))))
-        first += sum(leaf.size > 1 for leaf in leaves(child))
+        number = [next(numbers)] if dim.size > 1 else []
+        return number if dim.size >= parts else []
+    found = [(child.size, _covering(child, numbers, parts)) for child in dim.children]
     if isinstance(dim, Concat):
-        if all(chosen for size, chosen in found if size):
-            yield from (i for _, chosen in found for i in chosen)
-        return
+        is_whole = all(chosen for size, chosen in found if size)
+        return [i for _, chosen in found for i in chosen] if is_whole else []
     fitting = [(size % parts, -size, chosen) for size, chosen in found if chosen]
-    yield from min(fitting, default=(0, 0, []))[2]
+    return min(fitting, default=(0, 0, []))[2]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.layout.layout import leaves
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.presets.covering import covering
 from onnxpar.sharding.factors import OpFactors
@@ -84,23 +83,16 @@ class SplitAlone:
         longest."""
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
-        first, choices = 0, []
-        for dim in factors.dims:
-            chosen = list(covering(dim, first, n))
+        choices = []
+        for chosen in covering(factors, n):
             sizes = [factors.leaves[i].size for i in chosen]
-            if chosen:
-                choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
-            first += sum(leaf.size > 1 for leaf in leaves(dim))
+            choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
         return min(choices, default=(False, 0, []))[2]
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:
-    """True if onnxruntime runs the node differently when the weight is gathered."""
-    return any(op.node.inputs[i].name == tensor for i in op.rule.constants & _places(op))
-
-
-def _places(op: OpFactors) -> frozenset[int]:
-    return frozenset(range(len(op.node.inputs)))
+    """True if onnxruntime runs the node in another way when the weight is gathered."""
+    return any(t.name == tensor for i, t in enumerate(op.node.inputs) if i in op.rule.constants)
 
 
 def _reads(op: OpFactors, tensor: str) -> bool:

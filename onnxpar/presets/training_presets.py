@@ -11,7 +11,6 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.ir.training_spec import Step
-from onnxpar.layout.layout import leaves
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.presets.covering import covering
 from onnxpar.sharding.factors import Leaf, OpFactors
@@ -171,15 +170,13 @@ class SplitTogether:
         """Splits the dimension that divides most evenly, or else the longest one, among those that
         are open in all tensors and long enough; in each of its segments, one factor is split."""
         factors = sharding.factors.tensors[self.tensors[0]]
-        first = 0
+        parts = parts_over(self.axes)
         choices = []
-        for dim in factors.dims:
-            count = sum(leaf.size > 1 for leaf in leaves(dim))
-            chosen = list(covering(dim, first, parts_over(self.axes)))
-            if chosen and all(not sharding.tensors[t][i] for t in self.tensors for i in chosen):
-                rest = sum(factors.leaves[i].size % parts_over(self.axes) for i in chosen)
-                choices.append((rest, -dim.size, chosen))
-            first += count
+        for chosen in covering(factors, parts):
+            if not any(sharding.tensors[t][i] for t in self.tensors for i in chosen):
+                rest = sum(factors.leaves[i].size % parts for i in chosen)
+                size = factors.dims[factors.dim_of_leaf[chosen[0]]].size
+                choices.append((rest, -size, chosen))
         for _, _, chosen in sorted(choices):
             if all([self._assign(sharding, t, i) for t in self.tensors for i in chosen]):
                 return True
