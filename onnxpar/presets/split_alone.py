@@ -23,8 +23,7 @@ class CloseOpen:
         for op in sharding.factors.ops:
             for tensor in [*op.node.outputs, *op.node.inputs]:
                 if isinstance(tensor, gs.Variable) and tensor.name in sharding.tensors:
-                    have = sharding.tensors[tensor.name]
-                    sharding.tensors[tensor.name] = [() if a is None else a for a in have]
+                    sharding.close_tensor(tensor.name)
         return False
 
 

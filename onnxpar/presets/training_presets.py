@@ -154,8 +154,7 @@ class Closed:
 
     def apply(self, sharding: ShardingState) -> bool:
         """Closes the open leaves, which no annotation of higher priority has reached."""
-        have = sharding.tensors[self.tensor]
-        sharding.tensors[self.tensor] = [() if axes is None else axes for axes in have]
+        sharding.close_tensor(self.tensor)
         return False
 
 

@@ -118,6 +118,10 @@ class ShardingState:
             have = self.ops[other.node.name]
             have[i] = () if have[i] is None else have[i]
 
+    def close_tensor(self, name: str) -> None:
+        """Makes all leaves of a tensor that are still open whole."""
+        self.tensors[name] = [() if axes is None else axes for axes in self.tensors[name]]
+
     def _together(self, op: OpFactors, leaf: int) -> list[tuple[OpFactors, int]]:
         """The leaves that must be split like this one, which comes first."""
         found = [(op, leaf)]
