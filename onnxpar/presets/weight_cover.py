@@ -10,8 +10,8 @@ from math import gcd, prod
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.subgraphs import constants
-from onnxpar.ir.tensors import dtype_of
-from onnxpar.layout.layout import Concat, Dim, Factor, leaves
+from onnxpar.ir.tensors import dtype_of, numel
+from onnxpar.layout.layout import Concat, Dim, Factor
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.contraction import is_contracted, is_contraction
@@ -57,9 +57,9 @@ class WeightCover:
             for t in [*graph.inputs, *constants(graph)]
             if is_weight(t) and t.name in known and _is_number(t)
         ]
-        self.large = [t for t in stored if self.size_of(t) > LARGE]
+        self.large = [t for t in stored if _size(t) > LARGE]
         self.weights = [t for t in stored if is_contracted(t)]
-        self.small = [t for t in self.weights if self.size_of(t) <= LARGE]
+        self.small = [t for t in self.weights if _size(t) <= LARGE]
 
     def free_atoms(self, chosen: set[int]) -> set[int]:
         """Atoms of small weights whose split costs nothing, given the chosen ones."""
@@ -74,21 +74,17 @@ class WeightCover:
         }
 
     def worth_splitting(self) -> list[gs.Constant]:
-        """The large weights, except the smallest ones, which together are a negligible fraction."""
-        total = sum(map(self.size_of, self.large))
+        """Large weights, without the smallest ones that together are a negligible share."""
+        total = sum(map(_size, self.large))
         contracted = {w.name for w in self.weights}
         out: list[gs.Constant] = []
         skipped = 0
-        for weight in sorted(self.large, key=self.size_of):
-            if weight.name in contracted or skipped + self.size_of(weight) > SLACK * total:
+        for weight in sorted(self.large, key=_size):
+            if weight.name in contracted or skipped + _size(weight) > SLACK * total:
                 out.append(weight)
             else:
-                skipped += self.size_of(weight)
+                skipped += _size(weight)
         return out
-
-    def size_of(self, weight: gs.Constant) -> int:
-        """Elements of a weight."""
-        return prod(int(s) for s in weight.shape)
 
     def _add_events(self, op: OpFactors) -> None:
         """Records the collectives that splitting each atom causes at this node."""
@@ -113,15 +109,13 @@ class WeightCover:
         """Yields each segment of a weight that must be covered by itself, as (elements, atoms that
         split it)."""
         factors = self.sharding.factors.tensors[weight.name]
-        atoms = [
+        atoms = (
             leaf.atom if self._splits(weight.name, i) else -1
             for i, leaf in enumerate(factors.leaves)
-        ]
-        at = 0
+        )
         segments: list[tuple[int, set[int]]] = [(1, set())]
         for dim in factors.dims:
-            own = list(_segments_of(dim, at, atoms))
-            at += sum(leaf.size > 1 for leaf in leaves(dim))
+            own = _segments_of(dim, atoms)
             segments = [(a * b, p | q) for a, p in segments for b, q in own]
         for size, found in segments:
             yield size, frozenset(found - {-1})
@@ -159,7 +153,7 @@ class WeightCover:
         for weight in self.weights:
             cost = SMALL_COVER if weight.name in small else LOCAL_COVER
             cost *= len(self.readers[weight.name])
-            cost = (self.recurrences.price(weight) or cost) / self.size_of(weight)
+            cost = (self.recurrences.price(weight) or cost) / _size(weight)
             out += [(cost * size, atoms) for size, atoms in self._segments(weight)]
         return out
 
@@ -202,7 +196,7 @@ class WeightCover:
                     same_dim = factors.dim_of_leaf[i] == factors.dim_of_leaf[j]
                     free = other.atom not in chosen and self.events[other.atom] <= taken
                     if i != j and same_dim and free and gcd(other.size, rest) > 1:
-                        beside[leaf.atom][other.atom] += self.size_of(weight)
+                        beside[leaf.atom][other.atom] += _size(weight)
         return {atom: min(others, key=lambda o: (-others[o], o)) for atom, others in beside.items()}
 
     def _dim_axes(self, name: str, at: list[int], chosen: set[int], axes: Axes) -> dict[int, Axes]:
@@ -238,24 +232,26 @@ class WeightCover:
         return False
 
 
+def _size(weight: gs.Constant) -> int:
+    """Elements of a weight."""
+    return numel(weight.shape)
+
+
 def _is_number(tensor: gs.Tensor) -> bool:
     """True if the elements are numbers to compute with; quantized ones count."""
     dtype = str(dtype_of(tensor))
     return "float" in dtype or dtype in _PACKED
 
 
-def _segments_of(dim: Dim, at: int, atoms: list[int]) -> Iterator[tuple[int, set[int]]]:
-    """Segments of a dimension, as (elements, atoms that split them); `at` is the index of its first
-    leaf in `atoms`."""
+def _segments_of(dim: Dim, atoms: Iterator[int]) -> list[tuple[int, set[int]]]:
+    """Segments of a dimension, whose leaves have the next `atoms`, as (elements, atoms that split
+    them)."""
     if isinstance(dim, Factor):
-        yield dim.size, {atoms[at]} if dim.size > 1 else set()
-        return
-    inner = []
-    for child in dim.children:
-        inner.append(list(_segments_of(child, at, atoms)))
-        at += sum(leaf.size > 1 for leaf in leaves(child))
+        return [(dim.size, {next(atoms)} if dim.size > 1 else set())]
+    inner = [_segments_of(child, atoms) for child in dim.children]
     if isinstance(dim, Concat):
-        yield from (segment for segments in inner for segment in segments)
-        return
-    for combination in product(*inner):
-        yield prod(size for size, _ in combination), set().union(*(a for _, a in combination))
+        return [segment for segments in inner for segment in segments]
+    return [
+        (prod(size for size, _ in combination), set().union(*(a for _, a in combination)))
+        for combination in product(*inner)
+    ]
