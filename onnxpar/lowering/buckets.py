@@ -10,13 +10,13 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import KINDS, PARTIAL, WHOLE
-from onnxpar.ir.reshards import Reshard, is_reshard, operands_of, reshard_node, reshard_of
+from onnxpar.ir.reshards import Reshard, is_reshard, reshard_node, reshard_of
 from onnxpar.ir.subgraphs import captured
 from onnxpar.layout.layout import local_size
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.lower_reshard import changed_dims
 from onnxpar.lowering.schedule import schedule
-from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.shard_bytes import reshard_bytes
 
 Kind = tuple[object, ...]
 BUCKET_BYTES = 64 << 20
@@ -80,8 +80,9 @@ def _first_reader(node: gs.Node) -> str | None:
 
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
     """Bytes per rank of the whole tensor that a node reduces or gathers."""
-    ((tensor, *layouts),) = operands_of(node)
-    return sizes.setdefault(node.name, max(shard_bytes(tensor, each, mesh) for each in layouts))
+    if node.name not in sizes:
+        sizes[node.name] = reshard_bytes(node, mesh)
+    return sizes[node.name]
 
 
 def first_of_buckets(

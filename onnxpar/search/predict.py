@@ -14,7 +14,7 @@ from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.layout.rows import rows_moved
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import OpStrategy
-from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.shard_bytes import reshard_bytes
 from onnxpar.sharding.state import ShardingState
 
 
@@ -74,9 +74,5 @@ def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
     """Seconds of a collective or a local cut between two layouts."""
     mesh = sharding.mesh
     costs = sharding.costs
-    size = sum(
-        max(shard_bytes(tensor, before, mesh), shard_bytes(tensor, after, mesh))
-        for tensor, before, after in operands_of(node)
-    )
     rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in operands_of(node))
-    return costs.step(node.op, reshard_of(node).axes, size) + costs.rows(rows)
+    return costs.step(node.op, reshard_of(node).axes, reshard_bytes(node, mesh)) + costs.rows(rows)

@@ -12,7 +12,7 @@ from onnxpar.ir.per_rank import take_inner
 from onnxpar.ir.reshards import operands_of, reshard_of
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.layout.mesh import Mesh
-from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.shard_bytes import reshard_bytes
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,7 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
     """The plan's entry for a reshard node."""
     members = operands_of(node)
     group = mesh.group(reshard_of(node).axes, 0)
-    size = sum(
-        max(shard_bytes(source, before, mesh), shard_bytes(source, after, mesh))
-        for source, before, after in members
-    )
-    sent = int(bytes_sent(node.op, len(group), size))
+    sent = int(bytes_sent(node.op, len(group), reshard_bytes(node, mesh)))
     tensor = " ".join(source.name.split("@")[0] for source, _, _ in members)
     layouts = ["; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2)]
     return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)
