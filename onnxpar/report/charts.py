@@ -146,7 +146,7 @@ def _svg(parts: str, height: int) -> str:
     )
 
 
-def _chart(name: str, said: str, rows: Iterable[str]) -> str:
+def _chart(name: str, label: str, rows: Iterable[str]) -> str:
     inside = "\n".join(rows)
-    told = f'role="img" aria-label="{escape(said)}"'
-    return f'<div id="{name}" class="chart" {told}>\n{inside}\n</div>'
+    role = f'role="img" aria-label="{escape(label)}"'
+    return f'<div id="{name}" class="chart" {role}>\n{inside}\n</div>'

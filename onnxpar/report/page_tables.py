@@ -73,7 +73,7 @@ def tensors(plan: Plan) -> Iterator[str]:
     }
     for kind, ports in kinds.items():
         rows = [row("", _port(port, plan.mesh)) for port in ports]
-        title = _counted(len(rows), kind)
+        title = f"<b>{_counted(len(rows), kind)}</b>"
         if kind == "states":
             title += ", which ranks can keep between runs"
         yield from _folded(title, kind, _PORT_HEADS, rows, room, len(rows) <= FEW)
@@ -82,7 +82,7 @@ def tensors(plan: Plan) -> Iterator[str]:
         cells = [_code(weight.name), (escape(weight.dtype), ""), (shape_text(weight.shape), "")]
         sizes = (number(size_text(s)) for s in (weight.bytes, weight.bytes_per_rank))
         rows.append(row("", [*cells, _code(weight.layout), *sizes]))
-    title = _counted(len(rows), "weights")
+    title = f"<b>{_counted(len(rows), 'weights')}</b>"
     yield from _folded(title, "weights", _WEIGHT_HEADS, rows, room, len(rows) <= FEW)
 
 
@@ -95,7 +95,7 @@ def _port(port: Port, mesh: Mesh) -> Iterator[Cell]:
 
 def _counted(count: int, kind: str) -> str:
     """`1 input`, `3 inputs`."""
-    return f"<b>{count} {kind if count != 1 else kind.removesuffix('s')}</b>"
+    return f"{count} {kind if count != 1 else kind.removesuffix('s')}"
 
 
 def nodes(explained: Explained) -> Iterator[str]:
@@ -123,12 +123,11 @@ def _title(block: Block) -> str:
     seconds = sum(step.predicted.total for step in block.steps)
     own = sum(step.kind == COLLECTIVE for step in block.steps)
     count = len(block.steps) - own
-    counts = [f"{times}{count} {'node' if count == 1 else 'nodes'}"]
+    counts = [times + _counted(count, "nodes")]
     if own:
-        counts.append(f"{own} {'collective' if own == 1 else 'collectives'}")
-    told = f", {ms_text(seconds)} ms{each}"
-    what = " and ".join(counts)
-    return f"<b>{escape(name)}</b>: {what}{told}" if name else f"<b>{what}</b>{told}"
+        counts.append(_counted(own, "collectives"))
+    what, took = " and ".join(counts), f", {ms_text(seconds)} ms{each}"
+    return f"<b>{escape(name)}</b>: {what}{took}" if name else f"<b>{what}</b>{took}"
 
 
 def _cells(step: Step) -> Iterator[Cell]:
@@ -167,14 +166,12 @@ def collectives(explained: Explained) -> Iterator[str]:
             _code(entry.tensor),
             (escape(entry.kind), ""),
             (f"<code>{escape(entry.before)} → {escape(entry.after)}</code>", ""),
-            number(
-                f"{entry.groups} {'group' if entry.groups == 1 else 'groups'} of {len(entry.group)}"
-            ),
+            number(f"{_counted(entry.groups, 'groups')} of {len(entry.group)}"),
             number(size_text(entry.bytes)),
             number("" if within is None else f"{within * 1e3:.4f}"),
         ]
         rows.append(row("", cells))
-    title = _counted(len(rows), "collectives")
+    title = f"<b>{_counted(len(rows), 'collectives')}</b>"
     room = _Room(COLLECTIVES_ROOM)
     yield from _folded(title, "collectives", _COLLECTIVE_HEADS, rows, room, True)
 
