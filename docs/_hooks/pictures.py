@@ -5,7 +5,7 @@ A picture of a layout colours the elements that each rank holds, by `Layout.take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
@@ -59,12 +59,10 @@ def picture(width: int, height: int, title: str, marks: Iterable[str]) -> str:
     )
 
 
-def grid(
-    x: float, y: float, held: np.ndarray, colour: str, cell: int = CELL, rest: str = REST
-) -> Iterable[str]:
+def grid(x: float, y: float, held: np.ndarray, colour: str, cell: int = CELL) -> Iterable[str]:
     """A matrix of elements; those that are held have the colour."""
     for (row, column), mine in np.ndenumerate(held):
-        fill = colour if mine else rest
+        fill = colour if mine else REST
         yield box(x + column * cell, y + row * cell, cell, cell, fill)
 
 
@@ -119,9 +117,9 @@ def layouts() -> dict[str, str]:
     }
 
 
-def node(x: float, y: float, words: str, width: float = 78) -> list[str]:
+def node(x: float, y: float, words: str) -> list[str]:
     """An op of a graph, centred at (x, y)."""
-    round_ = box(x - width / 2, y - 16, width, 32, "#e8eaf6", "rx='6'")
+    round_ = box(x - 35, y - 16, 70, 32, "#e8eaf6", "rx='6'")
     return [round_, text(x, y + 5, words, 13)]
 
 
@@ -129,32 +127,27 @@ def split_model() -> str:
     """A perceptron, whole and split over two ranks by columns and rows of its weights."""
     at = (34, 128, 222, 316, 486)
     marks = [text(90, 24, "model.onnx, unsplit", 14, f"{FONT} font-weight='bold'")]
-    whole = np.ones((4, 4), bool)
 
-    def chain(y: float, colour: Callable[[int, int], str], rank: int | None) -> None:
-        first, second = np.zeros((4, 4), bool), np.zeros((4, 4), bool)
-        if rank is None:
-            first, second = whole, whole
-        else:
-            first[:, 2 * rank : 2 * rank + 2] = True
-            second[2 * rank : 2 * rank + 2, :] = True
+    def chain(y: float, colour: str, columns: slice) -> None:
+        first = np.zeros((4, 4), bool)
+        first[:, columns] = True
         for x, name in ((at[1], "MatMul"), (at[2], "Relu"), (at[3], "MatMul")):
-            marks.extend(node(x, y, name, 70))
+            marks.extend(node(x, y, name))
         marks.append(text(at[0], y + 5, "x", 15, MONO))
         marks.append(arrow(at[0] + 10, y, at[1] - 37, y))
         marks.append(arrow(at[1] + 35, y, at[2] - 37, y))
         marks.append(arrow(at[2] + 35, y, at[3] - 37, y))
-        for x, held, name in ((at[1], first, "w1"), (at[3], second, "w2")):
-            marks.extend(grid(x - 20, y - 78, held, colour(0, 0), 10))
+        for x, held, name in ((at[1], first, "w1"), (at[3], first.T, "w2")):
+            marks.extend(grid(x - 20, y - 78, held, colour, 10))
             marks.append(text(x + 34, y - 54, name, 13, MONO))
             marks.append(arrow(x, y - 36, x, y - 17))
 
-    chain(118, lambda *_: "#b0bec5", None)
+    chain(118, "#b0bec5", slice(0, 4))
     marks += [arrow(at[3] + 35, 118, at[4] - 12, 118), text(at[4], 123, "y", 15, MONO)]
     marks.append("<line x1='14' y1='152' x2='506' y2='152' stroke='#cfd8dc'/>")
     for rank, y in ((0, 274), (1, 388)):
         marks.append(text(44, y - 60, f"rank {rank}", 14, f"{FONT} font-weight='bold'"))
-        chain(y, lambda *_, r=rank: COLOURS[r], rank)
+        chain(y, COLOURS[rank], slice(2 * rank, 2 * rank + 2))
         marks += [arrow(at[3] + 35, y, 382, y), arrow(446, y, at[4] - 12, y)]
         marks.append(text(at[4], y + 5, "y", 15, MONO))
     marks.append(box(384, 256, 62, 150, "#fff9c4", "rx='6'"))
