@@ -21,7 +21,7 @@ from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding
-from onnxpar.strategy.requested import check_requested
+from onnxpar.strategy.requests import check_requested
 from onnxpar.strategy.strategy import TensorAnnotation
 
 

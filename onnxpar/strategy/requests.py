@@ -1,13 +1,23 @@
-"""Annotations that the model itself and the user's strategy ask for."""
+"""What the model itself and the user's strategy request, and whether a plan has it.
+
+An entry that is impossible by itself is refused when it is read. The check, on the whole plan,
+finds the rest, such as entries that contradict each other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
+from onnxpar.errors import StrategyError
+from onnxpar.layout.mesh import Axes, merge_axes
 from onnxpar.model.annotations import Configuration
+from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import check_agreement, onnx_annotations
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.entries import annotations_of
-from onnxpar.strategy.strategy import Annotation, Strategy
+from onnxpar.strategy.standard_shardings import axes_text
+from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
 
 Rounds = list[list[Annotation]]
 """Annotations in rounds of falling priority."""
@@ -16,17 +26,111 @@ Rounds = list[list[Annotation]]
 def requests(
     annotated: Configuration | None, strategy: Strategy | None, sharding: ShardingState
 ) -> tuple[list[Annotation], Rounds]:
-    """Returns the annotations that the model and the user ask for, and rounds of these with
-    annotations for derived nodes (gradients, copies): first the model's round, then the user's.
-    Errors: StrategyError if both name a node and differ."""
-    asked: list[Annotation] = []
+    """The annotations that are requested, and rounds of these with what they imply for derived
+    nodes (gradients, copies): the model's first, then the user's. Errors: StrategyError where both
+    name a node and differ."""
+    requested: list[Annotation] = []
     rounds: Rounds = []
     if annotated is not None:
-        asked += onnx_annotations(annotated, sharding)
-        rounds.append(with_derived(asked, sharding))
+        requested += onnx_annotations(annotated, sharding)
+        rounds.append(with_derived(requested, sharding))
     if strategy is not None:
         own = annotations_of(strategy, sharding)
         check_agreement(rounds[0] if rounds else [], own, sharding.mesh)
         rounds.append(with_derived(own, sharding))
-        asked += own
-    return asked, rounds
+        requested += own
+    return requested, rounds
+
+
+def check_requested(
+    annotations: Collection[Annotation],
+    sharding: ShardingState,
+    states: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Raises StrategyError if a node or a tensor is not split as requested; the error names it, the
+    requested layout, the one it would get, and the reason. `states` are pairs of an input and the
+    output that is fed back to it."""
+    fed_by = {result: source for source, result in states}
+    for annotation in annotations:
+        if isinstance(annotation, NodeAnnotation):
+            _check_node(annotation.op, annotation.axes, sharding)
+        if isinstance(annotation, TensorAnnotation) and annotation.pin:
+            _check_tensor(annotation, sharding, fed_by)
+        if isinstance(annotation, (NodeAnnotation, TensorAnnotation)):
+            _check_sizes(annotation, sharding)
+
+
+def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState) -> None:
+    what = f"{op.node.op} '{op.node.name}'"
+    given = sharding.op_axes(op)
+    for leaf, requested in axes.items():
+        if merge_axes(requested) != merge_axes(given[leaf]):
+            raise StrategyError(
+                f"{what}: its factor {op.leaves[leaf].factor} cannot be split over "
+                f"{axes_text(requested, sharding.mesh)}, {_why_not(op, leaf, sharding)}"
+            )
+
+
+def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
+    """The reason why a node cannot split a leaf by itself, and the remedy."""
+    fused = [o.node for o, _ in sharding.factors.bonded(op, leaf) if o is not op]
+    if fused:
+        others = " and ".join(f"{node.op} '{node.name}'" for node in fused)
+        return f"as onnxruntime fuses the node with {others}; split them the same way"
+    tied = {
+        op.leaves[i].factor for group in op.co_sharded if leaf in group for i in group if i != leaf
+    }
+    if tied:
+        others = " and ".join(sorted(tied))
+        return (
+            f"as it must be split together with {others}; split them the same way, or leave them "
+            "whole"
+        )
+    factor = op.leaves[leaf].factor
+    if factor in op.rule.contiguous:
+        return "as each rank must hold a contiguous range of it; leave it whole"
+    return "as only some of its segments are; split all of them, or leave them whole"
+
+
+def _check_tensor(
+    annotation: TensorAnnotation, sharding: ShardingState, fed_by: Mapping[str, str]
+) -> None:
+    given = sharding.tensor_sharding(annotation.tensor).leaves
+    grown = {source: result for result, source in fed_by.items()}
+    mesh = sharding.mesh
+    for leaf, requested in enumerate(annotation.axes):
+        if requested is None or merge_axes(requested) == given[leaf]:
+            continue
+        why = "another entry or an annotation of the model contradicts this one"
+        if annotation.tensor in grown:
+            why = (
+                f"'{grown[annotation.tensor]}' is fed back to it, and a dimension that grows from "
+                "run to run stays whole; leave it whole, or give --only-given-states"
+            )
+        if annotation.tensor in fed_by:
+            source = fed_by[annotation.tensor]
+            why = f"it is fed back to '{source}', which has that layout; request it for both"
+        dim = sharding.factors.tensors[annotation.tensor].dim_of_leaf[leaf]
+        raise StrategyError(
+            f"tensor '{annotation.tensor}' dimension {dim}: requested over "
+            f"{axes_text(requested, mesh)}, but it would be split over "
+            f"{axes_text(given[leaf], mesh)}: {why}"
+        )
+
+
+def _check_sizes(annotation: NodeAnnotation | TensorAnnotation, sharding: ShardingState) -> None:
+    """Raises StrategyError if two entries give different sizes by hand for the same elements."""
+    if isinstance(annotation, NodeAnnotation):
+        what = f"{annotation.op.node.op} '{annotation.op.node.name}'"
+        atoms = [leaf.atom for leaf in annotation.op.leaves]
+    else:
+        what = f"tensor '{annotation.tensor}'"
+        atoms = [leaf.atom for leaf in sharding.factors.tensors[annotation.tensor].leaves]
+    for leaf, sizes in annotation.parts.items():
+        axes = annotation.axes[leaf]
+        have = sharding.parts.get((atoms[leaf], axes or ()))
+        if have is not None and have != sizes:
+            raise StrategyError(
+                f"{what}: sizes by hand {list(sizes)} over {axes_text(axes or (), sharding.mesh)}, "
+                f"but another entry gives {list(have)} for the same elements; give one of them"
+            )
