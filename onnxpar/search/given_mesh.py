@@ -7,6 +7,7 @@ order (if the order decides nothing else), and first takes neighbouring axes as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 
@@ -108,7 +109,4 @@ class _GivenMesh:
 
 
 def _size(group: Group) -> int:
-    size = 1
-    for _, count in group:
-        size *= count
-    return size
+    return math.prod(size for _, size in group)
