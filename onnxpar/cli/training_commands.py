@@ -12,14 +12,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from onnxpar.cli.arguments import dims_of
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.files.write_file import whole_file, writing
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.ir.tensors import numel, shape_bytes
 from onnxpar.ir.training_spec import Step
 from onnxpar.pipeline.options import Options
 from onnxpar.report.report import size_text, table
@@ -182,11 +181,8 @@ def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
         for t in trained
     ]
     yield from table(rows, ("trained", "shape", "as"))
-    count = sum(int(np.prod(t.tensor.shape, dtype=np.int64)) for t in trained)
-    size = sum(
-        int(np.prod(t.tensor.shape, dtype=np.int64)) * numpy_dtype(t.tensor).itemsize
-        for t in trained
-    )
+    count = sum(numel(t.tensor.shape) for t in trained)
+    size = sum(shape_bytes(t.tensor, t.tensor.shape) for t in trained)
     yield ""
     yield f"{len(trained)} parameters of {count:,} elements, {size_text(size)}"
 
@@ -213,7 +209,7 @@ def _left_lines(weights: Weights) -> Iterator[str]:
 
 
 def _elements(left: Left) -> int:
-    return int(np.prod(left.tensor.shape, dtype=np.int64))
+    return numel(left.tensor.shape)
 
 
 def _step_lines(step: Step) -> Iterator[str]:

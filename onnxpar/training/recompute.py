@@ -3,7 +3,6 @@ since the forward pass. Chen et al., "Training Deep Nets with Sublinear Memory C
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +14,7 @@ from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.value import Value
 from onnxpar.ir.clone import clone_nodes, needed
 from onnxpar.ir.gates import add_gate
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.ir.tensors import shape_bytes
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.T
 
 def _bytes(node: gs.Node, active: Collection[str]) -> int:
     tensors = [t for t in node.outputs if t.name in active and t.shape is not None]
-    return sum(math.prod(t.shape) * numpy_dtype(t).itemsize for t in tensors)
+    return sum(shape_bytes(t, t.shape) for t in tensors)
 
 
 def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> list[int]:
@@ -96,8 +95,8 @@ def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> 
 
 def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int]) -> int:
     """Bytes of the tensors that are kept, plus those of the largest block."""
-    kept = sum(math.prod(ends[c].shape) * numpy_dtype(ends[c]).itemsize for c in cuts)
-    return int(kept) + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
+    kept = sum(shape_bytes(ends[c], ends[c].shape) for c in cuts)
+    return kept + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
 
 
 def recompute(
