@@ -17,8 +17,7 @@ from onnxpar.base.shown import Shown, text_of
 from onnxpar.checking.compare import Closeness, Report, compare, quietly
 from onnxpar.checking.compare_each import compare_each, inner_tensors
 from onnxpar.checking.compare_training import compare_training, judge_compressed, judge_gradients
-from onnxpar.checking.replicas import compare_replicas
-from onnxpar.checking.training_replicas import compare_copies
+from onnxpar.checking.replicas import compare_replicas, compare_trained_replicas
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.ranges import Range, integer_ranges
 from onnxpar.errors import InputError, ModelError
@@ -196,7 +195,7 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
         with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
             batches = islice(_batches(way, made, trainer), way.steps)
             if is_manual:
-                report = compare_copies(trainer, batches, way.lr)
+                report = compare_trained_replicas(trainer, batches, way.lr)
             else:
                 report = compare_training(model, trainer, batches, way.lr)
     against = "against each other" if is_manual else "against one"
