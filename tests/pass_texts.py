@@ -1,4 +1,4 @@
-"""Runs all passes over a small model, and tells the text after each of them."""
+"""The text of a small model after each pass, and the golden files that hold it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 import onnx_graphsurgeon as gs
+import pytest
 from small_models import write_text
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
@@ -18,10 +19,12 @@ from onnxpar.load.load import Model
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import passes_of
+from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.plan_options import PlanOptions, options_of
 from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.training import grad
 
+GOLDEN = Path(__file__).parent / "golden"
 HEAD = '<ir_version: 8, opset_import: ["" : 18, "onnxpar" : 1]>\n'
 
 
@@ -76,3 +79,22 @@ def _rank_text(file: Path, ctx: PassContext) -> str:
 def joined(graphs: Mapping[str, str]) -> str:
     """Several graphs in one text; a line above each but the main one has its name."""
     return "\n".join((f"// {name}\n" if name else "") + text for name, text in graphs.items())
+
+
+def texts_after(passes: str, model: Model, ctx: PassContext) -> list[str]:
+    """The graph after each pass, below a line with the pass's name; layouts are verified."""
+    shown: list[str] = []
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
+
+    run_passes(model, ctx, parse_passes(passes), watch, check=True)
+    return shown
+
+
+def compare_golden(name: str, found: str, request: pytest.FixtureRequest) -> None:
+    """Holds a text against its file, or writes it anew with --update-golden."""
+    golden = GOLDEN / f"{name}.onnxtxt"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(found)
+    assert found == golden.read_text(), "review with --update-golden and git diff"

@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 from agreement import options
+from pass_texts import compare_golden, texts_after
 from training.steps import write_step
 
 from onnxpar.cli.command_line import main
-from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan
-from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import Model
 from onnxpar.lowering.compression import THRESHOLD, Compression
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_registry import parse_passes
-from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.sharding.planned_collectives import Collective
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 PRODUCT = "product (float[4,3] x, float[3,5] w) => (float[4,5] y) { y = MatMul(x, w) }"
 WIDE = """wide (float[8,20] x, float[20,64] w1, float[64] w2, float[64,32] w3)
 => (float[8,32] y) { h = Gemm(x, w1, w2)  r = Relu(h)  y = MatMul(r, w3) }"""
@@ -59,23 +54,14 @@ def sums(plan: Plan) -> list[Collective]:
 
 @pytest.mark.parametrize("to", ["float16", "2bit:0.25"])
 def test_golden(to: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    passes = parse_passes(
+    passes = (
         "annotate-strategy,propagate-layouts,insert-collectives,"
         f"compress-collectives{{to={to} least-bytes=0}}"
     )
     given = Options(mesh=Mesh.parse("dp=2"), preset="data-parallel")
     model = load_model(write_step(PRODUCT, tmp_path, "mse"), given)
-    shown: list[str] = []
-
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        if step.name == "compress-collectives":
-            shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
-
-    run_passes(model, make_context(model, given), passes, watch, check=True)
-    golden = GOLDEN / f"compress-{to.partition(':')[0]}.onnxtxt"
-    if request.config.getoption("--update-golden"):
-        golden.write_text(shown[0])
-    assert shown == [golden.read_text()], "review with --update-golden and git diff"
+    shown = texts_after(passes, model, make_context(model, given))
+    compare_golden(f"compress-{to.partition(':')[0]}", shown[-1], request)
 
 
 @pytest.fixture

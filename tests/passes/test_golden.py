@@ -10,21 +10,17 @@ from typing import Any
 import onnx
 import onnx.parser
 import pytest
-from pass_texts import Example, joined
+from pass_texts import GOLDEN, Example, compare_golden, joined, texts_after
 
-from onnxpar.compiler.pass_ import Pass, PassContext
-from onnxpar.compiler.text import graph_text
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import Model, load
+from onnxpar.load.load import load
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline.context import make_context
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_registry import OWN, parse_passes
-from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.pipeline.pass_registry import OWN
 from onnxpar.strategy.strategy import Strategy
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
 OPTIONAL = ("compress-collectives", "fuse-all-reduces", "split-programs", "gate-recomputation")
 ALL = ",".join(p.name for p in DEFAULT_PASSES if p.name not in OPTIONAL)
@@ -98,15 +94,8 @@ def test_golden(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> No
     onnx.save(onnx.parser.parse_model(HEAD + text), path)
     model = load(path)
     options = Options(mesh=Mesh.parse(mesh), strategy=Strategy.of(strategy))
-    shown: list[str] = []
-
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
-
-    ctx = make_context(model, options)
-    run_passes(model, ctx, parse_passes(passes), watch, check=True)
-    found = "\n".join(shown[1:])
-    compare(name, found, request)
+    shown = texts_after(passes, model, make_context(model, options))
+    compare_golden(name, "\n".join(shown[1:]), request)
 
 
 PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
@@ -208,15 +197,7 @@ def test_golden_of_particular_passes(
     example, passes = PARTICULAR[name]
     texts = example.texts(tmp_path)
     shown = [f"// after {step or 'load'}\n{joined(texts[step])}" for step in passes]
-    compare(name, "\n".join(shown), request)
-
-
-def compare(name: str, found: str, request: pytest.FixtureRequest) -> None:
-    """Holds a text against the file, or writes it anew."""
-    golden = GOLDEN / f"{name}.onnxtxt"
-    if request.config.getoption("--update-golden"):
-        golden.write_text(found)
-    assert found == golden.read_text(), "review with --update-golden and git diff"
+    compare_golden(name, "\n".join(shown), request)
 
 
 def test_every_pass_has_golden_text() -> None:

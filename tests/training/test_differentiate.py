@@ -7,21 +7,18 @@ from pathlib import Path
 import onnx
 import onnx.parser
 import pytest
+from pass_texts import compare_golden, texts_after
 from small_models import HEAD
 from training.steps import LINEAR, MLP, write_model
 
 from onnxpar.cli.command_line import main
-from onnxpar.compiler.pass_ import Pass, PassContext
-from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import Model
 from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.run_passes import run_passes
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 TEXT = """mlp (float[4,3] x) => (float[4,2] y)
 <float[3,2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {1, 2}, float[2,2] v = {1, 2, 3, 4}>
 { h = Gemm(x, w, b)  r = Relu(h)  y = MatMul(r, v) }"""
@@ -37,18 +34,9 @@ def test_golden(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     onnx.save(onnx.parser.parse_model(HEAD + TEXT), path)
     options = Options(mesh=Mesh.parse("dp=2"), preset="data-parallel")
     model = load_model(path, options, for_training=True)
-    ctx = make_context(model, options)
-    shown: list[str] = []
-
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
-
-    run_passes(model, ctx, parse_passes(PASSES), watch, check=True)
+    shown = texts_after(PASSES, model, make_context(model, options))
     found = "\n".join(text for text in shown if not text.startswith("// after annotate"))
-    golden = GOLDEN / "gradients.onnxtxt"
-    if request.config.getoption("--update-golden"):
-        golden.write_text(found)
-    assert found == golden.read_text(), "review with --update-golden and git diff"
+    compare_golden("gradients", found, request)
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
