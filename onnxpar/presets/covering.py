@@ -9,15 +9,15 @@ from onnxpar.sharding.factors import TensorFactors
 
 
 def covering(factors: TensorFactors, parts: int) -> Iterator[list[int]]:
-    """Leaves, by number, that split every element of a dimension into `parts`, for each dimension
-    that has such leaves."""
+    """Yields, for each dimension that can be split so, the leaves that together split every element
+    of it into `parts`, as indices into the tensor's leaves."""
     numbers = iter(range(len(factors.leaves)))
     yield from filter(None, [_covering(dim, numbers, parts) for dim in factors.dims])
 
 
 def _covering(dim: Dim, numbers: Iterator[int], parts: int) -> list[int]:
-    """These leaves of one dimension, whose leaves have the next `numbers`; none if some segment is
-    too short."""
+    """Returns these leaves of one dimension; none if some segment is too short. `numbers` yields
+    the indices of the leaves, in order."""
     if isinstance(dim, Factor):
         number = [next(numbers)] if dim.size > 1 else []
         return number if dim.size >= parts else []

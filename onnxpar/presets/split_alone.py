@@ -90,7 +90,7 @@ class SplitAlone:
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:
-    """True if onnxruntime runs the node in another way when the weight is gathered."""
+    """True if onnxruntime runs the node differently when the weight is gathered."""
     return any(t.name == tensor for i, t in enumerate(op.node.inputs) if i in op.rule.constants)
 
 

@@ -74,7 +74,7 @@ class WeightCover:
         }
 
     def worth_splitting(self) -> list[gs.Constant]:
-        """Large weights, without the smallest ones that together are a negligible share."""
+        """The large weights, except the smallest ones, which together are a negligible fraction."""
         total = sum(map(_size, self.large))
         contracted = {w.name for w in self.weights}
         out: list[gs.Constant] = []

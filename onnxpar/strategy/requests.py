@@ -1,4 +1,5 @@
-"""What the model itself and the user's strategy request, and whether a plan has it.
+"""Reads the layouts that the model itself and the user's strategy request, and checks that a plan
+has them.
 
 An entry that is impossible by itself is refused when it is read. The check, on the whole plan,
 finds the rest, such as entries that contradict each other.
@@ -26,9 +27,9 @@ Rounds = list[list[Annotation]]
 def requests(
     annotated: Configuration | None, strategy: Strategy | None, sharding: ShardingState
 ) -> tuple[list[Annotation], Rounds]:
-    """The annotations that are requested, and rounds of these with what they imply for derived
-    nodes (gradients, copies): the model's first, then the user's. Errors: StrategyError where both
-    name a node and differ."""
+    """Returns the annotations that the model and the user request, and rounds of these with
+    annotations for derived nodes (gradients, copies): first the model's round, then the user's.
+    Errors: StrategyError if both name a node and differ."""
     requested: list[Annotation] = []
     rounds: Rounds = []
     if annotated is not None:
@@ -47,9 +48,9 @@ def check_requested(
     sharding: ShardingState,
     states: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Raises StrategyError if a node or a tensor is not split as requested; the error names it, the
-    requested layout, the one it would get, and the reason. `states` are pairs of an input and the
-    output that is fed back to it."""
+    """Raises StrategyError if a node or a tensor is not split as requested; the error names it,
+    both layouts, and the reason. `states` are pairs of an input and the output that is fed back to
+    it."""
     fed_by = {result: source for source, result in states}
     for annotation in annotations:
         if isinstance(annotation, NodeAnnotation):
