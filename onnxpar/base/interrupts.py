@@ -15,7 +15,7 @@ from types import FrameType
 STATUSES = {
     signal.SIGINT: ("interrupted", 130),
     signal.SIGTERM: ("terminated", 143),
-    signal.SIGHUP: ("terminated, as its terminal is gone", 129),
+    signal.SIGHUP: ("terminated, because its terminal was closed", 129),
 }
 """Message and exit status of a command that a signal ends."""
 _waiting: list[int] = []

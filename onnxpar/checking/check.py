@@ -38,7 +38,7 @@ from onnxpar.symbols.symbols import Polynomial
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.trainer import Trainer
 
-NOTHING = "no output is held by several ranks, so there is nothing to compare"
+NOTHING = "no output is replicated on several ranks, so there is nothing to compare"
 Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
 """An .npz file, arrays by input name, or None."""
 
@@ -171,14 +171,14 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
         raise InputError(f"--seed {way.seed}: must be at least 0")
     if way.each and (way.train or is_manual):
         raise InputError(
-            "--each compares one run with an unsplit model; leave it out of --train and of manual "
-            "programs"
+            "--each compares one run with the unsplit model, which neither --train nor a manual "
+            "program does; leave it out"
         )
     if way.rtol is None and way.atol is None:
         return None
     if way.train:
         raise InputError(
-            "--rtol, --atol: --train has tolerances of its own for losses; leave them out"
+            "--rtol and --atol do not apply to --train, whose tolerances are fixed; leave them out"
         )
     return Closeness(way.rtol or 0.0, way.atol or 0.0)
 
@@ -187,7 +187,7 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
     """Checks a training step over many steps, each of which starts from the states of the one
     before."""
     if way.steps < 1:
-        raise InputError(f"--steps {way.steps}: at least 1")
+        raise InputError(f"--steps {way.steps}: must be at least 1")
     is_manual = options.preset == MANUAL
     with OwnFolder() as folder:
         par = folder / "step.par"
@@ -198,7 +198,7 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
                 report = compare_trained_replicas(trainer, batches, way.lr)
             else:
                 report = compare_training(model, trainer, batches, way.lr)
-    against = "against each other" if is_manual else "against one"
+    against = "compared with each other" if is_manual else "compared with one rank"
     title = f"{_trained(made)}\n{way.steps} steps over {made.mesh.size} ranks {against}:"
     return Check(made, report, title)
 

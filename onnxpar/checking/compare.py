@@ -295,9 +295,9 @@ def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
     a, b = given.astype(np.float64), reference.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(np.isnan(a), np.isnan(b)):
-        return math.inf, 0.0, "NaN in other places"
+        return math.inf, 0.0, "NaN in different places"
     if not np.array_equal(a[~finite & ~np.isnan(b)], b[~finite & ~np.isnan(b)]):
-        return math.inf, 0.0, "infinities in other places"
+        return math.inf, 0.0, "infinities in different places"
     off = np.abs(a[finite] - b[finite]).max(initial=0)
     return float(off), float(np.abs(b[finite]).max(initial=0)), ""
 

@@ -67,9 +67,11 @@ def plan(args: argparse.Namespace) -> int:
     """Prints the plan that shard would follow."""
     if (args.save_strategy or args.dump) and (args.compare or args.candidates or args.html):
         flag = "--save-strategy" if args.save_strategy else "--dump"
-        raise StrategyError(f"{flag}: leave out --compare, --candidates and --html")
+        raise StrategyError(
+            f"{flag} does not go with --compare, --candidates or --html; leave those out"
+        )
     if args.compare and (args.candidates or args.html):
-        raise StrategyError("--compare needs one plan that ran; leave out --candidates and --html")
+        raise StrategyError("--compare does not go with --candidates or --html; leave those out")
     if args.compare:
         return _print(compare_with_trace(args.model, _options(args), args.compare), args.json)
     if args.candidates or args.html:

@@ -19,6 +19,6 @@ def at_open_sizes(model: Model) -> Iterator[None]:
             raise
         imagined = ", ".join(f"{k}={v}" for k, v in model.sizes.bindings[0].items())
         raise SizeError(
-            f"{error}; sizes are open (here imagined as {imagined}): give {model.sizes.flags} to "
-            "fix them"
+            f"{error}; the model has open sizes (tried here as {imagined}): fix them with "
+            f"{model.sizes.flags}"
         ) from None

@@ -72,5 +72,8 @@ def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
         return [_merged(column, sizes, name) for column in columns]
     size = fit(values, sizes.variables()) if isinstance(first, int) else None
     if size is None:
-        raise StrategyError(f"'{name}': its sizes are no sums and products; give {sizes.flags}")
+        raise StrategyError(
+            f"the sizes of '{name}' are not sums and products of open sizes; fix these with "
+            f"{sizes.flags}"
+        )
     return str(size)

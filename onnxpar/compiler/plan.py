@@ -234,12 +234,12 @@ def foreign_part(folder: Path) -> str | None:
     try:
         plan = json.loads((folder / "plan.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return "is no sharded model"
+        return "is not a sharded model"
     if not isinstance(plan, dict) or not {"format", "model", "mesh", "ranks"} <= plan.keys():
         return "its plan.json was not written by onnxpar"
     for entry in sorted(folder.iterdir()):
         if entry.is_symlink() or not entry.is_file() or not _OWN_FILE.fullmatch(entry.name):
-            return f"holds {entry.name!r}, which is no part of a sharded model"
+            return f"contains {entry.name!r}, which is not part of a sharded model"
     return None
 
 

@@ -50,7 +50,7 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
             step.run(variant.graph, other)
         ctx.lowered.replays.append((variant.graph, other))
     if len(kept) < ENOUGH:
-        raise OpenSizesError(f"{odd} depends on sizes that are open; give {sizes.flags}", nodes)
+        raise OpenSizesError(f"{odd} depends on open sizes; fix them with {sizes.flags}", nodes)
     model.sizes = replace(sizes, bindings=[sizes.bindings[i] for i in kept])
 
 
@@ -116,10 +116,10 @@ def _difference(have: GraphFactors, other: GraphFactors) -> str:
     for name, tensor in other.tensors.items():
         known = have.tensors.get(name)
         if known is None or [x.atom for x in known.leaves] != [x.atom for x in tensor.leaves]:
-            return f"what '{name}' consists of"
+            return f"how the dimensions of '{name}' are made up"
     for a, b in zip(have.ops, other.ops, strict=True):
         if [(x.atom, x.factor) for x in a.leaves] != [(x.atom, x.factor) for x in b.leaves]:
-            return f"how {a.node.op} '{a.node.name}' splits"
+            return f"how {a.node.op} '{a.node.name}' can be split"
     return ""
 
 

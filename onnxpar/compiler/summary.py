@@ -135,7 +135,10 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
         idle = is_contraction(op) and not any(ctx.sharding.op_axes(op))
         shut = bool(bodies(op.node)) and not op.bodies
         if lost or unruled or shut:
-            reason = "; ".join(dict.fromkeys(op.whole.values())) or "another split of its axes"
+            reason = (
+                "; ".join(dict.fromkeys(op.whole.values()))
+                or "it is split along other axes than its operands were"
+            )
             out.append(Whole(op.node.name, op.node.op, reason, lost))
         elif idle:
             lost = _bytes([t for t in op.node.inputs if _comes_gathered(t)], ctx)
@@ -146,12 +149,12 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
 def _why_idle(preset: str | None, is_gathered: bool) -> str:
     """Says why nothing of a node is split that could be: only a search has weighed a split."""
     if preset not in (AUTO, EXHAUSTIVE):
-        return "nothing asks to split it" + (
+        return "neither the strategy nor propagation splits it" + (
             ", so its operands are gathered" if is_gathered else ""
         )
     if is_gathered:
-        return "gathering its operands costs less than a split of it"
-    return "no split of it was worth a collective"
+        return "gathering its operands costs less than splitting it"
+    return "splitting it would save less time than the collectives cost"
 
 
 def _gathered(op: OpFactors, ctx: PassContext) -> int:

@@ -91,8 +91,8 @@ def _locked(folder: Path) -> int:
                 return descriptor
             if not is_free and (holder or time.monotonic() > deadline):
                 raise InputError(
-                    f"{folder} is in use: {_text(holder)} holds {NAME} there; wait until it ends, "
-                    "or choose another folder"
+                    f"{folder} is in use: {_text(holder)} has locked {NAME} there; wait until that "
+                    "process ends, or choose another folder"
                 )
             time.sleep(_TICK)  # a process that has just taken the lock may not have named itself
             holder = _HOLDER.fullmatch(os.pread(descriptor, 1000, 0))

@@ -16,7 +16,7 @@ MOST_RANKS = 1 << 20
 def check_ranks(count: int) -> None:
     """Errors: StrategyError for a number of ranks below 1 or above MOST_RANKS."""
     if not 1 <= count <= MOST_RANKS:
-        raise StrategyError(f"--devices {count}: the number must be from 1 to {MOST_RANKS:,}")
+        raise StrategyError(f"--devices {count}: give a number from 1 to {MOST_RANKS:,}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Mesh:
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
             if not name.isidentifier() or not size.isdigit():
-                raise StrategyError(f"mesh {text!r}: {entry!r} is not NAME=SIZE; write dp=2,tp=4")
+                raise StrategyError(
+                    f"mesh {text!r}: {entry!r} is not NAME=SIZE; write it like dp=2,tp=4"
+                )
             axes.append((name, int(size)))
         return Mesh.of(axes)
 
@@ -69,17 +71,21 @@ class Mesh:
         names = [name for name, _ in shape]
         for name, size in shape:
             if not name:
-                raise StrategyError("mesh: an axis has an empty name; give it one, such as dp")
+                raise StrategyError(
+                    "an axis of the mesh has an empty name; give it one, such as dp"
+                )
             if names.count(name) > 1:
                 raise StrategyError(
-                    f"mesh: two axes have the name {name!r}; give each axis its own name"
+                    f"two axes of the mesh have the name {name!r}; give each axis its own name"
                 )
             if size < 1:
                 raise StrategyError(
-                    f"mesh: axis {name!r} has size {size}; sizes must be at least 1"
+                    f"axis {name!r} of the mesh has size {size}; give it a size of at least 1"
                 )
-        check_ranks(math.prod(size for _, size in shape))
-        return Mesh(shape)
+        mesh = Mesh(shape)
+        if mesh.size > MOST_RANKS:
+            raise StrategyError(f"mesh {mesh} has {mesh.size:,} ranks; give at most {MOST_RANKS:,}")
+        return mesh
 
     @cached_property
     def size(self) -> int:
@@ -119,8 +125,8 @@ class Mesh:
             pre = 1
         if size != 1:
             raise StrategyError(
-                f"a split into {size} more shards does not fit the mesh {self}; choose axes whose "
-                "sizes are factors of the numbers of shards"
+                f"the mesh {self} has no axes left for a split into {size} more shards; choose "
+                "numbers of shards that are products of the sizes of its axes"
             )
         return tuple(out)
 

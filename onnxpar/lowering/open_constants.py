@@ -122,7 +122,7 @@ class OpenConstants:
         """The error for a constant or attribute without a closed form."""
         node = what.split("::")[0]
         return OpenSizesError(
-            f"'{node}': a rank's shard of it is unknown while sizes are open; give "
+            f"'{node}': the shard of a rank has no formula in the open sizes; fix them with "
             f"{self.sizes.flags}, or split another dimension",
             {node: frozenset()},
         )

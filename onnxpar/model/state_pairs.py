@@ -95,8 +95,8 @@ def unpaired_text(missing: Sequence[str]) -> str:
     """The warning about inputs that look like states but have no output to be fed back."""
     names = ", ".join(map(repr, missing[:4])) + (", ..." if len(missing) > 4 else "")
     return (
-        f"no output is fed back as {names}, though states have such names: each run needs its "
-        "whole value as an input; declare its pair with --state IN=OUT"
+        f"{names}: named like a state, but no output is paired with it, so every run must be given "
+        "its whole value; if an output updates it, declare the pair with --state INPUT=OUTPUT"
     )
 
 

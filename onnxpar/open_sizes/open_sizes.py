@@ -88,8 +88,8 @@ def infer_open(
     live = [walks.walks[i] for i in walks.live]
     for name, size in search.limited:
         warnings.warn(
-            f"{name} is {size} in every run: ops of the model need that at the sizes tried; if the "
-            f"model also runs at other sizes, give --dim {name}=N",
+            f"{name} is fixed at {size}: of the sizes tried, the ops of the model accept only this "
+            f"one; for another size, give --dim {name}=N",
             stacklevel=2,
         )
     for node in walks.conflicts:
@@ -189,8 +189,9 @@ class _Search:
         for odd in walks.unsolved[:1]:
             raise StrategyError(
                 f"{odd.node.op_type} '{odd.node.name or odd.node.output[0]}' needs the sizes "
-                f"{odd.first} and {odd.second} to be equal, which onnxpar cannot solve for an open "
-                "size; give " + " ".join(f"--dim {s}=N" for s in _symbols(self.dims))
+                f"{odd.first} and {odd.second} to be equal, and onnxpar cannot solve this for an "
+                "open size; fix the sizes with "
+                + " ".join(f"--dim {s}=N" for s in _symbols(self.dims))
             )
         return dims, walks
 

@@ -43,10 +43,10 @@ class Typical:
             for name, size in sizes.items():
                 if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                     raise StrategyError(
-                        f"typical {name}={size!r}: a size must be an integer of at least 0"
+                        f"--typical {name}={size!r}: a size must be an integer of at least 0"
                     )
             if not weight > 0:
-                raise StrategyError(f"typical: the weight {weight!r} must be above 0")
+                raise StrategyError(f"--typical: the weight {weight!r} must be above 0")
             profiles.append((dict(sizes), float(weight)))
         return Typical(tuple(profiles))
 
@@ -92,9 +92,10 @@ class Ties:
                 if size.at(known) != given[name] and solved is not None and solved >= 0:
                     sizes[symbol] = known[symbol] = solved
             if size.at(known) != given[name]:
-                found = f", which is {size.at(known)}" if size.variables else ""
+                found = f", here {size.at(known)}" if size.variables else ""
                 raise StrategyError(
-                    f"--typical {name}={given[name]}: in this model it is {size}{found}"
+                    f"--typical {name}={given[name]}: the model ties {name} to {size}{found}; "
+                    f"leave {name} out"
                 )
         return sizes
 
@@ -130,7 +131,9 @@ def typical_sizes(
         best = next((b for fit in fits for b in tried if fit(b)), None)
         if best is None and typical.profiles:
             text = ",".join(f"{name}={size}" for name, size in sizes.items())
-            raise StrategyError(f"--typical {text}: the model does not allow these sizes")
+            raise StrategyError(
+                f"--typical {text}: the model does not run at these sizes; give others"
+            )
         if best is not None:
             found.append((best, weight / (total or 1.0)))
     return tuple(found)
@@ -189,4 +192,4 @@ def check_closed(typical: Typical, path: Any) -> None:
     """Errors: StrategyError if sizes are given for a model without open sizes."""
     if typical.profiles:
         name = next(iter(typical.profiles[0][0]), "")
-        raise StrategyError(f"--typical {name}: {path} has no open sizes")
+        raise StrategyError(f"--typical {name}: {path} has no open sizes; leave --typical out")

@@ -63,10 +63,14 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
     wait for the others. Errors: StrategyError."""
     by = options.fusion or ("none" if model.step is None else "size")
     if by not in FUSIONS:
-        raise StrategyError(f"fusion {by!r}: there are {', '.join(FUSIONS)}")
+        raise StrategyError(f"--fusion {by!r}: give one of {', '.join(FUSIONS)}")
     if options.bucket_bytes is not None and options.bucket_bytes < 1:
-        raise StrategyError(f"buckets of {options.bucket_bytes} bytes: at least 1")
+        raise StrategyError(
+            f"--bucket-mb: a bucket of {options.bucket_bytes} bytes; give at least 1 byte"
+        )
     if options.bucket_bytes is not None and by != "size":
-        raise StrategyError("--bucket-mb is for --fusion size: give that, or leave it out")
+        raise StrategyError(
+            "--bucket-mb applies to --fusion size only: give that, or leave --bucket-mb out"
+        )
     given = options.bucket_bytes
     return FuseAllReduces(by, given or BUCKET_BYTES, given or PART_BYTES)

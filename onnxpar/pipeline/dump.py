@@ -136,18 +136,23 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
     file = path.with_suffix(".onnx")
     if path.suffix == ".onnxtxt" and not file.is_file():
         raise ModelError(
-            f"{path}: the text of a dump is for people, and there is no {file.name} beside it. "
-            "There is none of graphs after localize-ops: give an earlier dump, or the model. There "
-            "is none where sizes are open: dump again with --dim NAME=N for each"
+            f"{path}: opt reads the model of a dump, not its text, and {file.name} is missing. "
+            "--dump writes no model after localize-ops: give an earlier dump, or the model "
+            "itself. It writes none for a model with open sizes: dump again with --dim NAME=N for "
+            "each size"
         )
     proto = read_proto(file)
     state = _state_of(proto)
     if state is None or state.get("format") != FORMAT:
-        raise ModelError(f"{file}: no dump of this version of onnxpar; write it again")
+        raise ModelError(
+            f"{file} was not written by --dump of this version of onnxpar; write it again"
+        )
     try:
         return _restored(file, proto, state)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ModelError(f"{file}: a damaged dump ({type(error).__name__}: {error})") from None
+        raise ModelError(
+            f"{file} is damaged ({type(error).__name__}: {error}); write it again with --dump"
+        ) from None
 
 
 def facts(ctx: PassContext) -> tuple[str, ...]:
@@ -264,4 +269,6 @@ def _check_leaves(have: Mapping[str, int], told: Mapping[str, list[Any]], file: 
     """Checks that nodes have as many leaves as when the dump was written. Errors: ModelError."""
     for name, count in have.items():
         if name not in told or len(told[name]) != count:
-            raise ModelError(f"{file}: node '{name}' does not split as the dump says")
+            raise ModelError(
+                f"{file}: the rule of node '{name}' has changed since the dump; write it again"
+            )

@@ -49,7 +49,7 @@ def within_limit(
     if objective.patience.is_out:
         plan.notes.append(
             f"the search within the limit stopped after {objective.patience.seconds:.0f} s: "
-            "there may be faster strategies that keep to it"
+            "there may be faster strategies within it"
         )
     return found, (plan, ctx)
 
@@ -65,10 +65,12 @@ def within_host(objective: Objective, plan: Plan, make: Make) -> tuple[Objective
     held = held_together(plan)
     if memory is None or plan.mesh.size == 1 or held <= SHARE * memory:
         return None
-    have = f"{text_of(memory, 'B')} of this host"
-    said = f"the {plan.mesh.size} ranks hold {text_of(held, 'B')} together, more than the {have}"
+    have = f"the {text_of(memory, 'B')} of this host"
+    said = f"the {plan.mesh.size} ranks need {text_of(held, 'B')} together, more than {have}"
     if plan.preset not in (AUTO, EXHAUSTIVE):
-        plan.notes.append(f"{said}; --preset tensor-parallel or --memory-limit split the weights")
+        plan.notes.append(
+            f"{said}; to split the weights, give --preset tensor-parallel or --memory-limit SIZE"
+        )
         return None
     limited = replace(
         objective, memory=SHARE * memory / plan.mesh.size, patience=objective.patience.renewed()
@@ -76,11 +78,11 @@ def within_host(objective: Objective, plan: Plan, make: Make) -> tuple[Objective
     try:
         found, made = _lower(limited, plan.mesh.size, make)
     except OverLimit:
-        plan.notes.append(f"{said}, and no strategy was found that fits: they need more hosts")
+        plan.notes.append(f"{said}, and the search found no strategy that fits: use more hosts")
         return None
     made[0].notes.append(
-        f"the search keeps to {text_of(limited.memory or 0, 'B')} for a rank, so that all ranks "
-        f"fit the {have}; the fastest strategy would hold {text_of(held, 'B')} together. "
+        f"each rank needs at most {text_of(limited.memory or 0, 'B')}, so that all ranks together "
+        f"fit into {have}; with the fastest strategy, they would need {text_of(held, 'B')}. "
         "--memory-limit sets another limit"
     )
     return found, made
@@ -90,16 +92,18 @@ def _advice(error: OverLimit, objective: Objective, devices: int | None, make: M
     """The error message if no strategy over this many ranks keeps to the limit, with a remedy."""
     text = f"{error}, more than --memory-limit {text_of(objective.memory or 0, 'B')}"
     if error.least:
-        text += f" (no strategy there holds less than {text_of(error.least, 'B')})"
+        text += f" (with any strategy, it would need at least {text_of(error.least, 'B')})"
     if devices is None:
-        return f"{text}: raise it, or give a mesh of more ranks"
+        return f"{text}: raise the limit, or give a mesh of more ranks"
     enough, is_fewest, is_sure = _enough(objective, devices, make, error.least or 0.0)
     if enough is not None:
-        fewest = "the fewest found that would do" if is_fewest else "which would do"
-        return f"{text}: raise it, or give --devices {enough}, {fewest}"
+        fewest = "the fewest found that suffice" if is_fewest else "which suffice"
+        return f"{text}: raise the limit, or give --devices {enough}, {fewest}"
     if is_sure:
-        return f"{text}: raise it; up to {MORE * devices} ranks do not help"
-    return f"{text}: raise it; no number of ranks that would do was found within the time"
+        return (
+            f"{text}: raise the limit; up to {MORE * devices} ranks were tried and do not suffice"
+        )
+    return f"{text}: raise the limit; the time to look for a sufficient number of ranks ran out"
 
 
 def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objective, Made]:
@@ -119,11 +123,13 @@ def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objec
             return lowered, (made, ctx)
         decided = ctx.request.preset or PROPAGATION
         over = OverLimit(
-            f"{decided} over {made.mesh}: a rank would hold {text_of(held, 'B')}", None
+            f"{decided} over {made.mesh}: a rank would need {text_of(held, 'B')}", None
         )
         if decided not in (AUTO, EXHAUSTIVE):
             text = f"{over}, more than --memory-limit {text_of(limit, 'B')}"
-            raise StrategyError(f"{text}: raise it, or leave it to --search {AUTO}")
+            raise StrategyError(
+                f"{text}: raise the limit, or let --search {AUTO} choose the strategy"
+            )
         most -= max(held - limit, SLACK * limit)
     assert over is not None
     raise over

@@ -41,7 +41,9 @@ def run_named(
     known = {p.name for p in steps}
     for name in print_after:
         if name != "all" and name not in known:
-            raise StrategyError(f"--print-after {name}: not among the passes {', '.join(known)}")
+            raise StrategyError(
+                f"--print-after {name}: that pass does not run; give one of {', '.join(known)}"
+            )
     dumps = None if dump is None else Dump(dump)
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
@@ -53,7 +55,9 @@ def run_named(
     if dumped is not None:
         model, ctx = dumped
         if options.mesh not in (None, ctx.sharding.mesh):
-            raise StrategyError(f"{path} is for the mesh {ctx.sharding.mesh}; omit --mesh")
+            raise StrategyError(
+                f"{path} was dumped for the mesh {ctx.sharding.mesh}; leave --mesh out"
+            )
     else:
         for_training = any(isinstance(p, Differentiate) for p in steps)
         shown = options if dumps is None else replace(options, show=dumps.loading)

@@ -63,7 +63,10 @@ def wanted_mesh(options: Options) -> Mesh | None:
     """The mesh that the user gives as an option or in the strategy; None if there is none."""
     mesh, strategy = options.mesh, options.strategy
     if mesh is not None and options.devices not in (None, mesh.size):
-        raise StrategyError(f"mesh {mesh} has {mesh.size} ranks, --devices says {options.devices}")
+        raise StrategyError(
+            f"the mesh {mesh} has {mesh.size} ranks, but --devices is {options.devices}; leave "
+            "--devices out"
+        )
     if mesh is None and strategy is not None and strategy.mesh is not None:
         mesh = strategy.mesh if options.devices in (None, strategy.mesh.size) else None
     return mesh
@@ -76,9 +79,9 @@ def preset_or_search(options: Options) -> str | None:
     if search is None:
         return preset
     if search not in SEARCHES:
-        raise StrategyError(f"--search {search!r}: there are {', '.join(SEARCHES)}")
+        raise StrategyError(f"--search {search!r}: give one of {', '.join(SEARCHES)}")
     if preset is not None:
-        raise StrategyError(f"--search {search} and --preset {preset}: give one of them")
+        raise StrategyError(f"--search {search} and --preset {preset}: give only one of them")
     return None if search == PROPAGATION else search
 
 
@@ -97,13 +100,18 @@ def manual_of(options: Options, step: Step | None = None) -> Manual | None:
     deal = step.deal if step is not None else None
     if options.preset != MANUAL:
         if deal is not None:
-            raise StrategyError("the training step is a program per rank: give --preset manual")
+            raise StrategyError(
+                "the training step is a manual program (one rank's graph): give --preset manual"
+            )
         return None
     mesh = wanted_mesh(options)
     if deal is not None:
         own = Mesh.of((name, size) for name, size in deal.mesh)
         if mesh not in (None, own) or options.devices not in (None, own.size):
-            raise StrategyError(f"the training step was made for the mesh {own}; make another one")
+            raise StrategyError(
+                f"the training step was written for the mesh {own}; give that mesh, or write the "
+                "step again with `onnxpar grad`"
+            )
         return Manual(own, options.strategy or Strategy(), deal)
     if mesh is None and options.devices is None:
         raise StrategyError(NO_RANKS)

@@ -44,8 +44,8 @@ def _position(passes: Sequence[Pass], placed: Placed) -> int:
     if beside is None:
         if step.stage is not Stage.REWRITE:
             raise StrategyError(
-                f"pass {step.name} is of the stage {step.stage.name}: say where it runs, before= "
-                "or after= one of " + ", ".join(p.name for p in passes)
+                f"pass {step.name} is of the stage {step.stage.name}: give its place, before= or "
+                "after= one of " + ", ".join(p.name for p in passes)
             )
         return sum(p.stage is Stage.REWRITE for p in passes)
     at = next((i for i, p in enumerate(passes) if p.name == beside), None)

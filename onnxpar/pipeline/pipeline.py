@@ -148,8 +148,9 @@ def _plan(
     note_unsplit(made, ctx.sharding)
     if model.sizes is not None and options.fusion not in (None, "none"):
         made.notes.append(
-            "while sizes are open, --fusion joins all-reduces only, as parts that are equal at one "
-            f"size may not be at another; give {model.sizes.flags} for the others"
+            "--fusion fuses only all-reduces, because the model has open sizes: shards that are "
+            "equal at one size may differ at another. To fuse other collectives too, fix the "
+            f"sizes with {model.sizes.flags}"
         )
     note_weights(made, ctx.sharding)
     if made.unpaired:
@@ -158,8 +159,9 @@ def _plan(
     if options.strict and unruled:
         first = unruled[0]
         raise StrategyError(
-            f"--strict: {first.op} '{first.node}' stays whole ({first.reason}), as do "
-            f"{len(unruled) - 1} more; `onnxpar plan` lists them"
+            f"--strict: {len(unruled)} {'node has' if len(unruled) == 1 else 'nodes have'} no "
+            f"sharding rule and would run whole on every rank, the first of them {first.op} "
+            f"'{first.node}' ({first.reason}); `onnxpar plan` without --strict lists them"
         )
     return made, ctx
 
@@ -181,7 +183,10 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     """Writes the original model with the plan as ONNX's multi-device annotations. Errors:
     OnnxparError."""
     if options.preset == MANUAL:
-        raise StrategyError("annotations are of a global program, which a manual one is not")
+        raise StrategyError(
+            "a manual program is one rank's graph, and annotations describe the graph of all "
+            "ranks; annotate the original model with another preset"
+        )
     if options.objective.memory is not None:
         options, _ = _within_limit(path, options)
     model = load_model(path, options)

@@ -75,7 +75,9 @@ def load_entry_points() -> None:
     for point in entry_points(group=PASSES):
         kind = _load(point)
         if not (inspect.isclass(kind) and issubclass(kind, Pass)):
-            raise StrategyError(f"entry point {point.name} = {point.value} is no subclass of Pass")
+            raise StrategyError(
+                f"entry point {point.name} = {point.value} is not a subclass of Pass"
+            )
         register_pass(kind)
 
 

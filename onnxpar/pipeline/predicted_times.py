@@ -55,14 +55,15 @@ def note_weights(made: Plan, sharding: ShardingState) -> None:
     known = sharding.factors.tensors
     free = sum(weight.bytes for weight in made.weights if weight.name in known)
     if 2 * free >= total:
-        rest = (
-            "--memory-limit SIZE makes the search split them, and so does --preset tensor-parallel"
-        )
+        rest = "to split them, give --preset tensor-parallel, or --memory-limit SIZE for the search"
     elif free:
-        rest = f"{text_of(total - free, 'B')} of that is in bodies that nothing splits"
+        rest = (
+            f"{text_of(total - free, 'B')} of that is in bodies of If, Loop or Scan, which "
+            "onnxpar does not split"
+        )
     else:
-        rest = "they are in bodies that nothing splits"
-    made.notes.append(f"all weights stay on every rank, {text_of(total, 'B')} each; {rest}")
+        rest = "they are in bodies of If, Loop or Scan, which onnxpar does not split"
+    made.notes.append(f"every rank holds all weights, {text_of(total, 'B')}; {rest}")
 
 
 def note_unsplit(made: Plan, sharding: ShardingState) -> None:
@@ -71,7 +72,7 @@ def note_unsplit(made: Plan, sharding: ShardingState) -> None:
     split = (*sharding.tensors.values(), *sharding.ops.values())
     if made.mesh.size > 1 and made.predicted is not None and not any(any(axes) for axes in split):
         made.notes.append(
-            f"nothing is split: each of the {made.mesh.size} ranks computes all of it"
+            f"nothing is split: each of the {made.mesh.size} ranks runs the whole model"
         )
 
 

@@ -66,11 +66,11 @@ class Saver:
             return None
         with whole_file(self.path) as file:
             file.write(self.text)
-        return f"the strategy is in {self.path}, for --strategy"
+        return f"strategy written to {self.path}; use it with --strategy"
 
 
 def _comment(model: Model, ctx: PassContext) -> str:
-    how = "what it was given"
+    how = "a strategy file or annotations"
     preset = ctx.request.preset
     if preset is not None:
         how = f"{'--search' if preset in (AUTO, EXHAUSTIVE) else '--preset'} {preset}"
@@ -78,7 +78,7 @@ def _comment(model: Model, ctx: PassContext) -> str:
     behind = "; then the batch is split over dp" if "dp" in mesh.sizes else ""
     return (
         f"{model_name(model.path)} over {mesh.size} ranks, by {how}.\n"
-        f"# What is not mentioned follows by propagation{behind}."
+        f"# Tensors and nodes not listed here get their layouts by propagation{behind}."
     )
 
 

@@ -82,7 +82,7 @@ def decode(value: Any, factors: GraphFactors) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
-        raise ModelError(f"what it says is no value: {str(value)[:60]}")
+        raise ModelError(f"not a value of a dump: {str(value)[:60]}")
     ((kind, inner),) = value.items()
     try:
         if kind == "op":
@@ -94,4 +94,4 @@ def decode(value: Any, factors: GraphFactors) -> Any:
             return tuple(items) if kind == "tuple" else set(items)
         return TYPES[kind](**{name: decode(item, factors) for name, item in inner.items()})
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"what it says is no {kind}: {error}") from None
+        raise ModelError(f"not a valid {kind}: {error}") from None

@@ -38,8 +38,8 @@ def refuse_for_manual(options: Options) -> None:
 
 
 _INSTEAD = (
-    "to fuse collectives, Concat what they read and Split what the one collective makes, or give "
-    "`onnxpar shard` the whole model with a preset such as zero1, which fuses them"
+    "to fuse collectives, Concat their inputs and Split the output of the one that is left, or "
+    "give `onnxpar shard` the unsplit model with a preset such as zero1, which fuses them"
 )
 
 
@@ -54,8 +54,11 @@ def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
     }
     for name, is_given in names.items():
         if is_given:
+            instead = "add"
+            if options.preset is not None or options.search is not None:
+                named = "preset" if options.preset is not None else "search"
+                instead = f"leave it out, or replace --{named} {getattr(options, named)} by"
             raise StrategyError(
-                f"--{name} is of the search, which nothing asks for here: add --search {AUTO}"
-                if options.preset is None and options.search is None
-                else f"--{name} is of the search: leave it out, or give --search {AUTO} alone"
+                f"--{name} applies to the search, which does not run here: {instead} "
+                f"--search {AUTO}"
             )

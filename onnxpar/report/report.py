@@ -254,7 +254,7 @@ def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) 
 def _whole_lines(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not whole:
         return
-    yield f"{len(whole)} {'node stays' if len(whole) == 1 else 'nodes stay'} whole:"
+    yield f"{len(whole)} {'node runs' if len(whole) == 1 else 'nodes run'} whole on every rank:"
     rows = [(w["node"], w["op"], w["bytes"], w["reason"]) for w in whole]
     yield from table(grouped(rows, FEW), ("node", "op", "gathered", "why"))
     yield ""

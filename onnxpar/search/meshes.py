@@ -170,8 +170,8 @@ class Meshes:
         devices = self.one_axis.size
         if not self.refused:
             return StrategyError(
-                f"{devices} ranks have no mesh with the axes {', '.join(self.requested)}, which "
-                f"{self.strategy.source if self.strategy else ''} names; give one with --mesh"
+                f"no mesh of {devices} ranks has the axes {', '.join(self.requested)}, which "
+                f"{self.strategy.source if self.strategy else ''} names; give the mesh with --mesh"
             )
         over = [error for _, error in self.refused if isinstance(error, OverLimit)]
         if over:
@@ -179,7 +179,9 @@ class Meshes:
             least = min(error.least or 0.0 for error in over)
             return OverLimit(str(nearest), least, nearest.found)
         mesh, error = self.refused[0]
-        return StrategyError(f"no mesh of {devices} ranks meets all requests; on {mesh}: {error}")
+        return StrategyError(
+            f"no mesh of {devices} ranks satisfies all requested layouts; on {mesh}: {error}"
+        )
 
 
 def _seconds(solution: Solution) -> float:

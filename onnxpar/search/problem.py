@@ -208,8 +208,8 @@ class Problem:
         if not strategies:
             raise StrategyError(
                 f"{op.node.op} {op.node.name!r} cannot be split over {self.sharding.mesh} as "
-                "requested: a size does not divide, or two entries of the strategy disagree; "
-                "request less of it, or another mesh"
+                "requested: a size does not divide, or two entries of the strategy contradict each "
+                "other; request fewer splits of it, or give another mesh"
             )
         variable = self.tables.add_variable(len(strategies))
         assert variable == self.variable[op.node.name]

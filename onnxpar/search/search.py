@@ -57,13 +57,13 @@ def solve(
     try:
         seconds, chosen, held = problem.solve(exhaustively=how == EXHAUSTIVE)
     except TooLarge as error:
-        raise StrategyError(f"--search {how}: {error}; take {AUTO}") from None
+        raise StrategyError(f"--search {how}: {error}; use --search {AUTO}") from None
     except (TooMuch, Undecided) as error:
-        needed = f"a rank would hold {text_of(error.found, 'B')}"
+        needed = f"a rank would need {text_of(error.found, 'B')}"
         text = f"over {sharding.mesh}, {needed}"
         raise OverLimit(text, error.least, error.found) from None
     if math.isinf(seconds):
-        raise StrategyError("no strategy meets all requests; request less")
+        raise StrategyError("no strategy satisfies all requested layouts; request fewer")
     annotations = [
         TensorAnnotation(name, factor_sharding.leaves) for name, factor_sharding in held.items()
     ]

@@ -24,8 +24,8 @@ from onnxpar.sharding.narrow import narrowed
 from onnxpar.sharding.op_factors import Joined, op_factors
 from onnxpar.sharding.unify import IndexVar, compose, unify
 
-_RANDOM = "it draws random values, which one rank does for all"
-_OPEN = "while sizes are open, every rank computes its bodies whole"
+_RANDOM = "one rank draws its random values for all ranks"
+_OPEN = "the model has open sizes, so every rank runs its bodies whole; fix them with --dim NAME=N"
 
 
 def analyse(

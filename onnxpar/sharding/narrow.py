@@ -12,7 +12,7 @@ from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.notation import Expr, Spec, Var, expr_vars
 from onnxpar.rules.rule import Rule, whole_rule
 
-OPEN = "its shards are not known while sizes are open; --dim NAME=N fixes a size"
+OPEN = "its shards are unknown, because the model has open sizes; fix them with --dim NAME=N"
 
 
 def narrowed(node: gs.Node, rule: Rule, factors: Collection[str] | None) -> Rule:

@@ -152,4 +152,6 @@ def test_tables_fit() -> None:
     text = Report(tuple(rows)).text()
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "...e.of.the.path.of.modules/output_0  float64   [2, 2, 2, 2, 2...]   0.0e+00" in text
-    assert text.splitlines()[-1] == ("the outputs differ; the worst is nan: NaN in other places")
+    assert text.splitlines()[-1] == (
+        "the outputs differ; the worst is nan: NaN in different places"
+    )

@@ -107,7 +107,10 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "too many devices": (["--devices", "1000000000"], "from 1 to 1,048,576"),
     "unknown symbol": (["--devices", "2", "--dim", "batch=3"], "batch"),
     "bad dim": (["--devices", "2", "--dim", "batch"], "--dim batch"),
-    "mesh and devices": (["--devices", "3", "--mesh", "dp=2"], "--devices says 3"),
+    "mesh and devices": (
+        ["--devices", "3", "--mesh", "dp=2"],
+        "--devices is 3; leave --devices out",
+    ),
     "no state": (["--devices", "2", "--state", "x=z"], "x=z"),
     "hybrid alone": (["--mesh", "tp=2", "--preset", "hybrid"], "hybrid"),
 }

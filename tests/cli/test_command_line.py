@@ -83,7 +83,7 @@ STARTS = {
     [
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, "terminated"),
-        (signal.SIGHUP, 129, "terminated, as its terminal is gone"),
+        (signal.SIGHUP, 129, "terminated, because its terminal was closed"),
     ],
 )
 @pytest.mark.parametrize("seen", ["numpy", "onnxruntime"])

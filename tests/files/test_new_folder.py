@@ -118,7 +118,7 @@ def test_where_the_old_one_went_is_told(tmp_path: Path) -> None:
         ("rank_0007.onnx/x", "precious", "holds 'rank_0007.onnx'"),
         ("plan.json", "{}", "its plan.json was not written by onnxpar"),
         ("plan.json", '{"format": 1}', "its plan.json was not written by onnxpar"),
-        ("plan.json", "precious", "is no sharded model"),
+        ("plan.json", "precious", "is not a sharded model"),
     ],
 )
 def test_other_folders_are_never_replaced(

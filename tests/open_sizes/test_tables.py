@@ -71,5 +71,5 @@ def test_a_length_is_within_the_table(kind: str, tmp_path: Path) -> None:
 def test_a_length_that_is_too_large(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write("range", 40, tmp_path)
     assert main(["plan", str(path), "--devices", "2", "--typical", "seq=41"]) == 2
-    assert "--typical seq=41: the model does not allow these sizes" in capsys.readouterr().err
+    assert "--typical seq=41: the model does not run at these sizes" in capsys.readouterr().err
     assert main(["plan", str(path), "--devices", "2", "--typical", "seq=40"]) == 0

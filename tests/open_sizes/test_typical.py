@@ -173,7 +173,7 @@ def test_sizes_that_are_tied() -> None:
     assert found(total=100, seq=1) == {"batch": 1, "past": 99, "seq": 1}
     assert found(total=100, past=60, batch=2) == {"batch": 2, "past": 60, "seq": 40}
     assert found(past=0, seq=7) == {"batch": 1, "past": 0, "seq": 7}
-    with pytest.raises(StrategyError, match=r"typical total=9: in this model it is past . seq"):
+    with pytest.raises(StrategyError, match=r"typical total=9: the model ties total to past . seq"):
         found(total=9, past=5, seq=5)
 
 
@@ -230,8 +230,8 @@ def test_what_cannot_be_read(entry: str) -> None:
     ("name", "entry", "message"),
     [
         ("bert.legacy.dynamic", "foo=3", "the model has no open size of that name; it has: batch"),
-        ("bert.legacy.dynamic", "seq=99", "the model does not allow these sizes"),
-        ("bert.legacy.static", "seq=9", "has no open sizes"),
+        ("bert.legacy.dynamic", "seq=99", "the model does not run at these sizes"),
+        ("bert.legacy.static", "seq=9", "has no open sizes; leave --typical out"),
     ],
 )
 def test_what_does_not_fit(
@@ -255,7 +255,7 @@ def test_memory_is_that_of_each_profile(tmp_path: Path) -> None:
         how = Options(devices=2, typical=typical, objective=Objective(memory=limit))
         made, _ = pipeline.plan(path, how)
         assert sum(made.memory.values()) == held
-    with pytest.raises(StrategyError, match="a rank would hold"):
+    with pytest.raises(StrategyError, match="a rank would need"):
         pipeline.plan(path, replace(how, objective=Objective(memory=held - 1)))
 
 

@@ -102,7 +102,7 @@ def test_the_text_of_a_dump_stands_for_the_model_beside_it(
     assert opt(text, "--passes", "insert-collectives") == 2
     assert "cannot run once there are layouts" in capsys.readouterr().err
     assert opt(text, "--mesh", "tp=3", "--passes", "localize-ops") == 2
-    assert "is for the mesh" in capsys.readouterr().err
+    assert "was dumped for the mesh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["ops", "mesh", "layouts"])

@@ -111,7 +111,7 @@ def test_a_pass_runs_in_its_place(where: dict[str, str], model: Path) -> None:
 @pytest.mark.parametrize(
     "placed,said",
     [
-        (Note(), "is of the stage LOWER: say where it runs"),
+        (Note(), "is of the stage LOWER: give its place"),
         (Placed(Note(), before="insert-collectives"), "note requires layouts, which no pass"),
         (Placed(Note(), after="localize-ops"), "note cannot run once there are local nodes"),
         (Placed(Note(), after="nowhere"), "no pass 'nowhere' runs here; there are annotate"),

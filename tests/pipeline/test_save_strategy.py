@@ -214,7 +214,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert list(yaml.safe_load(text)) == ["mesh", "shard"]
     par = tmp_path / "bert.par"
     assert cli.main(["shard", model, *how[2:-1], "--save-strategy", file, "-o", str(par)]) == 0
-    assert f"the strategy is in {file}, for --strategy" in capsys.readouterr().out
+    assert f"strategy written to {file}; use it with --strategy" in capsys.readouterr().out
     assert Path(file).read_text() == text
 
 
@@ -222,7 +222,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("options", "message"),
     [
         (["--devices", "2", "--preset", "manual"], "a manual program has no strategy to save"),
-        (["--devices", "2", "--candidates"], "leave out --compare, --candidates"),
+        (["--devices", "2", "--candidates"], "does not go with --compare, --candidates or --html"),
     ],
 )
 def test_what_is_not_saved(

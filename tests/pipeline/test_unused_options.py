@@ -58,7 +58,7 @@ def test_a_manual_program_has_no_use_for(
     told = refused([*arguments, *option], capsys)
     assert option[0] in told
     if option[0] in ("--fusion", "--bucket-mb"):
-        assert "Concat what they read" in told and "zero1" in told
+        assert "Concat their inputs" in told and "zero1" in told
 
 
 @pytest.mark.parametrize("option", [["--objective", "throughput"], ["--untied"]])

@@ -126,7 +126,7 @@ def test_small_models_are_not_worth_talking() -> None:
     ("options", "message"),
     [
         (Options(devices=2, search="auto", preset="hybrid"), "--search auto and --preset hybrid"),
-        (Options(devices=2, search="best"), "--search 'best': there are auto, data-parallel"),
+        (Options(devices=2, search="best"), "--search 'best': give one of auto, data-parallel"),
         (Options(devices=2, search="exhaustive"), "--search exhaustive: .* combinations of"),
         (Options(search="auto"), "how many ranks"),
     ],

@@ -139,8 +139,8 @@ def test_the_command_says_who_holds_the_folder(home: Path) -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith("onnxpar: ")]
     assert lines == [
         f"onnxpar: error: {home / 'c'} is in use: process {os.getpid()} on host "
-        f"{os.uname().nodename} holds .onnxpar.lock there; wait until it ends, or choose another "
-        "folder"
+        f"{os.uname().nodename} has locked .onnxpar.lock there; wait until that process ends, or "
+        "choose another folder"
     ]
     assert "Traceback" not in done.stderr
     assert not (home / "log" / "rank.0").exists()

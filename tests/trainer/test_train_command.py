@@ -317,6 +317,6 @@ def test_check_train(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "12 steps over 2 ranks against one:" in shown and "loss, later steps" in shown
     assert main([*how[:-1], "0"]) == 2
-    assert "--steps 0: at least 1" in capsys.readouterr().err
+    assert "--steps 0: must be at least 1" in capsys.readouterr().err
     assert main(["check", str(made / "model.onnx"), "--train", "--devices", "2"]) == 2
     assert "is not a training step" in capsys.readouterr().err

@@ -63,7 +63,8 @@ def test_two_trainings_at_once(
     assert started[second].returncode == 2
     assert error == (
         f"onnxpar: error: {tmp_path / 'c'} is in use: process {winner.pid} on host "
-        f"{os.uname().nodename} holds {NAME} there; wait until it ends, or choose another folder\n"
+        f"{os.uname().nodename} has locked {NAME} there; wait until that process ends, or choose "
+        "another folder\n"
     )
     assert not logs[second].exists()
     assert wait_until(lambda: len(checkpoints(tmp_path / "c")) > 3, 60), winner.poll()

@@ -309,8 +309,8 @@ def test_a_strategy_may_repeat_what_the_step_says(tmp_path: Path) -> None:
         ({"b2": ["tp"]}, {}, "shards tensor 'b2'"),
         ({"w2.exp_avg": [None, "tp"]}, {}, "shards tensor 'w2.exp_avg'"),
         ({"q": [None]}, {}, "'q' matches no input, weight or output"),
-        ({}, {"mesh": Mesh.parse("tp=4")}, "made for the mesh tp=8"),
-        ({}, {"devices": 4}, "made for the mesh tp=8"),
+        ({}, {"mesh": Mesh.parse("tp=4")}, "written for the mesh tp=8; give that mesh"),
+        ({}, {"devices": 4}, "written for the mesh tp=8; give that mesh"),
         ({}, {"preset": None}, "give --preset manual"),
     ):
         with pytest.raises(StrategyError, match=message):

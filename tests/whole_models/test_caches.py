@@ -252,7 +252,7 @@ def test_a_state_that_lacks_its_pair_is_named(tmp_path: Path) -> None:
         plan, _ = pipeline.plan(file, options("tensor-parallel 2"))
     assert plan.unpaired == ["past_key_values.4.key"]
     text = "\n".join(plan_lines(plan.to_json()))
-    assert "5 state pairs" in text and "warning: no output is fed back as" in text
+    assert "5 state pairs" in text and "named like a state, but no output is paired with it" in text
     assert "past_key_values.5.key  present.5.key" in text
 
 

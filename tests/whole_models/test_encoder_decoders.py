@@ -194,7 +194,7 @@ def test_a_decoder_that_chooses_its_step_by_an_if(layout: str, tmp_path: Path) -
     """The dummies of the first step are of no tokens, or of one."""
     both = Decoding(merged(tmp_path / "decoder.onnx"), tmp_path / "m.par", layout)
     assert set(both.pairs) == {f"past_key_values_0_{kind}" for kind in CACHES[:2]}
-    assert "every rank computes its bodies whole" in "\n".join(plan_lines(both.plan.to_json()))
+    assert "every rank runs its bodies whole" in "\n".join(plan_lines(both.plan.to_json()))
     source = np.random.default_rng(0)
     with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
         for batch, length in ((1, 1), (1, 0), (3, 1)):
