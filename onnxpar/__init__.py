@@ -7,39 +7,39 @@ logits, = session.run(["logits"], feeds)
 
 Rooms, in the order of the stages. A room imports only from rooms above it.
 
-errors       errors that users can cause
-base         arrays, units, text, interrupts: modules that know nothing of models
-files        files and folders that appear complete or not at all; digests
-symbols      closed forms of open sizes
-layout       meshes and layouts: the elements that each rank holds
-ir           views of a graph: tensors, collectives, bodies, the ports of a training step
-cost         topologies, and the time of communication, memory traffic and compute
-model        protos to graphs and back; shapes, checks, state pairs, annotations
-collapse     rewrites of the loader: functions, branches, sequences, old opsets
-open_sizes   models with open sizes, inferred at several bindings in lockstep
-load         from a file to the graph that all passes see
-rules        sharding rules, one file per family of ops
-sharding     factors of a whole graph, and the state of their sharding
-strategy     strategy files and annotations, and their requests for nodes and tensors
-presets      strategies by rule
-manual       programs that are written per rank
-reshard      shortest paths of collectives from one layout to another
-lowering     global nodes to a rank's nodes: local attributes, halos, collectives, weights
-search       the strategy with the lowest cost
-grad         gradients, one file per family of ops
-training     training steps as graphs: backward pass, optimizers, precision, recomputation
-runtime      ranks, sessions, traces (native/ is the plugin)
-compiler     the pass interface, the plan, verification, text
-passes       the passes, one per file
-pipeline     order and execution of passes, dumps, options
-report       tables and pages for people
-trainer      training runs: the loop, data, checkpoints
-checking     comparison of sharded results with those of the unsplit model
-api          the Python functions
-calibration  measurement of a machine
-hvd          Horovod's API
-cli          the command line
-testing      oracles and proofs for people who write rules and gradients
+errors        errors that users can cause
+base          arrays, units, text, interrupts: modules that know nothing of models
+files         files and folders that appear complete or not at all; digests
+symbols       closed forms of open sizes
+layout        meshes and layouts: the elements that each rank holds
+ir            views of a graph: tensors, collectives, bodies, the ports of a training step
+cost          topologies, and the time of communication, memory traffic and compute
+model         protos to graphs and back; shapes, checks, state pairs, annotations
+canonicalize  rewrites of the loader: functions, branches, sequences, old opsets
+open_sizes    models with open sizes, inferred at several bindings in lockstep
+load          from a file to the graph that all passes see
+rules         sharding rules, one file per family of ops
+sharding      factors of a whole graph, and the state of their sharding
+strategy      strategy files and annotations, and their requests for nodes and tensors
+presets       strategies by rule
+manual        programs that are written per rank
+reshard       shortest paths of collectives from one layout to another
+lowering      global nodes to a rank's nodes: local attributes, halos, collectives, weights
+search        the strategy with the lowest cost
+grad          gradients, one file per family of ops
+training      training steps as graphs: backward pass, optimizers, precision, recomputation
+runtime       ranks, sessions, traces (native/ is the plugin)
+compiler      the pass interface, the plan, verification, text
+passes        the passes, one per file
+pipeline      order and execution of passes, dumps, options
+report        tables and pages for people
+trainer       training runs: the loop, data, checkpoints
+checking      comparison of sharded results with those of the unsplit model
+api           the Python functions
+calibration   measurement of a machine
+hvd           Horovod's API
+cli           the command line
+testing       oracles and proofs for people who write rules and gradients
 """
 
 from onnxpar.base import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)

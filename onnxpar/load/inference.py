@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper
 
-from onnxpar.collapse.branches import taken_branch
+from onnxpar.canonicalize.branches import taken_branch
 from onnxpar.ir.scopes import is_control, open_scopes
 from onnxpar.ir.stored import subgraphs_of
 from onnxpar.model.misfits import check_fits

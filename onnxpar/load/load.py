@@ -12,13 +12,13 @@ import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
-from onnxpar.collapse.functions import inlined
-from onnxpar.collapse.fused_units import separate_dequantized
-from onnxpar.collapse.sequences import split_sequences
-from onnxpar.collapse.tolerated import restate
-from onnxpar.collapse.unfuse import unfuse
-from onnxpar.collapse.untie import shared_vectors, untie
-from onnxpar.collapse.upgrade import raise_opset, upgrade
+from onnxpar.canonicalize.functions import inlined
+from onnxpar.canonicalize.fused_units import separate_dequantized
+from onnxpar.canonicalize.sequences import split_sequences
+from onnxpar.canonicalize.tolerated import restate
+from onnxpar.canonicalize.unfuse import unfuse
+from onnxpar.canonicalize.untie import shared_vectors, untie
+from onnxpar.canonicalize.upgrade import raise_opset, upgrade
 from onnxpar.errors import ModelError
 from onnxpar.files.write_file import unread
 from onnxpar.ir.exported import exported_kinds

@@ -21,7 +21,7 @@ from onnxpar.ir.stored import (
     stored_tensors,
     subgraphs_of,
 )
-from onnxpar.model.runtime_shapes import REFUSED, is_known, is_own_domain
+from onnxpar.model.shapes_by_onnxruntime import REFUSED, is_known, is_own_domain
 
 _MAX_IR, MAX_OPSET = 13, 26
 """The newest IR and opset that onnxruntime 1.31 loads; newer models get an error of our own."""

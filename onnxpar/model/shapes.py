@@ -18,7 +18,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded
-from onnxpar.model.runtime_shapes import RuntimeShapes
+from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.model.table_reads import reads_beyond
 
 _TRAINED = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)

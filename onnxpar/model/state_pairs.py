@@ -17,7 +17,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.ir.subgraphs import bodies
 from onnxpar.ir.tensors import tensor_shape
-from onnxpar.model.runtime_shapes import operator_ports
+from onnxpar.model.shapes_by_onnxruntime import operator_ports
 
 Pair = tuple[str, str]
 Stem = tuple[str, ...]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.presets.covering import covering
+from onnxpar.presets.covering_leaves import covering_leaves
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
@@ -83,7 +83,7 @@ class SplitAlone:
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
         choices = []
-        for chosen in covering(factors, n):
+        for chosen in covering_leaves(factors, n):
             sizes = [factors.leaves[i].size for i in chosen]
             choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
         return min(choices, default=(False, 0, []))[2]

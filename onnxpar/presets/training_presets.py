@@ -12,7 +12,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.presets.covering import covering
+from onnxpar.presets.covering_leaves import covering_leaves
 from onnxpar.sharding.factors import Leaf, OpFactors
 from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.strategy import Annotation
@@ -171,7 +171,7 @@ class SplitTogether:
         factors = sharding.factors.tensors[self.tensors[0]]
         parts = parts_over(self.axes)
         choices = []
-        for chosen in covering(factors, parts):
+        for chosen in covering_leaves(factors, parts):
             if not any(sharding.tensors[t][i] for t in self.tensors for i in chosen):
                 rest = sum(factors.leaves[i].size % parts for i in chosen)
                 size = factors.dims[factors.dim_of_leaf[chosen[0]]].size

@@ -15,8 +15,8 @@ from onnxpar.layout.layout import Concat, Dim, Factor
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.contraction import is_contracted, is_contraction
-from onnxpar.presets.cover_state import CoverState, Event
 from onnxpar.presets.recurrences import Recurrences
+from onnxpar.presets.weight_cover_state import CoverState, Event
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.spread import nest

@@ -8,15 +8,15 @@ from onnxpar.rules import contrib_attention as contrib_attention
 from onnxpar.rules import contrib_elementwise as contrib_elementwise
 from onnxpar.rules import contrib_images as contrib_images
 from onnxpar.rules import contrib_products as contrib_products
-from onnxpar.rules import contrib_whole as contrib_whole
+from onnxpar.rules import contrib_whole_ops as contrib_whole_ops
 from onnxpar.rules import control_flow as control_flow
 from onnxpar.rules import convolution as convolution
 from onnxpar.rules import elementwise as elementwise
 from onnxpar.rules import index_tuples as index_tuples
 from onnxpar.rules import indexing as indexing
-from onnxpar.rules import kernels as kernels
 from onnxpar.rules import losses as losses
 from onnxpar.rules import movement as movement
+from onnxpar.rules import no_empty_shards as no_empty_shards
 from onnxpar.rules import normalization as normalization
 from onnxpar.rules import padding as padding
 from onnxpar.rules import pooling as pooling
@@ -30,4 +30,4 @@ from onnxpar.rules import sampling as sampling
 from onnxpar.rules import scattering as scattering
 from onnxpar.rules import segments as segments
 from onnxpar.rules import signal as signal
-from onnxpar.rules import whole as whole
+from onnxpar.rules import whole_ops as whole_ops

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.collapse.fused_units import fused_tensors
+from onnxpar.canonicalize.fused_units import fused_tensors
 from onnxpar.ir.subgraphs import bodies, is_random
 from onnxpar.ir.tensors import Whole, tensor_shape
 from onnxpar.rules.rule import rule_of, whole_rule

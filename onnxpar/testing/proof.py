@@ -16,7 +16,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.layout.layout import ReduceOp, neutral
-from onnxpar.model.runtime_shapes import REFUSED
+from onnxpar.model.shapes_by_onnxruntime import REFUSED
 from onnxpar.testing.case import Case
 from onnxpar.testing.oracle import TOLERANCE, Oracle, close
 

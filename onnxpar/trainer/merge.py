@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx import GraphProto, NodeProto
 
 from onnxpar.base.arrays import Array
-from onnxpar.collapse.untie import untie
+from onnxpar.canonicalize.untie import untie
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.ir.stored import check_stored, stored_tensors
 from onnxpar.load.load import read_proto

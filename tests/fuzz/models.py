@@ -15,7 +15,7 @@ from fuzz.trial import Case, chance_of, refusal
 
 from onnxpar.checking.compare import compare
 from onnxpar.errors import OnnxparError
-from onnxpar.model.runtime_shapes import REFUSED
+from onnxpar.model.shapes_by_onnxruntime import REFUSED
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession

@@ -22,7 +22,7 @@ from fuzz.mutate import messages
 
 from onnxpar import cli
 from onnxpar.cli.error_line import report
-from onnxpar.model.runtime_shapes import REFUSED
+from onnxpar.model.shapes_by_onnxruntime import REFUSED
 
 MEMORY = 4 << 30
 """Bytes of address space that a command may have beyond what it begins with."""

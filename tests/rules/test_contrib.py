@@ -5,7 +5,7 @@ import onnxruntime as ort
 import pytest
 from numpy import array
 
-from onnxpar.rules.contrib_whole import REASONS
+from onnxpar.rules.contrib_whole_ops import REASONS
 from onnxpar.rules.rule import registered, whole_ops
 from onnxpar.testing.case import Case
 

@@ -11,8 +11,8 @@ import pytest
 from small_models import HEAD, write_text
 from training.steps import ThreadTrainer, quiet, run_unsplit, shard, write_model
 
+from onnxpar.canonicalize.untie import shared_vectors, untie
 from onnxpar.cli.command_line import main
-from onnxpar.collapse.untie import shared_vectors, untie
 from onnxpar.trainer.checkpoint import Progress
 from onnxpar.trainer.merge import merge
 from onnxpar.training import grad

@@ -8,20 +8,20 @@ from onnxpar.layout.layout import Concat, Dim, Factor
 from onnxpar.sharding.factors import TensorFactors
 
 
-def covering(factors: TensorFactors, parts: int) -> Iterator[list[int]]:
+def covering_leaves(factors: TensorFactors, parts: int) -> Iterator[list[int]]:
     """Yields, for each dimension that can be split so, the leaves that together split every element
     of it into `parts`, as indices into the tensor's leaves."""
     numbers = iter(range(len(factors.leaves)))
-    yield from filter(None, [_covering(dim, numbers, parts) for dim in factors.dims])
+    yield from filter(None, [_covering_of(dim, numbers, parts) for dim in factors.dims])
 
 
-def _covering(dim: Dim, numbers: Iterator[int], parts: int) -> list[int]:
+def _covering_of(dim: Dim, numbers: Iterator[int], parts: int) -> list[int]:
     """Returns these leaves of one dimension; none if some segment is too short. `numbers` yields
     the indices of the leaves, in order."""
     if isinstance(dim, Factor):
         number = [next(numbers)] if dim.size > 1 else []
         return number if dim.size >= parts else []
-    found = [(child.size, _covering(child, numbers, parts)) for child in dim.children]
+    found = [(child.size, _covering_of(child, numbers, parts)) for child in dim.children]
     if isinstance(dim, Concat):
         is_whole = all(chosen for size, chosen in found if size)
         return [i for _, chosen in found for i in chosen] if is_whole else []

@@ -14,7 +14,7 @@ from onnx import FunctionProto, NodeProto
 from onnxpar.errors import ModelError
 from onnxpar.ir.stored import nodes_of, reads_of, subgraphs_of
 from onnxpar.model.checker import check_functions
-from onnxpar.model.runtime_shapes import is_known
+from onnxpar.model.shapes_by_onnxruntime import is_known
 
 MOST_NODES = 100_000
 """Most nodes that calls may expand into, or ten times the nodes in the file if that is more."""

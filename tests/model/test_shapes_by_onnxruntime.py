@@ -12,7 +12,7 @@ from agreement import check_agrees, options
 from onnx import TensorProto, helper
 
 from onnxpar.load.load import load
-from onnxpar.model.runtime_shapes import RuntimeShapes
+from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
 F, I32 = TensorProto.FLOAT, TensorProto.INT32
