@@ -1,1 +1,2 @@
-"""Modules that know nothing of models, for every room: arrays, units, text, interrupts."""
+"""General modules that do not depend on models: arrays, units, texts, signals. Every package may
+import them."""

@@ -1,4 +1,4 @@
-"""The type of NumPy arrays in annotations."""
+"""`Array`, the type hint of NumPy arrays of any dtype."""
 
 from __future__ import annotations
 

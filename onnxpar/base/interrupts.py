@@ -1,6 +1,6 @@
 """Ends the command `onnxpar` with a one-line message if it is interrupted or terminated while
-Python still imports modules, or already exits. The package imports this first; other programs are
-not affected."""
+Python still imports modules, or already exits. The package imports this module first. Other
+programs that import onnxpar keep their signal handlers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUSES = {
 _waiting: list[int] = []
 """Signals that arrived within `uninterrupted`."""
 _shields = [0]
-"""Number of `uninterrupted` blocks that are open."""
+"""Its only element is the number of open `uninterrupted` blocks."""
 
 
 class Terminated(BaseException):
@@ -32,7 +32,8 @@ class Terminated(BaseException):
 
 
 def raise_for(number: int) -> None:
-    """Raises the exception of a signal: at once, or at the end of `uninterrupted`."""
+    """Raises KeyboardInterrupt for SIGINT and Terminated for other signals; inside an
+    `uninterrupted` block, delays that to the block's end."""
     if _shields[0]:
         _waiting.append(number)
     elif number == signal.SIGINT:
@@ -43,8 +44,9 @@ def raise_for(number: int) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delays signals that end the command until the block ends, for short steps that must not be
-    left half-done. Only the main thread is ever interrupted."""
+    """A block for short steps that must not be left half-done: signals that would end the command
+    take effect after the block. In threads other than the main one, which signals never interrupt,
+    this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

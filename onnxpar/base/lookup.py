@@ -19,7 +19,8 @@ class Lookup:
     rows: int
 
     def fault(self, value: Array) -> str | None:
-        """A message that names the first element out of range; None if there is none."""
+        """A message that names the first element out of range; None if all elements are in
+        range."""
         if value.dtype.kind not in "iu":
             return None
         outside = (value >= self.rows) | (value < -self.rows)

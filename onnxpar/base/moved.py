@@ -25,11 +25,12 @@ MOVED = {
 
 
 class _MovedModule(ModuleType):
-    """A module of an old name. Importing `onnxpar.training.merge` puts it in the place of the
-    function of that name in `onnxpar.training`, so it can be called like that."""
+    """The module that an old name refers to. Importing `onnxpar.training.merge` replaces the
+    function `merge` in `onnxpar.training` by this module, so the module can be called like the
+    function."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Calls the function that is named as the module."""
+        """Calls the function in the module that has the module's name."""
         return vars(self)[self.__name__.rpartition(".")[2]](*args, **options)
 
 
@@ -47,7 +48,8 @@ class _MovedModules(MetaPathFinder, Loader):
         return _MovedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills the module of an old name, with a warning."""
+        """Copies the attributes of the new module into the old one, and warns that the old name is
+        deprecated."""
         new = MOVED[module.__name__]
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
         found = vars(importlib.import_module(new))

@@ -1,7 +1,7 @@
-"""Packing of elements of less than 8 bits, as in files and runtimes: the first element is in the
-lowest bits of a byte.
+"""Packs elements of less than 8 bits into bytes, as ONNX files and runtimes store them: the first
+element of a byte is in its lowest bits.
 
-In NumPy each element is a byte, whose low bits count.
+A NumPy array has a byte for each element, of which only the low bits count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def stored_bits(dtype: np.dtype[Any]) -> int:
 
 
 def unpack(data: Array, bits: int) -> Array:
-    """All elements in these bytes, including padding at the end."""
+    """The elements in these bytes, one in each byte of the result, including padding at the end."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     elements: Array = (data[:, None] >> shifts & (1 << bits) - 1).reshape(-1)
     return elements

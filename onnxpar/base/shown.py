@@ -1,7 +1,7 @@
 """Display of results: `print` shows their text, a notebook their HTML.
 
-The modules that lay out text and pages are in later rooms than the results that they show, so they
-register a function for each type of result.
+Modules that format text and pages import the classes of results, which cannot import them in turn;
+so they register a function for each class here.
 """
 
 from __future__ import annotations

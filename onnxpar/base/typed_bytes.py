@@ -1,10 +1,11 @@
-"""Values to bytes and back: None, bool, int, float, complex, str, bytes, NumPy arrays and scalars,
-and lists, tuples and dicts of these.
+"""Converts values to bytes and back: None, bool, int, float, complex, str, bytes, NumPy arrays and
+scalars, and lists, tuples and dicts of these.
 
 Bytes are read as data, never as code, so that untrusted bytes cause at worst an error: they yield
-only these types, and need no more memory than their length accounts for.
+only these types, in memory proportional to their length.
 
-A value is a letter, followed by its data; counts and lengths are eight bytes, little-endian.
+The bytes of a value are a letter for its type, followed by its data; counts and lengths take eight
+bytes, little-endian.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _write_array(parts: list[bytes], value: Any, where: str) -> None:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """The dtype of this name: one of _DTYPES, or texts or bytes of a fixed width, such as "<U7"."""
+    """The dtype with this name: one of _DTYPES, or str or bytes of a fixed width, such as "<U7"."""
     if re.fullmatch(r"<U\d{1,9}|\|S\d{1,9}", name):
         return np.dtype(name)
     if name not in _DTYPES:
@@ -150,7 +151,8 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 class _Reader:
-    """Reads values. Each takes at least one byte, so a count larger than the rest is an error."""
+    """Reads values from bytes. Each value takes at least one byte, so a count above the number of
+    bytes left is an error."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data.cast("B")
@@ -171,7 +173,7 @@ class _Reader:
         }
 
     def value(self, depth: int) -> Any:
-        """The next value."""
+        """Reads the next value."""
         letter = bytes(self._take(1))
         if letter not in self._readers:
             raise ValueError(f"no value begins with {letter!r}")
@@ -200,7 +202,7 @@ class _Reader:
         return self._take(size)
 
     def text(self) -> str:
-        """The next text, which has no letter before it."""
+        """Reads a text, without a letter for its type."""
         return str(self._sized(), "utf-8", "surrogatepass")
 
     def _list(self, depth: int) -> list[Any]:

@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 UNKNOWN = "0+unknown"
-"""The version of a copy that is not installed."""
+"""The version of a package that is not installed."""
 
 
 def version_of(package: str) -> str:

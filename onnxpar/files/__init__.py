@@ -1,1 +1,1 @@
-"""Files and folders that appear whole or not at all, and the digests that prove them."""
+"""Writes files and folders that appear complete or not at all; digests detect later changes."""

@@ -61,7 +61,7 @@ class DigestWriter:
 
 
 def digests_of(files: Iterable[Path]) -> dict[str, Digests]:
-    """Digests of files by name, of all their blocks. Errors: OSError."""
+    """The digests of all blocks of each file, by file name. Errors: OSError."""
     sizes = {file: file.stat().st_size for file in files}
     found = _hashed((file, at) for file, size in sizes.items() for at in _blocks(size))
     return {
@@ -71,7 +71,8 @@ def digests_of(files: Iterable[Path]) -> dict[str, Digests]:
 
 
 def check_files(folder: Path, wanted: Mapping[str, Digests], whole: bool, remedy: str) -> None:
-    """Checks files against their digests: all blocks if `whole`, else only some of large files.
+    """Checks files against their digests: all blocks if `whole`, else at most SAMPLED blocks per
+    file.
 
     Errors: ModelError, with the remedy, if the size or content of a file has changed.
     """
@@ -95,7 +96,8 @@ def blocks_of(wanted: Mapping[str, Digests]) -> list[Block]:
 
 
 def check_blocks(folder: Path, blocks: Iterable[Block], remedy: str) -> None:
-    """Errors: ModelError, with the remedy, if the content of a block has changed."""
+    """Checks blocks against their digests. Errors: ModelError, with the remedy, if one has
+    changed."""
     tasks = {(folder / name, at): digest for name, at, digest in blocks}
     try:
         found = _hashed(tasks)
@@ -110,7 +112,8 @@ def check_blocks(folder: Path, blocks: Iterable[Block], remedy: str) -> None:
 
 
 def check_size(file: Path, digests: Digests, remedy: str) -> None:
-    """Errors: ModelError, with the remedy, if a file is missing or its size has changed."""
+    """Checks the size of a file. Errors: ModelError, with the remedy, if it has changed or if the
+    file is missing."""
     try:
         size = file.stat().st_size
     except OSError as error:
@@ -121,7 +124,8 @@ def check_size(file: Path, digests: Digests, remedy: str) -> None:
 
 
 def check_listed(files: Mapping[str, Digests]) -> None:
-    """Errors: TypeError, KeyError or ValueError for a malformed list of files and digests."""
+    """Checks the form of a list of files and digests, not the files. Errors: TypeError, KeyError or
+    ValueError if it is malformed."""
     for name, digests in files.items():
         blocks = digests["sha256"]
         if not isinstance(digests["bytes"], int) or not all(isinstance(b, str) for b in blocks):
@@ -131,12 +135,13 @@ def check_listed(files: Mapping[str, Digests]) -> None:
 
 
 def _then(remedy: str) -> str:
-    """The end of a message with a remedy, if there is one."""
+    """The end of a message: `; ` and the remedy, or nothing if the remedy is empty."""
     return f"; {remedy}" if remedy else ""
 
 
 def sealed(data: Mapping[str, Any]) -> str:
-    """The JSON text of an object, which ends with the digest of that text (`sha256`)."""
+    """The JSON text of an object, with a last entry `sha256`: the digest of this text, computed
+    with zeros in place of the digest."""
     own = {key: value for key, value in data.items() if key != "sha256"}
     text = json.dumps({**own, "sha256": _UNSEALED}, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -145,7 +150,8 @@ def sealed(data: Mapping[str, Any]) -> str:
 
 
 def check_seal(file: Path, text: bytes, remedy: str) -> None:
-    """Errors: ModelError, with the remedy, if text of `sealed` has changed."""
+    """Checks a text that `sealed` made. Errors: ModelError, with `file` and the remedy, if it has
+    changed."""
     found = _SEAL.search(text)
     if found is not None:
         start, end = found.span(1)

@@ -19,7 +19,8 @@ from onnxpar.errors import InputError
 from onnxpar.files.write_file import make_folders, unread, writing
 
 NAME = ".onnxpar.lock"
-"""The file that is locked; it names the process that holds it, which removes it at its end."""
+"""Name of the file in the folder that a process locks. The file contains the number of that
+process, which removes the file when it ends."""
 _HOLDER = re.compile(rb"process (\d+) on ([\w.-]+)\n")
 _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
@@ -28,7 +29,7 @@ _PATIENCE, _TICK = 2.0, 0.05
 """Seconds to wait until a process that has just locked a file has written its name, and seconds
 between two looks at the file."""
 _inherited: set[int] = set()
-"""Descriptors that a forked child must close, else it would hold the locks."""
+"""Descriptors of locked files; a forked child must close them, else it would hold the locks too."""
 
 
 class FolderLock:
@@ -54,7 +55,7 @@ class FolderLock:
         self._finalizer = end
 
     def is_of(self, folder: Path) -> bool:
-        """True if it holds the lock of this folder."""
+        """True if this object still holds its lock, and the lock is that of `folder`."""
         return self._finalizer.alive and folder.exists() and folder.samefile(self.folder)
 
     def release(self) -> None:
@@ -130,7 +131,8 @@ def _lock(descriptor: int, file: Path) -> bool:
 
 
 def _stands_at(descriptor: int, file: Path) -> bool:
-    """True if the file still has that name: a process that ends removes its own file."""
+    """True if the opened file is still at this path: the process that locked it removes it at its
+    end."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:
@@ -138,7 +140,8 @@ def _stands_at(descriptor: int, file: Path) -> bool:
 
 
 def _release(owner: int, descriptor: int, file: Path, made: Sequence[Path]) -> None:
-    """Removes and unlocks the file, and removes created folders that are empty."""
+    """Removes and unlocks the file, and removes the created folders that are empty. Does nothing in
+    a forked child."""
     if os.getpid() != owner:
         return
     with suppress(OSError):
@@ -157,7 +160,8 @@ def _remove_empty(made: Sequence[Path]) -> None:
 
 
 def _forget() -> None:
-    """Closes inherited locks in a forked child: a lock stays with the process that took it."""
+    """Closes the descriptors of locked files in a forked child, so that each lock belongs only to
+    the process that took it."""
     for descriptor in _inherited:
         with suppress(OSError):
             os.close(descriptor)

@@ -1,4 +1,5 @@
-"""Folders that appear complete, also in place of an old one that may be replaced."""
+"""Creates folders that get their names only when they are complete, also in place of an old
+folder."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
-    """The place of a new folder: `path` without symbolic links. It may be free, an empty folder, or
-    one of onnxpar's, in which `foreign` finds nothing that is not. Errors: InputError if a folder
-    cannot be put there."""
+    """Checks that a new folder can be put at `path`; returns `path` without symbolic links. Nothing
+    may exist there, or an empty folder, or a folder for which `foreign` returns None (else
+    `foreign` returns the reason why onnxpar must not replace it). Errors: InputError."""
     place = path.resolve()
     if not place.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder for the output")
@@ -41,10 +42,10 @@ def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
 
 @contextmanager
 def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[Path]:
-    """A folder to write to, which gets the name `place` when the block succeeds; an old folder
-    there stays complete until then. Removes the remains of processes that were killed.
+    """Yields a temporary folder, which gets the name `place` when the block succeeds; an old folder
+    at `place` stays complete until then. Also removes such folders of processes that were killed.
 
-    Errors: OSError; InputError if the old folder has become foreign (`check_place`).
+    Errors: OSError; InputError if `check_place` no longer allows to replace the old folder.
     """
     put_back(place)
     shutil.rmtree(aside(place), ignore_errors=True)
@@ -56,9 +57,9 @@ def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[P
 
 
 def take_place(folder: Path, place: Path) -> None:
-    """Gives a folder the name `place` for good. An old folder there stays complete until then;
-    afterwards it has the new folder's former name, or is gone. If the process is killed, the old
-    folder may be left at `aside(place)`. Errors: OSError."""
+    """Gives a folder the name `place` for good. An old folder at `place` stays complete until then;
+    afterwards the old folder has the former name of the new one, or is removed. If the process is
+    killed, the old folder may be left at `aside(place)`. Errors: OSError."""
     back = aside(place)
     was_swapped = False
     if not os.path.lexists(place):
@@ -90,12 +91,14 @@ def _exchange(one: Path, two: Path) -> bool:
 
 
 def aside(place: Path) -> Path:
-    """The temporary place of the old folder if names cannot be swapped."""
+    """The path to which the old folder is moved for a moment, where the file system cannot swap
+    names."""
     return place.with_name(f".{place.name}.old{SUFFIX}")
 
 
 def put_back(place: Path) -> None:
-    """Gives the old folder its name back, if a process was killed before the new one was there."""
+    """Moves an old folder from `aside(place)` back to `place`, if a process was killed before the
+    new folder got that name."""
     back = aside(place)
     if back.is_dir() and not place.exists():
         back.rename(place)

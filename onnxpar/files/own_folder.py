@@ -19,11 +19,13 @@ from pathlib import Path
 
 SUFFIX = ".onnxpar"
 _OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)\.[0-9a-f]{8}" + re.escape(SUFFIX))
-"""Suffix of a name: the machine, and the number and start time of the process."""
+"""Pattern of the end of an `own_name`: the machine, the number and start time of the process, and
+random digits."""
 _GONE = ("Z", "X")
 """States of a process that has ended, but whose parent has not waited for it."""
 _YOUNG = 60.0
-"""Age in seconds up to which an unlocked folder of another machine may still get its lock."""
+"""Age in seconds up to which a folder of another machine is kept without a lock: its process may
+not have locked it yet."""
 _made: dict[Path, int] = {}
 """Folders that are not removed yet, with the number of the process that made them."""
 
@@ -91,8 +93,9 @@ def own_name(prefix: str) -> str:
 
 
 def _is_left(path: Path, prefix: str) -> bool:
-    """True if a process of this user that has ended made this. A process on this machine is
-    identified by number and start time; a living one on another machine locks its folder."""
+    """True if a process of this user that has ended made the file or folder. A process on this
+    machine is identified by number and start time; a living one on another machine locks its
+    folder."""
     owner = _OWNER.fullmatch(path.name[len(prefix) :])
     if owner is None:
         return False

@@ -1,4 +1,5 @@
-"""Files that appear complete, and messages for files that cannot be read or written."""
+"""Writes files that get their names only when they are complete; messages for files that cannot be
+read or written."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _REMEDIES: Mapping[int, str] = {
 }
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-"""Errors of file systems that do not sync folders: names are on the disk at once there, or there is
-no way to ensure it."""
+"""Errors of file systems that cannot sync folders: either names are on the disk at once there, or
+nothing can ensure that they are."""
 
 
 def cause(error: OSError) -> str:
@@ -42,14 +43,15 @@ def cause(error: OSError) -> str:
 
 
 def unread(error: OSError) -> str:
-    """The operating system's message for a file that cannot be read."""
+    """The operating system's message for an error, with a small first letter."""
     text = error.strerror or str(error) or type(error).__name__
     return text[:1].lower() + text[1:]
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors: OnnxparError that names `path`, if writing to it fails."""
+    """Turns an OSError in the block into an OnnxparError that says that `path` cannot be written,
+    and why."""
     try:
         yield
     except OSError as error:
@@ -58,7 +60,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write to; its content is on the disk when the block ends. Errors: OSError."""
+    """Opens a new file for writing; its content is on the disk when the block ends. Errors:
+    OSError."""
     with path.open("wb") as sink:
         yield sink
         sink.flush()
@@ -94,9 +97,9 @@ def make_folders(folder: Path) -> list[Path]:
 
 @contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write a file to, which gets the name `path` when the block succeeds and all of the
-    file is on the disk; else nothing is left. If `path` is a link, its target is replaced. Errors:
-    InputError if the file cannot be written."""
+    """Yields a temporary path. The file that the block writes there gets the name `path` after it
+    is on the disk; if the block fails, nothing is left. If `path` is a link, its target is
+    replaced. Errors: InputError if the file cannot be written."""
     file = Path(path)
     is_device = file.exists() and not file.is_file()  # /dev/stdout, a pipe; a folder is an error
     try:
@@ -133,7 +136,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file to write to, which gets its name when it is complete. Errors: InputError if it
-    cannot be written; then nothing is left."""
+    """Yields an open text file, which gets the name `path` when the block succeeds. Errors:
+    InputError if the file cannot be written; then nothing is left."""
     with new_file(path) as written, written.open("w", encoding="utf-8") as sink:
         yield sink

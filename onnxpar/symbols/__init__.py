@@ -1,1 +1,2 @@
-"""Open sizes in closed form: polynomials, quotients, and how they are found from samples."""
+"""Open sizes (of dimensions such as `batch`, which only a run determines) in closed form:
+polynomials and quotients, and how these are found from samples."""

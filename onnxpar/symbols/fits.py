@@ -1,9 +1,9 @@
 """Finds closed forms of sizes from their values at samples.
 
-A model with open sizes is inferred at several bindings at once. A size that differs between them
-depends on the symbols; its closed form is the simplest polynomial that holds at every binding. So
-the whole compiler works with numbers, those of the first binding; the other bindings are only used
-to find closed forms.
+The shapes of a model with open sizes are inferred for several bindings (a size for every symbol). A
+size that differs between bindings depends on the symbols; its closed form is the simplest
+polynomial of the symbols that gives the right size at every binding. So the compiler works with
+numbers, those of the first binding; it uses the other bindings only to find closed forms.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import numpy as np
 from onnxpar.symbols.symbols import Binding, Monomial, Polynomial, Quotient, Variable
 
 FEWEST, MOST = 8, 32
-"""Bounds of the number of bindings that a polynomial must agree with: as many as there are ranks,
-so that sizes have every remainder."""
+"""Bounds of the number of bindings (without the FAR ones) that a polynomial must agree with.
+Between them, there are as many bindings as ranks, so that the sizes have every remainder modulo the
+ranks."""
 FAR = 2
-"""Number of further bindings at much larger sizes, at which what only looks constant changes."""
+"""Number of additional bindings with much larger sizes, at which a size that only looks constant
+changes."""
 ENOUGH = 6
-"""Fewest bindings that must be left after those that the model does not fit are dropped."""
+"""Fewest bindings that must be left if bindings are dropped at which the model is not valid."""
 MOST_MONOMIALS = 1 << 14
-"""Most monomials of which sums of two are tried; with more, a size has no closed form."""
+"""Most monomials for which sums of two are tried; with more, a size that needs such a sum has no
+closed form."""
 _DEGREE = 3
 _TRIES = 100
 
@@ -51,14 +54,15 @@ class Domain:
 
 
 DOMAINS = (Domain(1, 11, 60), Domain(1, 4, 16))
-"""Domains that are tried in this order; a model may not fit the larger sizes (a table of positions
-may be shorter)."""
+"""Domains in the order in which they are tried; a model may be valid only at the smaller sizes, if
+it has a short table of positions."""
 
 
 def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> list[Binding]:
-    """Bindings at which a model is inferred. Sizes are at least `least`, consecutive for each
-    symbol so that they have every remainder, and different from each other in each binding. If
-    possible, the first binding has no size in `taken`; the last FAR bindings are much larger."""
+    """Bindings for which the shapes of a model are inferred. Sizes are at least `least`; those of
+    one symbol are consecutive, so that they have every remainder; those in one binding differ from
+    each other. If possible, the first binding has no size in `taken`. The last FAR bindings are
+    much larger."""
     source = random.Random(0)
     count = min(max(FEWEST, least), MOST)
     rows: list[tuple[int, ...]] = []
@@ -168,7 +172,7 @@ def _is_sensible(names: Monomial) -> bool:
 
 
 def _line(values: tuple[int, ...], column: tuple[int, ...]) -> tuple[Fraction, Fraction] | None:
-    """Integers (a, b) of values = a * column + b; None if there are none, or a is 0."""
+    """Integers (a, b) with values = a * column + b; None if there are none, or if a is 0."""
     other = next(i for i, c in enumerate(column) if c != column[0])
     slope, rest = divmod(values[other] - values[0], column[other] - column[0])
     base = values[0] - slope * column[0]
@@ -179,7 +183,8 @@ def _line(values: tuple[int, ...], column: tuple[int, ...]) -> tuple[Fraction, F
 def _likely_pairs(
     values: tuple[int, ...], columns: Mapping[Monomial, tuple[int, ...]]
 ) -> list[tuple[Monomial, Monomial]]:
-    """Pairs of monomials whose sum may have these values, judged in double precision."""
+    """Pairs (m, n) of monomials for which x*m + y*n + z may have these values, as far as double
+    precision shows."""
     names = list(columns)
     if len(names) < 2 or len(values) < 3:
         return list(itertools.combinations(names, 2))
@@ -204,7 +209,8 @@ def _likely_pairs(
 def _plane(
     values: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]
 ) -> tuple[Fraction, Fraction, Fraction] | None:
-    """(x, y, z) of values = x * a + y * b + z, with integers x and y other than 0; else None."""
+    """(x, y, z) with values = x * a + y * b + z, where x and y are integers other than 0; None if
+    there are none."""
     rows = [(p - a[0], q - b[0], v - values[0]) for p, q, v in zip(a, b, values, strict=True)]
     for (p, q, v), (r, s, w) in itertools.combinations(rows[1:], 2):
         below = p * s - q * r

@@ -1,4 +1,5 @@
-"""Finds a result's size as a quotient of an operand's size, by probing sizes of the operand."""
+"""Finds a formula (a*x + b) // c for a result's size, where x is an operand's size, by trying many
+sizes of the operand."""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from collections.abc import Callable, Sequence
 from onnxpar.symbols.symbols import Polynomial, quotient
 
 _WINDOWS = (24, 96, 384, 1536)
-"""Numbers of consecutive sizes to probe; a stride is at most a third of that number."""
+"""Numbers of consecutive sizes to try, until one is enough; the divisor is at most a third of that
+number."""
 
 AFAR = 1 << 16
-"""Increase of an operand's size that shows if a result's size depends on it at all."""
+"""Increase of an operand's size that is large enough to show if a result's size depends on it at
+all."""
 
 
 def find_quotient(size_of: Callable[[int], int | None], first: int) -> tuple[int, int, int] | None:
-    """(a, b, c) with `size_of(x)` == (a*x + b) // c for all probed x, which start at `first`; c is
-    the smallest possible. None if there are no such numbers."""
+    """(a, b, c) with `size_of(x)` == (a*x + b) // c for all tried x, from `first` on; c is the
+    smallest possible. None if there are no such numbers, or if the size does not change."""
     if size_of(first) == size_of(first + AFAR):
         return None
     sizes: list[int] = []
@@ -47,6 +50,6 @@ def _fraction(sizes: Sequence[int], first: int) -> tuple[int, int, int] | None:
 
 
 def applied(found: tuple[int, int, int], size: Polynomial) -> Polynomial:
-    """The quotient (a*size + b) // c in closed form, from (a, b, c)."""
+    """The closed form of (a*size + b) // c, where `found` is (a, b, c)."""
     times, shift, below = found
     return quotient(Polynomial.constant(times) * size + Polynomial.constant(shift), below)

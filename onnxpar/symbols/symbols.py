@@ -1,7 +1,8 @@
 """Closed forms of sizes: polynomials of a model's symbols and of quotients, rounded down.
 
-A convolution with a stride turns a width into `(width + 1) // 2`. Such a quotient is a variable of
-a polynomial like a symbol; its own numerator is a polynomial, which can contain quotients.
+A convolution with a stride turns a width into `(width + 1) // 2`. A polynomial has such quotients
+as variables, besides symbols; the numerator of a quotient is a polynomial, which can contain
+further quotients.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Monomial = tuple[Variable, ...]
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A sum of (monomial, coefficient), such as `2*batch*seq + 1`."""
+    """A sum of terms (monomial, coefficient), such as `2*batch*seq + 1`."""
 
     terms: tuple[tuple[Monomial, Fraction], ...]
 
@@ -66,7 +67,7 @@ class Polynomial:
 
     @property
     def quotients(self) -> tuple[Quotient, ...]:
-        """The quotients; a quotient within another comes before it."""
+        """All quotients; one inside the numerator of another comes before that other one."""
         found: list[Quotient] = []
         for monomial, _ in self.terms:
             for v in monomial:
@@ -76,7 +77,7 @@ class Polynomial:
 
     @property
     def symbol(self) -> str | None:
-        """The symbol, if the polynomial is a single one; else None."""
+        """The symbol, if the polynomial is nothing but one symbol; else None."""
         if len(self.terms) == 1 and len(self.terms[0][0]) == 1 and self.terms[0][1] == 1:
             variable = self.terms[0][0][0]
             return variable if isinstance(variable, str) else None
@@ -99,8 +100,9 @@ class Polynomial:
         return total // below
 
     def solve(self, symbol: str, binding: Binding, value: int) -> int | None:
-        """The value of a symbol at which the polynomial has this value. None if no integer solves
-        that, or if the polynomial is not linear in the symbol (or has a quotient of it)."""
+        """The size of a symbol at which the polynomial has the given value; `binding` has the sizes
+        of the other symbols. None if no integer solves that, if the polynomial is not linear in the
+        symbol, or if a quotient contains the symbol."""
         if any(symbol in q.over.variables for q in self.quotients):
             return None
         if any(monomial.count(symbol) > 1 for monomial, _ in self.terms):
@@ -157,8 +159,8 @@ class Polynomial:
 
 
 def quotient(over: Polynomial, below: int) -> Polynomial:
-    """A size divided by a positive number, rounded down, in normal form: terms that divide evenly
-    are moved out, and nested quotients are merged."""
+    """A size divided by a positive number and rounded down, in normal form: terms that divide
+    evenly are outside the quotient, and nested quotients are merged."""
     assert below > 0
     over, below = over * Polynomial.constant(over.denominator), below * over.denominator
     outside = _polynomial((m, Fraction(c // below)) for m, c in over.terms)

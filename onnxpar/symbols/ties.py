@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from onnxpar.symbols.symbols import Polynomial
 
 _LARGEST = 4096
-"""The largest number whose multiple a symbol may have to be."""
+"""Largest number of which a solution may require a symbol to be a multiple."""
 
 
 def solve_tie(a: Polynomial, b: Polynomial, order: Sequence[str]) -> tuple[str, Polynomial] | None:
-    """A symbol and its replacement, which makes both sizes equal; None if none is found. Of several
-    symbols, the last in `order` is replaced."""
+    """A symbol and a polynomial that replaces it, so that both sizes become equal; None if none is
+    found. If several symbols can be replaced, it is the one whose replacement has the fewest
+    negative terms; of these, the last in `order`."""
     difference = _without_common_factor(a - b)
     if not difference.variables:
         return None
@@ -30,7 +31,8 @@ def _oddity(size: Polynomial) -> int:
 
 
 def _without_common_factor(size: Polynomial) -> Polynomial:
-    """The size without variables that all terms share; these are positive, so its zeros stay."""
+    """The size divided by the variables that all its terms share. Variables are positive, so both
+    are 0 at the same values."""
     terms = list(size.terms)
     for variable in set(terms[0][0]) if terms else ():
         while all(variable in m for m, _ in terms):
@@ -43,8 +45,8 @@ def _without_common_factor(size: Polynomial) -> Polynomial:
 
 
 def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
-    """The value of a symbol at which a size is 0, if the symbol is a term of its own and occurs
-    nowhere else."""
+    """The polynomial that a symbol must equal for a size to be 0. None unless the symbol alone is
+    one term and occurs in no other, and all coefficients of the result are integers."""
     own = [c for m, c in size.terms if m == (symbol,)]
     rest = Polynomial(tuple((m, c) for m, c in size.terms if m != (symbol,)))
     if not own or symbol in rest.variables:
@@ -55,7 +57,8 @@ def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
 
 
 def _multiple(size: Polynomial) -> tuple[str, Polynomial] | None:
-    """A symbol as a multiple of a new one (plus a remainder), if a size is 0 exactly for these."""
+    """The only symbol of a size, and its replacement: a new symbol times a number, plus a
+    remainder. None unless the size is 0 exactly at these multiples."""
     if len(size.variables) != 1:
         return None
     (symbol,) = size.variables
