@@ -74,6 +74,7 @@ def _is_command() -> bool:
 
 
 def _watch() -> None:
+    """Installs `end_now` for each signal whose handler is still Python's default."""
     for number in STATUSES:
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         if signal.getsignal(number) == handler:  # nohup ignores SIGHUP; keep that

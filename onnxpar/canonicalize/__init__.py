@@ -1,1 +1,2 @@
-"""Rewrites of the loader: functions, branches, sequences, old opsets, quirks of exporters."""
+"""Rewrites that the loader applies to a model before all passes: of functions, branches, sequences,
+old opsets, and quirks of exporters."""

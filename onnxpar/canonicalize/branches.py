@@ -13,7 +13,8 @@ from onnx import GraphProto, NodeProto
 def taken_branch(
     node: NodeProto, values: Mapping[str, np.ndarray[Any, Any]], names: Collection[str]
 ) -> GraphProto | None:
-    """The branch that an If always takes, with Identity nodes that make the results of the If.
+    """A copy of the branch that an If always takes, with Identity nodes that copy the branch's
+    results to the results of the If. `values` has the known tensors, and `names` all names in use.
 
     None if the node is not an If, if its condition is not known, or if a tensor of the branch has a
     name that is in use.

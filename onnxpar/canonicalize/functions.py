@@ -22,9 +22,10 @@ _Key = tuple[str, str, str]
 
 
 def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model without functions. Functions that have the name of an op of onnxruntime are
-    dropped: onnxruntime does not call them either. Errors: ModelError, before the calls expand, for
-    a function that calls itself, and for calls that expand into too many nodes."""
+    """The model with the calls of its functions replaced by their nodes. A function with the name
+    of an op of onnxruntime is dropped, because onnxruntime runs its op instead. Errors: ModelError,
+    before anything expands, if a function calls itself, or if the calls expand into too many
+    nodes."""
     functions = [f for f in proto.functions if not is_known(f.name, f.domain)]
     if len(functions) < len(proto.functions):
         del proto.functions[:]
@@ -52,8 +53,8 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
-    """Counts the nodes of the inlined model without making them. Errors: ModelError if there are
-    too many, or if a function reads an unknown name or calls itself."""
+    """Counts the nodes that the inlined model would have. Errors: ModelError if there are too many,
+    or if a function reads an unknown name or calls itself."""
     for function in proto.functions:
         made = {"", *function.input, *(name for node in function.node for name in node.output)}
         lost = sorted({name for node in function.node for name in reads_of(node)} - made)

@@ -1,10 +1,10 @@
 """Tensors between nodes that onnxruntime fuses, which must not be resharded.
 
 A quantized model reads stored integers through DequantizeLinear, and rounds results with
-QuantizeLinear. onnxruntime fuses these with the node between them (MatMulNBits, QLinearConv and
-others). If a collective or a slice were between them, it would compute in floats instead: rounding
-would differ from the unsplit model, and the floats would take memory. So such tensors are never
-resharded: the nodes on both sides split them alike.
+QuantizeLinear. onnxruntime fuses these two with the node between them (to MatMulNBits, QLinearConv
+and others). With a collective or a slice in between, onnxruntime would not fuse the nodes but
+compute in floats: rounding would differ from the unsplit model, and the floats would take memory.
+So such tensors are never resharded: the nodes on both sides split them alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Identity"}
 """Ops that onnxruntime swaps with the DequantizeLinear before them, or fuses with it."""
 _ABSORBED = {"Relu", "Clip"}
-"""Ops that are part of the QuantizeLinear after them, since its integers have bounds."""
+"""Ops that onnxruntime may drop before a QuantizeLinear, because its integers have bounds."""
 
 
 def fused_tensors(graph: gs.Graph) -> frozenset[str]:
@@ -35,7 +35,8 @@ class _Scope:
         self.floats: set[str] = set()
 
     def fused(self) -> set[str]:
-        """Tensors from a DequantizeLinear to its reader, and from there to a QuantizeLinear."""
+        """Names of the tensors between a DequantizeLinear and its reader, and between that reader
+        and a QuantizeLinear."""
         for node in self.nodes:
             source = node.inputs[0] if node.inputs else None
             is_float = source is not None and source.name in self.floats
@@ -46,8 +47,8 @@ class _Scope:
         return self.floats.union(*map(self._before, ends))
 
     def _before(self, node: gs.Node) -> set[str]:
-        """The tensors between a QuantizeLinear and the node whose result it rounds, if all operands
-        of that node are dequantized or stored."""
+        """Names of the tensors between a QuantizeLinear and the node whose result it rounds; none
+        unless all operands of that node are dequantized or stored."""
         found: set[str] = set()
         while node.inputs[0].inputs and self._reader(node.inputs[0]):
             found.add(node.inputs[0].name)
@@ -68,8 +69,9 @@ class _Scope:
 
 def separate_dequantized(graph: gs.Graph) -> None:
     """Gives each reader of a DequantizeLinear its own copy of that node, as onnxruntime does, so
-    that they can be split differently. Only a blocked weight that a product reads stays shared:
-    onnxruntime does not fuse its DequantizeLinear if other nodes read it, too."""
+    that the readers can be split differently. Only a weight in blocks that a MatMul or Gemm reads
+    keeps one DequantizeLinear for all readers: onnxruntime does not fuse that if several nodes read
+    it."""
     for scope in scopes(graph):
         results = {id(tensor) for tensor in scope.outputs}
         _join_blocks(scope, results)
@@ -105,7 +107,8 @@ def _readers(node: gs.Node) -> list[gs.Node]:
 
 
 def _copy_for(reader: gs.Node, node: gs.Node, number: int) -> gs.Node:
-    """A copy of a node, which this reader then reads instead."""
+    """Makes a copy of a DequantizeLinear for one reader, which reads the copy from now on; returns
+    the copy."""
     result = node.outputs[0]
     own = gs.Variable(f"{result.name}@{number}", result.dtype, result.shape)
     for i, operand in enumerate(reader.inputs):

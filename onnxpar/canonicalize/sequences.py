@@ -1,7 +1,7 @@
-"""Replaces sequences whose elements are only picked again by Splits, which have layouts and
-gradients.
+"""Replaces a sequence by a Split if nodes only pick single elements of it: unlike a sequence, the
+results of a Split have layouts and gradients.
 
-torch's dynamo exporter writes `split` and `unbind` as sequences if it does not optimize.
+torch's dynamo exporter writes `split` and `unbind` as sequences unless it optimizes the model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from onnxpar.ir.tensors import constant
 _SPLIT_BY_OPERAND = 13
 """The opset since which an operand of Split gives the sizes."""
 _MOST_PARTS = 1 << 12
-"""Most elements of a sequence that becomes a Split, which has a result for each."""
+"""Most elements of a sequence that becomes a Split, which has a result for each element."""
 
 
 def split_sequences(graph: gs.Graph) -> None:
-    """Replaces each SplitToSequence whose elements are all picked by constant positions. Requires
-    static shapes."""
+    """Replaces each SplitToSequence of which all readers pick one element at a constant position,
+    in place. Requires static shapes."""
     if graph.opset < _SPLIT_BY_OPERAND:
         return
     for scope in scopes(graph):
@@ -55,14 +55,16 @@ def _replace(graph: gs.Graph, node: gs.Node) -> None:
 
 
 def _place(reader: gs.Node, count: int) -> int | None:
-    """The position of the element (of `count`) that a node picks; None if it does not pick one."""
+    """The position of the sequence element that a node picks, from 0 to count - 1; None if the node
+    does anything else, or if the position is not constant."""
     number = constant(reader.inputs[1]) if reader.op == "SequenceAt" else None
     place = count if number is None else int(number)
     return place % count if -count <= place < count else None
 
 
 def _sizes(node: gs.Node) -> list[int]:
-    """The sizes of the parts; empty if they are data-dependent."""
+    """The sizes of the elements of a SplitToSequence; empty if they are data-dependent or too
+    many."""
     shape, axis = node.inputs[0].shape, node.attrs.get("axis", 0)
     if shape is None or not all(isinstance(s, (int, np.integer)) for s in shape):
         return []

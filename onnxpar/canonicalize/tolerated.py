@@ -1,5 +1,5 @@
-"""Repairs violations of the ONNX standard that onnxruntime tolerates. Exporters write all of them,
-and nobody notices as long as the file runs."""
+"""Repairs violations of the ONNX standard that onnxruntime tolerates and that exporters do
+write."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _TYPED = (
 
 
 def restate(model: onnx.ModelProto) -> None:
-    """Repairs the model in place; it computes the same.
+    """Repairs a model in place; its results stay the same.
 
-    Sorts nodes, drops unnamed and repeated entries, opens declared sizes that are not positive,
+    Sorts nodes, drops unnamed and repeated entries, removes declared sizes that are not positive,
     and writes ONNX's own domain as "".
     """
     for tensor in stored_tensors(model.graph):
@@ -52,7 +52,7 @@ def _keep_one_value(tensor: TensorProto) -> None:
 
 
 def _one_import(model: onnx.ModelProto) -> None:
-    """Imports ONNX's own domain once, under its shorter name."""
+    """Imports ONNX's own domain only once, under the name ""."""
     own = [o for o in model.opset_import if o.domain in ("", "ai.onnx")]
     if own:
         version = own[-1].version
@@ -96,15 +96,16 @@ def _replace(field: Any, messages: list[Any]) -> None:
 
 
 def _open_sizes(type_: TypeProto, below: int) -> None:
-    """Opens sizes that are less than `below`, which old exporters write for any size."""
+    """Removes sizes less than `below` from a type: old exporters write those where any size is
+    allowed."""
     for dim in type_.tensor_type.shape.dim if type_.HasField("tensor_type") else ():
         if dim.HasField("dim_value") and dim.dim_value < below:
             dim.ClearField("dim_value")
 
 
 def _sorted(graph: GraphProto) -> list[int]:
-    """Positions of the nodes in topological order, otherwise in the order of the file; nodes in a
-    cycle keep their order."""
+    """Positions of the nodes in a topological order that is close to the order of the file; nodes
+    in a cycle keep their order."""
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
     waits = [
         {makers[n] for n in reads_of(node) if n in makers} - {i}

@@ -1,8 +1,9 @@
-"""Replaces ops that onnxruntime fused when it optimized a model by the ops that they consist of.
+"""Replaces each op that onnxruntime fused when it optimized a model by the ONNX ops that it
+consists of.
 
-A fused op can only be split as one; after this, a sum over ranks can be put between a product and
-the ops that follow it. Results have the same bits. Each rank's session fuses ops again if nothing
-has been put between them.
+Inside a fused op, no sum over ranks can come between a product and the steps after it; between
+separate ops, it can. The replacement computes the same bits. Each rank's session fuses the ops
+again unless a collective is between them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _PARAMS: dict[str, tuple[str, ...]] = {
 
 
 _RESERVED = ("gemm_input_shape", "gemm_output_shape")
-"""Names of constants that onnxruntime adds, even if it did so when it optimized the model."""
+"""Prefixes of the names of constants that an onnxruntime session adds; a model that onnxruntime has
+optimized contains such constants already."""
 
 
 def unfuse(model: onnx.ModelProto) -> None:
@@ -43,7 +45,7 @@ def unfuse(model: onnx.ModelProto) -> None:
 
 
 def _free_names(graph: onnx.GraphProto) -> None:
-    """Renames constants that a session would add a second time, and then reject."""
+    """Renames constants whose names a session would add again: it would reject the second one."""
     renamed = {w.name: f"{w.name}::kept" for w in graph.initializer if w.name.startswith(_RESERVED)}
     for weight in graph.initializer:
         weight.name = renamed.get(weight.name, weight.name)
@@ -53,7 +55,8 @@ def _free_names(graph: onnx.GraphProto) -> None:
 
 
 class _Unfusing:
-    """Replaces the fused nodes of one graph; methods below handle the current `node`."""
+    """Replaces the fused nodes of one graph. The methods from `given` on concern the current
+    `node`; those in _FUSED return False if they cannot replace it."""
 
     def __init__(self, graph: onnx.GraphProto, opset: int) -> None:
         self.graph = graph
@@ -85,15 +88,15 @@ class _Unfusing:
     def add(
         self, op: str, inputs: Iterable[str], outputs: int = 1, main: bool = False, **attrs: Any
     ) -> list[str]:
-        """Adds a node before the last one; returns its results. The `main` one gets the name of the
-        fused node."""
+        """Adds a node that computes an intermediate value; returns the names of its results. With
+        `main`, the node gets the name and metadata of the fused node."""
         at = f"{self.node.output[0]}::{op}{len(self.made)}"
         names = [at if outputs == 1 else f"{at}:{i}" for i in range(outputs)]
         self._make(op, inputs, names, main, attrs)
         return names
 
     def finish(self, op: str, inputs: Iterable[str], main: bool = False, **attrs: Any) -> None:
-        """Adds the last node, which makes the results of the fused one."""
+        """Adds the last node, whose results get the names of the fused node's results."""
         self._make(op, inputs, self.node.output, main, attrs)
 
     def _make(
@@ -114,7 +117,7 @@ class _Unfusing:
         return name
 
     def convolution(self) -> bool:
-        """Replaces FusedConv: a convolution, a summand and an activation."""
+        """Replaces FusedConv by a convolution, an addition and an activation."""
         attrs = _attributes(self.node)
         op = attrs.pop("activation", b"").decode()
         params = attrs.pop("activation_params", [])
@@ -134,7 +137,7 @@ class _Unfusing:
         return True
 
     def gemm(self) -> bool:
-        """Replaces FusedGemm: a Gemm and an activation."""
+        """Replaces FusedGemm by a Gemm and an activation."""
         attrs = _attributes(self.node)
         op = attrs.pop("activation", b"").decode()
         params = [attrs.pop(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")]
@@ -150,7 +153,7 @@ class _Unfusing:
         return op in _PARAMS and self.opset >= least and onnx.defs.has(op, self.opset)
 
     def activate(self, op: str, operand: str, params: list[float]) -> None:
-        """Adds the activation of a fused op, as the last node."""
+        """Adds the activation of a fused op as the last node."""
         if op == "Clip":
             bounds = [self.constant(np.float32(p)) for p in params]
             self.finish(op, [operand, *bounds])
@@ -159,7 +162,8 @@ class _Unfusing:
             self.finish(op, [operand], **given)
 
     def dynamic_product(self) -> bool:
-        """Replaces DynamicQuantizeMatMul; an operand of several products is quantized once."""
+        """Replaces DynamicQuantizeMatMul by a quantization and a product of integers; if several
+        products read an operand, it is quantized once."""
         source = self.given(0)
         if source not in self.quantized:
             self.quantized[source] = self.add("DynamicQuantizeLinear", [source], 3)
@@ -168,13 +172,14 @@ class _Unfusing:
         return True
 
     def scaled_product(self) -> bool:
-        """Replaces MatMulIntegerToFloat: a product of integers and its scale."""
+        """Replaces MatMulIntegerToFloat by a product of integers and a scaling."""
         operands = [self.given(i) for i in (0, 1, 4, 5)]
         self.product(operands, [self.given(2), self.given(3)], 6)
         return True
 
     def product(self, operands: list[str], scales: list[str], bias: int) -> None:
-        """Adds a scaled product of integers, plus operand `bias` if there is one."""
+        """Adds the nodes of a scaled product of integers, and adds the operand at index `bias` to
+        it if there is one."""
         (total,) = self.add("MatMulInteger", operands, main=True)
         (number,) = self.add("Cast", [total], to=TensorProto.FLOAT)
         (scale,) = self.add("Mul", scales)

@@ -1,7 +1,8 @@
 """Gives each node its own copy of a vector that several nodes read as scale or bias.
 
 Exporters store equal tensors once. In a network that is not trained yet, all scales of
-normalizations are ones and all biases zeros: they become one tensor, which would be trained as one.
+normalizations are ones and all biases are zeros: one stored tensor stands for many parameters,
+which training must be able to change separately.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ _VECTORS = {
     "BiasGelu": (1,),
     "FastGelu": (1,),
 }
-"""Operands that are a scale, a bias, or statistics of channels."""
+"""Indices of the operands that are a scale, a bias, or statistics of channels, by op."""
 _WEIGHTS = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), "LSTM": (3,), "GRU": (3,), "RNN": (3,)}
-"""Operands that are weights: if all elements of one are equal, it is shared by chance."""
+"""Indices of the operands that are weights, by op: if all elements of a weight are equal, it is
+shared only by chance."""
 _MERGED = 1024
-"""Most elements of tensors that exporters compare."""
+"""Most elements of a tensor that exporters compare with others to store equal ones once."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,15 @@ class _Reader:
 
 
 def shared_vectors(graph: GraphProto) -> dict[str, int]:
-    """Number of readers of each vector that several nodes read as scale or bias, by its name."""
+    """The names of the vectors that several nodes read as scale or bias, each with its number of
+    readers."""
     return {name: len(readers) for name, readers in _shared(graph)}
 
 
 def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
     """Gives each reader of a shared vector its own copy, in place: the first keeps `NAME`, the
-    others read `NAME@1`, `NAME@2`, ... `names` are the vectors; by default all shared ones."""
+    others read `NAME@1`, `NAME@2`, ... `names` limits this to some vectors; by default, it covers
+    all shared ones."""
     taken = {t.name for t in graph.initializer}
     taken |= {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
     tensors = {t.name: t for t in graph.initializer}
@@ -108,7 +112,7 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _shared(graph: GraphProto) -> Iterator[tuple[str, list[_Reader]]]:
-    """The vectors that several nodes read as scale or bias, each with its readers."""
+    """The name of each vector that several nodes read as scale or bias, and its readers."""
     reads: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):

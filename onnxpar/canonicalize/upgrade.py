@@ -1,4 +1,4 @@
-"""Converts models of opsets 7 to 9 to opset 10, node by node, so that nothing else changes.
+"""Converts models of opsets 7 to 9 to opset 10, node by node; all else in the model stays as it is.
 
 onnx.version_converter drops metadata, and relabels Scan-8 as Scan-9, which has another meaning.
 """
@@ -19,8 +19,8 @@ Fresh = Callable[[str], str]
 
 
 def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
-    """The model with ONNX's own domain at opset 10 or newer; it may be changed in place. `what`
-    names it in messages.
+    """The model with ONNX's own domain at opset 10 or newer. The given model may be changed in
+    place; `what` names it in messages.
 
     Errors: ModelError that names a node without an equivalent in opset 10.
     """
@@ -45,8 +45,8 @@ def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
 
 
 def raise_opset(model: onnx.ModelProto, opset: int, what: str) -> onnx.ModelProto:
-    """The model with ONNX's own domain at least at this opset. Uses ONNX's converter, which drops
-    metadata; large tensors are kept out of it. Errors: ModelError."""
+    """The model with ONNX's own domain at this opset or newer, by ONNX's converter, which drops
+    metadata. Large tensors do not go through the converter. Errors: ModelError."""
     have = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     if have >= opset:
         return model
@@ -69,7 +69,8 @@ def raise_opset(model: onnx.ModelProto, opset: int, what: str) -> onnx.ModelProt
 
 
 def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
-    """Converts opsets 1 to 6 to opset 7 with ONNX's converter; what it drops did not exist then."""
+    """The model at opset 7 or newer: converts opsets 1 to 6 with ONNX's converter. That drops
+    metadata, which models of that age do not have."""
     opset = min(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     if opset >= OLDEST:
         return model

@@ -18,13 +18,16 @@ from onnxpar.ir.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 
 DIRECT_BYTES = 384 * 1024
-"""Most bytes that an all-reduce sends in one round, everything to everyone, instead of two."""
+"""Most bytes that a rank may send for an all-reduce in one round, in which each rank sends its
+whole tensor to every other. With more, there are two rounds, with chunks of the tensor."""
 SCATTERED_BYTES = 64 * 1024
-"""Bytes above which a broadcast to several ranks makes them pass chunks on."""
+"""Size in bytes above which a broadcast to several ranks sends each a chunk, which that rank passes
+on to the others."""
 
 
 def bytes_sent(kind: str, ranks: int, size: float) -> float:
-    """Bytes that each rank sends, for a tensor of `size` bytes on the rank where it is largest.
+    """Bytes that each rank sends in a collective, for a tensor of `size` bytes on the rank where it
+    is largest.
 
     Assumes ring algorithms: an all-reduce sends everything but the rank's own chunk, twice.
     """
@@ -38,7 +41,7 @@ def messages(kind: str, ranks: int, size: float) -> tuple[int, float]:
 
 
 def _of_shards(ranks: int, size: float) -> tuple[int, float]:
-    """Every member sends each other one a shard."""
+    """Rounds and bytes if every rank sends a shard to each other rank."""
     return 1, size * (ranks - 1) / ranks
 
 
@@ -61,13 +64,13 @@ _MESSAGES: dict[str, Callable[[int, float], tuple[int, float]]] = {
     "NeighborExchange": lambda ranks, size: (1, size),
     "HaloExchange": lambda ranks, size: (2, size),  # first, ranks say which elements they want
 }
-"""The formulas of kinds whose members do not simply send each other shards."""
+"""Formulas of rounds and bytes, by kind of collective; for other kinds, `_of_shards` holds."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of communication, memory traffic and compute of a mesh's ranks on a topology. Errors:
-    StrategyError if the topology has fewer ranks than the mesh."""
+    """Computes seconds of communication, memory traffic and compute for the ranks of a mesh on a
+    topology. Errors: StrategyError if the topology has fewer ranks than the mesh."""
 
     topology: Topology
     mesh: Mesh
@@ -95,14 +98,14 @@ class Costs:
         return seconds
 
     def level(self, axes: Axes) -> Level:
-        """The outermost level that some group along axes crosses."""
+        """The outermost level whose links any group of ranks along these axes uses."""
         found = self._crossed.get(axes)
         if found is None:
             found = self._crossed[axes] = self._find_level(axes)
         return found
 
     def _find_level(self, axes: Axes) -> Level:
-        """The innermost level at which every group along axes is within one unit."""
+        """The innermost level at which every group of ranks along these axes lies in one unit."""
         ranks: Any = np.arange(self.mesh.size)
         firsts = ranks[self.mesh.coordinate(axes, ranks) == 0]
         reach = max(self.mesh.group(axes, 0))
@@ -114,7 +117,8 @@ class Costs:
         return outermost
 
     def local(self, kind: str, size: float) -> float:
-        """Seconds of a local copy of `size` bytes: a slice, or a select."""
+        """Seconds of a copy of `size` bytes without communication, such as a slice, of any
+        `kind`."""
         return self.topology.device.launch + size / self.topology.device.memory_bandwidth
 
     def rows(self, count: float) -> float:

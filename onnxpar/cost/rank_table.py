@@ -47,7 +47,8 @@ def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
 
 
 def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
-    """(rank, server) of every device; devices without a rank are numbered in their order."""
+    """(rank, server) of every device. Devices without a rank in the table get the numbers 0, 1, ...
+    in the order of the table."""
     number = count()
     try:
         for server in data.get("server_list", ()):

@@ -29,9 +29,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of the topology, such as a host or a rack: `size` units of the level inside it (ranks
-    in the innermost level), which communicate over its links. A `size` of None means as many as
-    there are. `collectives` has links by kind of collective, if these were measured."""
+    """A level of the topology, such as a host or a rack. A unit of it consists of `size` units of
+    the next inner level (of ranks, in the innermost level), which communicate over links with this
+    latency and bandwidth. A `size` of None means as many as there are ranks for. `collectives` has
+    the links of kinds of collectives that were measured by themselves."""
 
     name: str
     size: int | None
@@ -40,7 +41,7 @@ class Level:
     collectives: Mapping[str, Link] = field(default_factory=dict)
 
     def link(self, kind: str) -> Link:
-        """The link for a kind of collective."""
+        """The measured link of a kind of collective, or the link of the level."""
         return self.collectives.get(kind) or Link(self.latency, self.bandwidth)
 
 
@@ -51,7 +52,8 @@ NETWORK = Link(100e-6, 1e9)
 
 
 ROW_BYTES = 100
-"""Bytes of contiguous memory whose copy takes as long as the overhead of a row."""
+"""Bytes of contiguous memory that can be copied in the time that one more row costs
+(`Device.row`)."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Device:
     launch            seconds that every op takes at least
     memory            bytes that a rank has; None: unknown
     convolution       operations per second of convolutions; None: the same as `flops`
-    row               seconds for each run of contiguous elements that is copied, multiplied or
-                      normalized on its own; None: the time to copy ROW_BYTES
+    row               additional seconds for each row, a stretch of contiguous elements that is
+                      copied, multiplied or normalized on its own; None: the time to copy ROW_BYTES
     """
 
     flops: float = 2e10
@@ -90,8 +92,9 @@ _LINK_UNITS = {"latency": "s", "bandwidth": "B/s"}
 
 @dataclass(frozen=True)
 class Topology:
-    """Levels from the innermost to the outermost, and the device of every rank. Ranks are numbered
-    row-major: rank r is on host r // (ranks per host).
+    """The hardware of the ranks: levels of links from the innermost to the outermost, and the
+    device that every rank has. Neighbouring ranks are on one host: rank r is on host r // (ranks
+    per host).
 
     >>> Topology.of({"levels": [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]})
     ... # doctest: +ELLIPSIS
@@ -168,7 +171,8 @@ class Topology:
         return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
 
     def check(self, ranks: int) -> None:
-        """Errors: StrategyError if the topology has fewer ranks."""
+        """Checks that the topology has this number of ranks. Errors: StrategyError if it has
+        fewer."""
         if self.ranks is not None and self.ranks < ranks:
             outermost = self.levels[-1]
             raise StrategyError(
@@ -177,7 +181,7 @@ class Topology:
             )
 
     def text(self) -> str:
-        """The text of a topology file; quantities have six digits."""
+        """The topology as the text of a file that `read` accepts; quantities have six digits."""
         lines = ["levels:  # from the inside out"]
         for level in self.levels:
             lines.append(f"  - name: {json.dumps(level.name)}")
@@ -197,7 +201,8 @@ class Topology:
 
 
 def _of_rank_table(data: Any, source: str) -> Topology:
-    """The hosts of a rank table and their ranks, with default speeds, which the table lacks."""
+    """A topology with the hosts of a rank table and default speeds, because such a table has
+    none."""
     hosts, devices = hosts_of(data, source)
     host = Level("host", devices, HOST.latency, HOST.bandwidth)
     if hosts == 1:
@@ -215,7 +220,8 @@ def _mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
 
 
 def _number(entries: Mapping[str, Any], key: str, unit: str, where: str) -> float:
-    """One quantity of a mapping; times may be 0, all others must be above 0."""
+    """The quantity `key` of a mapping, in `unit`. Errors: StrategyError if it is missing, negative,
+    or 0 and not a time."""
     if entries.get(key) is None:
         raise StrategyError(f"{where}: {key} is missing; give it in {unit}")
     value = quantity(entries[key], unit, f"{where}: {key}")

@@ -1,8 +1,9 @@
 """Dimensions of layouts: trees of segments and factors that mesh axes split.
 
 A dimension is a concatenation of segments, each a product of factors, each factor split over an
-ordered list of mesh axes. `indices` defines the meaning: the global positions that a rank holds, in
-their order. All other functions follow from it, or are faster versions of it.
+ordered list of mesh axes. `indices` defines the meaning of such a tree: the positions in the global
+dimension of the elements that a rank holds, in the rank's order. All other functions follow from
+this one, or compute the same faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over
 
 @lru_cache(maxsize=65536)
 def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Default shard sizes: split by the first count, then each part by the next, larger ones first.
+    """Default sizes of shards: `size` elements are divided into as many parts as the first count,
+    then each part into as many as the next count. Where that leaves a remainder, the first parts
+    have one element more.
 
     >>> nested_parts(5, (2, 2))
     (2, 1, 1, 1)
@@ -35,11 +38,12 @@ def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Factor:
-    """An index variable: `size` elements, split over `axes` into shards of the sizes in `parts` (by
-    default those of `nested_parts`).
+    """An index variable with `size` elements, split over `axes` into shards of the sizes in `parts`
+    (by default those of `nested_parts`).
 
-    A shard may be empty. With `filled`, a rank with an empty shard computes on a stand-in of one
-    element, which is dropped from its results; layouts of tensors are never filled.
+    A shard may be empty. With `filled`, a rank with an empty shard computes on one other element
+    instead (a stand-in), and then drops the result for that element; layouts of tensors are never
+    filled.
     """
 
     size: int
@@ -58,7 +62,8 @@ class Factor:
         return tuple(max(s, 1) for s in sizes) if self.filled and self.size else sizes
 
     def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
-        """Start and size of a rank's shard; a stand-in is an element next to the empty shard."""
+        """Start and size of a rank's shard. If `filled`, an empty shard is replaced by its
+        stand-in, an element next to the shard."""
         if not self.axes:
             return 0, self.size
         sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
@@ -70,8 +75,8 @@ class Factor:
 
 
 class SizedFactor(Factor):
-    """A factor that counts as a leaf at any size. It is a leaf at the size for which the rule was
-    made, but may have one element or none at another size."""
+    """A factor that counts as a leaf even with one element or none: the size for which the rule was
+    made had more, but a run may have another size."""
 
     @property
     def is_leaf(self) -> bool:
@@ -80,7 +85,7 @@ class SizedFactor(Factor):
 
 @dataclass(frozen=True)
 class Product:
-    """Factors merged into one dimension, the major one first: `(b h)` in einsum-like text."""
+    """A dimension that merges factors, the major one first: `(b h)` in the notation of rules."""
 
     children: tuple[Dim, ...]
 
@@ -91,7 +96,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Concat:
-    """Segments that follow each other in a dimension: `q + k + v`."""
+    """A dimension of segments, one after the other: `q + k + v` in the notation of rules."""
 
     children: tuple[Dim, ...]
 
@@ -126,7 +131,8 @@ def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 
 def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """As `local_size`, for costs: a data-dependent size, which is -1 in its factor, counts as 1."""
+    """The result of `local_size`, except that a data-dependent size (stored as -1) counts as 1; for
+    costs."""
     return abs(local_size(dim, mesh, rank))
 
 
@@ -136,7 +142,8 @@ def is_data_dependent(dim: Dim) -> bool:
 
 
 def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
-    """The global positions that a rank holds, in the order in which it holds them (int64)."""
+    """The positions in the global dimension of the elements that a rank holds, in the rank's order
+    (int64)."""
     if isinstance(dim, Factor):
         start, size = dim.part(mesh, rank)
         return np.arange(start, start + size)
@@ -153,7 +160,8 @@ def indices(dim: Dim, mesh: Mesh, rank: int) -> Array:
 
 
 def first_index(dim: Dim, mesh: Mesh, rank: int) -> int:
-    """The first position that a rank holds, or would hold if its shard is empty."""
+    """The first of the rank's `indices`; for an empty shard, the position where the shard would
+    begin."""
     if isinstance(dim, Factor):
         return dim.part(mesh, rank)[0]
     at = 0
@@ -169,7 +177,8 @@ def first_index(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 
 def runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
-    """The positions of `indices` as maximal runs (start, length), in order."""
+    """The `indices` of a rank as (start, length) of the longest ranges of consecutive positions, in
+    order."""
     at = indices(dim, mesh, rank)
     if not len(at):
         return []
@@ -179,7 +188,8 @@ def runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
 
 
 def normalize(dim: Dim) -> Dim:
-    """The shortest tree with the same meaning. Usual trees with equal meanings become equal."""
+    """The shortest tree with the same `indices` on every rank. Two trees with the same meaning
+    usually become equal."""
     if isinstance(dim, Factor):
         axes = merge_axes(dim.axes)
         default = nested_parts(dim.size, tuple(a.size for a in axes))
@@ -205,7 +215,7 @@ def _product(children: list[Dim]) -> Dim:
 
 
 def _join_factors(major: Dim, minor: Dim) -> Factor | None:
-    """One factor for (whole whole) or (split whole); None for other pairs."""
+    """One factor in place of two adjacent ones; None unless the minor one is whole."""
     if not isinstance(major, Factor) or not isinstance(minor, Factor) or minor.axes:
         return None
     if not major.axes:
@@ -230,6 +240,8 @@ def _concat(children: list[Dim]) -> Dim:
 
 
 def dim_text(dim: Dim, mesh: Mesh, nested: bool = False) -> str:
+    """The text of a dimension in `Layout.text`: its axes, or `-` if it is whole; `nested` if the
+    dimension is a child of another, where a whole one is written as its size."""
     if isinstance(dim, Factor):
         if not dim.axes:
             return str(dim.size) if nested else "-"
@@ -243,10 +255,12 @@ def dim_text(dim: Dim, mesh: Mesh, nested: bool = False) -> str:
 
 
 def axis_json(axis: Axis) -> list[Any]:
+    """An axis as name, size and `pre`."""
     return [axis.name, axis.size, axis.pre]
 
 
 def dim_json(dim: Dim) -> Any:
+    """A dimension as lists and dicts, for JSON."""
     if isinstance(dim, Factor):
         out: dict[str, Any] = {"size": dim.size}
         if dim.axes:
@@ -259,6 +273,7 @@ def dim_json(dim: Dim) -> Any:
 
 
 def dim_of_json(data: Mapping[str, Any]) -> Dim:
+    """The inverse of `dim_json`."""
     if "product" in data:
         return Product(tuple(dim_of_json(c) for c in data["product"]))
     if "concat" in data:

@@ -1,4 +1,4 @@
-"""Layouts: the shard of a global tensor that each rank holds."""
+"""Layouts: which elements of a global tensor each rank holds, in which order."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ ReduceOp = Literal["sum", "max", "min", "prod"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The tree of each dimension, and the axes over which the tensor is partial.
+    """The layout of a tensor: a tree for each dimension (`dims.py`), and the axes over which the
+    tensor is partial.
 
-    Ranks along `partial` axes hold terms; the value is their reduction by `reduce`.
+    Ranks along the `partial` axes hold terms; reducing the terms by `reduce` gives the value.
     """
 
     dims: tuple[Dim, ...]
@@ -79,14 +80,14 @@ class Layout:
         return tuple(local_size(d, mesh, rank) for d in self.dims)
 
     def estimated_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """As `local_shape`, for costs: a data-dependent size counts as 1."""
+        """The result of `local_shape`, except that a data-dependent size counts as 1; for costs."""
         return tuple(estimated_size(d, mesh, rank) for d in self.dims)
 
     def take(self, whole: Array, mesh: Mesh, rank: int) -> Array:
         """A rank's shard of a global array, as a view if possible.
 
         If the layout is partial, ranks at coordinate 0 of the partial axes get the value, and all
-        others the neutral element.
+        other ranks get the reduction's neutral element.
         """
         part = whole
         for i, dim in enumerate(self.dims):
@@ -101,7 +102,8 @@ class Layout:
         return part
 
     def assemble(self, parts: Sequence[Array], mesh: Mesh) -> Array:
-        """The global array, from the shards of all ranks in order; a replica is written once."""
+        """The global array, from the shards of ranks 0, 1, ...; of equal shards, only the first is
+        copied."""
         whole = np.empty(self.shape, parts[0].dtype)
         split = tuple(dict.fromkeys(a for d in self.dims for a in dim_axes(d)))
         written: set[tuple[int, ...]] = set()
@@ -124,7 +126,8 @@ class Layout:
         return out
 
     def to_json(self, normalized: bool = True) -> dict[str, Any]:
-        """Lists and dicts that `from_json` reads; with the shortest trees if `normalized`."""
+        """The layout as lists and dicts, which `from_json` reads; with the shortest trees if
+        `normalized`."""
         tidy = self.normalized() if normalized else self
         return {
             "dims": [dim_json(d) for d in tidy.dims],
@@ -159,7 +162,8 @@ def _combine(reduce: ReduceOp, a: Array, b: Array) -> Array:
 
 
 def _open_mesh(at: list[Array]) -> Any:
-    """An index of slices if the positions of all dimensions are contiguous, else an open mesh."""
+    """A NumPy index of the elements at these positions in each dimension: slices if all positions
+    are contiguous, else arrays of `np.ix_`."""
     if all(not len(i) or (i[-1] - i[0] + 1 == len(i) and (np.diff(i) == 1).all()) for i in at):
         return tuple(slice(int(i[0]), int(i[0]) + len(i)) if len(i) else slice(0, 0) for i in at)
     return np.ix_(*at)

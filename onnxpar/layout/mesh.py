@@ -1,4 +1,4 @@
-"""The device mesh: named axes, their sub-axes, and the ranks that share them."""
+"""The device mesh: the ranks as a grid with named axes, which may be divided into sub-axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_RANKS = 1 << 20
 
 
 def check_ranks(count: int) -> None:
-    """Errors: StrategyError for a number of ranks below 1 or above MOST_RANKS."""
+    """Checks a number of ranks. Errors: StrategyError if it is below 1 or above MOST_RANKS."""
     if not 1 <= count <= MOST_RANKS:
         raise StrategyError(f"--devices {count}: give a number from 1 to {MOST_RANKS:,}")
 
@@ -23,8 +23,8 @@ def check_ranks(count: int) -> None:
 class Axis:
     """A mesh axis or a sub-axis: `tp`, or `tp:(2)4`, the sub-axis of size 4 after one of size 2.
 
-    `pre` is the product of the sizes of the sub-axes before it; a whole axis has pre 1 and its full
-    size. The notation is OpenXLA Shardy's.
+    `pre` is the product of the sizes of the sub-axes before this one; an undivided axis has `pre` 1
+    and its full size. The notation is OpenXLA Shardy's.
     """
 
     name: str
@@ -32,7 +32,8 @@ class Axis:
     pre: int = 1
 
     def overlaps(self, other: Axis) -> bool:
-        """True if both share coordinates of a mesh axis, so that no tensor may use both."""
+        """True if both contain a common factor of the same mesh axis; then no tensor may use
+        both."""
         if self.name != other.name:
             return False
         return max(self.pre, other.pre) < min(self.pre * self.size, other.pre * other.size)
@@ -98,16 +99,18 @@ class Mesh:
         return dict(self.shape)
 
     def axis(self, name: str) -> Axis:
-        """The whole axis of that name. Errors: StrategyError that shows the mesh."""
+        """The undivided axis with this name. Errors: StrategyError, with the mesh, if there is
+        none."""
         if name not in self.sizes:
             raise StrategyError(f"mesh {self} has no axis {name!r}")
         return Axis(name, self.sizes[name])
 
     def flat(self, pre: int, size: int) -> Axes:
-        """The (sub-)axes of `(pre)size`, a sub-axis of the flat, row-major list of all ranks.
+        """The axes and sub-axes that are together the sub-axis `(pre)size` of all ranks, taken as
+        one row-major axis.
 
-        MindSpore's tuples count shards and do not name axes; its device matrix is such a list.
-        Errors: StrategyError if `pre` and `size` do not fit the sizes of the axes.
+        For MindSpore's strategies, which give numbers of shards and do not name axes. Errors:
+        StrategyError if `pre` and `size` do not fit the sizes of the axes.
         """
         out: list[Axis] = []
         for name, n in self.shape:
@@ -131,7 +134,7 @@ class Mesh:
         return tuple(out)
 
     def coordinate(self, axes: Sequence[Axis], rank: int) -> int:
-        """The row-major position of a rank along axes."""
+        """The row-major position of a rank in the grid of these axes alone."""
         at = 0
         for axis in axes:
             stride = self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
@@ -156,7 +159,7 @@ class Mesh:
         return strides
 
     def text(self, axis: Axis) -> str:
-        """`tp` for a whole axis, `tp:(2)4` for a sub-axis."""
+        """The text of an axis: `tp` if it is undivided, `tp:(2)4` for a sub-axis."""
         whole = axis.pre == 1 and axis.size == self.sizes[axis.name]
         return axis.name if whole else f"{axis.name}:({axis.pre}){axis.size}"
 
@@ -175,7 +178,8 @@ def in_mesh_order(axes: Axes) -> Axes:
 
 
 def merge_axes(axes: Axes) -> Axes:
-    """Joins adjacent sub-axes of one axis: `tp:(1)2, tp:(2)2` is `tp` if tp has size 4."""
+    """Joins adjacent sub-axes of one axis: `tp:(1)2, tp:(2)2` becomes `tp` of size 4. Drops axes of
+    size 1."""
     if not axes:
         return axes
     out: list[Axis] = []

@@ -1,4 +1,5 @@
-"""Rows: runs of contiguous elements that a slice of a tensor is copied in."""
+"""Counts the rows in a copy of a slice of a tensor. A row is a stretch of elements that are
+contiguous in memory; each takes extra time."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from onnxpar.layout.mesh import Mesh
 
 
 def rows_within(dim: Dim, mesh: Mesh) -> int:
-    """Number of rows in which a rank's shard of a dimension is copied: 1 if it is contiguous; for a
-    product, one for each element of the factors before the split one; for segments, one for each
-    element, as these are picked one by one."""
+    """Number of rows in a copy of rank 0's shard of a dimension: 1 if the dimension is one factor;
+    in a product, one for each element of the factors before the last split one; in segments, one
+    for each element, because the copy picks them one by one."""
     dim = normalize(dim)
     if isinstance(dim, Factor):
         return 1
@@ -25,7 +26,8 @@ def rows_within(dim: Dim, mesh: Mesh) -> int:
 
 
 def rows_moved(before: Sequence[Dim], after: Sequence[Dim], mesh: Mesh) -> int:
-    """Number of rows that one step of a reshard copies, on the rank with the most."""
+    """Number of rows that rank 0, which has the largest shards, copies in one step of a reshard
+    from the dimensions `before` to those `after`."""
     rows, outer = 0, 1
     for b, a in zip(before, after, strict=True):
         if b != a:

@@ -1,7 +1,8 @@
-"""Sizes of inputs that only one branch of an If reads: no other input needs to agree with them.
+"""Finds the inputs that only one branch of an If reads: their sizes need not agree with those of
+other inputs.
 
-A run computes one of the branches. Inputs that only the other branch reads may be dummies then,
-such as the empty cache of a decoder's first step.
+A run computes one of the two branches. It may get dummies for inputs that only the other branch
+reads, such as an empty cache in a decoder's first step.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from onnxpar.symbols.symbols import Polynomial
 At = tuple[str, int]
 """A tensor's name and an axis of it."""
 SizeOf = Callable[[str], list[Polynomial | None]]
-"""The sizes of a tensor in closed form; None for a size without one, or an unknown size."""
+"""Returns the sizes of a tensor in closed form, by its name; None for a size without a closed form,
+or an unknown size."""
 
 
 def free_sizes(graph: GraphProto, dims: Mapping[At, Polynomial], size_of: SizeOf) -> frozenset[At]:
-    """The open sizes of inputs that are read only by alternative branches of an If, none of whose
-    results has a size that depends on them."""
+    """The open dimensions of inputs that only some of the branches of an If read, where no size of
+    the If's results depends on the dimension."""
     others = {port.name for port in graph.output}
     ifs = [node for node in graph.node if _is_if(node)]
     for node in graph.node:

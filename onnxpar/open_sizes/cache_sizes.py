@@ -1,7 +1,7 @@
 """Relations between open sizes that the kernel of GroupQueryAttention needs.
 
-Most relations follow from shapes (`equal_sizes.py`); but a GroupQueryAttention reads the length of
-its keys from the value of an operand.
+Most relations follow from shapes (`equal_sizes.py`). But a GroupQueryAttention gets the length of
+its keys as the value of an operand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from onnxpar.open_sizes.lockstep import Lockstep
 from onnxpar.symbols.symbols import Binding, Polynomial
 
 Remedies = list[tuple[Polynomial, int]]
-"""Alternative remedies for one contradiction: a size, and the value that it should have."""
+"""Alternative remedies for one contradiction; each is a size and the value that this size should
+get."""
 
 _MICROSOFT = "com.microsoft"
 _OP = "GroupQueryAttention"
@@ -27,9 +28,9 @@ class CacheSizes:
     """Sizes of a GroupQueryAttention; None for a size without a closed form.
 
     `own` is the number of tokens of a run, `past` the length of the cache, `keys` the length of all
-    keys that the operand gives, `rows` the number of rows of the table of angles. A cache
-    `is_buffer` if its length is the same before and after; it `is_ring` if it keeps only the last
-    tokens, as many as its `window`.
+    keys as an operand gives it, and `rows` the number of rows of the table of rotary angles.
+    `is_buffer` is True if the cache has the same length before and after a run; `is_ring` if it
+    keeps only the last `window` tokens.
     """
 
     batch: Polynomial | None
@@ -45,8 +46,8 @@ class CacheSizes:
         """Remedies for each contradiction that makes the kernel reject these sizes.
 
         The length of the keys must be that of past and present together. A ring must be as long as
-        its window, and its keys at least as long, as the rest of the ring would stay unwritten.
-        Several tokens can be appended to a filled cache only for a batch of 1.
+        its window, and its keys at least as long, because otherwise a part of the ring would stay
+        unwritten. Several tokens can be appended to a filled cache only for a batch of 1.
         """
         if self.own is None or self.past is None:
             return
@@ -78,12 +79,12 @@ class CacheSizes:
         return total <= self.rows.at(sizes)
 
     def _total(self, own: int, past: int) -> int:
-        """Number of keys that are attended to: past and own ones, or the whole of a buffer."""
+        """Number of keys that a query attends to: past and own ones, or all of a buffer."""
         return past if past and self.is_buffer else past + own
 
 
 def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
-    """The sizes of every GroupQueryAttention that the walks have kept."""
+    """The sizes of every GroupQueryAttention that the walks have not folded away."""
     declared = {
         port.name: [dim.dim_value or dim.dim_param for dim in port.type.tensor_type.shape.dim]
         for port in (*graph.input, *graph.output)
@@ -114,9 +115,9 @@ def _of(
 def settled(
     caches: Sequence[CacheSizes], sizes: Mapping[str, int], kept: Collection[str]
 ) -> dict[str, int]:
-    """Sizes of all symbols, changed so that they contradict no cache, as far as possible without
-    changing those in `kept`. Each size changes at most once. Rings are handled first: growing
-    caches can adapt to a longer mask."""
+    """Sizes of all symbols, changed to contradict as few caches as possible; those in `kept` do not
+    change, and others change at most once. Rings come first: growing caches can adapt to a longer
+    mask."""
     found, done = dict(sizes), set(kept)
     ordered = sorted(caches, key=lambda cache: not cache.is_ring)
     for _ in sizes:

@@ -1,7 +1,7 @@
 """Dimensions of a node's operands that its op requires to be equal.
 
-If an op also accepts a dimension of 1, which it repeats, two open sizes still count as equal. A run
-in which only one of them is 1 is rejected, since its sizes contradict the symbols.
+Also where an op accepts a dimension of 1 and repeats it, two open sizes count as equal. A run in
+which only one of the two is 1 is then rejected, because its sizes contradict the symbols.
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ EVEN = _BROADCAST | frozenset(
         "Gemm",
     )
 )
-"""Ops whose results have the sizes of their operands."""
+"""Ops whose results have no other sizes than those of their operands."""
 
 
 def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place | int, bool]]:
-    """Pairs of dimensions that must be equal, each with True if the op also accepts and repeats 1
-    for one of them. The second of a pair is a number if the op's attributes give the size."""
+    """Triples of two dimensions of operands that must be equal, and True if the op also accepts a
+    size of 1 for one of the two, which it repeats. If an attribute gives the size, this number is
+    in place of the second dimension."""
     operands: Sequence[int] = range(len(shapes))
     skipped = 0
     if node.op_type not in _BROADCAST:
@@ -98,8 +99,8 @@ def _none(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _aligned(shapes: Shapes, operands: Sequence[int], skipped: int) -> Pairs:
-    """Dimensions of operands that are the same when counted from the last one, without the last
-    `skipped` ones."""
+    """Pairs of dimensions of different operands with the same position counted from the last one.
+    The last `skipped` dimensions are left out."""
     for i, j in combinations(operands, 2):
         a, b = shapes[i], shapes[j]
         for back in range(1 + skipped, 1 + min(len(a or ()), len(b or ()))):
@@ -177,14 +178,16 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _attention_of_one(node: NodeProto, shapes: Shapes) -> Pairs:
-    """As `_attention`, for an op that takes one query per row of the batch."""
+    """The pairs of `_attention`, for an op that requires one query for each sequence of the
+    batch."""
     if shapes[0] and len(shapes[0]) == 3:
         yield (0, 1), 1
     yield from _attention(node, shapes)
 
 
 def _heads(attributes: Mapping[str, object], q: Shape, is_packed: bool) -> tuple[int, int]:
-    """Number of heads of a cache, and width of a key; 0 if unknown."""
+    """The number of heads of a cache and the width of a key; 0 for each that is unknown.
+    `is_packed` if the first operand has queries, keys and values together."""
     own, shared = (
         next((n for key in keys if isinstance(n := attributes.get(key), int)), 0)
         for keys in (("num_heads", "q_num_heads"), ("kv_num_heads",))
@@ -207,7 +210,8 @@ _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "MatMulInteger": ((0, 1), 2),
     "FusedMatMul": ((0, 1), 2),
 }
-"""Operands that are broadcast against each other, and how many of their last dimensions are not."""
+"""The operands that an op broadcasts against each other, and the number of their last dimensions
+that it does not broadcast."""
 _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,

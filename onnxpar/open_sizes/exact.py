@@ -1,7 +1,8 @@
-"""Exactness: nodes whose results have the same closed form at all sizes, not only at the samples.
+"""Tells if the results of a node have the same closed form at all sizes, not only at the sampled
+ones.
 
-Results that agree, or fit a closed form, at all sampled bindings prove nothing by themselves: a
-maximum may take another operand, or a division may round, at other sizes.
+If results agree, or fit a closed form, at all sampled bindings, that alone does not prove it for
+other sizes: there, a maximum may take another operand, or a division may round.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ FRACTION = 1 << 10
 def is_exact(
     op: str, values: Sequence[Sequence[Array | None]], results: Sequence[Sequence[Any]]
 ) -> bool:
-    """True if results that agree at all bindings agree at any sizes, and results with a closed form
-    have it at any sizes. `values` are those of the operands, and `results` (empty if not known)
-    those of the node, by binding."""
+    """True if the agreement, or the closed form, of a node's results at all bindings holds at any
+    other sizes too. `values` has the operands and `results` the results (empty if unknown), with a
+    row for each binding."""
     if op in ("Shape", "Size"):
         return True
     known = [[v for v in row if v is not None] for row in values]
@@ -92,7 +93,8 @@ def is_exact(
 
 
 def has_exact_scales(node: NodeProto, values: Mapping[str, Array]) -> bool:
-    """False if a size of the result is rounded from a float that is itself rounded."""
+    """False for a Resize or Upsample with inexact scales: the size of its result would be rounded
+    twice."""
     if node.op_type not in ("Resize", "Upsample"):
         return True
     scales = [values[n] for n in node.input[1:] if n in values and is_float(values[n])]
@@ -105,7 +107,7 @@ def is_float(value: Any) -> bool:
 
 
 def agree(results: Sequence[Sequence[Any]]) -> bool:
-    """True if all rows have the same arrays, of the same dtypes."""
+    """True if the rows of all bindings have equal arrays of equal dtypes."""
     return all(
         np.array_equal(a, b) and np.asarray(a).dtype == np.asarray(b).dtype
         for other in results[1:]
@@ -126,9 +128,9 @@ def _rounds_down(op: str, a: Any, b: Any) -> bool:
 
 
 def _compare_alike(values: Sequence[Sequence[Array]]) -> bool:
-    """True if two tensors, given at all bindings, compare alike at any sizes: the elements of each
-    pair have the same difference everywhere, or one is a size, which is never negative, and the
-    other is negative."""
+    """True if the comparison of two tensors has the same result at any sizes. That is so if each
+    pair of elements has the same difference at all bindings, or if one element is negative and the
+    other a size, which never is."""
     if any(np.asarray(v).dtype.kind not in "biu" for row in values for v in row):
         return agree(values)
     rows = [np.broadcast_arrays(*row) for row in values]

@@ -1,8 +1,9 @@
-"""Infers a graph with open sizes at several bindings in lockstep.
+"""Infers the shapes in a graph with open sizes, for several bindings of its symbols, node by node.
 
-A node is folded away if its results are the same at all bindings, or if they are sizes: integers
-with a closed form. Such results become constants that differ between the bindings, and in the end
-small computations on the sizes of a run. All other nodes that depend on sizes stay.
+A node is folded away if its results are known, and either are the same at all bindings, or are
+sizes: integers with a closed form. Such results become constants, which may differ between the
+bindings; in the compiled graphs, a few nodes compute them from the sizes of a run. All other nodes
+that depend on sizes stay.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ MOST = 64
 """Most elements of a tensor of sizes."""
 
 Strides = dict[tuple[str, int, str, int], tuple[int, int, int]]
-"""A size as a quotient of another size (`find_quotient`), by result, axis, operand and axis."""
+"""The numbers (a, b, c) that `find_quotient` found for a result's size, by the names and axes of
+the result and of the operand on whose size it depends."""
 
 
 @dataclass(frozen=True)
 class Unsolved:
-    """A node that needs two sizes to be equal, if that equation cannot be solved for a symbol."""
+    """A node that needs two sizes to be equal, where that equation cannot be solved for a
+    symbol."""
 
     node: NodeProto
     first: Polynomial
@@ -43,18 +46,19 @@ class Unsolved:
 
 
 class Lockstep:
-    """Walks over one graph, one for each binding of the symbols.
+    """One walk over the nodes of a graph for each binding of its symbols, all at the same node.
 
-    `symbols` has the order in which ties are solved for them; `strides` are known from earlier
-    walks, and are added to; `closed` symbols have no sizes other than the samples.
+    Arguments: `inputs` has the types of the inputs at each binding. Where several symbols could be
+    replaced to make two sizes equal, the last in `symbols` is. `strides` are known from earlier
+    walks; this one adds those that it finds. `closed` symbols have no sizes other than the samples.
 
-    live        indices of the bindings that the model still fits
+    live        indices of the bindings at which the model is valid so far
     kept        nodes that are not folded away
     varies      names of tensors whose values differ between bindings
     quotients   quotients that closed forms contain
-    conflicts   nodes that do not fit their operands
-    tie         a symbol and its replacement, which makes two sizes equal that must be; the walk
-                ends there
+    conflicts   nodes that are not valid for their operands
+    tie         a symbol and its replacement, which makes two sizes equal, as a node requires; the
+                walk ends at that node
     is_certain  True if the tie follows from an op's attributes, or from a weight that is not
                 broadcast
     found       all open sizes
@@ -110,21 +114,21 @@ class Lockstep:
         return self._variables
 
     def size(self, name: str, axis: int) -> Polynomial | None:
-        """A dimension of a tensor in closed form; None if it has none, or is not known."""
+        """The size of a tensor's dimension in closed form; None if it has none, or is unknown."""
         shapes = [self.walks[i].shape(name) for i in self.live]
         if any(s is None or axis >= len(s) for s in shapes):
             return None
         return self._fit([s[axis] for s in shapes if s is not None])
 
     def value(self, name: str) -> Polynomial | None:
-        """The value of a tensor of one element in closed form; None if it has none, or is not
-        known."""
+        """The closed form of the integer in a tensor of one element; None if it has none, or is
+        unknown."""
         each = [self.walks[i].values.get(name) for i in self.live]
         known = [int(np.reshape(v, -1)[0]) for v in each if v is not None and np.size(v) == 1]
         return self._fit(known) if len(known) == len(each) else None
 
     def sizes(self, name: str) -> list[Polynomial | None]:
-        """The dimensions of a tensor in closed form; None for those without one or not known."""
+        """The sizes of a tensor in closed form; None for those that have none or are unknown."""
         each = [self.walks[i].sizes(name) or () for i in self.live]
         known = [
             [size for size in column if size is not None] for column in zip(*each, strict=False)
@@ -138,7 +142,8 @@ class Lockstep:
         return self._known[key]
 
     def _learn(self, size: Polynomial) -> None:
-        """Adds the quotients of a size to the known ones."""
+        """Adds the quotients that a size contains to `quotients`, so that further closed forms may
+        use them."""
         new = [q for q in size.quotients if q not in self.quotients]
         if new:
             self.quotients += new
@@ -146,7 +151,8 @@ class Lockstep:
             self._known = {k: v for k, v in self._known.items() if v is not None}
 
     def _tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
-        """The first symbol and replacement that make two sizes equal which the node needs to be."""
+        """The symbol and its replacement that make the first two unequal sizes equal that the node
+        requires to be equal; None if all are equal, or none can be made so. Sets `is_certain`."""
         ends = [self.walks[i] for i in (self.live[0], self.live[-1])]
         one, two = shapes = [[walk.sizes(name) for name in node.input] for walk in ends]
         needs = zip(equal_sizes(node, one), equal_sizes(node, two), strict=False)
@@ -205,8 +211,8 @@ class Lockstep:
                 self._explain(node, name)
 
     def _check(self, node: NodeProto) -> None:
-        """Drops bindings at which the node does not fit its operands; records the node as a
-        conflict if too few bindings would be left."""
+        """Drops the bindings at which the node is not valid for its operands; if too few would be
+        left, records the node as a conflict instead."""
         odd = [i for i in self.live if self.walks[i].conflicts[-1:] == [node]]
         if len(self.live) - len(odd) >= ENOUGH and self.live[0] not in odd:
             if odd:
@@ -217,7 +223,8 @@ class Lockstep:
             self.conflicts.append(node)
 
     def _explain(self, node: NodeProto, name: str) -> None:
-        """Makes every size of a result a number, a closed form or unknown."""
+        """Finds a closed form, which may be a number, for every size of a result; makes the size
+        unknown in all walks if there is none."""
         shapes = [self.walks[i].sizes(name) for i in self.live]
         if any(s is None or len(s) != len(shapes[0] or ()) for s in shapes):
             for i in self.live:
@@ -240,9 +247,9 @@ class Lockstep:
     def _closed_form(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
     ) -> Polynomial | None:
-        """The closed form of a result's size; None if it is data-dependent. A size that is the same
-        at all bindings may still depend on an open size, if a window is larger than the difference
-        between the samples."""
+        """The closed form of a result's size; None if it is data-dependent. `values` has the size
+        at each binding. A size that is the same at all bindings may still depend on an open size:
+        the windows of a pool may be larger than the difference between the samples."""
         if len(set(values)) > 1:
             size = self._fit(values) or self._discover(node, name, axis, values)
             if size is not None:
@@ -264,14 +271,15 @@ class Lockstep:
         )
 
     def _lose(self, node: NodeProto) -> None:
-        """Records a node whose results have data-dependent sizes."""
+        """Adds the node to `lost`: its results have data-dependent sizes."""
         if node.output[0] not in self.lost:
             self.lost.append(node.output[0])
 
     def _discover(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
     ) -> Polynomial | None:
-        """A size as a quotient of an operand's size, found by probing with other sizes."""
+        """A result's size as a quotient of an operand's size, found by inferring the node with
+        other sizes of the operand; None if there is no such quotient."""
         if not has_exact_scales(node, self.walks[self.live[0]].values):
             return None
         for operand, at, own, size in self._open_operands(node):
@@ -299,13 +307,15 @@ class Lockstep:
     def _probe(
         self, node: NodeProto, name: str, axis: int, operand: str, at: int, size: int
     ) -> int | None:
-        """The size of a result's dimension, if an operand's dimension had another size."""
+        """The size that a result's dimension would have if an operand's dimension had the given
+        size."""
         types = self.walks[self.live[0]].probe(node, operand, at, size)
         sizes = known_sizes(types.get(name))
         return sizes[axis] if sizes is not None and axis < len(sizes) else None
 
     def _is_exact(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> bool:
-        """True if results that agree or have a closed form at the bindings do so at any sizes."""
+        """True if results that agree at the bindings, or have a closed form there, do so at any
+        sizes."""
         operands = [n for n in node.input if n]
         if not any(n in self.varies for n in operands):
             return True
@@ -313,7 +323,8 @@ class Lockstep:
         return is_exact(node.op_type, values, results)
 
     def _are_sizes(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> bool:
-        """True if the results are the same at all bindings, or are sizes with closed forms."""
+        """True if the results are the same at all bindings, or are integers with closed forms. Adds
+        these closed forms to `found`."""
         if agree(results):
             return True
         self._learn_division(node)
@@ -332,7 +343,7 @@ class Lockstep:
         return True
 
     def _learn_division(self, node: NodeProto) -> None:
-        """Adds the quotients that a division or a rounding computes to the known ones."""
+        """Adds the quotients that a division or a rounding node computes to `quotients`."""
         if node.op_type not in ("Div", "Mod") and node.op_type not in ROUND:
             return
         values = [[self.walks[i].values[n] for n in node.input if n] for i in self.live]
@@ -354,7 +365,8 @@ class Lockstep:
 
 
 def _columns(arrays: Sequence[Array]) -> list[list[int]]:
-    """The values of each element at all bindings; none if shapes differ or are too large."""
+    """For each element, its values at all bindings; an empty list if the arrays differ in shape or
+    have more than MOST elements."""
     if any(a.shape != arrays[0].shape or a.size > MOST for a in arrays):
         return []
     columns: list[list[int]] = np.stack([a.reshape(-1) for a in arrays], 1).tolist()

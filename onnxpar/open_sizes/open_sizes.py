@@ -1,4 +1,5 @@
-"""Models with open sizes: the bindings at which they are inferred, and the graph at each."""
+"""Chooses bindings (sample sizes) for a model with open sizes, infers it at these, and makes its
+graph at each."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ class OpenSizes:
     """The open sizes of a model, and its graphs at sample bindings.
 
     `graph(i)` is the model's graph at `bindings[i]`: the same nodes and tensors for every i, with
-    other sizes. `labels` are the names of the symbols for `--dim`. `whole` has nodes whose results
-    have sizes without a closed form. `typical` are sizes for costs, with weights; `is_told` is True
-    if the user gave them. `caches` have relations between sizes that kernels need. In `free`
-    dimensions, inputs may have other sizes than their symbols.
+    other sizes. `labels` are the names of the symbols for `--dim`. `whole` has the first result of
+    each node whose results have data-dependent sizes. `typical` are sizes for costs, with weights;
+    `is_told` is True if the user gave them. `caches` have relations between sizes that kernels
+    need. In the dimensions in `free`, inputs may have other sizes than the symbols say.
     """
 
     symbols: tuple[str, ...]
@@ -72,12 +73,13 @@ def infer_open(
     prepare: Callable[[onnx.ModelProto], gs.Graph],
     typical: Typical | None = None,
 ) -> OpenSizes:
-    """Folds and infers the model at sample sizes of at least `least`, in place.
+    """Infers the model at sample sizes of at least `least`, and folds nodes away, in place.
 
-    Symbols are tied if they turn out to be equal, or one to be the sum of others (a mask over past
-    and present) or a multiple of a number (an image that is halved and doubled). If sizes do not
-    fit the model (a table of positions), others are tried. `prepare` makes a graph of an inferred
-    model. Errors: ModelError for a node that cannot run on its operands.
+    A symbol is replaced where nodes require it to equal another symbol, a sum of others (a mask
+    over past and present), or a multiple of a number (an image that is halved and doubled). If the
+    model is not valid at some sizes (a table of positions is too short), others are tried.
+    `prepare` makes the graph of an inferred model. Errors: ModelError for a node that is not valid
+    for its operands; StrategyError if two sizes must be equal and cannot be made so.
     """
     open_scopes(proto.graph)  # two bodies may use one name for different weights
     labels = _symbols(dims)
@@ -119,8 +121,8 @@ def infer_open(
 def _graph_at(
     proto: onnx.ModelProto, live: Sequence[Walk], prepare: Callable[[onnx.ModelProto], gs.Graph]
 ) -> Callable[[int], gs.Graph]:
-    """A function from the index of a binding to the model's graph at it; only the graph at the
-    first binding has large weights."""
+    """A function that returns the model's graph at a binding, given by its index; only the graph at
+    the first binding has large weights."""
     bare = copy_with_stubs(proto, _reference_to_nowhere)
 
     def graph(i: int) -> gs.Graph:
@@ -135,12 +137,13 @@ def _graph_at(
 
 
 def _symbols(dims: OpenDims) -> tuple[str, ...]:
-    """The symbols in the order of the inputs."""
+    """The symbols of these dimensions, in the order of the inputs."""
     return tuple(dict.fromkeys(v for size in dims.values() for v in size.variables))
 
 
 class _Search:
-    """Tries sample sizes until the model fits them, and no open size is too small to be split."""
+    """Tries sample sizes until the model is valid at them, and every open size is large enough to
+    be split."""
 
     def __init__(
         self, proto: onnx.ModelProto, dims: OpenDims, least: int, taken: Iterable[int]
@@ -156,7 +159,9 @@ class _Search:
         self.best: tuple[tuple[int, int], OpenDims, Lockstep] | None = None
 
     def run(self) -> tuple[OpenDims, Lockstep]:
-        """The dimensions, written in the remaining symbols, and the best walk."""
+        """The open dimensions, written in the symbols that remain after replacements, and the walks
+        at the best sample sizes. Errors: StrategyError if two sizes must be equal and cannot be
+        made so."""
         for general in DOMAINS:
             self.domains = {}
             for _ in range(_ROUNDS):
@@ -201,9 +206,9 @@ class _Search:
         return self._conflicts(binding) <= len(self.best[2].conflicts)
 
     def suits(self, binding: Binding) -> bool:
-        """True if these sizes also fit if all integer inputs are 0, and if they are 1: positions
-        computed from a mask or from token ids must be in range of their table. Conflicts that these
-        values also cause at sizes of 1 do not count."""
+        """True if the model also fits these sizes with 0 in all integer inputs, and with 1:
+        positions that it computes from a mask or from token ids must be in the range of their
+        table. Conflicts that these values also cause at sizes of 1 do not count."""
         if not self.fits(binding):
             return False
         for value in (0, 1):
@@ -213,7 +218,7 @@ class _Search:
         return True
 
     def _conflicts(self, binding: Binding, value: int | None = None) -> int:
-        """Number of nodes that do not fit these sizes, with `value` in all integer inputs."""
+        """Number of nodes that are not valid at these sizes, with `value` in all integer inputs."""
         types = self._types(binding)
         alone = Lockstep(self.proto, [types], [binding], _symbols(self.dims))
         if value is not None:
@@ -245,8 +250,8 @@ class _Search:
         return found
 
     def _bound(self, unsolved: Sequence[Unsolved]) -> bool:
-        """Restricts symbols to the sizes that nodes need, if these are a range; True if a domain
-        has changed."""
+        """Restricts symbols to the sizes at which unsolved equations hold, where these sizes are a
+        range; True if a domain has changed."""
         before = dict(self.domains)
         for odd in unsolved:
             difference = odd.first - odd.second
@@ -258,14 +263,14 @@ class _Search:
         return self.domains != before
 
     def _small(self, walks: Lockstep) -> list[Polynomial]:
-        """Open sizes that are too small at some sample."""
+        """Open sizes that are less than `least` at some sample, or that make a result empty."""
         bindings = [walks.bindings[i] for i in walks.live]
         small = [s for s in walks.found if any(s.at(b) < self.least for b in bindings)]
         return [*small, *walks.void]
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
-        """Samples larger sizes of symbols in `small`, with wider steps if a quotient needs them;
-        True if a domain has changed and is not too large."""
+        """Enlarges the domains of the symbols in `small`, and widens steps where a quotient needs
+        that; True if a domain has changed and none is too large."""
         before = dict(self.domains)
         for size in small:
             for symbol in size.variables:
@@ -287,13 +292,13 @@ _INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 _ROUNDS = 24
 """Most walks over a model for each kind of domain."""
 _WIDEST = 1 << 16
-"""Upper bound of the search for the sizes that a node needs."""
+"""Largest size that is tried as a solution of an unsolved equation."""
 _LARGEST = 1 << 22
 """Upper bound of sample sizes."""
 
 
 def _integers(types: Mapping[str, TypeProto], value: int) -> dict[str, Array]:
-    """Values of integer inputs, all elements being `value`; large inputs are left out."""
+    """An array full of `value` for each integer input, by name; large inputs are left out."""
     found = {}
     for name, type_ in types.items():
         tensor = type_.tensor_type
@@ -313,7 +318,8 @@ def _prime_above(n: int, ranks: int) -> int:
 
 
 def _reference_to_nowhere(weight: TensorProto) -> TensorProto | None:
-    """A stub for a large weight, used at all bindings but the first, where nobody reads it."""
+    """A stub that replaces a large weight at all bindings but the first, where no code reads it;
+    None for other weights."""
     is_large = math.prod(weight.dims) > FOLD_LIMIT
     if weight.data_location == TensorProto.EXTERNAL or not is_large:
         return None

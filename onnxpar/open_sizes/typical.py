@@ -13,20 +13,22 @@ from onnxpar.open_sizes.cache_sizes import CacheSizes, settled
 from onnxpar.symbols.symbols import Binding, Polynomial
 
 Profile = tuple[Mapping[str, int], float]
-"""Sizes by symbol, and their weight."""
+"""Typical sizes of a run, by symbol, and how much they count compared to other profiles."""
 OpenDims = Mapping[tuple[str, int], Polynomial]
 
 BATCH = 1
 LENGTHS = (128, 64, 32, 16, 8, 4, 2, 1)
-"""Default lengths of sequences and all else; the first that the model's other sizes allow."""
+"""Default sizes of all symbols but batches and images, in the order in which they are tried; the
+first that the model's other sizes allow is taken."""
 IMAGES = (224, 256, 64, 32, 16, 8)
-"""Default heights and widths of images; the first that the model's other sizes allow."""
+"""Default heights and widths of images, in the order in which they are tried, as for LENGTHS."""
 _LENGTH_NAME = re.compile(r"seq|len|time|token|frame|past|step", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Typical:
-    """Sizes of some symbols that a user gives: none, one profile, or several with weights."""
+    """The typical sizes that a user gives for some symbols: no profile, one, or several with
+    weights."""
 
     profiles: tuple[Profile, ...] = ()
 
@@ -74,14 +76,15 @@ class Typical:
 
 @dataclass(frozen=True)
 class Ties:
-    """Symbols that turned out to be equal to expressions of others, in the order of discovery."""
+    """Symbols that must equal expressions of other symbols, in the order in which that was
+    found."""
 
     found: tuple[tuple[str, Polynomial], ...] = ()
 
     def solve(self, given: Mapping[str, int], free: Mapping[str, int]) -> dict[str, int]:
-        """Sizes of the remaining symbols, solved from the given sizes of any symbols; sizes that
-        these do not determine are taken from `free`. Errors: StrategyError if given sizes
-        contradict each other."""
+        """Sizes of the symbols in `free`, which are those that equal no expression. They follow
+        from the `given` sizes of any symbols; where these do not determine a size, `free` has it.
+        Errors: StrategyError if given sizes contradict each other."""
         sizes = {name: given.get(name, size) for name, size in free.items()}
         for name, size in reversed(self.found):
             if name not in given:
@@ -108,10 +111,11 @@ def typical_sizes(
     caches: Sequence[CacheSizes],
     fits: Sequence[Callable[[Binding], bool]],
 ) -> tuple[Profile, ...]:
-    """Sizes of all symbols, with weights whose sum is 1: the given ones; else a batch of 1, and
-    default lengths that the model's other sizes allow. Each function of `fits` is tried only if
-    nothing fits by those before it. Empty if nothing is given and nothing fits. Errors:
-    StrategyError for a symbol that is not open, or for given sizes that do not fit."""
+    """Profiles with sizes of all symbols, and weights whose sum is 1. Sizes that the user does not
+    give are a batch of 1, and default lengths at which the model is valid by the functions `fits`:
+    a later function counts only if no sizes pass the earlier ones. Empty if nothing is given and no
+    defaults pass. Errors: StrategyError for a symbol that is not open, or for given sizes that do
+    not pass."""
     known = {*symbols, *(name for name, _ in ties.found)}
     total = sum(weight for _, weight in typical.profiles)
     found: list[Profile] = []
@@ -140,8 +144,8 @@ def typical_sizes(
 
 
 def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]]:
-    """Default sizes for all symbols, the usual ones first. If a symbol counts units of an input
-    dimension (width_by_32), the dimension gets the usual size."""
+    """Default sizes for all symbols, the most usual first. If a symbol counts units of an input
+    dimension (`width_by_32`), the dimension gets the usual size."""
     batch, images = _batch(symbols, dims), _images(symbols, dims)
     parts = {
         symbol: size.at({symbol: 1}) - size.at({symbol: 0})
@@ -156,8 +160,8 @@ def _defaults(symbols: Sequence[str], dims: OpenDims) -> Iterator[dict[str, int]
 
 
 def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are a batch: those named so; else all that are only first dimensions of
-    inputs (the number of texts and of images); else the most frequent first dimension."""
+    """The symbols that are batch sizes: those named so; else all that are only first dimensions of
+    inputs (such as numbers of texts and of images); else the most frequent first dimension."""
     named = {s for s in symbols if "batch" in s.lower() or s.lower() in ("b", "n", "bs")}
     leading: Counter[str] = Counter(
         size.symbol
@@ -169,8 +173,8 @@ def _batch(symbols: Sequence[str], dims: OpenDims) -> set[str]:
 
 
 def _images(symbols: Sequence[str], dims: OpenDims) -> set[str]:
-    """The symbols that are the height or width of an image: dimensions 2 and 3, both open, whose
-    names are not those of lengths."""
+    """The symbols that are the height or width of an image: in dimensions 2 and 3 of an input, both
+    open, and not named like a length."""
     found: set[str] = set()
     for (name, axis), size in dims.items():
         beside = dims.get((name, axis + 1 if axis % 2 == 0 else axis - 1))
@@ -189,7 +193,8 @@ def sizes_text(profiles: Sequence[Profile]) -> str:
 
 
 def check_closed(typical: Typical, path: Any) -> None:
-    """Errors: StrategyError if sizes are given for a model without open sizes."""
+    """Checks that no typical sizes are given for a model without open sizes. Errors:
+    StrategyError."""
     if typical.profiles:
         name = next(iter(typical.profiles[0][0]), "")
         raise StrategyError(f"--typical {name}: {path} has no open sizes; leave --typical out")

@@ -1,4 +1,5 @@
-"""Sharding rules by op family; importing the package registers them all."""
+"""Sharding rules by op family; importing the package registers them all. The docstring of a rule
+function begins with its rule, in the notation of `notation.py`."""
 
 from onnxpar.rules import attention as attention
 from onnxpar.rules import channel_normalization as channel_normalization

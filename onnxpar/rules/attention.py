@@ -19,7 +19,8 @@ _CACHED = "queries attend to the whole cache"
 def attention(node: gs.Node) -> Rule:
     """`b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three dimensions `b s (k g d), ...`.
 
-    k are the key/value heads, g the query heads of each. Caches and masks get the same factors.
+    k are the heads of keys and values; g are the query heads that share one of these. Caches and
+    masks have the same factors.
     """
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     out = tensor_shape(node.outputs[0]) or ()
@@ -77,7 +78,8 @@ def attention(node: gs.Node) -> Rule:
 
 
 def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
-    """The mask's dimensions, aligned at the last; the op pads a mask that is too short there."""
+    """The mask's dimensions as rule text, aligned at the last one; the op pads a mask whose last
+    dimension is too short."""
     mask = given(node, 3)
     if mask is None:
         return "_"

@@ -1,7 +1,7 @@
 """Attention in primitive ops, for shards of the query and of the key sequence.
 
-If keys are split, each rank attends to its own keys. The ranks combine their results by the
-largest score and the sum of exponentials of each row (log-sum-exp), and exchange no scores.
+If keys are split, each rank attends to its own keys. To combine the results, the ranks exchange the
+largest score and the sum of exponentials of each row (log-sum-exp), but no scores.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def _one(local: Local) -> int:
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Lowers an Attention node; `queries` and `past` are global lengths.
+    """Lowers an Attention node; `queries` and `past` are the global lengths of queries and cache.
+    `flat` if heads and width are one dimension.
 
-    As in onnxruntime, a masked score is the least number of its type, and a row in which all scores
-    are masked gives zeros.
+    As in onnxruntime, a masked score is the least number of its type, and the result is zero for a
+    query that sees no key.
     """
 
     flat: bool
@@ -68,12 +69,14 @@ class AttentionLowering:
         build.finish_each("Attention", operands, **attrs)
 
     def _mask(self, build: Lowering) -> gs.Tensor | None:
-        """The mask to add to scores, None if there is none."""
+        """The operand that is added to scores as a mask; None if there is none, or if it is
+        boolean."""
         mask = given(build.local.node, _MASK)
         return None if mask is None or dtype_of(mask) == np.bool_ else build.input(_MASK)
 
     def _visible(self, build: Lowering) -> gs.Tensor | None:
-        """A mask of the keys (last dimension) that each query sees; None if it sees all."""
+        """A boolean mask of the keys (last dimension) that each query sees; None if every query
+        sees all."""
         node = build.local.node
         found: list[gs.Tensor] = []
         columns = self._columns(build)
@@ -109,13 +112,14 @@ class AttentionLowering:
         return found
 
     def _columns(self, build: Lowering) -> gs.Tensor:
-        """The global positions of the keys of the rank's scores."""
+        """The global positions of the keys for which the rank computes scores."""
         if not self.past:
             return held_positions(build, "t")
         end = build.per_rank(lambda local: np.array(self.past + local.size("t"), np.int64))
         return build.add("Range", [np.array(0, np.int64), end, np.array(1, np.int64)])
 
     def _attend_to_parts(self, build: Lowering) -> None:
+        """Attends to the rank's keys, and combines the results of all ranks."""
         scores = self._scores(build)
         least = _least(build.local.node.inputs[0])
         largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)
@@ -186,7 +190,8 @@ class AttentionLowering:
         return widen(build, self._cut_heads(build, operand))
 
     def _by_group(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
-        """The queries of all heads that share a key head, concatenated."""
+        """`x` with the rows of all query heads that share a key head concatenated: (batch, key
+        heads, rows, width)."""
 
         def shape(local: Local) -> Any:
             rows = local.size("g") * local.size("s")
@@ -195,7 +200,7 @@ class AttentionLowering:
         return build.add("Reshape", [x, build.per_rank(shape)])
 
     def _by_row(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
-        """Rows of a group back in heads: (batch, heads, sequence, width)."""
+        """The inverse of `_by_group`: (batch, heads, sequence, width)."""
 
         def shape(local: Local) -> Any:
             heads = local.size("k") * local.size("g")
@@ -218,7 +223,7 @@ def sees_by_place(attrs: Mapping[str, Any]) -> bool:
 
 
 def default_scale(width: int) -> float:
-    """The factor that scales scores if the node gives none."""
+    """The factor that multiplies scores if the node gives none, for keys of this width."""
     return 1 / math.sqrt(width)
 
 

@@ -13,7 +13,8 @@ DEFAULT = {
     "GRU": ("sigmoid", "tanh"),
     "LSTM": ("sigmoid", "tanh", "tanh"),
 }
-"""The activations of one direction, f g h in the standard's letters, by op."""
+"""The default activations of one direction, by op; f, g and h in the letters of the ONNX
+standard."""
 _OPS = {
     "relu": "Relu",
     "tanh": "Tanh",
@@ -28,15 +29,16 @@ _WITH_BETA = {"affine", "scaledtanh", "hardsigmoid"}
 _WITH_ALPHA = {*_WITH_BETA, "leakyrelu", "thresholdedrelu", "elu"}
 
 Step = tuple[str, tuple[float, ...], dict[str, float]]
-"""An op, its operands after the result of the previous step, and its attributes."""
+"""An op whose first operand is the result of the previous step, its other operands, and its
+attributes."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation, by its name in lower case, with the bound to which its operand is clipped.
+    """An activation by its name in lower case. Its operand is clipped to [-clip, clip] first.
 
-    As in onnxruntime, alpha and beta default to those of the ONNX op of that name, and to 0 for
-    ThresholdedRelu and functions that are no ONNX op.
+    As in onnxruntime, alpha and beta default to those of the ONNX op with that name; for
+    ThresholdedRelu and for functions that are not ONNX ops, they default to 0.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Activation:
     clip: float | None = None
 
     def steps(self) -> list[Step]:
-        """The chain of ops that computes it."""
+        """The chain of ops that computes the activation."""
         bound: list[Step] = []
         if self.clip is not None:
             bound = [("Clip", (-self.clip, self.clip), {})]
@@ -64,7 +66,8 @@ class Activation:
 
 
 def activations_of(node: gs.Node) -> list[list[Activation]]:
-    """The activations of each direction of a node; those that have slopes take them in order."""
+    """The activations of each direction of a node. Its lists of alphas and betas have one entry for
+    each activation that takes an alpha or beta, in order."""
     default: Sequence[str] = DEFAULT[node.op]
     directions = 2 if node.attrs.get("direction") == "bidirectional" else 1
     names = [str(n).lower() for n in node.attrs.get("activations", [*default] * directions)]

@@ -25,8 +25,8 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule, whole
 
 @rule("BatchNormalization")
 def batch_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c, c, c -> n c h w`; in training, with results c and c, and communication over
-    all factors but c."""
+    """`n c h w, c, c, c, c -> n c h w`. In training, there are two more results `c`, and ranks
+    communicate if a factor other than c is split."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     if node.attrs.get("spatial", 1) == 0 or len(dims) < 2:
@@ -48,7 +48,8 @@ def batch_normalization(node: gs.Node) -> Rule:
 def _lower_training(
     node: gs.Node, axes: list[int], factors: list[str], sizes: list[Size]
 ) -> Callable[[Lowering], None]:
-    """Normalises by the statistics of all shards, and updates the running statistics."""
+    """A lowering that normalises by the statistics of all shards, and updates the running
+    statistics. `factors` are the dimensions `axes` of operand 0."""
     momentum = node.attrs.get("momentum", 0.9)
     epsilon = node.attrs.get("epsilon", 1e-5)
 
@@ -73,7 +74,7 @@ def _lower_training(
 
 @rule("InstanceNormalization")
 def instance_normalization(node: gs.Node) -> Rule:
-    """`n c h w, c, c -> n c h w`, with communication over space."""
+    """`n c h w, c, c -> n c h w`; if h or w is split, the ranks communicate."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -96,8 +97,8 @@ def instance_normalization(node: gs.Node) -> Rule:
 
 @rule("GroupNormalization")
 def group_normalization(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g c), (g c) -> n (g c) h w`, with communication over c and space (before
-    opset 21: scale g)."""
+    """`n (g c) h w, (g c), (g c) -> n (g c) h w` (before opset 21, `g` for scale and bias); if c, h
+    or w is split, the ranks communicate."""
     shape = tensor_shape(node.inputs[0]) or ()
     groups = node.attrs["num_groups"]
     if shape[1] is None:
@@ -141,7 +142,8 @@ def group_normalization(node: gs.Node) -> Rule:
 
 @rule("LRN")
 def local_response_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`; shards of c fetch the neighbours in the window."""
+    """`n c h w -> n c h w`; if c is split, each rank fetches the neighbouring channels in its
+    windows."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)

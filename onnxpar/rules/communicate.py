@@ -28,10 +28,11 @@ def communicating(
     lower: Callable[[Lowering], None],
     since: int = 0,
 ) -> dict[str, Any]:
-    """The fields of a rule that `lower` implements by communication over these factors.
+    """The fields of a rule for factors that may be split because the ranks then communicate inside
+    the op, as `lower` implements it.
 
     The factors stay whole if one of their `sizes` is unknown, or if the node's opset is older than
-    `since`, the first that has the ops that `lower` adds.
+    `since`, the first opset with the ops that `lower` adds.
     """
     if None in sizes:
         return {"whole": dict.fromkeys(factors, UNKNOWN)}
@@ -63,7 +64,8 @@ def has_output(build: Lowering, output: int) -> bool:
 
 
 def finish(build: Lowering, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-    """Adds the node that computes a result, and a Cast if its type is not that of operand 0."""
+    """Adds the node that computes a result, and a Cast if the result's type is not that of
+    `inputs[0]`."""
     dtype = dtype_of(build.local.node.outputs[output])
     if dtype == dtype_of(inputs[0]):
         build.finish(op, inputs, output, **attrs)
@@ -80,7 +82,8 @@ def finish_chain(build: Lowering, x: gs.Tensor, steps: Sequence[tuple[str, Any]]
 
 
 def total(build: Lowering, x: gs.Tensor, axes: Sequence[int], factors: Sequence[str]) -> gs.Tensor:
-    """The sum over axes, which are these factors, of all shards; the axes keep one element."""
+    """The sum of `x` over axes, which are these factors, across all shards; each axis keeps one
+    element."""
     return build.all_reduce(build.add("ReduceSum", [x], axes=[*axes], keepdims=1), factors)
 
 
@@ -91,7 +94,8 @@ def mean(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> gs.Tensor:
-    """The mean over axes, which are these factors of these sizes."""
+    """The mean of `x` over axes, which are these factors with these global sizes, across all
+    shards."""
     count = number(build, math.prod(s or 0 for s in sizes), dtype_of(x))
     return build.add("Div", [total(build, x, axes, factors), count])
 
@@ -106,7 +110,8 @@ def where_held(build: Lowering, x: gs.Tensor, factor: str) -> gs.Tensor:
 
 
 def number(build: Lowering, size: int | Callable[[Local], int], dtype: Any) -> gs.Tensor:
-    """A size as a scalar of a dtype; an int64 constant and a Cast, as open sizes must be int64."""
+    """A size as a scalar of a dtype: an int64 constant, because open sizes must be int64, and a
+    Cast."""
 
     def whole(local: Local) -> Any:
         return np.array(size(local) if callable(size) else size, np.int64)
@@ -122,7 +127,8 @@ def moments(
     factors: Sequence[str],
     sizes: Sequence[Size],
 ) -> tuple[gs.Tensor, gs.Tensor, gs.Tensor]:
-    """The mean, `x` minus the mean, and the variance (of the population, in two passes)."""
+    """The mean over axes across all shards, `x` minus that mean, and the variance (of the
+    population, in two passes)."""
     middle = mean(build, x, axes, factors, sizes)
     centred = build.add("Sub", [x, middle])
     squares = build.add("Mul", [centred, centred])
@@ -154,9 +160,10 @@ def global_positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tenso
 
 
 def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
-    """The global positions of the rank's shard of a factor (int64), along `axis` of `rank` axes.
+    """The global positions of the rank's shard of a factor (int64): dimension `axis` of a tensor
+    with `rank` dimensions, the others of size 1.
 
-    For a contiguous shard they are a Range, so that its size may be open.
+    The positions of a contiguous shard are a Range, so that the factor's size may be open.
     """
     has_range = build.local.node.attrs.get("onnxpar.opset", 13) >= 11
     if has_range and build.local.is_run(factor):
@@ -172,7 +179,7 @@ def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -
 
 
 def own_shard(build: Lowering, x: gs.Tensor, dims: Sequence[str]) -> gs.Tensor:
-    """The rank's shard of a tensor that it holds whole."""
+    """Cuts the rank's shard out of a whole tensor `x` with the factors `dims`."""
     for axis, factor in enumerate(dims):
         if build.local.is_split(factor):
             x = build.add("Gather", [x, held_positions(build, factor)], axis=axis)

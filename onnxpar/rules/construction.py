@@ -24,7 +24,8 @@ def _diagonal(local: Local, row: str, column: str) -> int:
 
 @rule("Trilu")
 def trilu(node: gs.Node) -> Rule:
-    """`b m n, _ -> b m n`; shards of m and n shift the diagonal."""
+    """`b m n, _ -> b m n`; if m or n is split, a rank shifts the diagonal by the position of its
+    shard."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     row, column = dims[-2:]
@@ -48,7 +49,7 @@ def trilu(node: gs.Node) -> Rule:
 
 @rule("EyeLike")
 def eye_like(node: gs.Node) -> Rule:
-    """`m n -> m n`; shards shift the diagonal."""
+    """`m n -> m n`; a rank shifts the diagonal by the position of its shard."""
     k = node.attrs.get("k", 0)
     return einsum(
         node,
@@ -60,7 +61,7 @@ def eye_like(node: gs.Node) -> Rule:
 
 @rule("OneHot")
 def one_hot(node: gs.Node) -> Rule:
-    """`a b, _, _ -> a b o`; each shard of o computes its own columns."""
+    """`a b, _, _ -> a b o`; if o is split, each rank computes its own columns."""
     index = names("i", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % (len(index) + 1)
     dims = [*index[:axis], "o", *index[axis:]]

@@ -1,4 +1,4 @@
-"""Matrix products: a contracted factor that is split leaves a partial sum."""
+"""Matrix products. If a contracted factor is split, the result is a partial sum."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def matmul(node: gs.Node) -> Rule:
 
 @rule("Gemm")
 def gemm(node: gs.Node) -> Rule:
-    """`m k, k n, n -> m n`; the bias must be added once if k is split, so it is additive."""
+    """`m k, k n, n -> m n`; if k is split, only one rank adds the bias."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     bias = given(node, 2)
@@ -67,7 +67,8 @@ def gemm(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger")
 def matmul_integer(node: gs.Node) -> Rule:
-    """`m k, k n, m, n -> m n`: every shard subtracts zero points before the product."""
+    """`m k, k n, m, n -> m n`; every rank subtracts the zero points (operands 2 and 3) before its
+    product."""
     points = [given(node, i) for i in (2, 3)]
     if not all(_is_at_most_1d(point) for point in points):
         return whole_rule(node, "it has a zero point per matrix")
@@ -79,7 +80,8 @@ def matmul_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearMatMul")
 def qlinear_matmul(node: gs.Node) -> Rule:
-    """`m k, m, m, k n, n, n, _, _ -> m n`; ranks add 32-bit sums before they scale them."""
+    """`m k, m, m, k n, n, n, _, _ -> m n`; if k is split, the ranks add their 32-bit sums before
+    they scale them."""
     if not all(_is_at_most_1d(node.inputs[i]) for i in (1, 2, 4, 5)):
         return whole_rule(node, "it has a scale per matrix")
     left, right, out = _product(node, 0, 3)
@@ -103,7 +105,7 @@ def _row(tensor: gs.Tensor | None, dim: str) -> str:
 
 @rule("Einsum")
 def einsum_op(node: gs.Node) -> Rule:
-    """The rule is its equation: `bij,bjk->bik` is `b i j, b j k -> b i k`."""
+    """The equation of the op as a rule: `bij,bjk->bik` is `b i j, b j k -> b i k`."""
     equation = str(node.attrs["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")

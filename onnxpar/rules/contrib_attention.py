@@ -1,4 +1,5 @@
-"""onnxruntime's own attention ops: batch and heads may be split, keys and values stay whole."""
+"""onnxruntime's own attention ops: batch and heads may be split; the sequence of keys and values
+must stay whole."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def _stated(
     whole: Mapping[str, str],
     **fields: Any,
 ) -> Rule:
-    """The rule with these operands and results, as text by index; dimensions of one element are
-    broadcast."""
+    """The rule with these operands and results, given as rule text by index. Dimensions of one
+    element are broadcast, except in texts with products or segments. The node stays whole if a
+    tensor's number of dimensions differs from its text."""
 
     def text(tensor: gs.Tensor, dims: str | None) -> str:
         if not tensor.name or dims is None:
@@ -56,14 +58,16 @@ def _stated(
 
 
 def _bias(node: gs.Node, index: int, heads: str) -> str:
-    """The dimensions of a bias on scores; those of size 1 are broadcast over batch or heads."""
+    """The dimensions of an operand that is added to scores, as rule text; those of size 1 are
+    broadcast over batch or heads."""
     shape = _shape(node, index)
     names = ["b", heads, "s", "t"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(names, shape, strict=True))
 
 
 def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
-    """The dimensions of a padding mask; None if it is one vector of positions in the batch."""
+    """The dimensions of a padding mask, as rule text; None if it is one vector of positions in the
+    whole batch."""
     if len(shape) == 1:
         return "b" if shape[0] == batch else None
     return {2: "b t", 3: "b s t", 4: "b 1 m w"}[len(shape)]
@@ -71,7 +75,8 @@ def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
 
 @rule("Attention QAttention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`; heads n, batch b."""
+    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: only the heads n and
+    the batch b may be split."""
     quantized = node.op == "QAttention"
     image, weight, out = _shape(node, 0), _shape(node, 1), tensor_shape(node.outputs[0]) or ()
     heads = node.attrs["num_heads"]
@@ -103,7 +108,8 @@ def attention(node: gs.Node) -> Rule:
 
 @rule("MultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(node: gs.Node) -> Rule:
-    """`b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`."""
+    """`b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`: d, e and t must stay
+    whole."""
     query, key, value = (_shape(node, i) for i in range(3))
     out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
     if None in (*query, *key, *value, *out) or any(given(node, i) for i in (8, 9)):
@@ -135,9 +141,11 @@ def multi_head_attention(node: gs.Node) -> Rule:
 
 @rule("DecoderMaskedMultiHeadAttention", domain=DOMAIN)
 def decoder_masked_attention(node: gs.Node) -> Rule:
-    """`b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n p e -> b 1 (n e)`: one token.
+    """`b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n p e -> b 1 (n e)`, for one
+    token.
 
-    Keys may be those of an encoder, `b n t d`. Beam search mixes the rows of the batch.
+    Keys may be those of an encoder, `b n t d`. In beam search, b must stay whole, because beams
+    refer to rows of the whole batch.
     """
     query, key, value = (_shape(node, i) for i in range(3))
     out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
@@ -163,8 +171,8 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
 def group_query_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b t (k d), b t (k d), b k p d, b k p d, b -> b s (k g d) ; b k u d ; b k u d`.
 
-    k are the key/value heads, g the query heads of each; keys and values may be packed into the
-    query.
+    k are the heads of keys and values; g are the query heads that share one of these. Keys and
+    values may be packed into the query.
     """
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     query, out = _shape(node, 0), tensor_shape(node.outputs[0]) or ()
@@ -191,8 +199,8 @@ def group_query_attention(node: gs.Node) -> Rule:
 
 @rule("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(node: gs.Node) -> Rule:
-    """`b s (h d), b s, m r, m r -> b s (h d)`, or `b h s d`; a single position id is that of the
-    first token, from which the others count up."""
+    """`b s (h d), b s, m r, m r -> b s (h d)`, or with `b h s d`. A single position id belongs to
+    the first token; later tokens count up from it, so s must stay whole."""
     shape, cache = _shape(node, 0), _shape(node, 2)
     flat = len(shape) == 3
     if shape[-1] is None or cache[-1] is None or node.attrs.get("is_packed_batching"):

@@ -1,4 +1,5 @@
-"""onnxruntime's own ops on corresponding elements and on rows, also quantized ones."""
+"""onnxruntime's own elementwise ops, also quantized ones, and ops that compute each row by
+itself."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ _COUNTED = "positions are counted from its start"
 @rule("QLinearAdd QLinearMul QLinearSigmoid QLinearLeakyRelu QLinearWhere", domain=DOMAIN)
 @rule("MurmurHash3 SampleOp", domain=DOMAIN)
 def elementwise(node: gs.Node) -> Rule:
-    """`d0 d1, d1 -> d0 d1`: biases, gates, scales and zero points are broadcast."""
+    """`d0 d1, d1 -> d0 d1`: operands such as biases, scales and zero points are broadcast."""
     return broadcast(node)
 
 
 @rule("QLinearConcat", domain=DOMAIN)
 def quantized_concat(node: gs.Node) -> Rule:
-    """`_, _, a d, _, _, b d, _, _ -> (a + b) d`: a Concat whose segments have scales."""
+    """`_, _, a d, _, _, b d, _, _ -> (a + b) d`: a Concat of segments with a scale and a zero point
+    each."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
@@ -43,7 +45,8 @@ def quantized_concat(node: gs.Node) -> Rule:
 
 @rule("QLinearSoftmax", domain=DOMAIN)
 def quantized_softmax(node: gs.Node) -> Rule:
-    """`d0 d1, _ -> d0 d1`, its axis whole (before opset 13: all dimensions from its axis on)."""
+    """`d0 d1, _ -> d0 d1`; the op's axis must stay whole (before opset 13: all dimensions from
+    there on)."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % len(dims)
     normalised = dims[axis : axis + 1] if node.attrs["opset"] >= 13 else dims[axis:]
@@ -51,7 +54,7 @@ def quantized_softmax(node: gs.Node) -> Rule:
 
 
 def _over(node: gs.Node, dims: list[str], whole: list[str]) -> Rule:
-    """A rule that may split operand 0 outside of the `whole` dimensions."""
+    """The rule of an op that may split operand 0 along all dimensions but those in `whole`."""
     rest = ", _" * (len(node.inputs) - 1)
     text = dims_text(dims)
     return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, _ROW))
@@ -59,7 +62,7 @@ def _over(node: gs.Node, dims: list[str], whole: list[str]) -> Rule:
 
 @rule("Inverse Trilu", domain=DOMAIN)
 def matrices(node: gs.Node) -> Rule:
-    """`b m n, _ -> b m n`, m and n whole."""
+    """`b m n, _ -> b m n`; m and n must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     return _over(node, dims, dims[-2:])
 
@@ -69,7 +72,8 @@ rule("GatherND", domain=DOMAIN)(gather_nd)
 
 @rule("BranchwiseRMSNorm GatedRMSNorm", domain=DOMAIN)
 def row_normalization(node: gs.Node) -> Rule:
-    """`b s h, h, b s h -> b s h`, the last two dimensions of grouped rows whole."""
+    """`b s h, h, b s h -> b s h`; h must stay whole, and s too if a group of branches spans
+    rows."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     if node.op == "BranchwiseRMSNorm":
@@ -80,7 +84,7 @@ def row_normalization(node: gs.Node) -> Rule:
 
 @rule("SimplifiedLayerNormalization")
 def simplified_layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, h -> b s h ; b s 1`, all dimensions from its axis on whole."""
+    """`b s h, h -> b s h ; b s 1`; all dimensions from the op's axis on must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % len(dims)
     statistics = dims_text([*dims[:axis], *["1"] * (len(dims) - axis)])
@@ -120,7 +124,7 @@ def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1
 
 @rule("GatherBlockQuantized", domain=DOMAIN)
 def gather_blocks(node: gs.Node) -> Rule:
-    """`v h, i, v n, v z -> i h`: only the dimensions i of the indices may be split."""
+    """`v h, i, v n, v z -> i h`: only i, the dimensions of the indices, may be split."""
     rank, index = (len(tensor_shape(t) or ()) for t in node.inputs[:2])
     axis = node.attrs.get("gather_axis", 0) % rank
     data, out = names("d", rank), names("o", rank)
@@ -134,7 +138,7 @@ def gather_blocks(node: gs.Node) -> Rule:
 
 @rule("CDist", domain=DOMAIN)
 def distances(node: gs.Node) -> Rule:
-    """`m k, n k -> m n`, k whole: a square root follows the sum."""
+    """`m k, n k -> m n`; k must stay whole, because a square root may follow the sum."""
     return einsum(node, "m k, n k -> m n", whole={"k": "a square root may follow the sum"})
 
 
@@ -158,7 +162,7 @@ def expand_dims(node: gs.Node) -> Rule:
 
 @rule("UnfoldTensor", domain=DOMAIN)
 def unfold(node: gs.Node) -> Rule:
-    """`a b c -> a w c z`, the unfolded dimension whole."""
+    """`a b c -> a w c z`; the unfolded dimension b must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     at = node.attrs.get("dim", -1) % len(dims)
     out = [*dims[:at], "w", *dims[at + 1 :], "z"]

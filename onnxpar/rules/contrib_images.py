@@ -1,4 +1,5 @@
-"""onnxruntime's own convolutions and pools: channels last, quantized, or in blocks."""
+"""onnxruntime's own convolutions and pools: with channels last, quantized, or with channels in
+blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ _ROUNDED = "the sum is rounded to the quantized type"
 
 
 def _image(prefix: str, rank: int, channels: str, last: bool) -> str:
-    """`n c h w`, or `n h w c` where channels come last."""
+    """The dimensions of an image: `n c h w`, or `n h w c` if `last` (channels come last). Names in
+    space begin with `prefix`."""
     space = names(prefix, rank - 2)
     return dims_text(["n", *space, channels] if last else ["n", channels, *space])
 
 
 @rule("NhwcMaxPool QLinearAveragePool MaxpoolWithMask", domain=DOMAIN)
 def pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x` or `n h w c -> n y x c`, space whole."""
+    """`n c h w -> n c y x` or `n h w c -> n y x c`; h and w must stay whole."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     last = node.op == "NhwcMaxPool" or bool(node.attrs.get("channels_last"))
     before, after = _image("h", rank, "c", last), _image("y", rank, "c", last)
@@ -37,7 +39,7 @@ def pool(node: gs.Node) -> Rule:
 
 @rule("QLinearGlobalAveragePool", domain=DOMAIN)
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1` or `n h w c -> n 1 1 c`, space whole."""
+    """`n c h w -> n c 1 1` or `n h w c -> n 1 1 c`; h and w must stay whole."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     last = bool(node.attrs.get("channels_last"))
     before = _image("h", rank, "c", last)
@@ -48,7 +50,8 @@ def global_pool(node: gs.Node) -> Rule:
 
 @rule("QLinearConv", domain=DOMAIN)
 def quantized_convolution(node: gs.Node) -> Rule:
-    """`n h w (g c), (g o) c _ _ -> n y x (g o)`, or with channels first; c and space whole."""
+    """`n h w (g c), (g o) c _ _ -> n y x (g o)`, or with channels first; c, h and w must stay
+    whole."""
     image, weight = (tensor_shape(node.inputs[i]) or () for i in (0, 3))
     group = node.attrs.get("group", 1)
     last = bool(node.attrs.get("channels_last"))
@@ -87,21 +90,22 @@ def blocked(node: gs.Node) -> Rule:
 
 @rule("GridSample", domain=DOMAIN)
 def grid_sample(node: gs.Node) -> Rule:
-    """`n c h w, n y x z -> n c y x`: h and w whole."""
+    """`n c h w, n y x z -> n c y x`; h, w and z must stay whole."""
     whole = dict.fromkeys("hwz", "sampling positions may lie anywhere in it")
     return einsum(node, "n c h w, n y x z -> n c y x", whole=whole)
 
 
 @rule("CropAndResize", domain=DOMAIN)
 def crop_and_resize(node: gs.Node) -> Rule:
-    """`n c h w, r z, r, _ -> r c y x`: regions r and channels c may be split."""
+    """`n c h w, r z, r, _ -> r c y x`: only regions r and channels c may be split."""
     whole = dict.fromkeys("nhwzyx", "regions may lie anywhere in it")
     return einsum(node, "n c h w, r z, r, _ -> r c y x", whole=whole)
 
 
 @rule("ConvTransposeWithDynamicPads", domain=DOMAIN)
 def transposed_convolution(node: gs.Node) -> Rule:
-    """`n c h w, c o _ _, _, o -> n o y x`; c is summed, the bias is added once, space is whole."""
+    """`n c h w, c o _ _, _, o -> n o y x`; if c is split, the result is a partial sum, and only one
+    rank adds the bias. h and w must stay whole."""
     if node.attrs.get("group", 1) > 1:
         return whole_rule(node, "its channels are grouped")
     rank = len(tensor_shape(node.inputs[0]) or ())

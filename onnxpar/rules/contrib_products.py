@@ -21,7 +21,7 @@ _INTEGERS = 4
 
 @rule("FusedMatMul TransposeMatMul", domain=DOMAIN)
 def fused_matmul(node: gs.Node) -> Rule:
-    """As MatMul, but either matrix may be transposed."""
+    """The rule of MatMul, where either matrix may be transposed."""
     if node.attrs.get("transBatchA") or node.attrs.get("transBatchB"):
         return whole_rule(node, "its batch dimensions are transposed")
     a = "k m" if node.attrs.get("transA") else "m k"
@@ -33,7 +33,7 @@ def fused_matmul(node: gs.Node) -> Rule:
 
 @rule("MatMulInteger16", domain=DOMAIN)
 def matmul_integer16(node: gs.Node) -> Rule:
-    """`m k, k n -> m n`, with 32-bit sums."""
+    """`m k, k n -> m n`; sums have 32 bits."""
     shapes = [tensor_shape(t) or () for t in (*node.inputs, node.outputs[0])]
     left, right, out = product_text(shapes[0], shapes[1], shapes[2], "m k", "k n")
     return einsum(node, f"{left}, {right} -> {out}")
@@ -41,11 +41,13 @@ def matmul_integer16(node: gs.Node) -> Rule:
 
 @rule("MatMulNBits", domain=DOMAIN)
 def matmul_bits(node: gs.Node) -> Rule:
-    """`m (k z i), n (k z) w, n (k z), n k, n -> m n`: blocks of i, z of them per zero point byte.
+    """`m (k z i), n (k z) w, n (k z), n k, n -> m n`: a block has i elements, and z blocks share a
+    byte of zero points.
 
-    Older files store scales and zero points as vectors `(n k z)`. At accuracy level 4 the kernel
-    also quantizes each block of the first operand, but only if the second is a stored weight. So
-    the op is not linear in the first operand there, and its weights are never gathered.
+    Older files store scales and zero points as vectors `(n k z)`. At accuracy level 4, the kernel
+    also quantizes each block of the first operand, but only if the second is a stored weight. So at
+    that level, the op is not linear in the first operand; and its weights are never gathered,
+    because they would no longer be stored.
     """
     if given(node, 4) is not None:
         return whole_rule(node, "its groups are given by index")
@@ -86,7 +88,8 @@ def matmul_bits(node: gs.Node) -> Rule:
 
 
 def _rows(node: gs.Node, index: int, blocks: str) -> str:
-    """`n k`, or `(n k)` for an operand that the file stores as a vector."""
+    """The dimensions of scales or zero points: `n k`, or `(n k)` if the file stores them as a
+    vector."""
     tensor = given(node, index)
     rank = 0 if tensor is None else len(tensor_shape(tensor) or ())
     return f"n {blocks}" if rank > 1 else f"(n {blocks.strip('()')})"
@@ -94,7 +97,8 @@ def _rows(node: gs.Node, index: int, blocks: str) -> str:
 
 @rule("QGemm", domain=DOMAIN)
 def quantized_gemm(node: gs.Node) -> Rule:
-    """`m k, (), (), k n, n, n, n, _, _ -> m n`; ranks add 32-bit sums before they scale them."""
+    """`m k, (), (), k n, n, n, n, _, _ -> m n`; if k is split, the ranks add their 32-bit sums
+    before they scale them."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
     shapes = [() if given(node, i) is None else tensor_shape(node.inputs[i]) for i in range(9)]
@@ -110,7 +114,8 @@ def quantized_gemm(node: gs.Node) -> Rule:
 
 @rule("MoE", domain=DOMAIN)
 def experts(node: gs.Node) -> Rule:
-    """`t h, t e, e f h, e f, e h f, e h, e f h, e f -> t h`: t are tokens; f is summed."""
+    """`t h, t e, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t may be split; if f is split,
+    the result is a partial sum."""
     fused = node.attrs.get("swiglu_fusion", 0)
     whole = {
         "h": "it is contracted before an activation",
@@ -134,7 +139,8 @@ def experts(node: gs.Node) -> Rule:
 
 @rule("QMoE", domain=DOMAIN)
 def quantized_experts(node: gs.Node) -> Rule:
-    """Only tokens t may be split; the packed weights of experts are whole."""
+    """`t h, t e, _ -> t h`: only the tokens t may be split; the packed weights of experts stay
+    whole."""
     shape = tensor_shape(node.inputs[0]) or ()
     tokens, router = ("b s", "(b s)") if len(shape) == 3 else ("t", "t")
     whole = {

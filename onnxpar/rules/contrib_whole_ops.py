@@ -1,4 +1,4 @@
-"""onnxruntime's own ops that stay whole, with the reason."""
+"""Registers onnxruntime's own ops that must stay whole, with the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REASONS = {
     "it mixes its branches": "EngramGate HyperConnectionPostMix HyperConnectionPreMix",
     "the characters of a word form one row": "WordConvEmbedding",
 }
-"""Ops by the reason that plans print."""
+"""Names of ops, by the reason that plans print for them."""
 
 
 for _reason, _ops in REASONS.items():

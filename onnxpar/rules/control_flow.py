@@ -1,4 +1,4 @@
-"""If, Loop and Scan: a tensor keeps one layout on its way into and out of their bodies."""
+"""If, Loop and Scan: a tensor has the same layout outside and inside of their bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEPS = "its steps run one after the other"
 
 @rule("If Loop Scan", ranks_known=False)
 def control_flow(node: gs.Node) -> Rule:
-    """A rule whose operands and results are `ports`."""
+    """A rule for all `ports` of the node: its tensors and those of its bodies."""
     paths = _Paths(node)
     inner = bodies(node)
     if node.op == "If":
@@ -47,7 +47,8 @@ def ports(node: gs.Node, inner: Sequence[gs.Graph]) -> tuple[list[gs.Tensor], li
 
 
 class _Paths:
-    """Groups of tensors that are one value in several places, by their index among the ports."""
+    """The rule of a node with bodies. A path is a group of ports through which one value passes;
+    each port is given by its index among `ports`."""
 
     def __init__(self, node: gs.Node) -> None:
         operands, results = ports(node, bodies(node))
@@ -60,8 +61,9 @@ class _Paths:
         self.whole: dict[str, str] = {}
 
     def join(self, *path: tuple[int, int | None]) -> None:
-        """Gives the tensors of a path the same factors in all dimensions, except in a scan axis,
-        which is given with the tensor. Does nothing if a rank is unknown or changes."""
+        """Gives the tensors of a path, pairs of port and scan axis, the same factors in all
+        dimensions but the scan axis (None: no scan axis). Does nothing if a tensor's number of
+        dimensions is unknown, or changes on the path."""
         used = [(slot, axis) for slot, axis in path if self.ports[slot].name]
         shapes = [list(tensor_shape(self.ports[slot]) or ()) for slot, _ in used]
         known = all(tensor_shape(self.ports[slot]) is not None for slot, _ in used)

@@ -21,7 +21,9 @@ UNKNOWN = "a data-dependent number of channels"
 
 @dataclass(frozen=True)
 class Parts:
-    """The operands of a convolution as rule text, and the fields of its rule."""
+    """The operands and the result of a convolution as rule text, and the fields of its rule.
+    `channels` are the output channels; `covered` are spatial dimensions that a single window
+    covers."""
 
     image: str
     weight: str
@@ -32,10 +34,11 @@ class Parts:
 
 
 def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
-    """`n (g c) h w, (g o) c _ _ -> n (g o) y x`; None if the number of channels is data-dependent.
+    """The parts of the rule `n (g c) h w, (g o) c _ _ -> n (g o) y x`; None if the number of
+    channels is data-dependent. `weight` is the index of that operand.
 
-    The fields lower the node if space is split; the lowered node keeps its op and its other
-    operands.
+    If h or w is split, the fields lower the node to the same op with the same other operands, on
+    the elements that the rank's windows read.
     """
     image, kernel = (tensor_shape(node.inputs[i]) or () for i in (0, weight))
     out = tensor_shape(node.outputs[0]) or ()
@@ -66,8 +69,8 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
 
 
 def _blank(node: gs.Node) -> Any:
-    """An element that has the effect of padding in a window: 0, or the index of the operand with
-    the zero point of a quantized image; None if there is none."""
+    """A value that has the effect of padding in a window: 0, or for a quantized image the index of
+    the operand with its zero point; None if there is none."""
     point = {"QLinearConv": 2, "ConvInteger": 2}.get(node.op)
     dtype = dtype_of(node.inputs[0])
     if point is None or (node.op == "ConvInteger" and given(node, point) is None):
@@ -77,7 +80,8 @@ def _blank(node: gs.Node) -> Any:
 
 @rule("Conv ConvTranspose")
 def convolution(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; c is summed, the bias is added once."""
+    """`n (g c) h w, (g o) c _ _, (g o) -> n (g o) y x`; if c is split, the result is a partial sum,
+    and only one rank adds the bias."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -96,7 +100,7 @@ def convolution(node: gs.Node) -> Rule:
 
 @rule("ConvInteger")
 def convolution_integer(node: gs.Node) -> Rule:
-    """As Conv; every shard subtracts zero points before the product."""
+    """The rule of Conv; every rank subtracts the zero points before its product."""
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -107,7 +111,7 @@ def convolution_integer(node: gs.Node) -> Rule:
 
 @rule("QLinearConv")
 def qlinear_convolution(node: gs.Node) -> Rule:
-    """As Conv; if c is split, ranks add 32-bit sums before they scale them."""
+    """The rule of Conv; if c is split, the ranks add their 32-bit sums before they scale them."""
     parts = convolution_parts(node, 3)
     if parts is None:
         return whole_rule(node, UNKNOWN)
@@ -127,7 +131,8 @@ def qlinear_convolution(node: gs.Node) -> Rule:
 def _lower_quantized(
     node: gs.Node, by_windows: Callable[[Lowering], None]
 ) -> Callable[[Lowering], None]:
-    """Lowers to a sum of integers if channels are split, else to the op on the rank's windows."""
+    """A lowering to a sum of integers over the ranks if channels are split, else by
+    `by_windows`."""
     space = windows(node, (tensor_shape(node.inputs[3]) or ())[2:])
 
     def lower(build: Lowering) -> None:

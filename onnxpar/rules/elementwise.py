@@ -34,27 +34,27 @@ def broadcast(node: gs.Node, **fields: Any) -> Rule:
 
 
 def each(node: gs.Node) -> frozenset[int]:
-    """All operands."""
+    """The indices of all operands."""
     return frozenset(range(len(node.inputs)))
 
 
 @rule("Add", "Sum")
 def add(node: gs.Node) -> Rule:
-    """`d0 d1, d1 -> d0 d1`, jointly linear in all operands; for floats, non-decreasing in each."""
+    """`d0 d1, d1 -> d0 d1`: linear in all operands together; for floats, non-decreasing in each."""
     increasing = each(node) if is_float(node.outputs[0]) else frozenset[int]()
     return broadcast(node, linear=(each(node),), monotone=increasing)
 
 
 @rule("Sub")
 def sub(node: gs.Node) -> Rule:
-    """As Add, but decreasing in the second operand."""
+    """The rule of Add, but decreasing in the second operand."""
     increasing = FIRST if is_float(node.outputs[0]) else frozenset[int]()
     return broadcast(node, linear=(each(node),), monotone=increasing)
 
 
 @rule("Mean")
 def mean(node: gs.Node) -> Rule:
-    """As Sum, divided by the number of operands."""
+    """Linear in all operands together, for floating-point types."""
     return broadcast(node, linear=(each(node),) if is_float(node.outputs[0]) else ())
 
 
@@ -78,13 +78,13 @@ def extremum(node: gs.Node) -> Rule:
 
 @rule("Where")
 def where(node: gs.Node) -> Rule:
-    """Jointly linear in the two branches, and non-decreasing in each."""
+    """Linear in both branches (operands 1 and 2) together, and non-decreasing in each."""
     return broadcast(node, linear=(frozenset({1, 2}),), monotone=frozenset({1, 2}))
 
 
 @rule("Identity")
 def identity(node: gs.Node) -> Rule:
-    """Partial results of any kind pass."""
+    """Linear and non-decreasing: partial operands of any kind pass."""
     return broadcast(node, linear=(FIRST,), monotone=FIRST)
 
 
@@ -113,14 +113,16 @@ def cast(node: gs.Node) -> Rule:
 
 @rule("CastLike")
 def cast_like(node: gs.Node) -> Rule:
-    """As Cast; only the type of the second operand matters, not its shape."""
+    """Broadcasting of the first operand; only the type of the second operand matters, not its
+    shape."""
     aligned = broadcast(node)
     return Rule((aligned.inputs[0], None), aligned.outputs, aligned.sizes)
 
 
 @rule("Dropout")
 def dropout(node: gs.Node) -> Rule:
-    """Without training: an Identity, and a mask of ones."""
+    """The rule of Identity without training, and no partial values if there is a mask; else that of
+    `training_dropout`."""
     training = given(node, 2)
     if training is not None:
         value = constant(training)
@@ -158,5 +160,5 @@ def elementwise(node: gs.Node) -> Rule:
 
 @rule("BitCast")
 def bit_cast(node: gs.Node) -> Rule:
-    """Reinterprets elements, with the same number of bits; no partial result passes."""
+    """Reinterprets elements as others with the same number of bits; no partial operand passes."""
     return broadcast(node)

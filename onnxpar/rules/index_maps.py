@@ -1,6 +1,6 @@
-"""Dimensions made of chosen elements of another: strided slices, mirrored padding, nearest
-neighbours. The two are co-sharded; a rank fetches the range from the first to the last element that
-it needs."""
+"""Dimensions of results whose elements are copied from chosen positions of an operand's dimension:
+strided slices, mirrored padding, nearest neighbours. The two dimensions are co-sharded; a rank
+fetches the range from the first to the last element that its results need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from onnxpar.rules.rule import Local, Lowering
 
 @dataclass(frozen=True, eq=False)
 class IndexMap:
-    """The indices of factor `before` that each index of factor `after` needs, one row each."""
+    """The indices of factor `before` (of the operand) that each index of factor `after` (of the
+    result) needs: a row of `index` for each index of `after`."""
 
     before: str
     after: str
@@ -27,14 +28,15 @@ class IndexMap:
         return local.is_split(self.before)
 
     def fetch(self, builder: Lowering, x: gs.Tensor, axis: int) -> gs.Tensor:
-        """The range of dimension `axis` of `x` that the rank's results need; `x` itself if it is
-        whole."""
+        """The elements of `x` that the rank's results need, along dimension `axis`, from the ranks
+        that hold them; `x` itself if the dimension is not split."""
         if not self.is_split(builder.local):
             return x
         return builder.fetch(x, self.before, axis, self.held)
 
     def held(self, local: Local) -> tuple[int, int]:
-        """The range of needed elements: first, and last plus one."""
+        """The range that the rank's results need: the index of its first element, and of its last
+        plus one."""
         needed = self.index[local.positions(self.after)]
         return int(needed.min()), int(needed.max()) + 1
 
@@ -45,7 +47,8 @@ class IndexMap:
         return np.asarray(needed - origin, np.int64)
 
     def take(self, builder: Lowering, x: gs.Tensor, axis: int) -> gs.Tensor:
-        """The chosen elements; the map must have one per result."""
+        """The elements of `x` that are the rank's results, along dimension `axis`. Each row of the
+        map must have one index."""
         x = self.fetch(builder, x, axis)
         if self.is_split(builder.local) and (np.diff(self.index) == 1).all():
             return x
@@ -53,7 +56,7 @@ class IndexMap:
 
 
 def tied_fields(maps: dict[int, IndexMap]) -> dict[str, Any]:
-    """The fields of a rule that let the dimensions of these maps be split."""
+    """The fields of a rule that allow to split the dimensions of these maps."""
     pairs = tuple((m.before, m.after) for m in maps.values())
     both = frozenset(f for pair in pairs for f in pair)
     before = frozenset(m.before for m in maps.values())

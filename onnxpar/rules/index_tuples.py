@@ -1,8 +1,8 @@
 """GatherND and ScatterND, whose indices are tuples.
 
 If a column of constant indices counts up along one dimension of the indices (as in the masks that
-torch exports), that dimension and the one it indexes share a factor, and each rank's indices count
-in its own shard.
+torch exports), that dimension shares a factor with the dimension that the column indexes; each
+rank's indices then refer to its own shard.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _PICKED = "the indices into it are not consecutive"
 
 @dataclass(frozen=True)
 class Run:
-    """A column that counts up by one from `start`, `count` times, along dimension `along`.
+    """A column of indices that counts up by one: `count` values from `start` on, along dimension
+    `along`.
 
-    A column that repeats a single index has `count` 1 and no `along`.
+    A column that repeats a single index has a `count` of 1, and None for `along`.
     """
 
     start: int
@@ -39,7 +40,8 @@ class Run:
 
 
 def find_runs(indices: gs.Tensor, data: Sequence[Size]) -> list[Run | None]:
-    """The run in each column of constant indices into `data`; None for a column without one."""
+    """The Run of each column of constant indices into a tensor of shape `data`; None for a column
+    that does not count up."""
     values = constant(indices)
     width = (tensor_shape(indices) or ())[-1] or 0
     if values is None or not values.size:
@@ -64,8 +66,8 @@ def _find_run(values: Array) -> Run | None:
 
 
 class Columns:
-    """The dimensions that the columns of indices select from, as rule text; `at` are the
-    dimensions of the indices."""
+    """The dimensions from which the columns of indices select, as rule text in `dims`. `data` are
+    their sizes, and `at` the dimensions of the indices."""
 
     def __init__(self, indices: gs.Tensor, data: Sequence[Size], at: Sequence[str]) -> None:
         self.runs = find_runs(indices, data)
@@ -90,7 +92,8 @@ class Columns:
 
     @property
     def local(self) -> dict[str | int, Callable[[Local], Any]]:
-        """The local indices of a shard, if a column is a run."""
+        """The field `local` of a rule: constant indices into the rank's shard, if any column counts
+        up."""
         return {1: self._local_indices} if any(self.runs) else {}
 
     def _local_indices(self, local: Local) -> Array:
@@ -106,8 +109,9 @@ class Columns:
 
 @rule("GatherND")
 def gather_nd(node: gs.Node) -> Rule:
-    """`b t u d, b i 2 -> b i d`; if constant indices do not count along t and u, each shard gives
-    zeros for elements that it does not hold. Tuples of one index are lowered as in Gather."""
+    """`b t u d, b i 2 -> b i d`. If t or u is split, each rank gives zeros for elements that it
+    does not hold, unless constant indices count up along t and u. Tuples of one index are lowered
+    as in Gather."""
     data, indices = (tensor_shape(t) or () for t in node.inputs)
     batch = node.attrs.get("batch_dims", 0)
     shared = names("b", batch)
@@ -145,7 +149,8 @@ def gather_nd(node: gs.Node) -> Rule:
 
 
 def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[Lowering], None]:
-    """Gathers the elements that the rank holds, and gives zeros for others."""
+    """A lowering that gathers the elements that the rank holds, and gives zeros for others. `dims`
+    are dimensions of the data from `first` on; the result has `trailing` more."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -166,9 +171,10 @@ def _lower_gather(dims: Sequence[str], first: int, trailing: int) -> Callable[[L
 def local_tuples(
     build: Lowering, dims: Sequence[str], elsewhere: Callable[[Local], Any]
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Tuples of local indices (`elsewhere` for elements of other ranks), and a mask of those held.
+    """Tuples of indices into the rank's shard (`elsewhere` for elements of other ranks), and a mask
+    that is True for each index of a tuple that is in the shard.
 
-    An index beyond the whole dimension stays beyond the shard, so that the kernel refuses it.
+    An index beyond the global dimension stays beyond the shard, so that the kernel refuses it.
     """
 
     def starts(local: Local) -> Array:
@@ -193,8 +199,9 @@ def local_tuples(
 
 @rule("ScatterND")
 def scatter_nd(node: gs.Node) -> Rule:
-    """`t u d, i 2, i d -> t u d`; if constant indices do not count along t and u, each shard skips
-    the updates of others. Splitting i gives a partial sum (max, min) if updates are reduced so."""
+    """`t u d, i 2, i d -> t u d`. If t or u is split, each rank skips the updates of other shards,
+    unless constant indices count up along t and u. If i is split and the op reduces updates by sum,
+    max or min, the result is partial."""
     data, indices = (tensor_shape(t) or () for t in node.inputs[:2])
     at = names("i", len(indices) - 1)
     rest = names("d", len(data) - (indices[-1] or 0))
@@ -227,7 +234,7 @@ def scatter_nd(node: gs.Node) -> Rule:
 
 
 def _lower_scatter(dims: Sequence[str]) -> Callable[[Lowering], None]:
-    """Writes the updates that fall into the rank's shard."""
+    """A lowering that writes only the updates that fall into the rank's shard."""
 
     def lower(build: Lowering) -> None:
         split = [i for i, dim in enumerate(dims) if build.local.is_split(dim)]

@@ -26,9 +26,11 @@ _CAST = ("int16", "uint16", "uint64", "bfloat16")
 
 @rule("Gather")
 def gather(node: gs.Node) -> Rule:
-    """`v d, i -> i d`: if v is split, each rank gives the rows that it holds, and zeros for others.
+    """`v d, i -> i d`: if v is split, each rank gives the elements that it holds, and zeros for
+    others.
 
-    Constant indices that count up are a slice: `(before + (i j) + after) d, _ -> i j d`.
+    For constant indices that count up by one, it is a slice: `(before + (i j) + after) d, _ -> i j
+    d`.
     """
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
@@ -45,7 +47,7 @@ def gather(node: gs.Node) -> Rule:
 
 
 def run_start(index: gs.Tensor, size: Size) -> int | None:
-    """The first of constant indices that count up by one, row by row; None if they do not."""
+    """The first index, if the indices are constant and count up by one, row by row; else None."""
     values = constant(index)
     if values is None or size is None or not values.size:
         return None
@@ -56,9 +58,10 @@ def run_start(index: gs.Tensor, size: Size) -> int | None:
 def run_segments(
     at: Sequence[str], index: Sequence[Size], rows: int, start: int
 ) -> tuple[str, dict[str, Any]]:
-    """The dimension that a run of constant indices slices, as rule text, and the rule's fields.
+    """The dimension of size `rows` from which constant indices slice a range that begins at
+    `start`, as rule text, and the fields of the rule.
 
-    The kept segment is the product of the index's dimensions.
+    The segment that is kept is the product of the dimensions `at` of the indices.
     """
     kept = [dim for dim, size in zip(at, index, strict=True) if size != 1] or ["one"]
 
@@ -81,7 +84,7 @@ def run_segments(
 
 @rule("GatherElements")
 def gather_elements(node: gs.Node) -> Rule:
-    """`v (d + r) e, i d e -> i d e`, as Gather; the indices do not cover r."""
+    """`v (d + r) e, i d e -> i d e`, lowered as Gather; the indices do not cover r."""
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)
     dims, at = names("d", len(data)), names("d", len(data))
@@ -95,8 +98,8 @@ def gather_elements(node: gs.Node) -> Rule:
 def uncovered(
     dims: list[str], axis: int, data: Sequence[Size], index: Sequence[Size]
 ) -> dict[str, Size]:
-    """Replaces in `dims` each dimension that is only partly indexed by `(d + r)`; returns the sizes
-    of the new factors."""
+    """Replaces each dimension d in `dims` that indices cover only in part by `(d + r)`; returns the
+    sizes of the new factors. `index` has the shape of the indices."""
     sizes: dict[str, Size] = {}
     for i, (size, covered) in enumerate(zip(data, index, strict=True)):
         if i != axis and size != covered:
@@ -107,7 +110,8 @@ def uncovered(
 
 
 def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[str, Any]:
-    """The fields of a rule for a lookup in factor `v`, the axis of operand 0, by indices over `at`.
+    """The fields of a rule for a lookup in factor `v`, which is dimension `axis` of operand 0; `at`
+    are the dimensions of the indices.
 
     The result has `trailing` more dimensions after those of the indices.
     """
@@ -119,19 +123,21 @@ def lookup(node: gs.Node, axis: int, at: Sequence[str], trailing: int) -> dict[s
 
 
 def is_summable(data: gs.Tensor) -> bool:
-    """True if a sum over ranks, all but one of which give zero, returns the element exactly."""
+    """True if ranks can select elements of this type, and sum them exactly where all ranks but one
+    give zero."""
     return str(dtype_of(data)) in (*SELECTED, *_CAST, "bool")
 
 
 def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The `reduce` field of a rule in which each rank gives zeros for elements that it does not
+    """The field `reduce` of a rule in which each rank gives zeros for elements that it does not
     hold."""
     op = "max" if dtype_of(node.inputs[0]) == np.bool_ else "sum"
     return {"reduce": dict.fromkeys(factors, op)}
 
 
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
-    """Computes the result: the selected rows where the rank holds them, zeros elsewhere."""
+    """Adds the nodes that compute the result: `rows` where the mask `held` is True, zeros
+    elsewhere."""
     dtype = dtype_of(build.local.node.outputs[0])
     if dtype == np.bool_:
         build.finish("And", [held, rows])
@@ -147,7 +153,8 @@ def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
 def lower_lookup(
     rows: int, axis: int, at: Sequence[str], trailing: int
 ) -> Callable[[Lowering], None]:
-    """Looks up the rows that the rank holds, and gives zeros for others."""
+    """A lowering that looks up the elements that the rank holds, and gives zeros for others; the
+    arguments are those of `lookup`, and the global size `rows`."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -169,7 +176,8 @@ def lower_lookup(
 def _constant_rows(
     build: Lowering, rows: int, index: Array, at: Sequence[str], trailing: int
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Local rows of constant indices (0 for rows of other ranks), and a mask of those held."""
+    """Constant indices as positions in the rank's shard (0 for elements of other ranks), and a mask
+    that is True for elements in the shard."""
 
     def row(local: Local) -> Array:
         part = index[np.ix_(*(_positions(local, dim) for dim in at))] if at else index
@@ -190,11 +198,11 @@ def _positions(local: Local, dim: str) -> Array:
 def local_rows(
     build: Lowering, rows: int, elsewhere: Callable[[Local], int] = lambda _: 0
 ) -> tuple[gs.Tensor, gs.Tensor]:
-    """Local rows of computed indices (`elsewhere` for rows of other ranks), and a mask of those
-    held.
+    """Computed indices as positions in the rank's shard of `v` (`elsewhere` for elements of other
+    ranks), and a mask that is True for elements in the shard. `rows` is the global size of `v`.
 
-    Only if a rank's rows are not contiguous, this needs a constant map from global to local rows.
-    An index beyond the whole table stays beyond the shard, so that the kernel refuses it as usual.
+    If a shard is not contiguous, this needs a constant map from global to local positions. An index
+    beyond the global size stays beyond the shard, so that the kernel refuses it as usual.
     """
     dtype = dtype_of(build.local.node.inputs[1])
     assert dtype is not None
@@ -216,14 +224,14 @@ def local_rows(
 
 
 def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:
-    """True for rows in [0, count)."""
+    """A mask that is True for positions in [0, count)."""
     dtype = dtype_of(build.local.node.inputs[1])
     above = build.add("Greater", [row, np.array(-1, dtype)])
     return build.add("And", [build.add("Less", [row, count]), above])
 
 
 def _row_map(local: Local, rows: int) -> Array:
-    """The local position of each global row; -1 for rows of other ranks."""
+    """The position in the rank's shard of each global position; -1 for those of other ranks."""
     held = local.positions("v")
     table = np.full(rows, -1, np.int64)
     table[held] = np.arange(len(held))
@@ -232,7 +240,7 @@ def _row_map(local: Local, rows: int) -> Array:
 
 @rule("Compress")
 def compress(node: gs.Node) -> Rule:
-    """`d v, c -> d w`: only the dimension of the selection is whole."""
+    """`d v, c -> d w`; v, c and w must stay whole. Without an axis, all dimensions must."""
     axis = node.attrs.get("axis")
     rank = len(tensor_shape(node.inputs[0]) or ())
     before, after = names("d", rank), names("d", rank)

@@ -1,7 +1,8 @@
-"""The elements and weights from which a Resize interpolates each element of a dimension.
+"""Computes from which elements, with which weights, a Resize interpolates each element of a
+dimension.
 
-Computed in float32 and in the order of onnxruntime's own arithmetic, so that ties between
-neighbours are resolved in the same way.
+The arithmetic is float32 in the same order as in onnxruntime, so that it chooses the same one of
+two equally near neighbours.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ HALF = F(0.5)
 
 @dataclass(frozen=True)
 class Scaling:
-    """The resizing of a dimension from `size` to `out` elements; `region` is for cropping."""
+    """The resizing of a dimension from `size` to `out` elements. `region` is the cropped part, as
+    fractions of the dimension; `attrs` are the node's attributes."""
 
     size: int
     out: int
@@ -29,20 +31,20 @@ class Scaling:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     region: tuple[float, float] = (0.0, 1.0)
     is_simple: bool = False
-    """True before opset 11: nearest is the lower neighbour, or the upper if the dimension
-    shrinks."""
+    """True before opset 11, where the nearest element is the lower neighbour, or the upper one if
+    the dimension shrinks."""
 
     @property
     def transformation(self) -> str:
-        """The mode that maps coordinates of the result to those of the operand."""
+        """The name of the function that maps coordinates of the result to those of the operand."""
         default = "asymmetric" if self.is_simple else "half_pixel"
         return str(self.attrs.get("coordinate_transformation_mode", default))
 
 
 @dataclass(frozen=True, eq=False)
 class Taps:
-    """The elements of each result and their weights, one row per result, and a mask of results
-    that lie outside of the operand."""
+    """The indices and weights of the operand's elements that make each element of the result, in
+    rows, and a mask of those elements of the result that lie outside of the operand."""
 
     index: Array
     weight: Array
@@ -50,7 +52,7 @@ class Taps:
 
 
 def taps(scaling: Scaling) -> Taps:
-    """The elements and weights of every result."""
+    """The taps of every element of the resized dimension."""
     at = coordinates(scaling)
     outside = np.zeros(scaling.out, np.bool_)
     if scaling.transformation == "tf_crop_and_resize":
@@ -61,7 +63,7 @@ def taps(scaling: Scaling) -> Taps:
 
 
 def coordinates(scaling: Scaling) -> Array:
-    """The coordinate of each result among the elements."""
+    """The coordinate of each element of the result, among those of the operand (float32)."""
     at, scale = np.arange(scaling.out, dtype=F), F(scaling.scale)
     size, out = F(scaling.size), F(scaling.out)
     how = scaling.transformation
@@ -125,7 +127,7 @@ def _cubic(scaling: Scaling, at: Array) -> tuple[Array, Array]:
 
 
 def _cubic_filter(x: Array, scaling: Scaling) -> Array:
-    """Keys's kernel, of support 2."""
+    """Keys's cubic convolution kernel, which is 0 beyond a distance of 2."""
     a, x = F(scaling.attrs.get("cubic_coeff_a", -0.75)), np.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a

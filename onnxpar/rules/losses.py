@@ -1,4 +1,5 @@
-"""Losses over classes; if classes are split, the ranks exchange a few numbers per row."""
+"""Losses over classes. If the classes are split, the ranks exchange a few numbers for each row of
+scores."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
 @rule("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")
 def class_loss(node: gs.Node) -> Rule:
-    """`n c s, n s, c -> n s`, with communication over c, and over n and s if losses are reduced."""
+    """`n c s, n s, c -> n s`; the ranks communicate if c is split, and also if n or s is split and
+    the op reduces the losses."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("s", len(shape) - 2)
     scores, labels = dims_text(["n", "c", *space]), dims_text(["n", *space])
@@ -49,8 +51,8 @@ class _Loss:
     rows: list[str]
 
     def lower(self, build: Lowering) -> None:
-        """Computes the weighted scores of labels whose class the rank holds, zeros for others, and
-        sums them over the ranks."""
+        """Computes the weighted losses of labels whose class the rank holds, with zeros for other
+        labels, and sums over the ranks."""
         node = build.local.node
         counts = math.prod(s for i, s in enumerate(node.inputs[0].shape) if i != 1)
         scores = widen(build, build.input(0))
@@ -82,12 +84,12 @@ class _Loss:
             finish(build, "Div", [loss, self._sum(build, weights)])
 
     def _sum(self, build: Lowering, x: gs.Tensor) -> gs.Tensor:
-        """The sum over all rows of all shards."""
+        """The sum of `x` over all rows, across all shards."""
         return build.all_reduce(build.add("ReduceSum", [x], keepdims=0), ["c", *self.rows])
 
     def _local_labels(self, build: Lowering) -> tuple[gs.Tensor, gs.Tensor]:
-        """Labels relative to the rank's first class (0 for classes of other ranks), and a mask of
-        those that the rank counts. A label beyond all classes stays beyond, so that the kernel
+        """Labels relative to the rank's first class (0 for classes of other ranks), and a mask that
+        is True for labels that the rank counts. A label beyond all classes stays so, and the kernel
         refuses it."""
         label = build.input(1)
         classes = build.local.node.inputs[0].shape[1]
@@ -118,6 +120,6 @@ def _log_softmax(build: Lowering, scores: gs.Tensor) -> gs.Tensor:
 
 
 def _within(build: Lowering, index: gs.Tensor, count: Any) -> gs.Tensor:
-    """True for indices in [0, count)."""
+    """A mask that is True for indices in [0, count)."""
     above = build.add("Greater", [index, like(index, -1)])
     return build.add("And", [build.add("Less", [index, count]), above])

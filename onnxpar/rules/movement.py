@@ -1,4 +1,4 @@
-"""Ops that move elements without computing: reshapes, transposes, repetitions."""
+"""Ops that move or repeat elements unchanged: reshapes, transposes, repetitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxpar.rules.notation import ONE, Expr, Prod, Spec, Var
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
 
 PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
-"""Fields for ops that only move elements of operand 0: partial results of any kind pass."""
+"""Fields of rules for ops that only move elements of operand 0: it may be partial in any way."""
 
 
 def int64(values: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -32,10 +32,11 @@ def output_shape(local: Local) -> np.ndarray[Any, Any]:
 def regroup(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Spec, Spec, dict[str, Size], list[str]]:
-    """The factors that two row-major shapes with equally many elements have in common.
+    """The common factors of two shapes with the same number of elements, both row-major.
 
-    Returns both specs, the factors' sizes, and the factors that only one shape has (they must stay
-    whole): `(4 6) -> (6 4)` shares a leading 2 and nothing else.
+    Returns both shapes in these factors, the sizes of all factors, and the factors that only one
+    shape has, which must stay whole: the shapes 4, 6 and 6, 4 share a leading factor of 2 and no
+    other.
     """
     sizes: dict[str, Size] = {}
     sides: tuple[list[list[Expr]], list[list[Expr]]] = ([[] for _ in before], [[] for _ in after])
@@ -91,7 +92,8 @@ def reshape(node: gs.Node) -> Rule:
 
 @rule("Squeeze")
 def squeeze(node: gs.Node) -> Rule:
-    """As Reshape; its axes become explicit, as it must not drop a shard of one element."""
+    """The rule of Reshape. If the node names no axes, ranks name them: a Squeeze would also drop a
+    dimension of which the rank's shard has one element."""
     same = reshape(node)
     if "axes" in node.attrs or given(node, 1) is not None:
         return same
@@ -99,7 +101,7 @@ def squeeze(node: gs.Node) -> Rule:
 
 
 def lower_squeeze(build: Lowering) -> None:
-    """Adds a Squeeze of the dimensions that have one element in the global tensor."""
+    """Adds a Squeeze that names the dimensions with one element in the global tensor."""
     shape = tensor_shape(build.local.node.inputs[0]) or ()
     axes = [i for i, size in enumerate(shape) if size == 1]
     build.finish("Squeeze", [build.input(0)], axes=axes)
@@ -123,7 +125,8 @@ def transpose(node: gs.Node) -> Rule:
 
 @rule("Expand")
 def expand(node: gs.Node) -> Rule:
-    """Broadcasting to the target shape; a rank's target is the shape of its shard."""
+    """`1 d1 -> d0 d1`: broadcasting to the target shape, which for a rank is the shape of its
+    shard."""
     if None in (tensor_shape(node.outputs[0]) or ()):
         return whole_rule(node, "a data-dependent shape")
     aligned = broadcast(node)
@@ -138,7 +141,7 @@ def expand(node: gs.Node) -> Rule:
 
 @rule("Tile")
 def tile(node: gs.Node) -> Rule:
-    """`d -> (r d)`: a repeated dimension is a product with the repeats as its major factor."""
+    """`d -> (r d)`: r counts the repeats of a dimension, and is the major factor."""
     repeats = constant(node.inputs[1])
     if repeats is None:
         return whole_rule(node, "data-dependent repeats")

@@ -1,8 +1,8 @@
-"""Kernels of onnxruntime that do not accept empty tensors: they fail, crash, or return
-uninitialized memory. Found by running each op on empty shards (1.32), as the oracle does.
+"""Registers the ops whose kernels in onnxruntime do not accept empty tensors: they fail, crash, or
+return uninitialized memory. Found by running each op of onnxruntime 1.32 on empty shards, as
+`onnxpar/testing` does.
 
-Factors over which an op is lowered with collectives are not listed: their lowering handles empty
-shards.
+Factors whose lowering communicates are not listed: it handles empty shards itself.
 """
 
 from __future__ import annotations

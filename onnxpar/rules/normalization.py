@@ -1,4 +1,4 @@
-"""Ops that normalise over axes; if these are split, the ranks exchange sums."""
+"""Ops that normalise over axes. If such an axis is split, the ranks exchange sums."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _dims(node: gs.Node) -> list[str]:
 
 @rule("Softmax LogSoftmax")
 def softmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`, with communication over its axis (before opset 13: all dimensions from its
-    axis on)."""
+    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split (before opset 13: any
+    dimension from there on)."""
     dims = _dims(node)
     since13 = node.attrs.get("onnxpar.opset", 13) >= 13
     axis = node.attrs.get("axis", -1 if since13 else 1) % max(len(dims), 1)
@@ -56,8 +56,8 @@ def softmax(node: gs.Node) -> Rule:
 
 @rule("LayerNormalization RMSNormalization")
 def layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, h, h -> b s h ; b s 1 ; b s 1`, with communication over all dimensions from its axis
-    on."""
+    """`b s h, h, h -> b s h ; b s 1 ; b s 1`; the ranks communicate if a dimension from the op's
+    axis on is split."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % len(dims)
     operands = [dims_text(dims), *(_aligned(dims, t) for t in node.inputs[1:])]
@@ -89,7 +89,7 @@ def layer_normalization(node: gs.Node) -> Rule:
 
 
 def _aligned(dims: list[str], tensor: gs.Tensor) -> str:
-    """An operand that is broadcast to the normalised tensor."""
+    """The dimensions of an operand that is broadcast to the normalised tensor, as rule text."""
     if not tensor.name:
         return "_"
     shape = tensor_shape(tensor) or ()
@@ -99,7 +99,7 @@ def _aligned(dims: list[str], tensor: gs.Tensor) -> str:
 
 @rule("SkipLayerNormalization SkipSimplifiedLayerNormalization", domain="com.microsoft")
 def skip_layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h`, h whole."""
+    """`b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h`; h must stay whole."""
     if any(t.name for t in node.outputs[1:3]):
         return whole_rule(node, "its statistics are outputs")
     dims = _dims(node)
@@ -111,7 +111,8 @@ def skip_layer_normalization(node: gs.Node) -> Rule:
 
 @rule("LpNormalization")
 def lp_normalization(node: gs.Node) -> Rule:
-    """`a b -> a b`, with communication over its axis; zeros stay zeros where the norm is 0."""
+    """`a b -> a b`; the ranks communicate if the op's axis is split. The result is zeros where the
+    norm is 0."""
     dims = _dims(node)
     text = dims_text(dims)
     axis = node.attrs.get("axis", -1) % len(dims)
@@ -132,7 +133,7 @@ def lp_normalization(node: gs.Node) -> Rule:
 
 @rule("MeanVarianceNormalization")
 def mean_variance_normalization(node: gs.Node) -> Rule:
-    """`n c h w -> n c h w`, with communication over its axes."""
+    """`n c h w -> n c h w`; the ranks communicate if one of the op's axes is split."""
     dims = _dims(node)
     text = dims_text(dims)
     axes = sorted(a % len(dims) for a in node.attrs.get("axes", [0, 2, 3]))

@@ -1,6 +1,6 @@
 """The notation of sharding rules, and its parser.
 
-m k, k n -> m n          a factor per index; k, absent from the result, is reduced
+m k, k n -> m n          a factor per dimension; k, absent from the result, is reduced
 (b h) s -> b h s         factors merged into one dimension, the major one first
 a + b, ... -> a ; b      segments of a dimension; `;` separates results, `,` operands
 1                        a dimension of one element that is broadcast or dropped
@@ -23,14 +23,14 @@ class Var:
 
 @dataclass(frozen=True)
 class Prod:
-    """A product of factors."""
+    """A dimension that merges factors."""
 
     children: tuple[Expr, ...]
 
 
 @dataclass(frozen=True)
 class Cat:
-    """A concatenation of segments."""
+    """A dimension of segments, one after the other."""
 
     children: tuple[Expr, ...]
 
@@ -69,7 +69,7 @@ def expr_vars(expr: Expr) -> Iterator[str]:
 
 
 def parse_spec(text: str) -> Spec | None:
-    """Parses the dimensions of one operand; the module's docstring has the notation."""
+    """Parses the dimensions of one operand, in the notation of this module; None for `_`."""
     tokens = re.findall(r"[A-Za-z_]\w*|[()+]|1", text)
     if tokens == ["_"]:
         return None

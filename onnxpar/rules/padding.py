@@ -1,4 +1,5 @@
-"""Pad: a rank pads the ends of the whole dimension, not those of its shard."""
+"""Pad: a rank adds the padding at the ends of the global dimension, not at the ends of its
+shard."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _MODES = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}
 
 @dataclass(frozen=True)
 class _Constant:
-    """A dimension of `size` elements with a constant before and after."""
+    """A padded dimension: factor `before` with `size` elements becomes factor `after`, with `pads`
+    elements of a constant at its start and end."""
 
     before: str
     after: str
@@ -29,13 +31,15 @@ class _Constant:
     pads: Pads
 
     def held(self, local: Local) -> Pads:
-        """The range of elements between the rank's padding; one element if the range is empty."""
+        """The range of operand elements in the rank's shard of the result; one element if there is
+        none."""
         start, end = self._wanted(local)
         first = min(max(start, 0), self.size - 1)
         return first, min(max(end, first + 1), self.size)
 
     def padding(self, local: Local) -> Pads:
-        """The rank's padding; negative to drop the one element of an empty range."""
+        """The padding before and after the `held` elements on a rank; negative to drop the one
+        element that stands for an empty range."""
         start, end = self._wanted(local)
         if end <= 0:
             return end - start, -1
@@ -50,8 +54,8 @@ class _Constant:
 
 @rule("Pad")
 def pad(node: gs.Node) -> Rule:
-    """`a h -> a y`: padded dimensions h and y are co-sharded; linear if the padding is zeros or
-    copies."""
+    """`a h -> a y`: a padded dimension h is co-sharded with y, the dimension after padding. The op
+    is linear if the padding is zeros or copies."""
     found = _padding(node)
     if found is None:
         return whole_rule(node, "data-dependent padding")
@@ -88,7 +92,8 @@ def _pair(i: int) -> tuple[str, str]:
 
 
 def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
-    """The padding of every dimension, and True if it is zeros; None if it is not constant."""
+    """The padding of every dimension, and True if the value of the padding is zero; None if the
+    amounts are data-dependent."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     amounts, axes = given(node, 1), given(node, 3)
     values = node.attrs.get("pads") if amounts is None else constant(amounts)

@@ -1,4 +1,4 @@
-"""Pools: windows over space, and reductions of all of it."""
+"""Pools: over windows in space, and global ones over all of space."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from onnxpar.rules.windows import Windows, lower_windows, windows
 
 @rule("MaxPool AveragePool LpPool")
 def pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`, h and y co-sharded; the indices of maxima are positions in the whole
-    tensor."""
+    """`n c h w -> n c y x`: h and y are co-sharded, and so are w and x. The indices of maxima are
+    positions in the global tensor."""
     space = windows(node, node.attrs["kernel_shape"])
     before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
     if len(node.outputs) > 1 and node.outputs[1].name:
@@ -42,7 +42,7 @@ def pool(node: gs.Node) -> Rule:
 
 
 def _blank(node: gs.Node) -> Any:
-    """An element that has the effect of padding in a window; None if there is none."""
+    """A value that has the effect of padding in a window; None if there is none."""
     dtype = dtype_of(node.inputs[0]) or np.dtype(np.float32)
     if node.op == "MaxPool":
         return np.array(-np.inf if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
@@ -51,7 +51,8 @@ def _blank(node: gs.Node) -> Any:
 
 
 def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering], None]:
-    """Converts indices into the rank's image to indices into the whole tensor."""
+    """A lowering that converts indices into the elements that the rank reads to indices into the
+    global tensor."""
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node
@@ -76,8 +77,8 @@ def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering]
 
 
 def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = None) -> Array:
-    """The first index of the image of each batch element and channel, in the whole tensor of that
-    shape, or in the elements that the rank reads if `shape` is None."""
+    """The index of the first element of each image (of a batch element and channel) of the rank: in
+    a global tensor of this shape, or, if `shape` is None, in the elements that the rank reads."""
     n, c = (local.positions(f) for f in "nc")
     if shape is None:
         spans = [_span(space, local, i) for i in range(len(space.before))]
@@ -88,7 +89,8 @@ def _first_indices(space: Windows, local: Local, shape: Sequence[int] | None = N
 
 
 def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
-    """The start, or the size, of the range of a spatial dimension that the rank reads."""
+    """A function that returns the start, or the size if `size`, of the range that a rank reads in
+    spatial dimension `i`."""
 
     def value(local: Local) -> Array:
         first, end = _span(space, local, i)
@@ -98,7 +100,7 @@ def _span_of(space: Windows, i: int, size: bool) -> Callable[[Local], Array]:
 
 
 def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
-    """The range of a spatial dimension that the rank reads."""
+    """The range (first, end) that the rank reads in spatial dimension `i`."""
     if i in space.tied and local.is_split(f"h{i}"):
         return space.tied[i].held(local.interval(f"y{i}"))
     return local.interval(space.before[i])
@@ -106,8 +108,8 @@ def _span(space: Windows, local: Local, i: int) -> tuple[int, int]:
 
 @rule("GlobalAveragePool GlobalMaxPool GlobalLpPool")
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1`, space reduced: a mean is the sum of the shards' means weighted by size,
-    a norm the norm of the shards' norms."""
+    """`n c h w -> n c 1 1`. If h or w is split, a mean is the sum of the shards' means weighted by
+    their sizes, and a norm is the norm of the shards' norms."""
     shape = tensor_shape(node.inputs[0]) or ()
     space = names("h", len(shape) - 2)
     text = f"{dims_text(['n', 'c', *space])} -> {dims_text(['n', 'c', *['1'] * len(space)])}"
@@ -132,7 +134,7 @@ def global_pool(node: gs.Node) -> Rule:
 
 
 def _lower_norm(builder: Lowering, space: Sequence[str], power: int) -> None:
-    """Computes the norm of the shards' norms."""
+    """Adds nodes that compute the norm of the shards' norms."""
     node = builder.local.node
     dtype = dtype_of(node.outputs[0])
     image = builder.input(0)

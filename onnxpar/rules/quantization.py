@@ -1,7 +1,7 @@
-"""Quantization: scales of a whole tensor, of an axis, or of blocks of it.
+"""Quantization with scales per tensor, per element of an axis, or per block of elements.
 
-Ranks add sums of integer products as integers, before they scale and round them, so that results
-equal those of the unsplit op bit for bit.
+Ranks add their sums of products as integers, and scale and round the total. So results equal those
+of the unsplit op bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def quantize(node: gs.Node) -> Rule:
     blocks of b.
 
     onnxruntime fuses a product with the DequantizeLinear of a stored weight, and may then round the
-    product's first operand: so stored integers are never gathered.
+    product's first operand. So that ranks compute the same, stored integers are never gathered.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
@@ -53,7 +53,8 @@ def quantize(node: gs.Node) -> Rule:
 
 
 def _per_axis(tensor: gs.Tensor, dim: str) -> str:
-    """A scale or zero point: one for all, or one per element of a dimension."""
+    """The dimensions of a scale or zero point as rule text: one for all, or one per element of
+    `dim`."""
     if not tensor.name:
         return "_"
     return dims_text("1" if s == 1 else dim for s in tensor_shape(tensor) or ())
@@ -61,7 +62,8 @@ def _per_axis(tensor: gs.Tensor, dim: str) -> str:
 
 @rule("DynamicQuantizeLinear")
 def dynamic_quantize(node: gs.Node) -> Rule:
-    """`a b -> a b ; () ; ()`: the range covers all shards."""
+    """`a b -> a b ; () ; ()`; if a or b is split, the ranks communicate to find the range of all
+    elements."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     everything = frozenset(dims)
@@ -75,7 +77,7 @@ def dynamic_quantize(node: gs.Node) -> Rule:
 
 
 def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
-    """Lowers to the op's definition, with the range of all ranks' elements."""
+    """A lowering to the op's definition in ONNX, with the range of the elements of all ranks."""
 
     def lower(build: Lowering) -> None:
         zero, one = np.float32(0), np.float32(1)
@@ -102,7 +104,7 @@ def lower_dynamic_quantize(factors: list[str]) -> Callable[[Lowering], None]:
 
 
 def integer_product(contracted: str) -> dict[str, Any]:
-    """The fields of a rule of QLinearMatMul or QGemm that allow to split the contracted factor."""
+    """The fields that allow to split the contracted factor, in a rule of QLinearMatMul or QGemm."""
     across = frozenset({contracted})
 
     def lower(build: Lowering) -> None:
@@ -145,8 +147,8 @@ class _QuantizedProduct:
 
 
 def finish_quantized(build: Lowering, total: gs.Tensor, scale: gs.Tensor, at: int) -> None:
-    """Scales a sum of integers to the result's type; its scale is operand `at`, and its zero point
-    the next."""
+    """Scales a sum of integers by `scale`, and quantizes it to the result's type. The scale of the
+    result is operand `at`, and its zero point the next operand."""
     ratio = build.add("Div", [scale, as_float32(build, at)])
     number = build.add("Mul", [build.add("Cast", [total], to=TensorProto.FLOAT), ratio])
     point = build.add("Reshape", [build.input(at + 1), np.array([], np.int64)])
@@ -154,7 +156,7 @@ def finish_quantized(build: Lowering, total: gs.Tensor, scale: gs.Tensor, at: in
 
 
 def as_float32(build: Lowering, index: int) -> gs.Tensor:
-    """A scale in the type of the sums."""
+    """Operand `index`, a scale, as float32."""
     scale = build.input(index)
     is_narrow = dtype_of(scale) != np.float32
     return build.add("Cast", [scale], to=TensorProto.FLOAT) if is_narrow else scale
@@ -171,7 +173,8 @@ def is_one_point(tensor: gs.Tensor) -> bool:
 def lower_quantized_convolution(
     contracted: str, image: gs.Tensor, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """Lowers QLinearConv to products of integers that are summed over ranks, then scaled.
+    """A lowering of QLinearConv to a convolution of integers, whose results the ranks add and then
+    scale.
 
     `image` has the elements that the rank's windows read; `attrs` are those of the rank's
     convolution.

@@ -1,8 +1,8 @@
 """Random ops: a split model draws the same numbers as the unsplit one.
 
-With a seed, onnxruntime draws the same numbers in every session, run by run: each rank draws the
-whole tensor and keeps its shard, without communication. Without a seed the op is whole: one rank
-draws and broadcasts.
+With a seed, the n-th run draws the same numbers in every session of onnxruntime: so each rank draws
+the whole tensor and keeps its shard, without communication. Without a seed, the op stays whole: one
+rank draws and broadcasts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNSEEDED = "without a seed, one rank draws for all"
 
 @rule("RandomNormalLike RandomUniformLike")
 def random_like(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`, drawn whole by every rank."""
+    """`d0 d1 -> d0 d1`: every rank draws the whole tensor and keeps its shard."""
     shape = tensor_shape(node.inputs[0]) or ()
     if "seed" not in node.attrs or None in shape:
         return whole_rule(node, _UNSEEDED)
@@ -39,10 +39,11 @@ def random_like(node: gs.Node) -> Rule:
 
 
 def training_dropout(node: gs.Node) -> Rule:
-    """`d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the whole mask, as for a tensor of ones.
+    """`d0 d1, _, _ -> d0 d1 ; d0 d1`: every rank draws the whole mask, by a Dropout of a tensor of
+    ones, and keeps its shard.
 
-    onnxruntime removes a Dropout, training or not, unless its mask has a reader or it makes an
-    output of the graph; so does this lowering.
+    onnxruntime removes a Dropout, even in training, unless its mask has a reader or its result is
+    an output of the graph; this lowering has the same effect.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     if "seed" not in node.attrs or None in shape:
@@ -70,6 +71,7 @@ def training_dropout(node: gs.Node) -> Rule:
 
 @rule("Bernoulli Multinomial RandomNormal RandomUniform")
 def random_draw(node: gs.Node) -> Rule:
-    """All dimensions whole: with a seed, every rank draws the tensor, else one rank for all."""
+    """All dimensions stay whole. With a seed, every rank draws the tensor; without one, one rank
+    draws for all."""
     seeded = "with a seed, every rank draws all of it"
     return whole_rule(node, seeded if "seed" in node.attrs else _UNSEEDED)

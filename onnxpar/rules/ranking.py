@@ -1,4 +1,4 @@
-"""Ops that compare all elements along an axis: positions of the largest, and the k largest."""
+"""Ops that compare all elements along an axis: ArgMax, ArgMin, Hardmax and TopK."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _COMPARABLE = ("float32", "float64", "int32", "int64")
 def extreme_position(
     build: Lowering, axis: int, factor: str, extent: int, largest: bool = True, last: bool = False
 ) -> gs.Tensor:
-    """The first (or last) position along a factor of operand 0's largest (or smallest) element.
+    """The global position of operand 0's largest element (the smallest unless `largest`) along a
+    factor; of equal ones, the first (or the `last`).
 
-    The axis keeps one element. As in onnxruntime, a NaN counts only if it is the first element.
+    `axis` is the factor's dimension, which keeps one element; `extent` is the factor's global size.
+    As in onnxruntime, a NaN counts only if it is the first element.
     """
     x = _without_nan(build, widen(build, build.input(0)), axis, factor, largest)
     reduce: ReduceOp = "max" if largest else "min"
@@ -48,8 +50,8 @@ def _holds(build: Lowering, factor: str) -> gs.Tensor:
 
 
 def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest: bool) -> gs.Tensor:
-    """`x` with each NaN replaced: by the infinity that always wins if it is the first element, else
-    by the one that never wins."""
+    """`x` with each NaN replaced: a NaN that is the first element by the infinity that wins every
+    comparison, other NaNs by the infinity that wins none."""
     if not is_float(x):
         return x
     greatest = np.inf if largest else -np.inf
@@ -61,7 +63,7 @@ def _without_nan(build: Lowering, x: gs.Tensor, axis: int, factor: str, largest:
 
 @rule("ArgMax ArgMin")
 def arg_extremum(node: gs.Node) -> Rule:
-    """`a b c -> a 1 c`, with communication over b."""
+    """`a b c -> a 1 c`; the ranks communicate if b is split."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", 0) % len(dims)
@@ -82,8 +84,8 @@ def arg_extremum(node: gs.Node) -> Rule:
 
 @rule("Hardmax")
 def hardmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`, with communication over its axis (before opset 13: all dimensions from its
-    axis on are whole)."""
+    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split (before opset 13: all
+    dimensions from that axis on must stay whole, unless it is the last)."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
@@ -107,8 +109,8 @@ def hardmax(node: gs.Node) -> Rule:
 
 @rule("TopK")
 def top_k(node: gs.Node) -> Rule:
-    """`a b c, _ -> a k c ; a k c`, with communication over b: the ranks gather the k best of each,
-    and choose among them."""
+    """`a b c, _ -> a k c ; a k c`; if b is split, the ranks gather the k best elements of each
+    shard, and choose among them."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     axis = node.attrs.get("axis", -1) % len(dims)

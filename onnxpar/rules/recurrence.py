@@ -1,5 +1,5 @@
-"""Recurrent networks, split by batch, by direction, or by hidden units, which gathers the state in
-every step."""
+"""Recurrent networks, split by batch, by direction, or by hidden units; the last gathers the state
+in every step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _segments(count: int) -> str:
 
 
 def _local_direction(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
-    """The attributes of a rank that runs only one of two directions."""
+    """The attributes of the node of a rank that runs only one of two directions."""
     activations = node.attrs.get("activations")
     one_way = ("forward", "reverse")
 

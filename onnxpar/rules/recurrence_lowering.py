@@ -1,7 +1,8 @@
-"""Recurrent networks whose hidden units are split: every step gathers the state for all gates.
+"""Lowers recurrent networks whose hidden units are split: in every step, the ranks gather the state
+of all units, which the gates read.
 
-The contribution of X to the gates (X W) is computed for all steps at once, before a Scan. Tensors
-in its body have a first dimension for the directions that the rank runs: one Scan runs both, so
+The contribution of X to the gates (X W) is computed for all steps at once, before a Scan. In the
+Scan's body, the first dimension of each tensor is the direction: one Scan runs both directions, so
 that one collective serves both.
 """
 
@@ -29,7 +30,8 @@ def lower(build: Lowering) -> None:
 
 
 class _Network:
-    """Lowers one node; its operands 0 to 7 are X W R B sequence_lens initial_h initial_c P."""
+    """Lowers one node; its operands 0 to 7 are X, W, R, B, sequence_lens, initial_h, initial_c and
+    P in the letters of the ONNX standard."""
 
     def __init__(self, build: Lowering) -> None:
         self.build = build
@@ -73,7 +75,8 @@ class _Network:
         return [self.flags[d] for d in local.positions("d").tolist() for _ in range(each)]
 
     def _state(self, operand: int) -> gs.Tensor:
-        """An initial state, [directions, batch, units]; zeros if it is absent."""
+        """The initial state that is this operand, [directions, batch, units]; zeros if the node
+        does not have it."""
         if given(self.node, operand) is not None:
             return self._transposed(self.build.input(operand))
 
@@ -84,12 +87,13 @@ class _Network:
         return self.build.add("Expand", [zero, self.build.per_rank(shape)])
 
     def _transposed(self, x: gs.Tensor) -> gs.Tensor:
-        """A state with batch and direction swapped if the node's layout has the batch first."""
+        """A state with batch and direction swapped if the node's attribute `layout` puts the batch
+        first."""
         return self.build.add("Transpose", [x], perm=[1, 0, 2]) if self.by_batch else x
 
     def _recurrent_weight(self) -> list[gs.Tensor]:
-        """R as a matrix to multiply a gathered state with, [directions, all units, rows of gates];
-        in two pieces if the last gate reads another state."""
+        """R transposed, to multiply a gathered state by it: [directions, all units, rows of gates];
+        two tensors if the last gate reads another state than the gates before."""
         build, weight = self.build, self.build.input(2)
         order = build.gathered("h")
         if not np.array_equal(order, np.arange(len(order))):
@@ -104,7 +108,8 @@ class _Network:
         return [*build.add_each("Split", [transposed], 2, axis=2, split=sizes)]
 
     def _recurrent_bias(self) -> gs.Tensor | None:
-        """The bias of R if it cannot be added before the Scan, because a gate scales it."""
+        """The bias of R, if a gate scales it, so that it cannot be added before the Scan; else
+        None."""
         if self.node.op != "GRU" or not self.resets_product or given(self.node, 3) is None:
             return None
         return self.build.add("Unsqueeze", [self._biases()[1]], axes=[1])
@@ -118,14 +123,16 @@ class _Network:
         return self.build.add_each("Split", [self.build.input(3)], 2, axis=1, split=sizes)
 
     def _lengths(self) -> gs.Tensor | None:
-        """The number of steps of each sequence, [1, batch, 1]."""
+        """The number of steps of each sequence, [1, batch, 1]; None if all sequences have all
+        steps."""
         if given(self.node, 4) is None:
             return None
         lengths = self.build.add("Cast", [self.build.input(4)], to=7)
         return self.build.add("Unsqueeze", [lengths], axes=[0, 2])
 
     def _sequences(self, lengths: gs.Tensor | None) -> list[gs.Tensor]:
-        """For each direction, X W plus bias, and a mask of the sequences that have a step."""
+        """The sequences that the Scan reads. For each direction: X W plus bias; and if lengths are
+        given, a mask that is True for the steps that a sequence has."""
         build, x = self.build, self.build.input(0)
         if self.by_batch:
             x = build.add("Transpose", [x], perm=[1, 0, 2])
@@ -159,7 +166,8 @@ class _Network:
     def _step(
         self, states: list[gs.Tensor], elements: list[gs.Tensor]
     ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-        """One step: the new states, and the element of Y for each direction."""
+        """The body of the Scan for one step; returns the new states, and the element of Y for each
+        direction."""
         each = len(elements) // self.directions
         cells: dict[str, Callable[..., list[gs.Tensor]]]
         cells = {"RNN": self._rnn, "GRU": self._gru, "LSTM": self._lstm}
@@ -175,7 +183,7 @@ class _Network:
         return [self._activated(0, self._op("Add", x, self._product(self._whole(h))))]
 
     def _gru(self, x: gs.Tensor, h: gs.Tensor) -> list[gs.Tensor]:
-        """H = (1 - z) n + z h; r scales h before it is multiplied by R, or the product."""
+        """H = (1 - z) n + z h; r scales h, or the product of h and R if `linear_before_reset`."""
         whole = self._whole(h)
         xz, xr, xn = self._split(x, 3)
         if self.resets_product:
@@ -194,7 +202,8 @@ class _Network:
         return [self._op("Add", n, self._op("Mul", z, self._op("Sub", h, n)))]
 
     def _lstm(self, x: gs.Tensor, h: gs.Tensor, c: gs.Tensor) -> list[gs.Tensor]:
-        """C = f c + i n, H = o h(C); with peepholes, i and f read the old c, and o the new C."""
+        """C = f c + i n and H = o h(C), where h is an activation; with peepholes, i and f also read
+        the old c, and o the new C."""
         gates = self._split(self._op("Add", x, self._product(self._whole(h))), 4)
         i = self._activated(0, self._seeing(gates[0], c, 0))
         if self.node.attrs.get("input_forget"):
@@ -207,15 +216,16 @@ class _Network:
         return [self._op("Mul", o, self._activated(2, after, is_bound=False)), after]
 
     def _whole(self, h: gs.Tensor) -> gs.Tensor:
-        """The state of all units."""
+        """The state of all units, gathered from the ranks."""
         return self.build.all_gather(h, "h", 2, lambda local: local.size("h"))
 
     def _product(self, whole: gs.Tensor, part: int = 0) -> gs.Variable:
-        """The product of a whole state with R, for the gates of the rank's units."""
+        """The product of the state of all units with R (or with the `part` of it), for the gates of
+        the rank's units."""
         return self._op("MatMul", whole, self.recurrent[part])
 
     def _split(self, x: gs.Tensor, count: int) -> list[gs.Variable]:
-        """The pieces of `x` for each gate, which are concatenated along its last dimension."""
+        """Splits the last dimension of `x` into `count` gates of the rank's units."""
 
         def sizes(local: Local) -> list[int]:
             return [local.size("h")] * count
@@ -228,8 +238,9 @@ class _Network:
         return self._op("Add", gate, self._op("Mul", c, self.peepholes[peephole]))
 
     def _activated(self, which: int, x: gs.Tensor, is_bound: bool = True) -> gs.Tensor:
-        """An activation. If those of the directions differ, both are computed and each direction
-        selects its own, as ranks with different directions run the same nodes."""
+        """Applies the activation with this number to `x`. If the directions have different ones,
+        both are computed and each direction selects its own, because ranks with different
+        directions run the same nodes."""
         kinds = dict.fromkeys(each[which] for each in self.activations)
         made = [self._function(k if is_bound else replace(k, clip=None), x) for k in kinds]
         if len(made) == 1:
@@ -252,8 +263,8 @@ class _Network:
         return self.build.add(op, operands)
 
     def _finish_end(self, end: gs.Tensor, lengths: gs.Tensor | None, output: int) -> None:
-        """Makes a result of a last state; it is zero for sequences without steps, also if their
-        initial state is not."""
+        """Makes result `output` from a last state. It is zero for sequences without steps, even if
+        their initial state is not."""
         build = self.build
         if lengths is not None:
             has_any = build.add("Less", [np.array(0, np.int64), lengths])

@@ -1,4 +1,5 @@
-"""Reductions over axes: a reduced factor that is split leaves a partial sum, max, min or prod."""
+"""Reductions over axes. If a reduced factor is split, the result is a partial sum, max, min or
+product."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _REDUCTIONS = {
     "ReduceMin": "min",
     "ReduceProd": "prod",
 }
-"""The reduction that combines the results of shards, by op; other ops apply a function after it."""
+"""The reduction that combines the results of shards, by op. Ops that are not listed apply a
+function after their reduction."""
 
 
 def reduced_axes(node: gs.Node) -> list[int] | None:
@@ -52,7 +54,8 @@ def reduced_axes(node: gs.Node) -> list[int] | None:
 
 @rule(*_REDUCTIONS, "ReduceL2 ReduceLogSum ReduceLogSumExp")
 def reduce_(node: gs.Node) -> Rule:
-    """`a b c -> a 1 c`, partial over b; a mean is the sum of the shards' means weighted by size."""
+    """`a b c -> a 1 c`; if b is split, the result is partial, or the ranks communicate. A mean is
+    the sum of the shards' means weighted by their sizes."""
     axes = reduced_axes(node)
     if axes is None:
         return whole_rule(node, "data-dependent axes")
@@ -95,8 +98,9 @@ def reduce_(node: gs.Node) -> Rule:
 
 
 def _lower_booleans(operands: Sequence[Any]) -> Callable[[Lowering], None]:
-    """Computes a min or max of booleans as integers: onnxruntime's kernel for booleans does not
-    accept empty tensors, that for integers does. `operands` are those after the first."""
+    """A lowering that computes a min or max of booleans as integers: onnxruntime's kernel for
+    booleans does not accept empty tensors, its kernel for integers does. `operands` are those after
+    the first."""
 
     def lower(build: Lowering) -> None:
         node = build.local.node
@@ -108,7 +112,8 @@ def _lower_booleans(operands: Sequence[Any]) -> Callable[[Lowering], None]:
 
 
 def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Sequence[int]) -> None:
-    """Computes the result from the reduced tensor, without the reduced axes unless `keepdims`."""
+    """Adds the last node of a lowering, and removes the reduced axes unless the node has
+    `keepdims`."""
     if build.local.node.attrs.get("keepdims", 1):
         finish(build, op, inputs)
     else:
@@ -118,7 +123,7 @@ def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Seque
 def _lower_integer_mean(
     axes: Sequence[int], factors: Sequence[str], sizes: Sequence[Size]
 ) -> Callable[[Lowering], None]:
-    """Computes a mean of integers: the sum of all shards, divided as integers."""
+    """A lowering of a mean of integers: the sum across all shards, divided as integers."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, build.input(0), axes, factors)
@@ -128,7 +133,8 @@ def _lower_integer_mean(
 
 
 def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """Computes the square root of the sum of squares; truncated for integers."""
+    """A lowering to the square root of the sum of squares across all shards; truncated for
+    integers."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -141,7 +147,7 @@ def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Loweri
 
 
 def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """Computes the logarithm of the sum; truncated for integers."""
+    """A lowering to the logarithm of the sum across all shards; truncated for integers."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, widen(build, build.input(0)), axes, factors)
@@ -153,8 +159,8 @@ def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowerin
 
 
 def _lower_log_exp(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """Computes the logarithm of the sum of exponentials, shifted by the largest element of all
-    shards if that is finite."""
+    """A lowering to the logarithm of the sum of exponentials across all shards. The largest element
+    is subtracted before, and added after, if it is finite."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -180,10 +186,12 @@ _LOWERINGS = {
 def weighted_mean(
     sizes: Mapping[str, Size], operands: Sequence[Any] = ()
 ) -> Callable[[Lowering], None]:
-    """Lowers a mean over factors of these sizes to the local mean times the rank's share of the
-    elements. A factor of data-dependent size must be whole. `operands` are those after the first.
+    """A lowering of a mean over factors with these global sizes to the rank's own mean times its
+    share of the elements. A factor of data-dependent size must be whole. `operands` are those after
+    the first.
 
-    The sum over ranks is the mean; unlike a sum of elements, it does not overflow half precision.
+    The sum of the results over ranks is the mean; unlike a sum of elements, it does not overflow
+    half precision.
     """
 
     def lower(build: Lowering) -> None:
@@ -202,8 +210,8 @@ def weighted_mean(
 
 @rule("CumSum CumProd")
 def cumulate(node: gs.Node) -> Rule:
-    """`a b, _ -> a b`, with communication over b: each shard continues from the total of those
-    before it."""
+    """`a b, _ -> a b`; if b is split, the ranks communicate, and each continues from the total of
+    the shards before its own."""
     operand = constant(node.inputs[1])
     if operand is None:
         return whole_rule(node, "a data-dependent axis")

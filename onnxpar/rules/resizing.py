@@ -25,9 +25,10 @@ _MODES = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "cubic
 
 @rule("Resize Upsample")
 def resize(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: dimensions of scale 1 pass; interpolated ones are co-sharded.
+    """`n c h w -> n c y x`: a dimension h that is interpolated is co-sharded with y, the dimension
+    after it; dimensions of scale 1 stay the same factor.
 
-    If nearest neighbours just repeat each element, the rule is `n c h -> n c (h r)`.
+    If the nearest neighbours only repeat each element r times, the rule is `n c h -> n c (h r)`.
     """
     shape = tensor_shape(node.inputs[0]) or ()
     axes = _axes(node)
@@ -75,7 +76,7 @@ def _policy(node: gs.Node) -> str:
 
 
 def scalings(node: gs.Node) -> dict[int, Scaling] | None:
-    """The scaling of each dimension that changes; None if it is data-dependent."""
+    """The scaling of each dimension that changes, by dimension; None if any is data-dependent."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
     axes = _axes(node)
     by_size = _has_values(given(node, 3))
@@ -96,7 +97,7 @@ def _axes(node: gs.Node) -> list[int]:
 
 
 def _refusal(node: gs.Node, resized: Collection[Scaling]) -> str | None:
-    """Why resized dimensions must be whole; None if they may be split."""
+    """The reason why resized dimensions must stay whole; None if they may be split."""
     crops = node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize"
     if not all(s.size and s.out for s in resized):
         return "a data-dependent size"
@@ -113,7 +114,7 @@ def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -
 
 
 def _repeats(found: Taps, size: int) -> bool:
-    """True if the taps just repeat each element."""
+    """True if the taps only repeat each of the `size` elements."""
     out = len(found.index)
     if found.index.shape[1] > 1 or out % size or found.outside.any():
         return False
@@ -121,7 +122,7 @@ def _repeats(found: Taps, size: int) -> bool:
 
 
 def _lower(builder: Lowering, made: Mapping[int, Taps], maps: Mapping[int, IndexMap]) -> None:
-    """Interpolates one dimension after the other."""
+    """Adds the nodes that interpolate one dimension after the other."""
     node, x = builder.local.node, builder.input(0)
     if any(t.index.shape[1] > 1 for t in made.values()):
         x = widen(builder, x)
@@ -172,7 +173,8 @@ def _of_rank(factor: str, values: Array, inner: Shape) -> Callable[[Local], Arra
 
 
 def _scales_of_sizes(node: gs.Node, axes: Sequence[int], out: Sequence[Size]) -> list[float] | None:
-    """The scales that result from sizes; one for all axes if the aspect ratio is kept."""
+    """The scale of every dimension, from the sizes that the node gives; the same for all `axes` if
+    the aspect ratio is kept. None if it is data-dependent."""
     shape = tensor_shape(node.inputs[0]) or ()
     if None in shape or None in out or 0 in shape:
         return None
@@ -192,7 +194,8 @@ def _has_values(tensor: gs.Tensor | None) -> bool:
 
 
 def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
-    """The scale of every dimension; 1 for those not in `axes`."""
+    """The scale of every dimension as the node gives it, 1 for those not in `axes`; None if it is
+    data-dependent."""
     operand = given(node, 1 if len(node.inputs) == 2 else 2)
     values = node.attrs.get("scales")
     if values is None and operand is not None:
@@ -206,7 +209,8 @@ def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
 
 
 def _regions(node: gs.Node, axes: Sequence[int]) -> list[Region] | None:
-    """The start and end of the cropped region of each dimension, as fractions of its size."""
+    """The start and end of the cropped region of each dimension, as fractions of its size; None if
+    they are data-dependent."""
     found: list[Region] = [(0, 1)] * len(tensor_shape(node.inputs[0]) or ())
     if node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         operand = given(node, 1)

@@ -15,6 +15,7 @@ from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.notation import Spec, Var, expr_vars, parse_spec, spec_text
 
 FIRST = frozenset({0})
+"""Operand 0 alone, for `Rule.linear` and `Rule.monotone`."""
 
 
 class Local(Protocol):
@@ -51,7 +52,7 @@ class Local(Protocol):
         ...
 
     def member(self, factor: str) -> int:
-        """The rank's index among those that hold the shards of a factor."""
+        """The position of the rank's shard among the shards of a factor: 0 for the first."""
         ...
 
     def is_split(self, factor: str) -> bool:
@@ -65,7 +66,8 @@ class Local(Protocol):
 
 
 Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], Sequence[gs.Tensor]]]
-"""Builds the body of a Scan: takes states and elements, returns new states and result elements."""
+"""Adds the nodes of a Scan's body: takes states and elements, returns new states and result
+elements."""
 
 
 class Lowering(Protocol):
@@ -98,7 +100,8 @@ class Lowering(Protocol):
         ...
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
-        """The reduction of `x` over the shards of these factors; `x` itself if none is split."""
+        """The reduction of `x` by `op` over the ranks that hold different shards of these factors;
+        `x` itself if none of them is split."""
         ...
 
     def all_gather(
@@ -120,8 +123,8 @@ class Lowering(Protocol):
         ...
 
     def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
-        """`x`, or one element of `value` along `axis` where the rank's shard is empty; dimension
-        `axis` of `x` is the factor."""
+        """`x` itself; on ranks with an empty shard of the factor, which is dimension `axis` of `x`,
+        a tensor with one element `value` along that axis."""
         ...
 
     def fetch(
@@ -132,14 +135,15 @@ class Lowering(Protocol):
         ...
 
     def is_open(self, factor: str) -> bool:
-        """True if the factor's size differs between runs: nodes must compute what depends on it."""
+        """True if the factor's size may differ between runs; then nodes, not constants, must give
+        all values that depend on it."""
         ...
 
     def fetch_between(
         self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
     ) -> gs.Tensor:
-        """As `fetch`, with bounds that nodes compute: int64 [2], within the dimension. `extent` is
-        the number of fetched elements on rank 0."""
+        """The result of `fetch`, with bounds that nodes compute: an int64 tensor [start, end]
+        within the dimension. `extent` is the number of fetched elements on rank 0."""
         ...
 
     def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
@@ -176,16 +180,17 @@ class Rule:
                    and {1}
     monotone       operands through which a partial max or min passes
     additive       operands added after the reduction (a bias), which must be counted once
-    local          new attributes ("group") or constant operands (1) of a shard, computed from the
-                   rank's view of the node
+    local          attributes (by name) and constant operands (by index) that the rank's node gets
+                   instead of the node's own; computed from the rank's view of the node
     lower          replaces the node if one of the `lowered` factors is split
     communicating  lowered factors over whose shards the ranks communicate inside the op, so that
                    the results are not partial
     contiguous     factors whose shards must be contiguous
     co_sharded     factors that are split over the same axes or not at all, each into shards of its
                    own: the rows before and after a window
-    nonempty       factors whose empty shards the kernel does not accept: they get a stand-in
-    constants      operands that must be stored weights, never gathered in a run: the kernel
+    nonempty       factors of which the kernel does not accept empty shards: these get one element
+                   as a stand-in (`Factor.filled`)
+    constants      operands that must be stored weights, never results of collectives: the kernel
                    computes differently if they are results of nodes
     """
 
@@ -224,7 +229,7 @@ _RENAMED = {"across": "communicating", "runs": "contiguous", "ties": "co_sharded
 
 
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields by their new names; warns about each old name."""
+    """The fields of a rule, with old names replaced by new ones; warns about each old name."""
     for old in _RENAMED.keys() & fields.keys():
         warnings.warn(f"{old}= is now {_RENAMED[old]}=", DeprecationWarning, stacklevel=3)
     return {_RENAMED.get(name, name): value for name, value in fields.items()}
@@ -262,7 +267,7 @@ def einsum(
 
 
 def names(prefix: str, count: int) -> list[str]:
-    """Fresh factor names `d0 d1 d2`."""
+    """Factor names that begin with a prefix: `d0`, `d1`, `d2`, ..."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
@@ -278,8 +283,8 @@ def rule(
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Registers a rule for one or more ops: `@rule("Sin Cos", "Tan")`.
 
-    With `ranks_known`, it is called only for nodes whose tensors all have known ranks. Errors:
-    StrategyError if an op already has a rule and `replace` is False.
+    With `ranks_known`, the rule function is called only for nodes whose tensors all have a known
+    number of dimensions. Errors: StrategyError if an op already has a rule and `replace` is False.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -304,7 +309,7 @@ def registered() -> Mapping[tuple[str, str], RuleFunction]:
 
 
 def whole_op(ops: str, reason: str, domain: str = "") -> None:
-    """Registers why ops have no rule: `whole_op("NonZero Unique", "the size of its ...")`."""
+    """Registers the reason why ops have no rule: `whole_op("NonZero", "the size of its ...")`."""
     for op in ops.split():
         assert (domain, op) not in _WHOLE, f"two reasons for {op}"
         _WHOLE[domain, op] = reason
@@ -316,15 +321,15 @@ def whole_ops() -> Mapping[tuple[str, str], str]:
 
 
 def no_empty_parts(ops: str, factors: str = "", domain: str = "") -> None:
-    """Registers ops whose kernels do not accept empty shards of factors that begin with these
-    letters; of any factor if there are none."""
+    """Registers ops whose kernels do not accept empty shards of factors with names that begin with
+    these letters (without letters: of any factor)."""
     for op in ops.split():
         assert (domain, op) not in _NO_EMPTY_PARTS, f"twice {op}"
         _NO_EMPTY_PARTS[domain, op] = tuple(factors.split()) or ("",)
 
 
 def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
-    """The rule, with the `nonempty` factors of the op's kernel."""
+    """The rule with the registered factors of `no_empty_parts` added to its `nonempty`."""
     letters = _NO_EMPTY_PARTS.get((domain, op))
     if letters is None:
         return rule
@@ -335,7 +340,7 @@ def _with_kernel(rule: Rule, domain: str, op: str) -> Rule:
 
 
 def whole_rule(node: gs.Node, reason: str) -> Rule:
-    """The rule of an op whose operands and results must stay whole, for a reason that plans
+    """The rule of a node whose operands and results must all stay whole, with the reason that plans
     print."""
     sizes: dict[str, Size] = {}
 
@@ -356,12 +361,13 @@ _NO_RULE = "no rule"
 
 
 def is_lack(reason: str) -> bool:
-    """True if this reason why a node stays whole is that its op has no rule."""
+    """True if the reason why a node stays whole is only that its op has no rule yet."""
     return reason.startswith(_NO_RULE)
 
 
 def rule_of(node: gs.Node) -> Rule:
-    """The registered rule for a node; without one, the whole op with the reason."""
+    """The registered rule for a node; if there is none, a rule by which the node stays whole, with
+    the reason."""
     domain = "" if node.domain in (None, "ai.onnx") else node.domain
     function = _RULES.get((domain, node.op))
     if function is None:

@@ -1,4 +1,4 @@
-"""Ops that sample images at points or regions, or assemble images from blocks."""
+"""Ops that sample images at points or in regions, or assemble images from blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MATRIX = "a determinant needs the whole matrix"
 
 @rule("GridSample")
 def grid_sample(node: gs.Node) -> Rule:
-    """`n c h w, n y x _ -> n c y x`, h and w whole."""
+    """`n c h w, n y x _ -> n c y x`; h and w must stay whole."""
     space = names("i", len(tensor_shape(node.inputs[0]) or ()) - 2)
     points = names("o", len(space))
     return einsum(
@@ -35,7 +35,8 @@ def grid_sample(node: gs.Node) -> Rule:
 
 @rule("AffineGrid")
 def affine_grid(node: gs.Node) -> Rule:
-    """`n _ _, _ -> n y x _`; a rank's size operand has its own n."""
+    """`n _ _, _ -> n y x _`: only n may be split; a rank's operand of sizes has the n of its
+    shard."""
     size = constant(node.inputs[1])
     if size is None:
         return whole_rule(node, "a data-dependent size")
@@ -55,7 +56,7 @@ def affine_grid(node: gs.Node) -> Rule:
 
 @rule("RoiAlign MaxRoiPool")
 def regions(node: gs.Node) -> Rule:
-    """`n c h w, r _, r -> r c y x`: regions and channels may be split."""
+    """`n c h w, r _, r -> r c y x`: only regions r and channels c may be split."""
     batch = ", r" * (len(node.inputs) - 2)
     averages = node.op == "RoiAlign" and node.attrs.get("mode", "avg") == "avg"
     return einsum(
@@ -72,8 +73,9 @@ def regions(node: gs.Node) -> Rule:
 
 @rule("DeformConv")
 def deform_conv(node: gs.Node) -> Rule:
-    """`n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`; if all channels share
-    offsets, c is summed and the bias is added once."""
+    """`n (g c) h w, (g o) c _ _, n _ y x, (g o), n _ y x -> n (g o) y x`. Unless all channels share
+    offsets, g and c must stay whole; if c is split, the result is a partial sum, and only one rank
+    adds the bias."""
     image, weight = (tensor_shape(t) or () for t in node.inputs[:2])
     group = node.attrs.get("group", 1)
     if image[1] is None or weight[0] is None:
@@ -108,8 +110,9 @@ def deform_conv(node: gs.Node) -> Rule:
 
 @rule("MaxUnpool")
 def max_unpool(node: gs.Node) -> Rule:
-    """`n c h w, n c h w, _ -> n c y x`: shards of h or w fill different elements of an image, which
-    is a partial sum. The indices are positions in the whole result, and are rebased."""
+    """`n c h w, n c h w, _ -> n c y x`. If h or w is split, each rank fills other elements of the
+    same image, so that the result is a partial sum. The indices, which are positions in the global
+    result, become positions in the rank's."""
     shape = tensor_shape(node.outputs[0]) or ()
     if None in shape[1:] or (len(node.inputs) > 2 and constant(node.inputs[2]) is None):
         return whole_rule(node, "a data-dependent size")
@@ -144,13 +147,14 @@ def max_unpool(node: gs.Node) -> Rule:
 
 
 def _images_before(local: Local) -> int:
-    """The number of images before the first of the shard, counted with the shard's channels."""
+    """The number of images before the first image of the rank's shard, if every batch element had
+    only as many channels as the shard."""
     return local.interval("n")[0] * local.size("c") + local.interval("c")[0]
 
 
 @rule("Col2Im")
 def col2im(node: gs.Node) -> Rule:
-    """`n (c _) _, _, _ -> n c y x`."""
+    """`n (c _) _, _, _ -> n c y x`: only n and c may be split."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
     if shape[1] is None or not out[1]:
         return whole_rule(node, "data-dependent block sizes")
@@ -166,7 +170,7 @@ def col2im(node: gs.Node) -> Rule:
 
 @rule("CenterCropPad")
 def center_crop_pad(node: gs.Node) -> Rule:
-    """`d h w, _ -> d y x`: dimensions that keep their size may be split."""
+    """`d h w, _ -> d y x`: only dimensions that keep their size may be split."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
     axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
     target = constant(node.inputs[1])
@@ -188,7 +192,7 @@ def center_crop_pad(node: gs.Node) -> Rule:
 
 @rule("Det")
 def determinant(node: gs.Node) -> Rule:
-    """`b m n -> b`."""
+    """`b m n -> b`: only b may be split."""
     batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 2)
     text = f"{dims_text([*batch, 'm', 'n'])} -> {dims_text(batch)}"
     return einsum(node, text, whole=dict.fromkeys("mn", _MATRIX))

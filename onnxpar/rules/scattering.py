@@ -22,8 +22,9 @@ _PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "
 
 
 def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
-    """The fields of a rule for factors of updates that may hit the same element; the data must be
-    counted once."""
+    """The fields of a rule for factors of the updates, where several updates may hit the same
+    element. If the op reduces them, the result is partial, and the data must count on one rank
+    only; else the factors stay whole."""
     reduction = node.attrs.get("reduction", "none")
     if reduction not in _JOINS:
         reason = (
@@ -37,7 +38,7 @@ def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
 
 
 def can_pad(data: gs.Tensor) -> bool:
-    """True if Pad supports the type of the data."""
+    """True if onnxruntime's Pad supports the type of the data."""
     return str(dtype_of(data)) in _PADDED
 
 
@@ -47,8 +48,9 @@ def scatter_padded(
     axes: Sequence[int],
     counts: Callable[[Local], Sequence[int]],
 ) -> None:
-    """Scatters into operand 0 with one more element along the axes, which is then sliced off:
-    `indices` at the rank's `counts` go there, as their updates belong to other ranks."""
+    """Scatters into operand 0 with one more element along the axes, and slices that element off.
+    Updates that belong to other ranks go there: their `indices` equal the rank's `counts`, the
+    sizes of its shard along the axes."""
     node = build.local.node
     rank = len(tensor_shape(node.inputs[0]) or ())
     pads = np.array([*[0] * rank, *(int(i in axes) for i in range(rank))], np.int64)
@@ -62,9 +64,10 @@ def scatter_padded(
 
 @rule("ScatterElements Scatter")
 def scatter_elements(node: gs.Node) -> Rule:
-    """`v (d + r), i d, i d -> v (d + r)`; a shard of v skips the updates of other shards.
+    """`v (d + r), i d, i d -> v (d + r)`, where r is not updated. If v is split, each rank skips
+    the updates of other shards.
 
-    Splitting i gives a partial sum (max, min) if updates are reduced so; r is not updated.
+    If i is split and the op reduces updates by sum, max or min, the result is partial.
     """
     data, index = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", 0) % len(data)
@@ -98,8 +101,8 @@ def scatter_elements(node: gs.Node) -> Rule:
 
 @rule("TensorScatter")
 def tensor_scatter(node: gs.Node) -> Rule:
-    """`b h s d, b h u d, b -> b h s d`, u whole: writes a cache from an index on; each shard of s
-    takes the updates that fall into it."""
+    """`b h s d, b h u d, b -> b h s d`: writes updates into a cache from an index on; u must stay
+    whole. If s is split, each rank takes the updates that fall into its shard."""
     shape, updates = (tensor_shape(t) or () for t in node.inputs[:2])
     axis = node.attrs.get("axis", -2) % len(shape)
     cache, update = names("d", len(shape)), names("d", len(shape))
@@ -138,7 +141,7 @@ def tensor_scatter(node: gs.Node) -> Rule:
 
 @rule("ReverseSequence")
 def reverse_sequence(node: gs.Node) -> Rule:
-    """`t b d, b -> t b d`, t whole."""
+    """`t b d, b -> t b d`; t must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     time, batch = dims[node.attrs.get("time_axis", 0)], dims[node.attrs.get("batch_axis", 1)]
     text = dims_text(dims)

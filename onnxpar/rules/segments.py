@@ -18,7 +18,7 @@ from onnxpar.rules.rule import Local, Lowering, Rule, rule, whole_rule
 
 @rule("Concat")
 def concat(node: gs.Node) -> Rule:
-    """`a d, b d -> (a + b) d`: segments, jointly linear."""
+    """`a d, b d -> (a + b) d`: linear in all operands together."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
@@ -40,7 +40,8 @@ def concat(node: gs.Node) -> Rule:
 
 @rule("Split")
 def split(node: gs.Node) -> Rule:
-    """`(a + b) d -> a d ; b d`: the inverse of Concat; its sizes are those of the shards."""
+    """`(a + b) d -> a d ; b d`: the inverse of Concat. A rank's Split gets the sizes of the rank's
+    shards."""
     shape = tensor_shape(node.inputs[0]) or ()
     axis = node.attrs.get("axis", 0) % len(shape)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(shape))]
@@ -66,11 +67,12 @@ def split(node: gs.Node) -> Rule:
 
 
 def _drop(local: Local) -> None:
-    """Removes the attribute, as a rank gets explicit sizes."""
+    """Removes an attribute that contradicts the explicit sizes of a rank."""
 
 
 def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
-    """(start, stop, step) by axis, clamped as in ONNX; None if they are not constant."""
+    """(start, stop, step) of a Slice by axis, clamped to the global sizes as in ONNX; None if they
+    are not constant, or if the size of an axis is data-dependent."""
     shape = tensor_shape(node.inputs[0]) or ()
     if "starts" in node.attrs:
         parts: list[Any] = [node.attrs.get(k) for k in ("starts", "ends", "axes", "steps")]
@@ -94,7 +96,8 @@ def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
 
 @rule("Slice")
 def slice_(node: gs.Node) -> Rule:
-    """`(before + kept + after) d -> kept d`; strided dimensions `x -> d`, x and d co-sharded."""
+    """`(before + kept + after) d -> kept d`; or `x -> d` for a dimension with a step other than 1,
+    where x and d are co-sharded."""
     bounds = slice_bounds(node)
     if bounds is None:
         return whole_rule(node, "data-dependent bounds")
@@ -117,9 +120,11 @@ def slice_(node: gs.Node) -> Rule:
 
 @dataclass(eq=False)
 class _Kept:
-    """The dimensions before and after a Slice as rule text, and the bounds for a rank's shard.
+    """The rule of a Slice: its dimensions before (`left`) and after (`right`), and the bounds for a
+    rank's shard.
 
-    `bounds` are (start, stop, step) by axis; `strided` maps axes with a step to the elements kept.
+    `bounds` are (start, stop, step) by axis; `strided` has the elements that are kept along each
+    axis with a step other than 1.
     """
 
     bounds: dict[int, tuple[int, int, int]]
@@ -130,7 +135,7 @@ class _Kept:
     strided: dict[int, IndexMap] = field(default_factory=dict)
 
     def add_dimension(self, i: int, size: Size, count: Size) -> None:
-        """Adds dimension i, of which `count` elements of `size` are kept."""
+        """Adds dimension i, of which the Slice keeps `count` of `size` elements."""
         start, _, step = self.bounds.get(i, (0, 0, 1))
         if count == 1 and step != 1:
             self.bounds[i], step = (start, start + 1, 1), 1
@@ -163,7 +168,8 @@ class _Kept:
         }
 
     def lower(self, builder: Lowering) -> None:
-        """Fetches along split strided dimensions, and slices the others."""
+        """Adds the rank's nodes: they fetch the elements along strided dimensions that are split,
+        and slice all others."""
         x = builder.input(0)
         at = {i for i, m in self.strided.items() if m.is_split(builder.local)}
         for i in sorted(at):
@@ -189,7 +195,8 @@ class _Kept:
         ]
 
     def _strided_end(self, axis: int) -> int:
-        """The node's own end; one before the first element (-1) would count from the last."""
+        """The node's own end. An end before the first element is a large negative number, because
+        ONNX would count -1 from the last element."""
         stop = self.bounds[axis][1]
         return stop if stop >= 0 else -(2**31)
 

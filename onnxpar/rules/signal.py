@@ -15,7 +15,7 @@ _UNKNOWN_AXIS = "a data-dependent axis"
 
 @rule("DFT")
 def dft(node: gs.Node) -> Rule:
-    """`b t _ -> b f _`, the transformed axis whole."""
+    """`b t _ -> b f _`; t, the transformed axis, must stay whole."""
     shape = tensor_shape(node.inputs[0]) or ()
     operand = given(node, 2)
     value = None if operand is None else constant(operand)
@@ -38,7 +38,7 @@ def dft(node: gs.Node) -> Rule:
 
 @rule("STFT")
 def stft(node: gs.Node) -> Rule:
-    """`b t _, _ -> b s f _`: only the batch may be split."""
+    """`b t _, _ -> b s f _`: only the batch b may be split."""
     rest = ", _" * (len(node.inputs) - 1)
     return einsum(
         node,
@@ -50,7 +50,7 @@ def stft(node: gs.Node) -> Rule:
 
 @rule("TfIdfVectorizer")
 def tfidf_vectorizer(node: gs.Node) -> Rule:
-    """`b t -> b _`: sequences are whole, as n-grams may cross the boundary of shards."""
+    """`b t -> b _`; t must stay whole, because n-grams may cross the boundary of shards."""
     batch = names("b", len(tensor_shape(node.inputs[0]) or ()) - 1)
     return einsum(
         node,

@@ -1,4 +1,4 @@
-"""Ops that cannot be split, with the reason that a plan prints instead of "no rule"."""
+"""Registers ops that cannot be split, with the reason that a plan prints instead of "no rule"."""
 
 from onnxpar.rules.rule import whole_op
 

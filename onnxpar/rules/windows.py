@@ -1,4 +1,5 @@
-"""Windows over space: which spatial dimensions of an op are split, and what each shard reads."""
+"""Windows over space, of convolutions and pools: which spatial dimensions may be split, and which
+elements a rank reads for its shard of the result."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ _PADS_ARE_INPUT = 11
 
 @dataclass(frozen=True)
 class Window:
-    """Windows over one dimension of `size` elements with `pads` before and after.
+    """The windows of an op along one dimension of `size` elements, with `pads` elements of padding
+    before and after.
 
     A window has `width` elements, `dilation` apart; the next window begins `stride` later.
-    `has_fixed_pads` if the pads are the same for any size; `exceeds` if the last window may reach
-    beyond the padding.
+    `has_fixed_pads` is True if the pads are the same for any size, and `exceeds` if the last window
+    may reach beyond the padding. Results and elements are given as intervals: first, and last plus
+    one.
     """
 
     size: int
@@ -46,7 +49,8 @@ class Window:
         return (self.width - 1) * self.dilation + 1
 
     def reach(self, out: Interval) -> Interval:
-        """The range that the windows of these results read, padding included."""
+        """The interval that the windows of the results `out` read, including padding: it may begin
+        below 0 or end beyond the size."""
         return self._read(out)
 
     @property
@@ -55,23 +59,25 @@ class Window:
         return not any(self.pads) and not self.exceeds
 
     def follows_size(self, can_pad: bool) -> bool:
-        """True if the range that its windows read depends on the size alone, and each window reads
-        an element."""
+        """True if an open size alone determines which elements windows read, and each window reads
+        at least one element. `can_pad` if a node can add the padding."""
         fits = self.pads[0] < self.span and self.pads[1] < self.span
         return type(self) is Window and self.has_fixed_pads and fits and (can_pad or self.is_plain)
 
     def covers(self, out: int) -> bool:
-        """True if a single window covers the whole dimension."""
+        """True if a single window covers exactly the whole dimension; `out` is the number of
+        results."""
         return out == 1 < self.size == self.width and self.dilation == 1 and not any(self.pads)
 
     def held(self, out: Interval) -> Interval:
-        """The range that the windows of these results read, without padding, extended to where the
-        next window would begin."""
+        """The interval of elements that the windows of the results `out` read, without padding, but
+        extended to where the next window would begin."""
         first, end = self._read(out)
         return max(first, 0), min(max(end, first + (out[1] - out[0]) * self.stride), self.size)
 
     def padding(self, out: Interval) -> Interval:
-        """The padding that they read before and after."""
+        """The number of padding elements that the windows of the results `out` read before and
+        after the elements."""
         first, end = self._read(out)
         return max(-first, 0), min(max(end - self.size, 0), self.pads[1])
 
@@ -82,23 +88,25 @@ class Window:
 
 @dataclass(frozen=True)
 class Spread(Window):
-    """As Window, for an op that adds each of `size` elements, times the window, to its results
-    (ConvTranspose)."""
+    """The windows of ConvTranspose along one dimension: the op adds each of `size` elements, times
+    the weights of a window, to `width` results."""
 
     def held(self, out: Interval) -> Interval:
-        """The range of elements that add to these results; if none does, one other element."""
+        """The interval of elements that the op adds to the results `out`; one other element if it
+        adds none to them."""
         start, stop = out[0] + self.pads[0], out[1] + self.pads[0]
         first = min(-(-(start - self.span + 1) // self.stride), start // self.stride)
         first = min(max(first, 0), self.size - 1)
         return first, min(max((stop - 1) // self.stride, first), self.size - 1) + 1
 
     def padding(self, out: Interval) -> Interval:
-        """The number of results of those elements that are cropped before and after."""
+        """The numbers of results that must be cropped before and after `out`, if the op runs on the
+        `held` elements."""
         begin, end, made = self._made(out)
         return begin, max(made - end, 0)
 
     def growth(self, out: Interval) -> int:
-        """The number of results after the last one to which those elements add."""
+        """The number of results at the end of `out` to which no `held` element adds."""
         _, end, made = self._made(out)
         return max(end - made, 0)
 
@@ -110,12 +118,13 @@ class Spread(Window):
 
 @dataclass(frozen=True)
 class Windows:
-    """The spatial dimensions before and after an op, as rule text.
+    """The spatial dimensions of an op with windows, before and after it, as rule text.
 
-    A window of one element passes its dimension through. A window that covers the dimension is a
-    product with the whole window (`h` before, `1` after; listed in `covered`). Any other dimension
-    is `h` before and `y` after, co-sharded: a rank fetches the elements that the windows of its
-    results read. That costs nothing if windows lie side by side and the shards of both line up.
+    With windows of one element, a dimension has the same factor before and after. With a single
+    window that covers it, a dimension is `h` before and `1` after, and is listed in `covered`: the
+    op is a product of elements and weights there. Any other dimension is `h` before and `y` after,
+    and the two are co-sharded (`tied`): a rank fetches the elements that the windows of its results
+    read. That costs nothing if windows lie side by side and the shards of both dimensions match.
     """
 
     before: list[str]
@@ -139,23 +148,24 @@ class Windows:
 
     @property
     def inner(self) -> list[str]:
-        """The co-sharded dimensions before the op."""
+        """The names of the co-sharded dimensions before the op."""
         return [f"h{i}" for i in self.tied]
 
     def give_up(self, reason: str) -> None:
-        """Makes all co-sharded dimensions whole, for a reason."""
+        """Makes all co-sharded dimensions stay whole, for this reason."""
         self.whole.update((f, reason) for i in self.tied for f in (f"h{i}", f"y{i}"))
         self.tied.clear()
 
     def split(self, local: Local) -> list[int]:
-        """The co-sharded dimensions that are split."""
+        """The spatial dimensions, counted from 0, that are co-sharded and split."""
         return [i for i in self.tied if local.is_split(f"h{i}")]
 
     def fetch(
         self, builder: Lowering, x: gs.Tensor, first: int = 2, but: Collection[int] = ()
     ) -> gs.Tensor:
-        """The elements of `x` that the rank's results read. `first` is the first spatial dimension
-        of `x`; spatial dimensions in `but`, counted from 0, are not fetched."""
+        """The elements of `x` that the windows of the rank's results read, fetched from other
+        ranks. `first` is the first spatial dimension of `x`; nothing is fetched along the spatial
+        dimensions in `but`, counted from 0."""
         for i in self.split(builder.local):
             if i not in but:
                 x = builder.fetch(x, f"h{i}", first + i, self._held(i))
@@ -164,9 +174,10 @@ class Windows:
     def read(
         self, builder: Lowering, x: gs.Tensor, blank: Any, first: int = 2
     ) -> tuple[gs.Tensor, list[int]]:
-        """The elements of `x` that the rank's results read, and the dimensions along which these
-        include the padding: those of open size, if padding may be elements of value `blank` (an
-        array, or the index of an operand)."""
+        """The elements of `x` that the windows of the rank's results read, and the spatial
+        dimensions along which they already include the padding. These are the dimensions of open
+        size; the padding has the value `blank` (an array, or the index of an operand; None if no
+        value can stand for padding)."""
         value = builder.input(blank) if isinstance(blank, int) else blank
         padded = self._computed_in_a_run(builder, value)
         x = self.fetch(builder, x, first, padded)
@@ -175,8 +186,9 @@ class Windows:
         return x, padded
 
     def _computed_in_a_run(self, builder: Lowering, blank: Any) -> list[int]:
-        """The split dimensions of open size for which nodes can compute in each run what a rank
-        reads: those without padding, or where padding may be elements of value `blank`."""
+        """The split dimensions of open size for which nodes can compute in each run which elements
+        a rank reads: those without padding, or where elements of value `blank` can stand for
+        padding."""
         split = [i for i in self.split(builder.local) if builder.is_open(f"h{i}")]
         can_pad = blank is not None and builder.opset >= _PADS_ARE_INPUT
         return [i for i in split if self.tied[i].follows_size(can_pad)]
@@ -184,8 +196,8 @@ class Windows:
     def _fetch_padded(
         self, builder: Lowering, x: gs.Tensor, i: int, first: int, blank: Any
     ) -> gs.Tensor:
-        """The elements that the rank's results read along one dimension of open size, with its
-        padding."""
+        """The elements of `x` that the windows of the rank's results read along spatial dimension
+        `i` of open size, including padding."""
         window, before, after = self.tied[i], f"h{i}", f"y{i}"
         axis = first + i
         start = builder.per_rank(lambda local: _number(local.interval(after)[0]))
@@ -214,8 +226,8 @@ class Windows:
         return lambda local: self.tied[i].held(local.interval(f"y{i}"))
 
     def attributes(self, node: gs.Node, padded: Collection[int] = ()) -> dict[str, Any]:
-        """The node's attributes for an operand from `fetch`: explicit pads, which are 0 along
-        dimensions that are `padded` already."""
+        """The attributes of a rank's node that reads the result of `fetch` or `read`: with explicit
+        pads, which are 0 along dimensions that are `padded` already."""
         gone = {"auto_pad", "output_shape", "output_padding", "pads"}
         if self.covered:
             gone.add("kernel_shape")
@@ -244,10 +256,10 @@ class Windows:
 def lower_windows(
     windows: Windows, image: int = 0, first: int = 2, blank: Any = None, **attrs: Any
 ) -> Callable[[Lowering], None]:
-    """Lowers the op to itself, on the elements that the rank's windows read.
+    """A lowering to the same op, on the elements that the windows of the rank's results read.
 
-    Spatial dimensions of operand `image` begin at `first`; if `blank` is given, padding may be
-    elements of that value (`Windows.read`).
+    The spatial dimensions of operand `image` begin at dimension `first`. `blank` is a value that
+    can stand for padding (`Windows.read`).
     """
 
     def lower(builder: Lowering) -> None:
@@ -264,14 +276,15 @@ def _number(value: Any) -> Any:
 
 
 def _within(builder: Lowering, at: gs.Tensor, size: gs.Tensor) -> gs.Tensor:
-    """A position clamped to the dimension, [0, size]."""
+    """The position `at`, clamped to [0, size]."""
     zero = np.zeros(1, np.int64)
     at = builder.add("Where", [builder.add("Less", [at, zero]), zero, at])
     return builder.add("Where", [builder.add("Less", [size, at]), size, at])
 
 
 def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 0) -> Windows:
-    """The windows of a convolution or pool with that kernel, over dimensions from `first` on."""
+    """The windows of a convolution or pool, over the dimensions of operand `image` from `first` on;
+    `kernel` has the size of a window in each."""
     found = Windows([], [], {}, {})
     shapes = [tensor_shape(t) or () for t in (node.inputs[image], node.outputs[0])]
     for i, width in enumerate(kernel):
@@ -300,7 +313,8 @@ class _Geometry:
         self.exceeds = bool(attrs.get("ceil_mode"))
 
     def padding(self, op: str, width: int, size: int, out: int) -> tuple[int, int]:
-        """The explicit padding before and after."""
+        """The number of padding elements before and after a dimension of `size` elements with `out`
+        results."""
         span = (width - 1) * self.dilation + 1
         if op == "ConvTranspose":
             total = max((size - 1) * self.stride + span + self.grown - out, 0)
@@ -347,7 +361,8 @@ def _add_dimension(
 
 
 def _refusal(window: Window, out: int) -> str | None:
-    """Why the dimension cannot be split; None if it can."""
+    """The reason why the dimension cannot be split; None if it can. `out` is the number of
+    results."""
     if 1 in (window.size, out):
         return SINGLE
     if isinstance(window, Spread):
