@@ -47,11 +47,30 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
 
 def note_weights(made: Plan, sharding: ShardingState) -> None:
     """Adds a note to the plan if the ranks split no weight, and names a preset that splits them, if
-    there is one."""
-    total = sum(weight.bytes for weight in made.weights)
-    is_whole = all(weight.bytes_per_rank >= weight.bytes for weight in made.weights)
-    if not total or not is_whole or made.mesh.size == 1 or made.predicted is None:
+    there is one. The weights of a training step are its parameters, which are states."""
+    if made.mesh.size == 1 or made.predicted is None:
         return
+    note = _whole_states(made) if made.step is not None else _whole_weights(made, sharding)
+    if note is not None:
+        made.notes.append(note)
+
+
+def _whole_states(made: Plan) -> str | None:
+    states = {source for source, _ in made.states}
+    layouts = [port.layout for port in made.inputs if port.name in states and port.layout]
+    if not all(layout.is_whole for layout in layouts):
+        return None
+    return (
+        "every rank holds all parameters and optimizer states, "
+        f"{text_of(made.memory['states_per_rank'], 'B')}; to split them, give --preset zero3 or "
+        "tensor-parallel, or --memory-limit SIZE for the search"
+    )
+
+
+def _whole_weights(made: Plan, sharding: ShardingState) -> str | None:
+    total = sum(weight.bytes for weight in made.weights)
+    if not total or any(weight.bytes_per_rank < weight.bytes for weight in made.weights):
+        return None
     known = sharding.factors.tensors
     free = sum(weight.bytes for weight in made.weights if weight.name in known)
     if 2 * free >= total:
@@ -63,7 +82,7 @@ def note_weights(made: Plan, sharding: ShardingState) -> None:
         )
     else:
         rest = "they are in bodies of If, Loop or Scan, which onnxpar does not split"
-    made.notes.append(f"every rank holds all weights, {text_of(total, 'B')}; {rest}")
+    return f"every rank holds all weights, {text_of(total, 'B')}; {rest}"
 
 
 def note_unsplit(made: Plan, sharding: ShardingState) -> None:

@@ -15,6 +15,7 @@ from committed import MODELS
 from onnx import helper
 from tiny_models import W, model, port, write
 
+import onnxpar
 from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
@@ -25,6 +26,7 @@ from onnxpar.search.enough_devices import enough_devices
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.search.search import solve
+from onnxpar.training import grad
 
 GPT2 = MODELS / "gpt2.dynamo.static.onnx"
 KB = 1000.0
@@ -189,4 +191,17 @@ def test_weights_that_stay_on_every_rank_are_told(capsys: pytest.CaptureFixture[
     assert "--memory-limit SIZE" in out and "--preset tensor-parallel" in out
     for split in (["--memory-limit", "250kB"], ["--preset", "tensor-parallel"]):
         assert main([*how, *split]) == 0
-        assert "all weights stay" not in capsys.readouterr().out
+        assert "every rank holds" not in capsys.readouterr().out
+
+
+def test_parameters_of_a_step_that_stay_on_every_rank(tmp_path: Path) -> None:
+    """Its constants, such as masks, do not count."""
+    step = tmp_path / "step.onnx"
+    grad(
+        MODELS / "gpt2.legacy.training.onnx", step, loss="softmax-cross-entropy", optimizer="adamw"
+    )
+    for preset, is_noted in (("data-parallel", True), ("zero1", False), ("tensor-parallel", False)):
+        notes = onnxpar.plan(step, devices=2, preset=preset).notes
+        told = [note for note in notes if note.startswith("every rank holds")]
+        assert len(told) == is_noted, preset
+        assert all("parameters and optimizer states, 716.5" in note for note in told)
