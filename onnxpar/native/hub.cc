@@ -106,8 +106,10 @@ void Hub::TakeLeave() {
 }
 
 bool Hub::Ended() const {
-  const bool abandoned = welcomed_ && std::none_of(peers_.begin(), peers_.end(),
-                                                   [](const auto& p) { return p->rank >= 0; });
+  const bool abandoned =
+      welcomed_ && std::none_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+        return peer->rank >= 0 && peer->connection.open();
+      });
   return stop_ || abandoned;
 }
 

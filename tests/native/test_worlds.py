@@ -21,6 +21,7 @@ import pytest
 from native import frames
 from native.ranks import TOKEN, collective, errors_on_ranks, on_ranks, run, session
 from onnx import TensorProto
+from runtime.bundles import wait_until
 
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime.groups import Hub, World, library_path, session_options, thread_worlds
@@ -464,6 +465,27 @@ def test_a_rank_that_leaves_before_the_interrupt_is_told() -> None:
         assert set(pool.map(total, [session(world, ALL_REDUCE) for world in worlds])) == {3.0}
     for world in worlds:
         world.close()
+
+
+@pytest.mark.parametrize("store", ["hash", "file"])
+def test_the_end_of_a_world_leaves_nothing(store: str, tmp_path: Path) -> None:
+    """Neither the thread nor the descriptors of the hub that rank 0 serves."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def use(number: int) -> None:
+        name = f"hash:ends-{number}" if store == "hash" else f"file:{tmp_path / str(number)}"
+        worlds = join(name, [2, 2])
+        assert on_ranks(worlds, lambda world: total(session(world, ALL_REDUCE))) == [2, 2]
+        close(worlds)
+
+    use(0)
+    before = held()
+    for number in range(1, 6):
+        use(number)
+    ended = wait_until(lambda: all(n <= old for n, old in zip(held(), before, strict=True)))
+    assert ended, (before, held())
 
 
 def test_a_rank_that_ends_when_it_knows_the_reason() -> None:
