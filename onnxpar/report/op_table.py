@@ -27,11 +27,18 @@ from onnxpar.rules.rule import registered, whole_ops
 COUNTS = ("split", "gathered", "refused", "oracle")
 NOTE = """\
 split, gathered and refused count runs of ONNX's own test suite on ranks. Every run gave the
-expected result: from shards (split), from inputs that were made whole before the op (gathered), or
-an error that says why (refused). oracle counts splits of single nodes that were compared with
-onnxruntime, for ops that the suite has no case for. gradient counts tests of the op's gradient,
-against central differences or another program. The rule is that of one case; other attributes and
-shapes may give another."""
+expected result: from shards (split), from inputs that were gathered before the op (gathered), or an
+error that says why it cannot run (refused). oracle counts splits of single nodes that were compared
+with onnxruntime, for ops without a case in the suite. gradient counts tests of the op's gradient,
+against central differences or another program. The rule is that of one case; with other attributes
+or shapes, it may differ."""
+NOTATION = """\
+A rule names the factors of each dimension of the inputs and, after `->`, of the outputs. Dimensions
+with the same factor are split alike. `(h i)` is a dimension of two merged factors, `s0 + s1` one of
+two segments, `1` one of a single element, `()` a scalar, and `_` an input or output without a
+layout. In braces: if a `sum` factor is split, the results are partial sums (likewise `max`, `min`
+and `prod`); `communicating` factors need collectives inside the op; `co-sharded` factors are split
+by the same axes; `whole` factors are not split, and the last column says why."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,8 @@ def lines(table: Sequence[OpRow]) -> Iterator[str]:
 def markdown() -> str:
     """All rows as docs/reference/ops.md."""
     head = ("op", "rule", "splits", *COUNTS, "gradient", "whole, and why")
-    out = ["# Rules of all ops", "", NOTE, "", "Written by `python tests/peer/run.py --write`.", ""]
+    written = "Written by `python tests/peer/run.py --write`."
+    out = ["# Rules of all ops", "", NOTATION, "", NOTE, "", written, ""]
     out += [_cells(head), _cells(["---"] * len(head))]
     for row in rows():
         counts = [row.counts[c] or "" for c in COUNTS]
