@@ -12,7 +12,7 @@ _TAGS = ("null", "bool", "int", "float", "seq", "map", "str", "merge")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """A loader without dates, sets and similar types: what looks like a date is a text."""
+    """A loader without dates, sets and similar types; it reads a date as text."""
 
 
 _PREFIX = "tag:yaml.org,2002:"

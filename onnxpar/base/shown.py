@@ -1,7 +1,7 @@
-"""Display of results: `print` shows their text, a notebook their HTML.
+"""Displays results: `print` shows their text, a notebook their HTML.
 
-Modules that format text and pages import the classes of results, which cannot import them in turn;
-so they register a function for each class here.
+The modules that format text and pages import the classes of results, not the other way round; so
+they register a function for each class here.
 """
 
 from __future__ import annotations

@@ -31,9 +31,10 @@ _LARGE = ("", "k", "M", "G", "T")
 
 
 def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> float:
-    """The number of `unit` in a value: a number already counts units; a text such as `16 GB` has a
-    number and a unit, which may have a prefix (GB is 1e9 bytes, GiB 2**30). Errors: StrategyError
-    that names `what` for other values, and for texts without a unit unless `may_omit_unit`."""
+    """Converts a value to a number of `unit` (s, B, B/s or FLOP/s). The value is such a number, or
+    a text such as `16 GB`, where the unit may have a prefix: GB is 1e9 bytes, GiB 2**30. Errors:
+    StrategyError that names `what` for other values, and for texts without a unit unless
+    `may_omit_unit`."""
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
     if found and not found[2] and isinstance(value, str) and not may_omit_unit:
         raise StrategyError(f"{what} {value}: give a unit: {found[1]}G{unit} or {found[1]}{unit}")

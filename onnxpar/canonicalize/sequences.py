@@ -72,7 +72,7 @@ def _sizes(node: gs.Node) -> list[int]:
     if len(node.inputs) < 2:
         return [1] * size if size <= _MOST_PARTS else []
     split = constant(node.inputs[1])
-    if split is None or not node.attrs.get("keepdims", 1):  # ignored here, but not by onnxruntime
+    if split is None or not node.attrs.get("keepdims", 1):  # only onnxruntime heeds keepdims
         return []
     if split.ndim:
         return [int(s) for s in split]

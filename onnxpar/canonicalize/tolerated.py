@@ -75,7 +75,7 @@ def _return_once(graph: GraphProto) -> None:
 
 
 def _restate_graph(graph: GraphProto) -> None:
-    stored = {t.name: t for t in graph.initializer if t.name}  # the last of a name counts
+    stored = {t.name: t for t in graph.initializer if t.name}  # of equal names, the last counts
     if len(stored) < len(graph.initializer):
         _replace(graph.initializer, list(stored.values()))
     typed = {p.name: p for p in graph.value_info if p.name and p.type.WhichOneof("value")}

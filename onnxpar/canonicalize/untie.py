@@ -78,7 +78,7 @@ def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
             copy = graph.initializer.add()
             copy.CopyFrom(tensors[name])
             copy.name = source
-            if name in inputs:  # before IR 4
+            if name in inputs:  # initializers are inputs, too, before IR version 4
                 port = graph.input.add()
                 port.CopyFrom(inputs[name])
                 port.name = source

@@ -62,7 +62,7 @@ _MESSAGES: dict[str, Callable[[int, float], tuple[int, float]]] = {
     "Broadcast": _of_broadcast,
     "Send": lambda ranks, size: (1, size),
     "NeighborExchange": lambda ranks, size: (1, size),
-    "HaloExchange": lambda ranks, size: (2, size),  # first, ranks say which elements they want
+    "HaloExchange": lambda ranks, size: (2, size),  # in round 1, ranks ask for elements
 }
 """Formulas of rounds and bytes, by kind of collective; for other kinds, `_of_shards` holds."""
 
@@ -93,7 +93,7 @@ class Costs:
         link = self.level(axes).link(kind)
         rounds, sent = messages(kind, ranks, size)
         seconds = rounds * link.latency + sent / link.bandwidth
-        if kind == "AllReduce":  # so that costs do not jump where the plugin changes its algorithm
+        if kind == "AllReduce":  # no jump of costs where the plugin changes its algorithm
             return min(seconds, 2 * link.latency + bytes_sent(kind, ranks, size) / link.bandwidth)
         return seconds
 

@@ -31,7 +31,7 @@ _UNSEALED = "0" * 64
 
 
 class DigestWriter:
-    """Writes to a file, and computes the digests of what it writes."""
+    """Writes to a file, and computes the digests of the written bytes."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink

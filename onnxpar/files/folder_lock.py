@@ -26,8 +26,8 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 """Errors of file systems that cannot lock files."""
 _PATIENCE, _TICK = 2.0, 0.05
-"""Seconds to wait until a process that has just locked a file has written its name, and seconds
-between two looks at the file."""
+"""Seconds to wait until a process that has just locked the file has written its name into it, and
+seconds between two attempts to read that."""
 _inherited: set[int] = set()
 """Descriptors of locked files; a forked child must close them, else it would hold the locks too."""
 
@@ -95,7 +95,7 @@ def _locked(folder: Path) -> int:
                     f"{folder} is in use: {_text(holder)} has locked {NAME} there; wait until that "
                     "process ends, or choose another folder"
                 )
-            time.sleep(_TICK)  # a process that has just taken the lock may not have named itself
+            time.sleep(_TICK)  # the holder may not have written its name yet
             holder = _HOLDER.fullmatch(os.pread(descriptor, 1000, 0))
         finally:
             if not is_ours:

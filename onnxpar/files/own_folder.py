@@ -41,7 +41,7 @@ class OwnFolder:
         place = Path(tempfile.gettempdir() if parent is None else parent).absolute()
         remove_left(place, prefix)
         self.path = place / own_name(prefix)
-        # The list has the folder before it exists: a signal may end the process in between.
+        # _made gets the path before the folder exists: a signal may end the process in between.
         _made[self.path] = os.getpid()
         try:
             self.path.mkdir(mode=0o700)
@@ -49,7 +49,7 @@ class OwnFolder:
             del _made[self.path]
             raise
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def __enter__(self) -> Path:

@@ -88,7 +88,7 @@ def make_folders(folder: Path) -> list[Path]:
     for one in reversed(new):
         try:
             one.mkdir(exist_ok=True)
-        except FileExistsError:  # a file, or a link that leads nowhere
+        except FileExistsError:  # the name is a file, or a broken link
             code = errno.ENOTDIR
             raise NotADirectoryError(code, os.strerror(code), os.fspath(one)) from None
         sync_folder(one.parent)
@@ -101,7 +101,7 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     is on the disk; if the block fails, nothing is left. If `path` is a link, its target is
     replaced. Errors: InputError if the file cannot be written."""
     file = Path(path)
-    is_device = file.exists() and not file.is_file()  # /dev/stdout, a pipe; a folder is an error
+    is_device = file.exists() and not file.is_file()  # such as /dev/stdout; a folder fails later
     try:
         place = Path(os.path.realpath(file))
         with OwnFolder(PREFIX, None if is_device else place.parent) as folder:

@@ -46,7 +46,8 @@ class Unsolved:
 
 
 class Lockstep:
-    """One walk over the nodes of a graph for each binding of its symbols, all at the same node.
+    """Walks over the nodes of a graph once for each binding of its symbols; all walks are always at
+    the same node.
 
     Arguments: `inputs` has the types of the inputs at each binding. Where several symbols could be
     replaced to make two sizes equal, the last in `symbols` is. `strides` are known from earlier
@@ -258,7 +259,7 @@ class Lockstep:
         if self._depends(node, name, axis, values[0]):
             size = self._discover(node, name, axis, values)
             if size is None or not self.closed.issuperset(size.variables):
-                return None  # unknown until the samples are as large as the quotient requires
+                return None  # unknown: the samples are too small to show the quotient
         return Polynomial.constant(values[0])
 
     def _depends(self, node: NodeProto, name: str, axis: int, value: int) -> bool:

@@ -83,7 +83,7 @@ def infer_open(
     """
     open_scopes(proto.graph)  # two bodies may use one name for different weights
     labels = _symbols(dims)
-    # A slice by a sample size must leave at least two rows of a table.
+    # If a run slices a table by a sample size, at least two rows must be left.
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
     search = _Search(proto, dims, least, taken)
     dims, walks = search.run()
@@ -184,7 +184,7 @@ class _Search:
                 if self.best is None or badness <= self.best[0]:
                     self.best = (badness, self.dims, walks)
                 elif badness[0] > self.best[0][0]:
-                    break  # larger sizes do not fit
+                    break  # the model is not valid at larger sizes
                 if not self._grow(walks, small):
                     break
             if self.best is not None and not self.best[0][0]:

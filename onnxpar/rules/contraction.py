@@ -133,7 +133,7 @@ def einsum_op(node: gs.Node) -> Rule:
         f"{', '.join(ones)} -> {out}",
         sizes=sizes,
         linear=linear,
-        # the kernel moves dimensions of its operands by a transpose that divides by their sizes
+        # the kernel's transpose of an operand divides by the sizes of the dimensions
         nonempty=frozenset(sizes),
     )
 

@@ -183,7 +183,7 @@ def group_query_attention(node: gs.Node) -> Rule:
     packed = given(node, 1) is None
     sizes: dict[str, Size] = {"k": shared, "g": heads // shared, "d": (out[2] or 0) // heads}
     operands = {0: "b s (k g d) + (k d) + (k d)" if packed else "b s (k g d)"}
-    lengths = "b 1" if len(_shape(node, 5)) == 2 else "b"  # as older builders write it
+    lengths = "b 1" if len(_shape(node, 5)) == 2 else "b"  # older exporters write [batch, 1]
     operands |= {1: "b t (k d)", 2: "b t (k d)", 3: "b k p d", 4: "b k p d", 5: lengths}
     operands |= {7: "m r", 8: "m r", 9: "b s", 11: "(k g)", 14: "d", 15: "d"}
     if given(node, 10) is not None:

@@ -26,7 +26,7 @@ def control_flow(node: gs.Node) -> Rule:
         return paths.rule()
     is_loop = node.op == "Loop"
     carried = len(inner[0].inputs) - (2 if is_loop else node.attrs["num_scan_inputs"])
-    first, second = (2, 1) if is_loop else (0, 0)  # after the counter and the condition
+    first, second = (2, 1) if is_loop else (0, 0)  # a Loop's counter and condition come first
     for i in range(carried):
         at = (first + i, paths.given + first + i, paths.back + second + i, paths.out + i)
         paths.join(*((slot, None) for slot in at))

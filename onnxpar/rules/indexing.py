@@ -29,8 +29,8 @@ def gather(node: gs.Node) -> Rule:
     """`v d, i -> i d`: if v is split, each rank gives the elements that it holds, and zeros for
     others.
 
-    For constant indices that count up by one, it is a slice: `(before + (i j) + after) d, _ -> i j
-    d`.
+    With constant indices that count up by one, the op is a slice: `(before + (i j) + after) d, _ ->
+    i j d`.
     """
     data, index = (tensor_shape(t) or () for t in node.inputs)
     axis = node.attrs.get("axis", 0) % len(data)

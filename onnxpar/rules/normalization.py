@@ -139,7 +139,7 @@ def mean_variance_normalization(node: gs.Node) -> Rule:
     axes = sorted(a % len(dims) for a in node.attrs.get("axes", [0, 2, 3]))
     factors = [dims[a] for a in axes]
     sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
-    # onnxruntime's float32 kernel does without the epsilon of ONNX's definition
+    # onnxruntime's float32 kernel omits the epsilon of ONNX's definition
     epsilon = 0.0 if str(dtype_of(node.inputs[0])) == "float32" else 1e-9
 
     def lower(build: Lowering) -> None:

@@ -69,7 +69,7 @@ def reduce_(node: gs.Node) -> Rule:
     if not axes:
         return einsum(node, text)
     sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
-    # axes that are an operand become a constant: shapes follow from them, whatever their layout
+    # an operand with the axes becomes a constant, so that shapes do not depend on its layout
     operands = [np.array(axes)] if len(node.inputs) > 1 else []
     if node.op == "ReduceMean" and not is_linear:
         return einsum(

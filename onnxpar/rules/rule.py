@@ -130,8 +130,9 @@ class Lowering(Protocol):
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Local], tuple[int, int]]
     ) -> gs.Tensor:
-        """Elements `wanted[0]` up to (not including) `wanted[1]` of dimension `axis` of `x`, from
-        the ranks that hold them. The dimension is the factor, in contiguous shards."""
+        """The elements of `x` from position `wanted[0]` up to (not including) `wanted[1]` of
+        dimension `axis`, fetched from the ranks that hold them. This dimension is the factor, in
+        contiguous shards; positions are global."""
         ...
 
     def is_open(self, factor: str) -> bool:

@@ -22,7 +22,7 @@ def dft(node: gs.Node) -> Rule:
     if operand is not None and value is None:
         return whole_rule(node, _UNKNOWN_AXIS)
     axis = node.attrs.get("axis") if value is None else int(value.reshape(-1)[0])
-    axes = {1, len(shape) - 2} if axis is None else {axis % len(shape)}  # 1 by default, then -2
+    axes = {1, len(shape) - 2} if axis is None else {axis % len(shape)}  # opset 17: 1; opset 20: -2
     before, after = ([*names("d", len(shape) - 1), c] for c in ("k", "o"))
     for i in axes:
         before[i], after[i] = f"t{i}", f"f{i}"

@@ -320,14 +320,14 @@ class _Geometry:
             total = max((size - 1) * self.stride + span + self.grown - out, 0)
             spelled = self.auto in ("NOTSET", "VALID") and not self.by_shape
         else:
-            is_pool = op.endswith("Pool")  # onnxruntime's ignore the dilation here
+            is_pool = op.endswith("Pool")  # onnxruntime's pools ignore the dilation here
             reach = width if is_pool else span
             total = (-(-size // self.stride) - 1) * self.stride + reach - size
             total = total if is_pool else max(total, 0)
             spelled = self.auto in ("NOTSET", "VALID")
         if spelled:
             return self.pads if self.auto == "NOTSET" else (0, 0)
-        first = int((total if self.auto == "SAME_UPPER" else total + 1) / 2)  # towards zero
+        first = int((total if self.auto == "SAME_UPPER" else total + 1) / 2)  # rounds towards zero
         return first, total - first
 
 

@@ -1,4 +1,5 @@
-"""The factor shardings that tensors can have, depending on the strategies of nodes."""
+"""The factor shardings that each tensor can have, depending on the strategies of the nodes that
+produce and read it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 
 class States:
-    """State pairs among the known tensors: `results` by input, and `inputs` by result."""
+    """The state pairs of which both tensors are known: `results` maps inputs to results, and
+    `inputs` maps results to inputs."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]], known: Collection[str]) -> None:
         self.results = {a: b for a, b in pairs if a in known and b in known}
@@ -21,7 +23,8 @@ class States:
 
 
 class Tensors:
-    """The tensors of a graph: where they are produced and read, and which of them are alike.
+    """The tensors of a graph: the places where they are produced and read, and which of them share
+    a table.
 
     variable  the variable of each node, by its name
     outputs   the results of the graph
@@ -42,8 +45,8 @@ class Tensors:
         self.ports = Ports(sharding.factors.ops)
 
     def signature(self, name: str) -> Hashable:
-        """Equal for tensors that share one table: those with the same factors, produced and read at
-        the same places."""
+        """A key that is equal for tensors that share one table: they have the same factors, and are
+        produced and read at the same places."""
         factors = self.sharding.factors.tensors[name]
         sizes = tuple(leaf.size for leaf in factors.leaves)
         producer = self.ports.producers.get(name)
@@ -61,15 +64,16 @@ class Tensors:
         )
 
     def place(self, port: Port) -> Hashable:
-        """Equal for ports of nodes of the same variable."""
+        """A key that is equal for the same port of nodes with the same variable."""
         if port.is_whole:
             return None
         return self.variable[port.op.node.name], port.index, port.links
 
 
 class Domains:
-    """The domain of each tensor, where it is produced and where it is read; `strategies` are those
-    of each node, by name. Inputs and states have variables of their own, added to `sums`."""
+    """The ShardingDomain of each tensor where it is produced, and where it is read. `strategies`
+    are those of each node, by name. Inputs and states have variables of their own, which this adds
+    to `sums`."""
 
     def __init__(
         self, tensors: Tensors, strategies: Mapping[str, Sequence[OpStrategy]], sums: Sums
@@ -80,22 +84,23 @@ class Domains:
         self._inputs: dict[Hashable, ShardingDomain] = {}
 
     def produced(self, name: str) -> ShardingDomain:
-        """The domain in which a node produces the tensor; that of an input if no node does."""
+        """The domain of the tensor as a node produces it, or as an input of the graph if no node
+        does."""
         producer = self.tensors.ports.producers.get(name)
         return self.input(name) if producer is None else self._at(producer, name, reads=False)
 
     def required(self, name: str) -> list[ShardingDomain]:
-        """The different domains in which nodes read the tensor."""
+        """The domains of the tensor as nodes read it, each once."""
         readers = self.tensors.ports.readers[name]
         return list(dict.fromkeys(self.read(port, name) for port in readers))
 
     def read(self, port: Port, name: str) -> ShardingDomain:
-        """The domain in which one node reads the tensor."""
+        """The domain of the tensor as one node reads it."""
         return self._at(port, name, reads=True)
 
     def input(self, name: str) -> ShardingDomain:
-        """The domain of an input or state: any sharding that a reader requires, by a variable of
-        its own, unless a layout was requested."""
+        """The domain of an input or state: a variable of its own chooses among the shardings that
+        readers require, unless a layout was requested."""
         if name in self.sharding.pinned:
             return ShardingDomain(None, (self.sharding.tensor_sharding(name),))
         key = self.tensors.signature(name)
@@ -109,9 +114,9 @@ class Domains:
         return self._inputs[key]
 
     def requested(self, name: str, produced: ShardingDomain) -> ShardingDomain:
-        """The domain of a tensor before anything reads it: the requested layout, that of the state
-        that it becomes, the reduced sharding if it is a result of the graph, or else as it is
-        produced."""
+        """The domain of a tensor before nodes read it: the requested layout if there is one; the
+        sharding of the state if the tensor becomes one; the reduced sharding if the tensor is a
+        result of the graph; else the domain in which it is produced."""
         if name in self.sharding.pinned:
             return ShardingDomain(None, (self.sharding.tensor_sharding(name),))
         if name in self.states.inputs:
@@ -143,8 +148,8 @@ class Domains:
         return FactorSharding(tuple(() for _ in self.sharding.factors.tensors[name].leaves))
 
     def _as_state(self, factor_sharding: FactorSharding, source: str, name: str) -> FactorSharding:
-        """The sharding of `name`, which is the input `source` of a state pair or its result, if
-        `source` has this one."""
+        """The sharding of `name`, the input or the result of a state pair, if the input `source` of
+        that pair has the given sharding."""
         result = self.states.results[source]
         return FactorSharding(
             self.sharding.state_leaves(factor_sharding.leaves, source, result, name)

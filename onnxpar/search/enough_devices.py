@@ -1,16 +1,18 @@
-"""The smallest number of ranks that fits a model, when the given number does not."""
+"""Finds the smallest number of ranks on which a model fits, where the number that the user gave is
+too small."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 CONSECUTIVE = 8
-"""Numbers that are tried one by one before steps grow."""
+"""How many numbers are tried one by one before the steps between them grow."""
 
 
 def enough_devices(fits: Callable[[int], bool], first: int, most: int) -> int | None:
-    """The smallest number from `first` on that fits; None if not even `most` does. The first few
-    are tried one by one, then ever larger ones, then by bisection between the last two."""
+    """The smallest number from `first` on for which `fits` is True; None if it is False even for
+    `most`. The first numbers are tried one by one, then ever larger ones; after the first that
+    fits, bisection continues between the last two."""
     low, step = first - 1, 1
     while True:
         number = min(low + step, most)

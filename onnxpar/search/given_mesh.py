@@ -1,8 +1,9 @@
 """The search for a strategy on a given mesh.
 
-It starts from all meshes from which the search for a mesh could reach this one. That search tries
-axes in both orders, and finds three axes by splitting one of two. So this one tries the axes in any
-order (if the order decides nothing else), and first takes neighbouring axes as one.
+It must find all that the search for a mesh (`meshes.py`) could find on this mesh. That search tries
+two axes in both orders, and gets to three axes by splitting one of two. So the search here tries
+the axes in all orders (unless distances between ranks depend on the order), and starts with
+neighbouring axes taken as one, which it then splits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from onnxpar.sharding.factors import GraphFactors
 from onnxpar.strategy.strategy import Strategy
 
 Group = tuple[tuple[str, int], ...]
-"""Neighbouring axes of the mesh, by name and size, that are first taken as one axis."""
+"""Neighbouring axes of the mesh, by name and size, which a coarser mesh has as one axis."""
 
 
 def best_on_mesh(
@@ -31,8 +32,8 @@ def best_on_mesh(
     strategy: Strategy | None = None,
     objective: Objective | None = None,
 ) -> Solution:
-    """The fastest strategy on a mesh that meets all requests; it is no slower than the one that
-    `best_mesh` finds on this mesh. Errors: StrategyError if there is none."""
+    """The fastest strategy on `mesh` that meets all requests in `strategy`; it is no slower than a
+    solution of `best_mesh` on this mesh. Errors: StrategyError if there is none."""
     topology = topology or Topology.default()
     search = Meshes(factors, mesh.size, topology, solve, strategy, objective)
     found = list(_GivenMesh(search, mesh).solutions())
@@ -42,7 +43,7 @@ def best_on_mesh(
 
 
 class _GivenMesh:
-    """Solves for a mesh, starting from coarser ones whose axes are then split."""
+    """Solves for one mesh, from coarser meshes whose axes are then split."""
 
     def __init__(self, search: Meshes, mesh: Mesh) -> None:
         self.search = search
@@ -50,7 +51,7 @@ class _GivenMesh:
         self.known: dict[tuple[Group, ...], Solution | None] = {}
 
     def solutions(self) -> Iterator[Solution]:
-        """The solution from each start, on the given mesh."""
+        """The solutions on the given mesh, one from each mesh that the search starts with."""
         for order in self._orders():
             axes = tuple((axis,) for axis in order)
             is_given = order == self._split_axes()
@@ -64,8 +65,9 @@ class _GivenMesh:
         return tuple(axis for axis in self.mesh.shape if axis[1] > 1) or self.mesh.shape[:1]
 
     def _orders(self) -> Iterable[Group]:
-        """The orders of axes to start from: only that of the mesh if distances between ranks
-        differ, or if there are many axes; else one of all orders that differ only in names."""
+        """The orders of axes to start with: only that of the mesh if distances between ranks
+        differ, or if there are many axes; else all orders, but only one of those that differ just
+        in names that nobody requested."""
         given = self._split_axes()
         if not self.search.is_even or len(given) > MOST_AXES:
             return [given]
@@ -77,8 +79,9 @@ class _GivenMesh:
         return alike.values()
 
     def _found(self, groups: tuple[Group, ...], directly: bool) -> Iterator[Solution]:
-        """Solutions with an axis for each group: one that is found at once (if `directly`), and one
-        from each mesh that has two neighbouring groups as one axis."""
+        """Solutions on a mesh with an axis for each group: one from a search over all axes at once
+        (if `directly`), and one from each coarser mesh that has two neighbouring groups as one
+        axis."""
         if directly:
             yield from filter(None, [self._direct(groups)])
         for at in range(len(groups) - 1 if len(groups) > TOGETHER else 0):
@@ -91,15 +94,16 @@ class _GivenMesh:
                 yield from filter(None, [self.search.split(start, at, sizes)])
 
     def _best(self, groups: tuple[Group, ...]) -> Solution | None:
-        """The fastest solution with an axis for each group."""
+        """The fastest solution on a mesh with an axis for each group; None if there is none."""
         if groups not in self.known:
             found = self._found(groups, directly=len(groups) <= TOGETHER)
             self.known[groups] = min(found, key=lambda one: one.seconds, default=None)
         return self.known[groups]
 
     def _direct(self, groups: Sequence[Group]) -> Solution | None:
-        """The solution that decides everything at once. Axes that are not requested by name get the
-        names that the search for a mesh uses, so that the problem is the same."""
+        """The solution of a search over all axes at once; None if there is none. Axes that are not
+        requested by name get the names that the search for a mesh uses, so that both searches solve
+        the same problem."""
         own = [
             g[0][0] if len(g) == 1 and g[0][0] in self.search.requested else None for g in groups
         ]

@@ -1,4 +1,4 @@
-"""Costs of sums of gradients over ranks, which are fused into buckets."""
+"""Costs of summing gradients over ranks, where several sums are fused into buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from onnxpar.sharding.state import ShardingState
 
 @dataclass(frozen=True)
 class BucketCosts(Costs):
-    """Costs in which a small all-reduce takes its share of one of `bucket` bytes."""
+    """A cost model in which an all-reduce of less than `bucket` bytes costs its share of an
+    all-reduce of `bucket` bytes, because it is fused into one."""
 
     bucket: float = 0.0
 
@@ -32,14 +33,16 @@ class BucketCosts(Costs):
 
 @dataclass(frozen=True)
 class GradientSums:
-    """The tensors, by name, whose sums over ranks are fused, and the cost model for these."""
+    """The names of the tensors whose sums over ranks are fused, and the cost model for their
+    reshards."""
 
     tensors: frozenset[str] = frozenset()
     costs: Costs | None = None
 
     @classmethod
     def of(cls, graph: gs.Graph, step: Step | None, costs: Costs) -> GradientSums:
-        """The gradients of a training step, summed all together or in full buckets."""
+        """The gradient sums of a training step (none without a step); the costs are those of full
+        buckets, or of one smaller bucket for all gradients."""
         if step is None:
             return cls()
         ends = set(step.gradients.values())

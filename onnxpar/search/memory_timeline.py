@@ -26,17 +26,18 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class LiveRange:
-    """The steps during which a tensor exists, and those that read it, in order, each with the
-    domain in which it does."""
+    """The steps during which a tensor exists, and the steps that read it, in order, each with the
+    domain of the tensor there."""
 
     span: Span
     reads: Sequence[tuple[int, ShardingDomain]]
 
 
 class MemoryTimeline:
-    """Collects demands on memory. Each node that runs is a step; the nodes of a body count once.
-    With several `profiles` of open sizes, the steps of one follow those of the one before: a plan
-    must fit in memory in each, and no tensor lives from one to the next."""
+    """Collects demands on memory, by step. Each node is a step; the nodes of a body count once, not
+    once per iteration. With several `profiles` of open sizes, the steps of a profile follow those
+    of the profile before: a plan must fit in memory in each, and no tensor lives from one profile
+    to the next."""
 
     def __init__(self, graph: gs.Graph, profiles: int) -> None:
         self.demands: list[Demand] = []
@@ -62,9 +63,9 @@ class MemoryTimeline:
     def add_weight(
         self, reshard_costs: ReshardCosts, required: Sequence[ShardingDomain], count: int
     ) -> None:
-        """Adds `count` weights. Each is stored once for each different sharding that readers
-        require. If a table over all readers would have more than MOST_TOGETHER entries, a sharding
-        counts again unless the reader before has the same."""
+        """Adds `count` weights. A weight is stored once for each different sharding that its
+        readers require. If a table over all readers would have more than MOST_TOGETHER entries,
+        each reader is only compared with the one before, so that a sharding may count twice."""
         span = [(0, self.end)] * count
         if required:
             self._add(required[:1], reshard_costs.sizes(required[0]), span)
@@ -81,8 +82,8 @@ class MemoryTimeline:
         requested: ShardingDomain,
         live_ranges: Iterable[LiveRange],
     ) -> None:
-        """Adds tensors in the requested sharding while they live, and in the produced one, if that
-        differs, while they are produced."""
+        """Adds tensors in the requested sharding for as long as they exist, and in the produced
+        sharding, if that differs, for the step that produces them."""
         ranges = list(live_ranges)
         self._add([requested], reshard_costs.sizes(requested), [one.span for one in ranges])
         if requested is not produced:
@@ -100,8 +101,9 @@ class MemoryTimeline:
         live_ranges: Iterable[LiveRange],
     ) -> None:
         """Adds the copies of tensors for readers that require another sharding. A copy exists while
-        its reader runs, and on to the next reader if that requires the same; two readers at one
-        step share it. A `common` copy exists from the first reader to the last."""
+        its reader runs, and until the next reader if that requires the same sharding; two readers
+        at one step share a copy. A `common` copy for all readers exists from the first reader to
+        the last."""
         at: dict[ShardingDomain, list[Span]] = defaultdict(list)
         between: dict[tuple[ShardingDomain, ShardingDomain, int], list[Span]] = defaultdict(list)
         through: list[Span] = []
@@ -136,7 +138,9 @@ class MemoryTimeline:
             self._add([requested, reader, other], copies[..., None] * same, spans)
 
     def _add(self, scope: Sequence[ShardingDomain], values: Array, spans: Sequence[Span]) -> None:
-        """Adds bytes by profile (or one row for all) and by the shardings of the domains."""
+        """Adds a demand of `values` bytes during the spans, in every profile. The first axis of
+        `values` is the profile (or has length 1, for all), the others are the shardings of the
+        domains."""
         if not spans:
             return
         each = np.broadcast_to(values, (self.profiles, *values.shape[1:]))
@@ -149,7 +153,7 @@ class MemoryTimeline:
 
 
 def _where(sizes: Array, differ: Array) -> Array:
-    """Sizes by profile and by the last of several domains, 0 unless that differs from the
-    others."""
+    """Sizes by profile and by the shardings of several domains: the size in the last domain where
+    `differ` is True, else 0."""
     found: Array = sizes.reshape(len(sizes), *[1] * (differ.ndim - 1), -1) * differ
     return found

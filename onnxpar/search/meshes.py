@@ -1,4 +1,4 @@
-"""The search for the mesh: the meshes that it tries, and the names of the axes that it finds."""
+"""The search for the mesh: tries meshes, and names the axes of the best one by what they split."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ from onnxpar.strategy.entries import annotations_of
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
-"""Names of axes by what they split most; the last one is for everything else."""
+"""Names of axes by what they split most: batch, experts, sequence, or anything else."""
 ORDER = (BATCH, EXPERTS, SEQUENCE, WIDTH)
-"""The order of a mesh's axes, major first, if the order decides nothing."""
+"""The order of a mesh's axes, major first, where all ranks are equally far from each other."""
 TOGETHER = 2
-"""Axes over which the search decides everything at once."""
+"""Most axes of a mesh over which one search decides everything at once."""
 MOST_AXES = 3
-"""Axes of a mesh after one of those that were decided at once is split further."""
+"""Most axes of a mesh that the search finds; axes beyond TOGETHER come from splitting an axis
+further."""
 SAME = 1e-6
-"""A solution that is slower by at most this share counts as equally fast; of such meshes, the one
-with the fewest axes is taken."""
+"""A solution that is slower by at most this share counts as equally fast; of such solutions, the
+one on the mesh with the fewest axes is taken."""
 WORTH = 0.01
-"""The share of the time that each axis beyond TOGETHER must save."""
+"""The share of a run's time that each axis beyond TOGETHER must save."""
 _NAMING = 0.1
-"""The smallest share of an axis's use by which it may be named."""
+"""An axis may get the name of something that it splits only if that has at least this share in the
+seconds of all that the axis splits."""
 
 Solve = Callable[[ShardingState, Sequence[Sequence[Annotation]], Kept | None], Solution]
-"""Finds the fastest strategy on a mesh, given annotations and the decisions to keep."""
+"""Finds the fastest strategy on a mesh, given a sharding state, batches of annotations, and
+decisions to keep."""
 
 
 def best_mesh(
@@ -55,8 +58,8 @@ def best_mesh(
     strategy: Strategy | None = None,
     objective: Objective | None = None,
 ) -> Solution:
-    """The fastest strategy over all meshes of `devices` ranks that meets all requests; the mesh has
-    the axes that these name. Errors: StrategyError if there is none."""
+    """The fastest strategy on any mesh of `devices` ranks that meets all requests in `strategy`;
+    the mesh has the axes that the requests name. Errors: StrategyError if there is none."""
     search = Meshes(factors, devices, topology or Topology.default(), solve, strategy, objective)
     best = search.best()
     sharding = ShardingState.open(best.mesh, factors, search.topology)
@@ -87,13 +90,13 @@ class Meshes:
         self.strategy = strategy
         self.requested = requested_axes(strategy) if strategy is not None else ()
         # True if all ranks are at the same distance; then the order of the mesh's axes does not
-        # matter, as each leaf has an order of its own
+        # matter, because each leaf has its own order of axes
         self.is_even = not any(unit < devices for unit in topology.units())
         self.refused: list[tuple[Mesh, StrategyError]] = []
 
     def best(self) -> Solution:
-        """The fastest solution on a mesh of few axes, over which everything is decided at once, or
-        on a refinement of the fastest one with the most axes. Errors: StrategyError."""
+        """The fastest solution on a mesh of up to TOGETHER axes, or on one that splits its axes
+        further, if that saves enough. Errors: StrategyError if there is none."""
         if self.objective.any_fit:
             return self._first()
         found = [s for mesh in self._coarse() if (s := self.attempt(mesh)) is not None]
@@ -108,7 +111,7 @@ class Meshes:
 
     def _first(self) -> Solution:
         """The first solution found, on one axis or on two of nearly equal sizes."""
-        one, *more = self._coarse()  # a strategy may name more than one axis
+        one, *more = self._coarse()  # `one` has more than one axis if a strategy names more
         for mesh in [one, *sorted(more, key=lambda mesh: max(size for _, size in mesh.shape))[:2]]:
             solution = self.attempt(mesh)
             if solution is not None:
@@ -118,8 +121,8 @@ class Meshes:
         raise self.why()
 
     def _refined(self, best: Solution) -> Solution:
-        """The solution with axes split in two as long as that is worth it; the strategies over the
-        other axes are kept."""
+        """The solution after axes were split in two, one after the other, as long as each split
+        saves enough time; the strategies over the other axes are kept."""
         while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
             finer = min(self._finer(best), key=_seconds, default=best)
             if finer.seconds >= best.seconds * (1 - WORTH):
@@ -128,7 +131,8 @@ class Meshes:
         return best
 
     def _coarse(self) -> Iterator[Mesh]:
-        """Meshes of one axis, then of two of all sizes; of more if a strategy names more."""
+        """Meshes with one axis, then with two axes of all possible sizes; with more axes if the
+        strategy names more."""
         devices = self.one_axis.size
         for count in range(max(1, len(self.requested)), max(TOGETHER, len(self.requested)) + 1):
             names = (*self.requested, *free_names(count - len(self.requested), self.requested))
@@ -137,7 +141,8 @@ class Meshes:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
     def _finer(self, best: Solution) -> Iterator[Solution]:
-        """Solutions with each axis that is not requested by name split into two of all sizes."""
+        """Solutions after one axis was split into two of all possible sizes; each axis that is not
+        requested by name is tried."""
         for at, (name, size) in enumerate(best.mesh.shape):
             for sizes in _products(size, 2) if name not in self.requested else ():
                 found = self.split(best, at, sizes)
@@ -145,8 +150,8 @@ class Meshes:
                     yield found
 
     def split(self, best: Solution, at: int, sizes: Sequence[int]) -> Solution | None:
-        """The solution with one axis split into two of these sizes; the strategies over the other
-        axes are kept."""
+        """The solution after the axis at this position was split into two of these sizes; the
+        strategies over the other axes are kept. None if there is none."""
         shape = best.mesh.shape
         others = [n for i, (n, _) in enumerate(shape) if i != at]
         parts = zip(free_names(2, [*others, shape[at][0]]), sizes, strict=True)
@@ -154,7 +159,7 @@ class Meshes:
         return self.attempt(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept)
 
     def attempt(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
-        """The fastest solution on a mesh; None if there is none, for the reason that `why` has."""
+        """The fastest solution on a mesh; None if there is none, and then `why` has the reason."""
         self.objective.patience.tell(f"mesh {mesh}")
         sharding = ShardingState.open(mesh, self.factors, self.topology)
         try:
@@ -165,8 +170,8 @@ class Meshes:
             return None
 
     def why(self) -> StrategyError:
-        """The reason why no mesh has a solution; if only the limit on memory excludes some, that
-        and the least memory found."""
+        """The error for the user if no mesh has a solution. If the limit on memory excludes
+        solutions, it is an OverLimit with the least memory found."""
         devices = self.one_axis.size
         if not self.refused:
             return StrategyError(
@@ -208,14 +213,15 @@ def _products(size: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def free_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
-    """`count` names of axes that are not taken, for use until it is known what the axes split."""
+    """`count` preliminary names of axes, which are not in `taken`; used until the search has
+    decided what they split."""
     names = chain((WIDTH,) if count == 1 else (BATCH, WIDTH), (f"axis{i}" for i in numbers()))
     return tuple(islice((name for name in names if name not in set(taken)), count))
 
 
 def _uses(best: Solution, model: Model, sharding: ShardingState) -> dict[str, dict[str, float]]:
-    """For each axis, by what it splits: the seconds that the nodes it splits would take on one
-    rank."""
+    """For each axis, and each name in ORDER for something that it splits: the seconds that the
+    nodes with such a split would take on one rank."""
     roles: dict[int | None, str] = {sequence_atom(model.graph, sharding, model.step): SEQUENCE}
     roles |= dict.fromkeys(expert_atoms(model.graph, sharding), EXPERTS)
     roles |= dict.fromkeys(batch_atoms(model.graph, sharding, model.step), BATCH)
@@ -232,8 +238,9 @@ def _uses(best: Solution, model: Model, sharding: ShardingState) -> dict[str, di
 def _names(
     mesh: Mesh, uses: Mapping[str, Mapping[str, float]], requested: Sequence[str]
 ) -> dict[str, str]:
-    """A name for each axis by its use, the most used first. Requested axes keep their names; if
-    several axes have one use, all but the first are numbered."""
+    """A name for each axis by what it splits (`uses`), the axis with the most seconds first.
+    Requested axes keep their names; of several axes with one name, all but the first get
+    numbers."""
     names = {name: name for name in requested}
     ranked = sorted(
         (-seconds, axis, role)
@@ -253,7 +260,7 @@ def _names(
 
 
 def renamed(best: Solution, names: Mapping[str, str], mesh: Mesh) -> Solution:
-    """The solution with other names of axes, on a mesh with these names."""
+    """The solution with its axes renamed by `names`, on `mesh`, which has the new names."""
 
     def named(axes: Axes) -> Axes:
         return tuple(replace(axis, name=names[axis.name]) for axis in axes)

@@ -12,15 +12,15 @@ from onnxpar.search.patience import Patience
 
 LATENCY, THROUGHPUT = "latency", "throughput"
 OBJECTIVES = (LATENCY, THROUGHPUT)
-"""Latency is the time of one run, compute and communication one after the other. Throughput counts
-the time between runs that overlap, so that only the longer of the two matters."""
+"""Latency is the time of one run: compute plus communication. Throughput is about the time from one
+run to the next if runs overlap: only the larger of compute and communication counts."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective, and `memory`, the bytes that a rank may hold at any time. Repeated blocks have
-    the same strategy unless `untied`. With `any_fit`, the search ends at the first strategy within
-    the limit."""
+    """The objective of the search (`goal`), and its limits. `memory` is the bytes that a rank may
+    hold at any time. Repeated blocks get the same strategy unless `untied`. With `any_fit`, the
+    search ends at the first strategy within the limit."""
 
     goal: str = LATENCY
     memory: float | None = None
@@ -60,15 +60,15 @@ class Objective:
             )
 
     def seconds(self, compute: float, communication: float) -> float:
-        """Seconds by the objective, from those of compute and of communication."""
+        """The seconds to minimize, given those of compute and of communication in a run."""
         if self.goal == THROUGHPUT:
             return max(compute, communication)
         return compute + communication
 
 
 class OverLimit(StrategyError):
-    """No strategy within the limit on memory was found. Any needs at least `least` bytes, None if
-    that is not known; one was found that holds `found` bytes."""
+    """No strategy within the limit on memory was found. Every strategy needs at least `least` bytes
+    (None: unknown); the best one that was found needs `found` bytes."""
 
     def __init__(self, message: str, least: float | None, found: float = math.inf) -> None:
         super().__init__(message)

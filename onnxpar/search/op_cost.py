@@ -1,4 +1,4 @@
-"""Cost of a node on the rank with the largest shards, for each of its strategies."""
+"""The cost of a node under a strategy, on the rank with the largest shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VIEWS = frozenset(
 )
 """Ops that move no data."""
 _LOOK_UP = frozenset(("Gather", "GatherND", "GatherElements"))
-"""Ops that read as much of their first operand as they return."""
+"""Ops that read only as many bytes of their first operand as they return."""
 _ROW_AXIS = {
     "Gather": 0,
     "Split": 0,
@@ -32,12 +32,12 @@ _ROW_AXIS = {
     "LayerNormalization": -1,
     "RMSNormalization": -1,
 }
-"""The default axis of ops that process contiguous rows, from that axis on."""
+"""The default axis of ops that process contiguous rows, which extend from that axis to the last."""
 _STEPS = 4
-"""Ops that an op becomes if it is split along a dimension that it normalizes or looks up; each of
-them reads and writes as much as the op returns."""
+"""Number of ops that replace an op that is split along a dimension that it normalizes or looks up;
+each of them reads and writes as many bytes as the op returns."""
 _ROUNDS = 2
-"""Small all-reduces among them."""
+"""Number of small all-reduces among the ops that replace such an op."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def op_cost(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> tup
 def _op_cost(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState, at: int
 ) -> tuple[float, float]:
-    """The same at one of these sizes, given by its index."""
+    """The seconds of `op_cost` at one of the sizes for which costs are computed, given by its index
+    `at`."""
     node, costs = op.node, sharding.costs
     held = [_part(t, strategy.operand(op, i), sharding, at) for i, t in enumerate(node.inputs)]
     produced = [_part(t, strategy.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
@@ -110,7 +111,8 @@ def _iterations(op: OpFactors) -> int:
 
 
 def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> int:
-    """The number of contiguous runs of elements that a node processes one by one."""
+    """The number of rows (stretches of contiguous elements) that a node processes one by one; 0 for
+    ops without extra cost per row."""
     node, shape = op.node, produced[0].shape if produced else ()
     if not shape:
         return 0
@@ -132,7 +134,8 @@ def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> in
 def _halo(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState, leaves: set[int], size: float
 ) -> float:
-    """Seconds to fetch the neighbours' edges: about one position of each split dimension."""
+    """Seconds to fetch the edges of the neighbours' shards, of about one position each, along the
+    split `leaves`; `size` is the bytes that the node reads."""
     axes = tuple(dict.fromkeys(a for i in sorted(leaves) for a in strategy.axes[i]))
     extent = max(max(op.extent(i) for i in leaves), 1)
     edge = size * parts_over(axes) / extent
@@ -143,8 +146,9 @@ def _halo(
 def _communication(
     op: OpFactors, strategy: OpStrategy, sharding: ShardingState, result: float
 ) -> float:
-    """Seconds of communication across a split factor: all-reduces of partial results, which do not
-    have that factor; in a recurrence, an all-gather of the state in each step."""
+    """Seconds of communication inside a node whose communicating factors are split: all-reduces of
+    partial results, which lack these factors; in a recurrence, an all-gather of the state in each
+    step. `result` is the bytes of the largest result."""
     axes = tuple(
         a
         for a in dict.fromkeys(

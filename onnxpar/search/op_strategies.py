@@ -1,5 +1,5 @@
-"""Strategies of a node: for each mesh axis, the leaves that it splits, or the partial sum that the
-node passes on."""
+"""Strategies of a node. A strategy says for each mesh axis which leaves the axis splits, or that
+the node passes on operands that are partial over the axis."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _MOST_SEGMENTS = 6
-"""The largest number of segments of which any subset may be split; of more, all or just one are."""
+"""With at most this number of segments, any subset of them may be split; with more, only all or a
+single one."""
 
 
 @dataclass(frozen=True)
 class OpStrategy:
     """A strategy of one node.
 
-    axes    those of each leaf of the node
-    passed  axes over which the operands of `group` are partial, and therefore the result
+    axes    the mesh axes that split each leaf of the node
+    passed  mesh axes over which the operands in `group`, and therefore the result, are partial
+    reduce  the reduction of these partial operands
+    group   indices of the operands that are partial over `passed`
     """
 
     axes: tuple[Axes, ...]
@@ -55,12 +58,14 @@ class OpStrategy:
         return tuple(() if link is None else self.axes[link] for link in links)
 
     def is_alike(self, axes: Set[str]) -> bool:
-        """True if these mesh axes all split the same leaves, or all pass."""
+        """True if the node treats all these mesh axes alike: each leaf is split by all or none of
+        them, and partial operands are partial over all or none."""
         each = ({axis.name for axis in over} for over in (*self.axes, self.passed))
         return all(names in (set(), axes) for names in each)
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
-        """The axes over which the node's own reductions are partial, and their kind."""
+        """The axes over which the result is partial because the node reduces leaves that they
+        split, and the reduction."""
         axes: list[Axis] = []
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.axes):
@@ -72,14 +77,16 @@ class OpStrategy:
 
 @dataclass(frozen=True)
 class _Split:
-    """Leaves that take one mesh axis, or sub-axes of it; empty if the node does not use it."""
+    """The leaves that one mesh axis splits, each with the axis or the sub-axis; empty if the axis
+    splits none."""
 
     leaves: tuple[tuple[int, Axis], ...] = ()
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Operands that stay partial over one mesh axis."""
+    """The operands that are partial over one mesh axis, and their reduction; the node passes this
+    on."""
 
     group: frozenset[int]
     reduce: ReduceOp
@@ -89,11 +96,11 @@ _Option = _Split | _Pass
 
 
 Kinds = dict[str, set[ReduceOp]]
-"""The reductions over which each tensor may be partial, by name."""
+"""The reductions by which each tensor may be partial, by tensor name."""
 
 
 def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
-    """The reductions over which tensors may be partial: after ops that reduce, and after the linear
+    """The reductions by which tensors may be partial: as results of ops that reduce, and of linear
     or monotone ops that pass a partial operand on."""
     kinds: Kinds = defaultdict(set)
     for op in ops:
@@ -106,14 +113,15 @@ def partial_kinds(ops: Iterable[OpFactors]) -> Kinds:
 
 @dataclass(frozen=True)
 class Kept:
-    """Mesh axes over which another search has decided the strategies of nodes, by name."""
+    """Mesh axes (by name) over which another search has decided, and its `strategies` of nodes (by
+    node name)."""
 
     axes: frozenset[str]
     strategies: Mapping[str, OpStrategy]
 
 
 Size = Callable[[OpFactors, OpStrategy], float]
-"""Bytes of a rank's shards of all that a node reads and produces."""
+"""Returns the bytes of a rank's shards of all operands and results of a node under a strategy."""
 
 
 def strategies_of(
@@ -124,9 +132,9 @@ def strategies_of(
     most: int = 1 << 12,
     size: Size | None = None,
 ) -> list[OpStrategy]:
-    """All strategies of a node that agree with the decided leaves. If there are more than `most`
-    combinations of options for the axes, only those options remain that by themselves make the
-    shards small, by `size`."""
+    """All strategies of a node that agree with its leaves that are decided already. If there are
+    more than `most` combinations of options for the axes, only the options that lead to the
+    smallest shards (by `size`) are combined."""
     mesh = sharding.mesh
     axes = [mesh.axis(name) for name, size in mesh.shape if size > 1]
     slots = _slots(op)
@@ -157,9 +165,9 @@ def _ranked(
     size: Size | None,
 ) -> list[_Option]:
     """The options of a node for an axis that agree with the decided leaves and are possible by
-    themselves, the best first: no split and passed sums, then splits of one leaf, of two and of
-    more in alternation, each those with the smallest shards first. Neighbouring nodes with the same
-    factors rank them alike."""
+    themselves, the best first: no split and partial operands that pass, then in alternation splits
+    of one leaf, of two, and of more, of each kind those with the smallest shards first.
+    Neighbouring nodes with the same factors get the same ranking."""
     by_leaves: dict[int, list[tuple[float, int, _Option]]] = defaultdict(list)
     for option in options:
         strategy = _combined(op, {axis: option})
@@ -167,7 +175,7 @@ def _ranked(
             continue
         if len(options) == 1 or _is_possible(op, strategy, sharding):
             at = [i for i, over in enumerate(strategy.axes) if over]
-            gaps = len({b - a for a, b in pairwise(at)})  # 1 for the same leaf of equal segments
+            gaps = len({b - a for a, b in pairwise(at)})  # 1: the same leaf of equal segments
             by_leaves[len(at)].append((size(op, strategy) if size and at else 0.0, gaps, option))
     first = [option for _, _, option in by_leaves.pop(0, [])]
     groups = [sorted(by_leaves[n], key=itemgetter(0, 1)) for n in sorted(by_leaves)]
@@ -176,7 +184,7 @@ def _ranked(
 
 
 def _agrees_on(axis: Axis, strategy: OpStrategy, decided: Sequence[Axes | None]) -> bool:
-    """True if a strategy uses one axis as decided for the leaves."""
+    """True if a strategy splits by this axis exactly the leaves for which that is decided."""
     return all(
         have is None or tuple(a for a in have if a.name == axis.name) == over
         for have, over in zip(decided, strategy.axes, strict=True)
@@ -184,7 +192,7 @@ def _agrees_on(axis: Axis, strategy: OpStrategy, decided: Sequence[Axes | None])
 
 
 def _kept(strategy: OpStrategy, axis: Axis) -> _Option:
-    """The option of a strategy for an axis."""
+    """The option that a strategy chooses for an axis."""
     if any(a.name == axis.name for a in strategy.passed):
         return _Pass(strategy.group, strategy.reduce)
     parts = [(i, a) for i, axes in enumerate(strategy.axes) for a in axes if a.name == axis.name]
@@ -192,8 +200,8 @@ def _kept(strategy: OpStrategy, axis: Axis) -> _Option:
 
 
 def _slots(op: OpFactors) -> list[frozenset[int]]:
-    """Sets of leaves that can be split together: an atom in all segments that have it, and
-    co-sharded leaves; then combinations of sets in different segments."""
+    """Sets of leaves that one axis can split together: the leaves of an atom in all segments that
+    have it, and co-sharded leaves; then combinations of such sets in different segments."""
     slots: dict[frozenset[int], None] = {}
     for i, leaf in enumerate(op.leaves):
         same = {j for j, o in enumerate(op.leaves) if o.atom == leaf.atom and (i, j) in op.apart}
@@ -217,16 +225,18 @@ def _are_apart(op: OpFactors, a: frozenset[int], b: frozenset[int]) -> bool:
 def _splits(
     op: OpFactors, slots: list[frozenset[int]], axis: Axis, sharding: ShardingState
 ) -> Iterator[_Split]:
-    """The splits over an axis: none; each slot with enough elements; and sequences of neighbouring
-    slots, each of which but the last has too few elements and leaves the rest of the axis to the
-    next. If the mesh has one axis, its rest may also stay idle; else another mesh covers that."""
+    """The ways to split by an axis: no leaf; each slot (a set of leaves) with enough elements; and
+    several neighbouring slots, where each but the last has too few elements and leaves a sub-axis
+    to the next. If the mesh has only this axis, a sub-axis may also split nothing; otherwise
+    another mesh covers that case."""
     yield _Split()
     may_idle = sum(n > 1 for _, n in sharding.mesh.shape) == 1
     beside = _neighbours(op, sharding)
     size = {slot: min(op.leaves[i].size for i in slot) for slot in slots}
 
     def shares(slot: frozenset[int], axis: Axis) -> Iterator[frozenset[tuple[int, Axis]]]:
-        """The axis on a slot, or a share of it with the rest on the slots right after it."""
+        """The ways to split a slot by the axis, or by a sub-axis while the slots right after it
+        take the rest."""
         share = axis.size if size[slot] >= axis.size else gcd(size[slot], axis.size)
         own = frozenset((i, Axis(axis.name, share, axis.pre)) for i in slot)
         if share == axis.size or (may_idle and share > 1):
@@ -246,8 +256,8 @@ def _splits(
 
 
 def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
-    """Pairs of leaves of a node that are in one dimension of a tensor, the second right after the
-    first."""
+    """Pairs of leaves of a node that are in one dimension of some tensor, the second directly after
+    the first."""
     found = set()
     for tensor, links in op.operands():
         factors = sharding.factors.tensors.get(tensor.name)
@@ -259,7 +269,8 @@ def _neighbours(op: OpFactors, sharding: ShardingState) -> set[tuple[int, int]]:
 
 
 def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
-    """The partial values that a node with one result may pass on."""
+    """The groups of partial operands that a node may pass on as a partial result; none unless it
+    has one result."""
     if op.bodies or len([t for t in op.node.outputs if t.name]) != 1:
         return
     names = [t.name for t in op.node.inputs]
@@ -272,7 +283,7 @@ def _passes(op: OpFactors, kinds: Kinds) -> Iterator[_Pass]:
 
 
 def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | None:
-    """The strategy with these options for the axes; None if they do not fit together."""
+    """The strategy with these options for the axes; None if two of them exclude each other."""
     axes: list[Axes] = [()] * len(op.leaves)
     passed: Axes = ()
     how: _Pass | None = None
@@ -304,7 +315,7 @@ def _is_legal(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> b
 
 
 def _is_possible(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
-    """True if ranks can compute with such shards, apart from what is decided."""
+    """True if ranks can compute with such shards, whatever is decided for the leaves."""
     if _cuts_open_weight(op, strategy, sharding):
         return False
     name = op.node.name

@@ -1,4 +1,4 @@
-"""Time limit of a search that could go on for minutes, and its progress reports."""
+"""A time limit for searches, which could go on for minutes, and reports of their progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 SECONDS = 20.0
-"""Time for finding a better strategy, or one that fits, on top of the work that is always done."""
+"""Default time limit for finding a better strategy, or one that fits in memory; work that is always
+done does not count."""
 
 
 def _nobody(text: str) -> None:
@@ -17,7 +18,8 @@ def _nobody(text: str) -> None:
 
 @dataclass
 class Patience:
-    """The seconds that a search may spend. It calls `tell` with a few words on what it tries."""
+    """The seconds that a search may spend. The search calls `tell` with a few words on each thing
+    that it tries."""
 
     seconds: float = SECONDS
     tell: Callable[[str], None] = _nobody
@@ -36,12 +38,12 @@ class Patience:
         return self.left <= 0.0
 
     def renewed(self, seconds: float = SECONDS) -> Patience:
-        """The same with nothing spent."""
+        """A copy with this time limit, of which nothing is spent yet."""
         return replace(self, seconds=seconds, spent=0.0, _since=None)
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Counts the time within; a nested use does not count twice."""
+        """Counts the time inside the block as spent; a nested block does not count twice."""
         if self._since is not None:
             yield
             return

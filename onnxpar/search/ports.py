@@ -14,8 +14,9 @@ from onnxpar.sharding.state import FactorSharding
 
 @dataclass(frozen=True)
 class Port:
-    """A node that produces or reads a tensor: as the result or operand `index`, or, if that is
-    None, at one of its bodies. With `is_whole`, a body that is not split reads the tensor."""
+    """A place where a node produces or reads a tensor: its result or operand `index`; or, if that
+    is None, an input or output of one of its bodies, where `links` relates leaves. With `is_whole`,
+    a body inside of which nothing is split reads the tensor."""
 
     op: OpFactors
     index: int | None
@@ -23,13 +24,13 @@ class Port:
     is_whole: bool = False
 
     def produced(self, strategy: OpStrategy) -> FactorSharding:
-        """The sharding in which the node produces the tensor."""
+        """The sharding of the tensor that the node produces under a strategy."""
         if self.index is None:
             return FactorSharding(strategy.leaves(self.links))
         return strategy.result(self.op, self.index)
 
     def required(self, strategy: OpStrategy) -> FactorSharding:
-        """The sharding in which the node reads the tensor."""
+        """The sharding of the tensor that the node requires under a strategy."""
         if self.index is None:
             return FactorSharding(strategy.leaves(self.links))
         return strategy.operand(self.op, self.index)

@@ -1,4 +1,5 @@
-"""Time of a run by the cost model, from the graph after insert-collectives."""
+"""Predicts the time of a run by the cost model, from the graph after the pass
+insert-collectives."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """Both, one after the other."""
+        """The seconds of compute plus those of communication."""
         return self.compute + self.communication
 
 
 def predict(graph: gs.Graph, sharding: ShardingState) -> Prediction:
-    """Seconds of all nodes and reshards of a graph."""
+    """Predicts the seconds of all nodes and reshards of a graph, in total."""
     each = predict_nodes(all_nodes(graph), sharding).values()
     return Prediction(sum(p.compute for p in each), sum(p.communication for p in each))
 
@@ -48,9 +49,9 @@ def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState) -> float:
 
 
 def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str, Prediction]:
-    """Seconds of each node, by name, in all iterations of the loops around it. Exchanges inside an
-    op count as communication, local cuts as compute. Nodes that passes added, and that have no
-    rule, are left out."""
+    """Predicts the seconds of each node, by name, in all iterations of the loops around it.
+    Communication inside an op counts as communication, and slices between layouts as compute. Nodes
+    that passes added and that have no rule are left out."""
     nodes = list(nodes)
     times = repetitions(nodes)
     found: dict[str, Prediction] = {}
@@ -71,7 +72,7 @@ def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str
 
 
 def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
-    """Seconds of a collective or a local cut between two layouts."""
+    """Seconds of a node that reshards: a collective, or a slice on each rank."""
     mesh = sharding.mesh
     costs = sharding.costs
     rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in operands_of(node))

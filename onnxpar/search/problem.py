@@ -1,7 +1,7 @@
 """The search for a strategy as a minimum of a sum of tables.
 
-A variable is the strategy of a node. One table has the cost of each node, and one of each tensor:
-the reshards between its producer and its readers.
+A variable is the strategy of a node. Each node has a table with its cost, and each tensor has one
+with the cost of the reshards between its producer and its readers.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 MOST_STRATEGIES, FEWEST_STRATEGIES = 1 << 12, 1 << 3
-"""Strategies of a node that the search compares at most; and the lowest number to which it reduces
-them if tables would have more than MOST_ENTRIES entries."""
+"""Most strategies of a node that the search compares; and the number below which it does not reduce
+them where tables would have more than MOST_ENTRIES entries."""
 MOST_ENTRIES = 20 << 20
-"""Entries of all tables of a sum, 160 MB; elimination and message passing need several times as
-much."""
+"""Most entries of all tables of a sum: 160 MB. Elimination and message passing need several times
+as much memory."""
 LESS = 0.75
-"""The largest share of its strategies that a node keeps each time they are reduced."""
+"""Largest share of the strategies that remains each time their number is reduced."""
 PASSING = 1e-12
-"""Seconds added to a node that a partial sum passes, because the compiler lets a sum pass only if
-that gains something."""
+"""Seconds added to the cost of a node that passes a partial sum on, so that the search chooses this
+only if it gains time."""
 
 
 class Problem:
-    """All that a strategy decides about a graph, and its cost. Nodes in the same place of repeated
-    blocks share a variable; the tensors between them share a table, multiplied by their number.
-    `kept` are parts of a strategy that another search has decided. In a training `step`, sums of
-    gradients over ranks cost what they do when fused.
+    """The decisions of a strategy for a graph, as variables, and its cost, as sums of tables over
+    them. Nodes in the same place of repeated blocks share a variable; the tensors between them
+    share a table, multiplied by their number. `kept` are decisions of another search. In a training
+    `step`, sums of gradients over ranks have the cost of fused sums.
 
-    sums        lists of tables: seconds of a run; or those of compute, and those of communication
+    sums        a list of tables for the seconds of a run; or, for the objective throughput, one for
+                the seconds of compute, and one for those of communication
     timeline    memory that a rank holds at each step, if it is limited
-    strategies  those of each node, by name
+    strategies  the strategies that each node can have, by name
     variable    the variable of each node, by name
     """
 
@@ -111,7 +112,7 @@ class Problem:
         """The least seconds of a run, the strategy of each node by name, and the sharding of each
         state by its input. If nodes depend on each other too much, the seconds are low but maybe
         not the least. Errors: TooLarge if there are too many strategies to try exhaustively;
-        TooMuch and Undecided if none was found within the limit."""
+        TooMuch or Undecided if none was found within the limit on memory."""
         most = self.objective.memory
         limit = Limit(most or 1.0, self.timeline.steps, self.timeline.demands)
         if exhaustively:
@@ -132,15 +133,17 @@ class Problem:
         return seconds, chosen, inputs
 
     def _minimum(self, tables: Sequence[Table]) -> tuple[float, list[int], bool]:
-        """A low sum of tables, the values of the variables, and True if it is the least sum."""
+        """A low sum of tables, the values of the variables that give it, and True if it is proven
+        to be the least sum."""
         try:
             return *minimize(self.sizes, tables), True
         except TooLarge:
             return minimize_in_parts(self.sizes, tables, self._start(tables))
 
     def _start(self, tables: Sequence[Table]) -> dict[int, int]:
-        """Good values of the nodes' variables if all mesh axes split alike, as one axis would; the
-        first values if some node has no such strategy, or the mesh has one axis only."""
+        """Good values of the nodes' variables to start with: the best ones if every node treats all
+        mesh axes alike, as one axis. Each variable's first value if some node has no such strategy,
+        or if the mesh has only one axis."""
         first = dict.fromkeys(self.variable.values(), 0)
         axes = {name for name, size in self.sharding.mesh.shape if size > 1}
         kept = {v: np.arange(size) for v, size in enumerate(self.sizes)}
@@ -173,13 +176,15 @@ class Problem:
             largest = max(map(len, self.strategies.values()), default=1)
             if self.tables.entries <= MOST_ENTRIES or largest <= FEWEST_STRATEGIES:
                 break
-            share = 0.9 * math.sqrt(MOST_ENTRIES / self.tables.entries)  # most are over pairs
+            share = 0.9 * math.sqrt(
+                MOST_ENTRIES / self.tables.entries
+            )  # most tables are over pairs
             most = max(int(min(share, LESS) * largest), FEWEST_STRATEGIES)
         self.tables.make()
 
     def _add_all(self, most: int) -> None:
-        """Adds all variables and tables, without the values of tables; a node has at most `most`
-        strategies."""
+        """Adds all variables and tables, but does not compute the tables yet; a node has at most
+        `most` strategies."""
         self.tables = Sums(2 if self._is_apart else 1)
         self.strategies: dict[str, list[OpStrategy]] = {}
         self.domains = Domains(self.tensors, self.strategies, self.tables)
@@ -197,7 +202,8 @@ class Problem:
                 self._add_weight(found)
 
     def _add_nodes(self, alike: Sequence[OpFactors], most: int) -> None:
-        """Adds the variable of these nodes, and the table of their cost."""
+        """Adds the variable of nodes that share one, and the table of their cost. Errors:
+        StrategyError if the nodes have no strategy."""
         op = alike[0]
         strategies = self.known_strategies.get(op.node.name, [])
         if not strategies or len(strategies) > most:
@@ -226,15 +232,15 @@ class Problem:
         return sum(mean_bytes(t, p, self.sharding) for t, p in each if t.name in known)
 
     def _op_cost(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
-        """Seconds of a node under each strategy, with a row for each sum."""
+        """Seconds of a node under each strategy (columns), with a row for each sum."""
         seconds = np.array([op_cost(op, strategy, self.sharding) for strategy in strategies]).T
         seconds[0] += [PASSING * bool(strategy.passed) for strategy in strategies]
         rows: Array = seconds if self._is_apart else seconds.sum(0, keepdims=True)
         return rows
 
     def _add_tensor(self, found: Sequence[gs.Tensor]) -> None:
-        """Adds the tables of tensors with one signature, over the variables of the nodes that
-        produce and read them, and the variables that these tables need."""
+        """Adds the tables for the reshards of tensors with one signature, over the variables of the
+        nodes that produce and read them; also adds further variables that these tables need."""
         name, times = found[0].name, sum(self._iterations(tensor.name) for tensor in found)
         required = self.domains.required(name)
         produced = self.domains.produced(name)
@@ -281,7 +287,8 @@ class Problem:
         self.tables.later(lambda: add(costs, required, len(found)))
 
     def _live_range(self, name: str, at: Mapping[ShardingDomain, ShardingDomain]) -> LiveRange:
-        """When a tensor exists and is read; `at` maps the domains of readers to those in tables."""
+        """The steps at which a tensor exists and is read; `at` maps the domains of readers to the
+        domains that tables use for them."""
         first, last = self.timeline.first, self.timeline.last
         reads = [
             (

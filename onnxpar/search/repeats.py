@@ -1,4 +1,4 @@
-"""Repeated blocks of a graph, which share one strategy."""
+"""Finds repeated blocks of a graph, which get the same strategy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 
 LEAST_NODES = 4
-"""Nodes of the shortest block that counts."""
+"""Fewest nodes of a block that counts as repeated."""
 LEAST_TIMES = 3
-"""The least number of consecutive repetitions that counts."""
+"""Fewest consecutive occurrences of a block that count as repetitions."""
 
 
 def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
-    """A number for each node; nodes in the same place of repeated blocks have the same number."""
+    """A number for each node, in the order of the graph; nodes in the same place of repeated blocks
+    have the same number."""
     ops = sharding.factors.ops
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
@@ -31,7 +32,7 @@ def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
 
 
 def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
-    """All that determines the strategies of a node and their costs."""
+    """A key with all that determines the strategies of a node and their costs."""
     if op.bodies:
         return (op.node.name,)
     atoms: dict[int, int] = {}
@@ -61,7 +62,8 @@ def _operand(tensor: gs.Tensor, sharding: ShardingState, kinds: Kinds) -> Hashab
 
 
 def runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, period) of repetitions: the longest first, then those before it and after it."""
+    """(start, end, period) of each stretch of `signs` that repeats with that period: the longest
+    first, then those before it and after it. `offset` is added to start and end."""
     best = (0, 0, 0)
     for period in range(LEAST_NODES, len(signs) // LEAST_TIMES + 1):
         same = np.flatnonzero(signs[period:] != signs[:-period])

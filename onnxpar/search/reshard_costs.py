@@ -1,5 +1,5 @@
-"""Seconds of reshards between the factor shardings of a tensor: to one, or to several readers
-together."""
+"""Seconds of the reshards of a tensor from one factor sharding to another, or to those of several
+readers together."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 MOST_TOGETHER = 1 << 16
-"""Entries of a table over the producer and all readers of a tensor."""
+"""Most entries of a table over the producer and all readers of a tensor."""
 
 
 @dataclass(frozen=True)
 class ShardingDomain:
-    """The sharding of a tensor for each value of a variable; without a variable, there is one
-    sharding. `copied` is for each value True if the reader takes a copy of its own; None if the
-    value does not decide that."""
+    """The sharding of a tensor at one place of the graph, for each value of a variable; without a
+    variable, there is only one sharding. `copied` says for each value if the reader takes a copy of
+    its own; it is None if the value does not decide that."""
 
     variable: int | None
     factor_shardings: tuple[FactorSharding, ...]
     copied: tuple[bool, ...] | None = None
 
     def reduced(self) -> ShardingDomain:
-        """The domain of the same values, not partial."""
+        """The domain with the same variable, after the reduction of partial shardings."""
         return ShardingDomain(self.variable, tuple(p.reduced() for p in self.factor_shardings))
 
 
 def table_of(domains: Sequence[ShardingDomain], values: Array) -> Table:
-    """The table of values with an axis for each domain; that of a domain without a variable has
-    length 1."""
+    """The table over the variables of these domains. `values` has an axis for each domain, of
+    length 1 for a domain without a variable."""
     fixed = tuple(i for i, domain in enumerate(domains) if domain.variable is None)
     scope = tuple(domain.variable for domain in domains if domain.variable is not None)
     return Table(scope, np.squeeze(values, axis=fixed))
 
 
 class ReshardCosts:
-    """Seconds between factor shardings by the cheapest path, with a row for each sum: one row of
-    all seconds, or, if `apart`, one of compute and one of communication."""
+    """Seconds of reshards of one tensor between all factor shardings in its domains, by the
+    cheapest path. The first axis of a result is the sum: one row with all seconds, or, if `apart`,
+    one with those of compute and one with those of communication."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class ReshardCosts:
 
     @cached_property
     def seconds(self) -> Array:
-        """Seconds from each sharding to each. A tensor between nodes that onnxruntime fuses is only
-        read as it is produced, unless its layout was requested."""
+        """Seconds from each sharding to each other; infinite for a tensor between nodes that
+        onnxruntime fuses, which must not be resharded, unless its layout was requested."""
         sharding, name = self.sharding, self.tensor.name
         if name not in sharding.factors.fused or name in sharding.pinned:
             return self._seconds
@@ -93,7 +94,8 @@ class ReshardCosts:
         return self.known[key]
 
     def _one_by_one(self, about: ReshardedTensor) -> Array:
-        """The same if the shardings have no common sub-axes."""
+        """The seconds from each sharding to each other, if the shardings have no common
+        sub-axes."""
         seconds = np.zeros((2, len(self.index), len(self.index)))
         for start, goal in permutations(self.index, 2):
             for step in plan_steps(start, goal, about):
@@ -104,24 +106,24 @@ class ReshardCosts:
 
     @cached_property
     def again(self) -> Array:
-        """Seconds from a result of a reshard: infinite if that is partial and the goal is not, as a
-        sum is reduced only once."""
+        """Seconds from each sharding to each other for a further reshard of a copy. It may not
+        reduce a partial sharding (infinite seconds), because a sum is reduced only once."""
         partial = np.array([bool(p.partial) for p in self.index])
         return np.where(partial[:, None] & ~partial[None, :], np.inf, self.seconds)
 
     def paths(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
-        """Seconds from each produced sharding to each goal."""
+        """Seconds from each sharding of the tensor (`start`) to each goal."""
         found: Array = self.seconds[self._pairs(start, goal)]
         return found
 
     def onward(self, start: ShardingDomain, goal: ShardingDomain) -> Array:
-        """Seconds from each sharding that a reshard produced to each goal."""
+        """Seconds from each sharding of a copy that a reshard has made (`start`) to each goal."""
         found: Array = self.again[self._pairs(start, goal)]
         return found
 
     def tree(self, domains: Sequence[ShardingDomain]) -> Array:
-        """Seconds to serve all domains from the first one, each from any that exists by then, in
-        the best order."""
+        """Seconds to make the shardings of all domains from that of the first, in the best order;
+        each is made from the first, or from one made before."""
         count = len(domains)
         best: Array | None = None
         for order in permutations(range(1, count)):
@@ -137,8 +139,8 @@ class ReshardCosts:
         return best
 
     def sizes(self, domain: ShardingDomain) -> Array:
-        """Bytes that a rank holds, by the sizes for which costs are computed, and by the shardings
-        of a domain."""
+        """Bytes of a rank's shard, by profile of typical sizes (rows), and by the shardings of a
+        domain (columns)."""
         name = self.tensor.name
         each = [self.sharding.costed_shapes(name, at) for at in domain.factor_shardings]
         held = [[float(shape_bytes(self.tensor, shape)) for _, shape in some] for some in each]
@@ -149,7 +151,8 @@ class ReshardCosts:
         return mean_bytes(self.tensor, factor_sharding, self.sharding)
 
     def differ(self, *domains: ShardingDomain) -> Array:
-        """True where the sharding of the last of several domains is none of the others."""
+        """An array with an axis for each domain: True where the sharding of the last domain differs
+        from those of all others."""
         *others, last = np.ix_(*map(self._at, domains))
         found: Array = np.logical_and.reduce(np.broadcast_arrays(*(o != last for o in others)))
         return found
@@ -164,15 +167,15 @@ class ReshardCosts:
 
 
 def faster(one: Array, other: Array) -> Array:
-    """Entry by entry, the rows of seconds with the smaller sum over rows."""
+    """For each entry, the rows of seconds of the array whose sum over rows is smaller there."""
     if len(one) == 1:
         return np.minimum(one, other)
     return np.where(one.sum(0) <= other.sum(0), one, other)
 
 
 def _spread(values: Array, row: int, column: int, count: int) -> Array:
-    """Rows of matrices as rows of arrays with `count` axes; `row` and `column` are the axes of the
-    matrices, the others have length 1."""
+    """Reshapes the matrices in `values` to arrays with `count` axes: their rows become axis `row`,
+    their columns axis `column`, and all other axes have length 1."""
     if row > column:
         values, row, column = values.swapaxes(1, 2), column, row
     shape = [1] * count

@@ -22,7 +22,8 @@ from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotati
 
 AUTO, EXHAUSTIVE, PROPAGATION = "auto", "exhaustive", "propagation"
 SEARCHES = (AUTO, "data-parallel", "tensor-parallel", EXHAUSTIVE, PROPAGATION)
-"""The search; two presets; trying every strategy; and only propagation of the annotations."""
+"""Values of `--search`: the search, two presets, trying every strategy, and only propagating
+annotations."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ def solve(
     step: Step | None = None,
 ) -> Solution:
     """The fastest strategy on the sharding's mesh that agrees with the `given` annotations, and
-    with what is `kept` of another strategy; `step` is for a training step. Errors: StrategyError if
-    none agrees, or if there are too many to try them all; OverLimit if all need too much memory."""
+    with the decisions `kept` of another search; `step` is given for a training step. Errors:
+    StrategyError if no strategy agrees, or if there are too many to try them all; OverLimit if none
+    was found that fits in memory."""
     sketch = ShardingState.open(sharding.mesh, sharding.factors, sharding.costs.topology)
     for batch in given:
         for annotation in batch:

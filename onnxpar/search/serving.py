@@ -1,4 +1,4 @@
-"""Tables for the cost of the reshards from one tensor to several readers together."""
+"""Tables for the cost of resharding one tensor for several readers together."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from onnxpar.search.sums import Sums
 from onnxpar.sharding.state import FactorSharding
 
 MOST_DENSE = 1 << 20
-"""Entries of a table over the producer, one reader, and the copy for all readers; no more than
-elimination builds."""
+"""Most entries of a table over the producer, one reader, and the common copy for all readers;
+elimination builds no larger ones."""
 
 Paths = Callable[[ShardingDomain, ShardingDomain], Array]
-"""Seconds from the shardings of one domain to those of another, with a row for each sum."""
+"""Returns the seconds from the shardings of one domain to those of another, with a row for each
+sum."""
 
 
 @dataclass(frozen=True)
 class Serving:
     """Adds the tables of one tensor, or of `times` equal ones. If memory is limited (`is_limited`),
-    variables also tell which readers take a copy."""
+    variables also decide which readers take a copy."""
 
     sums: Sums
     reshard_costs: ReshardCosts
@@ -36,7 +37,8 @@ class Serving:
     def serve(
         self, produced: ShardingDomain, required: Sequence[ShardingDomain]
     ) -> tuple[dict[ShardingDomain, ShardingDomain], ShardingDomain | None]:
-        """Adds the tables; returns the domains by variables of their own, and the common copy.
+        """Adds the tables. Returns the domain that tables use for each given domain, which may have
+        a variable of its own, and the domain of the common copy (None without one).
 
         One table over all readers has the exact cost. If it would be too large, each reader is
         served by itself, from the tensor or from one common copy of it: exact for up to two
@@ -69,7 +71,8 @@ class Serving:
     def _from_either(
         self, produced: ShardingDomain, common: ShardingDomain, reader: ShardingDomain
     ) -> ShardingDomain:
-        """Adds one table for a reader that takes the nearer of the tensor and the common copy."""
+        """Adds one table for a reader that reshards the tensor or the common copy, whichever is
+        faster; returns the domain that the table uses for the reader."""
         own = distinct(self.sums, reader)
         self.sums.add([produced, common, own], partial(self._nearer, produced, common, own))
         return own
@@ -84,9 +87,10 @@ class Serving:
     def _from_one(
         self, produced: ShardingDomain, common: ShardingDomain, reader: ShardingDomain
     ) -> ShardingDomain:
-        """The same by tables over pairs, which have the same least sum: the reader's own variable
-        also tells which source it takes and, if memory is limited, whether it takes a copy or the
-        source itself. With two sums, it takes the source that makes the larger sum smaller."""
+        """Does what `_from_either` does, by two tables over pairs with the same least sum: the
+        reader's own variable also decides which source it takes and, if memory is limited, whether
+        it makes a copy or reads the source itself. With two sums, it takes the source that makes
+        the larger sum smaller."""
         factor_shardings = tuple(dict.fromkeys(reader.factor_shardings))
         copied = tuple(is_copy for _, is_copy in self._kinds for _ in factor_shardings)
         values = factor_shardings * len(self._kinds)
@@ -102,15 +106,15 @@ class Serving:
 
     @property
     def _kinds(self) -> list[tuple[int, bool]]:
-        """The combinations of the source, by number, and True if the reader takes a copy of it;
-        without a limit on memory, the latter is always True."""
+        """The combinations of a source (0 the tensor, 1 the common copy) and True if the reader
+        makes a copy of it; without a limit on memory, always True."""
         return [(n, is_copy) for is_copy in (False, True)[not self.is_limited :] for n in (0, 1)]
 
     def _from(
         self, number: int, paths: Paths, source: ShardingDomain, goal: ShardingDomain
     ) -> Array:
-        """Seconds from a source to the shardings of a goal, in each kind; 0 in the kinds in which
-        another source serves them."""
+        """Seconds from a source to the shardings of a goal, for each of `_kinds` in turn; 0 where
+        the kind has the other source."""
         seconds, is_same = (
             self.times * paths(source, goal),
             ~self.reshard_costs.differ(source, goal),
@@ -125,7 +129,8 @@ class Serving:
 
 
 def distinct(sums: Sums, domain: ShardingDomain) -> ShardingDomain:
-    """The domain by a variable whose values are its different shardings, if these are fewer."""
+    """The domain with a new variable that has one value for each different sharding; the domain
+    itself if its shardings all differ."""
     factor_shardings = tuple(dict.fromkeys(domain.factor_shardings))
     if domain.variable is None or len(factor_shardings) == len(domain.factor_shardings):
         return domain
@@ -135,7 +140,8 @@ def distinct(sums: Sums, domain: ShardingDomain) -> ShardingDomain:
 def _restated(
     sums: Sums, domain: ShardingDomain, factor_shardings: tuple[FactorSharding, ...]
 ) -> ShardingDomain:
-    """The domain by a new variable with these shardings, some of which may be equal."""
+    """The domain with a new variable for these shardings, some of which may be equal; adds a table
+    that allows only equal shardings of both."""
     restated = ShardingDomain(sums.add_variable(len(factor_shardings)), factor_shardings)
 
     def allowed() -> Array:

@@ -1,5 +1,5 @@
 """The variables of a search and the tables over them. Entries are counted before any table is
-built, so that a search that would need too much memory can be reduced first."""
+computed, so that a search that would need too much memory can be reduced before."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Sums:
     """Sums of tables over shared variables.
 
     sizes    the number of values of each variable
-    entries  entries of all tables of one sum, built or not
-    tables   the tables of each sum, once they are built
+    entries  the number of entries of all tables of one sum, computed or not
+    tables   the tables of each sum; empty until `make`
     """
 
     def __init__(self, count: int) -> None:
@@ -32,8 +32,8 @@ class Sums:
         return len(self.sizes) - 1
 
     def add(self, domains: Sequence[ShardingDomain], rows: Callable[[], Array]) -> None:
-        """Adds a table to each sum, with an axis for each domain, of length 1 for one without a
-        variable; `rows` computes their values."""
+        """Adds a table to each sum. `rows` computes the values, one array for each sum; an array
+        has an axis for each domain, of length 1 for a domain without a variable."""
         self._count(domains)
 
         def make() -> None:
@@ -43,7 +43,8 @@ class Sums:
         self.later(make)
 
     def forbid(self, domains: Sequence[ShardingDomain], values: Callable[[], Array]) -> None:
-        """Adds a table of zeros and infinite entries to the first sum only."""
+        """Adds a table to the first sum only: `values` are zeros, and infinite where a combination
+        is forbidden."""
         self._count(domains)
         self.later(lambda: self.tables[0].append(table_of(domains, values())))
 
@@ -51,10 +52,10 @@ class Sums:
         self.entries += math.prod(self.sizes[d.variable] for d in domains if d.variable is not None)
 
     def later(self, job: Callable[[], None]) -> None:
-        """Adds a job that runs when the tables are built."""
+        """Adds a job that `make` runs, after the jobs and tables that were added before."""
         self._jobs.append(job)
 
     def make(self) -> None:
-        """Builds the tables, in the order in which they were added."""
+        """Computes the tables and runs the jobs, in the order in which they were added."""
         while self._jobs:
             self._jobs.popleft()()

@@ -2,9 +2,9 @@
 
 Column generation (Dantzig and Wolfe, 1960): a linear program over the assignments found so far sets
 prices on the sums, and on bytes at some steps. Elimination finds the best assignment at these
-prices, which is added to the program, and a lower bound for all assignments. Mixtures of
-assignments reach that bound; if no single assignment does, integer programming decides, provided
-that the tables are small enough.
+prices, which is added to the program, and with it a lower bound for all assignments. Mixtures of
+assignments reach that bound; if no single assignment does, integer programming looks for one,
+provided that the tables are small enough.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from onnxpar.search.solver.mixed_integer import integer_program
 CLOSE = 1e-9
 """A sum that is above its bound by at most this share counts as the least."""
 RAISES = 8
-"""How often the price of memory is raised, by a factor of 4, to find an assignment that fits."""
+"""How many prices of memory are tried to find an assignment that fits, each 4 times the one
+before."""
 ROUNDS_TO_FIT = 9
-"""Rounds to find an assignment that fits. In each, a smaller share of the prices is the same for
-all steps; this damping keeps prices from jumping between steps."""
+"""Most rounds to find an assignment that fits. A share of the prices, which shrinks from round to
+round, is the same for all steps; this damping keeps prices from jumping between steps."""
 ROUNDS = 30
-"""Rounds to find the best assignment."""
+"""Most rounds to find the best assignment."""
 
 Minimum = Callable[[Sequence[Table]], tuple[float, list[int], bool]]
-"""Finds a low sum of tables: the sum, the assignment, and True if it is the least sum."""
+"""Finds a low sum of tables; returns the sum, the assignment, and True if it is proven to be the
+least."""
 
 
 def minimize_within(
@@ -44,10 +46,11 @@ def minimize_within(
     patience: Patience | None = None,
     any_fit: bool = False,
 ) -> tuple[float, list[int]]:
-    """Minimizes the largest of the sums, each of several tables, within the limit; returns it and
-    the assignment. It may be slightly more than the least if there are too many variables to be
-    sure, or if patience runs out; it is infinite if the tables forbid every assignment. With
-    `any_fit`, the first assignment within the limit is returned. Errors: TooMuch, Undecided."""
+    """Finds an assignment within the limit for which the largest of the sums (each of several
+    tables) is as low as possible; returns that sum and the assignment. The sum may be slightly more
+    than the least if there are too many variables to be sure, or if patience runs out; it is
+    infinite if the tables forbid every assignment. With `any_fit`, returns the first assignment
+    within the limit. Errors: TooMuch, Undecided."""
     patience = patience or Patience()
     columns = _Columns(sums, limit, minimum, patience, any_fit)
     if not columns.start():
@@ -83,11 +86,11 @@ class _Column:
 
 @dataclass
 class _Columns:
-    """The assignments found so far.
+    """The assignments found so far, and the search for better ones.
 
-    steps  those at which some assignment holds too much
+    steps  the steps at which some assignment exceeds the limit
     best   the best assignment within the limit
-    least  bytes that every assignment holds at some step
+    least  bytes that every assignment is known to need at some step
     """
 
     sums: Sequence[Sequence[Table]]
@@ -111,8 +114,8 @@ class _Columns:
         return min(float(column.held.max()) for column in self.found)
 
     def start(self) -> bool:
-        """Adds the best assignments for all sums together, and for each; False if every one is
-        forbidden."""
+        """Adds the assignments with the least total of all sums, and the least of each sum; False
+        if the tables forbid every assignment."""
         count = len(self.sums)
         if math.isinf(self._add(np.ones(count), np.zeros(0))):
             return False
@@ -133,8 +136,8 @@ class _Columns:
 
     def find_room(self) -> bool:
         """Looks for an assignment within the limit by minimizing the peak of bytes; True if an
-        assignment, or at least a mixture, is within it. Errors: TooMuch, once the lowest peak is
-        nearly known."""
+        assignment, or at least a mixture of some, is within the limit. Errors: TooMuch if none can
+        be."""
         least = math.inf
         for number in range(ROUNDS_TO_FIT):
             mixture = self._mix(for_room=True)
@@ -154,7 +157,8 @@ class _Columns:
         return least <= self.limit.bytes or self.best is not None
 
     def find_least(self) -> float:
-        """Looks for the best assignment within the limit; returns a lower bound on its value."""
+        """Looks for the best assignment within the limit; returns a lower bound on its largest
+        sum."""
         bound = -math.inf
         for _ in range(ROUNDS):
             mixture = self._mix(for_room=False)
@@ -167,8 +171,8 @@ class _Columns:
         return bound
 
     def _mix(self, for_room: bool) -> _Mixture:
-        """The best mixture of the assignments found: that with the lowest peak of bytes if
-        `for_room`, else that with the least sums within the limit."""
+        """The best mixture of the assignments found: the one with the lowest peak of bytes if
+        `for_room`, else the one within the limit whose largest sum is least."""
         sums = np.stack([column.sums for column in self.found], axis=1)
         held = np.stack([column.held for column in self.found], axis=1)
         while True:
@@ -184,14 +188,14 @@ class _Columns:
             self.steps.append(worst)
 
     def _add(self, of_sums: Array, of_steps: Array) -> float:
-        """Finds the best assignment at these prices of sums, and of a byte at each of `steps`;
-        returns a lower bound on the cost of any at these prices."""
+        """Finds and adds the best assignment at these prices of the sums, and of a byte at each of
+        `steps`; returns a lower bound on the cost of all assignments at these prices."""
         prices = np.zeros(self.limit.steps)
         prices[self.steps[: len(of_steps)]] = of_steps
         return self._find(of_sums, prices)
 
     def _find(self, of_sums: Array, prices: Array) -> float:
-        """The same, with a price of a byte at every step."""
+        """Does what `_add` does, with a price of a byte at every step."""
         tables = [
             scaled
             for tables, price in zip(self.sums, of_sums, strict=True)
@@ -214,8 +218,8 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Mixture:
-    """A mixture of assignments: the largest row of the first matrix, the weights of assignments,
-    and the prices of the rows of both matrices."""
+    """A mixture of columns as `_mixture` finds it: its largest row of the first matrix, the weight
+    of each column, and the prices of the rows of both matrices."""
 
     value: float
     weights: Array
@@ -224,8 +228,8 @@ class _Mixture:
 
 
 def _mixture(first: Array, second: Array, most: float) -> _Mixture:
-    """The mixture of columns that minimizes the largest row of `first`, with every row of `second`
-    at most `most`."""
+    """The weighted mean of columns for which the largest row of `first` is least, while every row
+    of `second` is at most `most`."""
     count = first.shape[1]
     scale = float(first.max()) or 1.0
     above = np.concatenate((first / scale, second / most))

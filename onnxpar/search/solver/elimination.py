@@ -1,5 +1,5 @@
-"""Exact minimum of a sum of tables, each over a few discrete variables, by eliminating one variable
-after the other (Dechter, "Bucket elimination", 1999), in the (min, +) semiring."""
+"""Finds the exact minimum of a sum of tables, each over a few discrete variables: eliminates one
+variable after the other (Dechter, "Bucket elimination", 1999), in the (min, +) semiring."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import numpy as np
 from onnxpar.base.arrays import Array
 
 LIMIT = 1 << 26
-"""The most combinations that are tried exhaustively: 512 MB."""
+"""Most combinations of values that are tried exhaustively: 512 MB."""
 ENTRIES = 1 << 20
-"""Entries of the largest table that is built."""
+"""Most entries of a table that `minimize` builds."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A term of the sum: `values[i, j]` if the first variable of `scope` has value i, and the
-    second has value j. An infinite entry forbids the combination."""
+    """A term of the sum, over the variables in `scope`: `values[i, j]` if the first variable has
+    value i, and the second value j. An infinite entry forbids the combination."""
 
     scope: tuple[int, ...]
     values: Array
 
     def at(self, values: Sequence[int] | Mapping[int, int]) -> float:
-        """The entry at a value of each variable, by its number."""
+        """The entry for these values of all variables, by the variable's number."""
         return float(self.values[tuple(values[v] for v in self.scope)])
 
 
@@ -38,7 +38,8 @@ class TooLarge(Exception):
 
 
 def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list[int]]:
-    """The least sum, and a value for each variable; `sizes` are their numbers of values.
+    """The least sum, and the value of each variable that gives it; `sizes` are the numbers of
+    values of the variables.
 
     If a variable is twice in a scope, only the diagonal counts. The sum is infinite if every
     assignment is forbidden. Errors: TooLarge if an intermediate table would have more than ENTRIES
@@ -51,7 +52,8 @@ def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list
 
 
 def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
-    """The sum for every combination of values. Errors: TooLarge if there are more than LIMIT."""
+    """The sum for every combination of values, with an axis for each variable. Errors: TooLarge if
+    there are more than LIMIT combinations."""
     count = math.prod(sizes)
     if count > LIMIT:
         raise TooLarge(f"{count} combinations of {len(sizes)} variables")
@@ -63,7 +65,8 @@ def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
 
 
 class Elimination:
-    """The sum with some variables eliminated: `constant`, plus `tables` over those `left`.
+    """A sum of tables after some variables were eliminated: `constant`, plus `tables` over the
+    variables that are `left`.
 
     A table whose variables are all in another table is added to that one.
     """
@@ -80,9 +83,10 @@ class Elimination:
             self._add(_squeezed(diagonal(table)))
 
     def run(self, limit: int, growth: float = math.inf) -> bool:
-        """Eliminates variables, always the one with the smallest table, as long as that has at most
-        `limit` entries; True if none is left. A variable stays if its tables would become one that
-        has more than `growth` entries and more than they have together."""
+        """Eliminates variables, always the one that needs the smallest table, as long as that has
+        at most `limit` entries; True if no variable is left. A variable stays if the table that
+        replaces its tables would have more than `growth` entries, and more than these tables
+        together."""
         queue = [(self._entries(v), v) for v in self.left]
         heapq.heapify(queue)
         while queue:
@@ -106,8 +110,8 @@ class Elimination:
         return found
 
     def _add(self, table: Table) -> None:
-        """Adds a table to one that has all its variables, or adds to it those whose variables it
-        has."""
+        """Adds a table to the sum. If another table has all its variables, the two are merged; so
+        are tables that have only variables of the new one."""
         scope = set(table.scope)
         if not scope:
             self.constant += float(table.values)
@@ -163,7 +167,8 @@ class Elimination:
 
 
 def diagonal(table: Table) -> Table:
-    """The table with each variable once."""
+    """The table with each variable only once in its scope: only entries where equal variables have
+    equal values remain."""
     scope = tuple(dict.fromkeys(table.scope))
     if len(scope) == len(table.scope):
         return table
@@ -179,7 +184,7 @@ def _squeezed(table: Table) -> Table:
 
 
 def _broadcast(table: Table, scope: Sequence[int]) -> Array:
-    """The values, broadcastable over the axes of a larger scope."""
+    """The values of a table, reshaped to broadcast over the axes of a larger scope."""
     order = [scope.index(v) for v in table.scope]
     values = np.transpose(table.values, np.argsort(order))
     shape = iter(values.shape)

@@ -1,4 +1,4 @@
-"""The limit on memory: bytes held at each step of a run, as sums of tables."""
+"""The limit on memory: the bytes that a rank holds at each step of a run are sums of tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from onnxpar.search.solver.elimination import Table, every_sum
 
 @dataclass(frozen=True)
 class Demand:
-    """The bytes of a table, which a rank holds during `spans`: rows of a first and a last step. A
-    step may be in several of them."""
+    """Bytes, the entries of a table, that a rank holds during `spans`: rows of a first and a last
+    step. A step in several spans counts several times."""
 
     table: Table
     spans: Array
@@ -34,7 +34,7 @@ class Limit:
     demands: Sequence[Demand]
 
     def held(self, values: Sequence[int]) -> Array:
-        """Bytes at each step under an assignment."""
+        """Bytes that a rank holds at each step, given a value for each variable."""
         change = np.zeros(self.steps + 1)
         for demand in self.demands:
             size = demand.table.at(values)
@@ -43,14 +43,14 @@ class Limit:
         return np.cumsum(change[:-1])
 
     def priced(self, prices: Array) -> list[Table]:
-        """Tables of what the held bytes cost, given the price of a byte at each step."""
+        """Tables of the cost of the held bytes, given the price of a byte at each step."""
         priced = ((demand.table, demand.weight(prices)) for demand in self.demands)
         return [Table(t.scope, t.values * weight) for t, weight in priced if weight]
 
 
 class TooMuch(Exception):
-    """Every assignment holds at least `least` bytes at some step, which is more than the limit; one
-    was found that holds `found` bytes."""
+    """Every assignment needs at least `least` bytes at some step, more than the limit; the best one
+    that was found needs `found` bytes."""
 
     def __init__(self, least: float, found: float) -> None:
         super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
@@ -58,8 +58,8 @@ class TooMuch(Exception):
 
 
 class Undecided(Exception):
-    """No assignment within the limit was found, nor a proof that there is none. Every one holds at
-    least `least` bytes at some step; one was found that holds `found` bytes."""
+    """No assignment within the limit was found, nor a proof that there is none. Every assignment
+    needs at least `least` bytes at some step; the best one that was found needs `found` bytes."""
 
     def __init__(self, least: float, found: float) -> None:
         super().__init__(f"at least {least:.0f} bytes, {found:.0f} found")
@@ -69,8 +69,8 @@ class Undecided(Exception):
 def exhaust_within(
     sizes: Sequence[int], sums: Sequence[Sequence[Table]], limit: Limit
 ) -> tuple[float, list[int]]:
-    """Minimizes the largest of the sums within the limit, by trying every assignment; returns it
-    and the assignment. Errors: TooLarge, TooMuch."""
+    """Minimizes the largest of the sums within the limit, by trying every assignment (a value for
+    each variable); returns that sum and the assignment. Errors: TooLarge, TooMuch."""
     largest = every_sum(sizes, sums[0])
     for tables in sums[1:]:
         np.maximum(largest, every_sum(sizes, tables), out=largest)

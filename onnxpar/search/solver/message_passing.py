@@ -1,9 +1,9 @@
 """Lower bounds on a sum of tables, by message passing.
 
-The sum of the minima of all tables is a lower bound. Moving costs between tables that share a
-variable raises it. V. Kolmogorov, "A new look at reweighted message passing" (2015): sequential,
-over the variables forwards and backwards. For most problems of a search, the bound reaches the
-least sum.
+The sum of the minima of all tables is a lower bound, which rises if costs are moved between tables
+that share a variable. This is the sequential method of V. Kolmogorov, "A new look at reweighted
+message passing" (2015), which goes over the variables forwards and backwards. For most problems of
+our search, the bound reaches the least sum.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from onnxpar.search.solver.elimination import Table
 class _Share:
     """A table seen from one of its variables.
 
-    values       those of the table, which change
+    values       the values of the table, which change in place
     axis         the axis of the variable
     shape        the shape of a vector along this axis
-    has_earlier  True if the table has a variable that is earlier in the order
-    has_later    True if it has a later one
+    has_earlier  True if another variable of the table is earlier in the order of variables
+    has_later    True if another variable of the table is later in that order
     """
 
     values: Array
@@ -40,7 +40,7 @@ class _Share:
     def least(self) -> Array:
         """The minimum of the table for each value of the variable."""
         found: Array
-        if self.axis:  # contiguous runs first, which is faster
+        if self.axis:  # the first axis first: contiguous memory is faster
             values = self.values.min(axis=0)
             found = values.min(axis=tuple(i for i in range(values.ndim) if i != self.axis - 1))
         else:
@@ -49,8 +49,8 @@ class _Share:
 
 
 class Messages:
-    """Tables without negative entries whose sum, plus `bound`, is that of the given ones; `bound`
-    is therefore a lower bound. It is infinite if every assignment is forbidden."""
+    """A sum of tables as `bound` plus other `tables`, which have no negative entries after `sweep`.
+    So `bound` is a lower bound on the sum; it is infinite if every assignment is forbidden."""
 
     def __init__(self, tables: Iterable[Table], constant: float) -> None:
         self.bound = constant
@@ -87,13 +87,15 @@ class Messages:
                 table.values[...] -= least
 
     def slack(self) -> dict[int, Array]:
-        """For each value of each variable, a lower bound on how far the sum is above `bound`."""
+        """For each value of each variable, a lower bound on the sum minus `bound` if the variable
+        has that value."""
         zero: Array = np.zeros(1)
         return {v: sum((s.least() for s in self._shares[v]), zero) for v in self._order}
 
     def _pass_on(self, variable: int, kept: Array, ahead: bool) -> Array:
-        """Collects the minima of a variable's tables for each of its values, and distributes them
-        to the tables that have later variables; returns the rest."""
+        """Takes the minima of a variable's tables for each of its values, plus the costs `kept`,
+        out of the tables, and distributes them to the tables that have later variables (earlier
+        ones unless `ahead`); returns the costs that are not distributed."""
         shares = self._shares[variable]
         found = [share.least() for share in shares]
         total = sum(found, start=kept)
@@ -117,7 +119,8 @@ class Messages:
 
 
 def _along(scopes: Sequence[Sequence[int]]) -> list[int]:
-    """An order that keeps the variables of one table close to each other."""
+    """The variables of these scopes, in an order that keeps variables of one table close to each
+    other."""
     if not scopes:
         return []
     variables = sorted({v for scope in scopes for v in scope})

@@ -1,5 +1,5 @@
-"""Minimizes the largest sum within a limit by mixed-integer programming (HiGHS), for small
-tables."""
+"""Minimizes the largest of several sums within a limit on memory, by mixed-integer programming
+(HiGHS); for small tables."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from onnxpar.search.solver.elimination import Table, diagonal
 from onnxpar.search.solver.limits import Limit, TooMuch
 
 MOST_ENTRIES = 60_000
-"""The most entries of tables for which the program is tried."""
+"""Most entries of all tables together for which the program is tried."""
 MOST_SECONDS = 60.0
-"""The time limit, after which the best assignment found counts."""
+"""Upper bound of the time limit, in seconds, after which the best assignment found counts."""
 INFEASIBLE = 2
 """SciPy's status of an infeasible program."""
 UNIT = 1e4
-"""The scale of sums and of the limit, as HiGHS has absolute tolerances."""
+"""Sums and the limit are scaled to about this number, because HiGHS has absolute tolerances."""
 
 
 def integer_program(
@@ -34,9 +34,10 @@ def integer_program(
     steps: Iterable[int],
     seconds: float = MOST_SECONDS,
 ) -> tuple[float, list[int]] | None:
-    """Minimizes the largest sum within the limit; returns it and the assignment, or None if none
-    was found within `seconds`. `steps` are those at which memory is likely to exceed the limit.
-    Errors: TooMuch."""
+    """Finds the assignment within the limit whose largest sum is least; returns that sum and the
+    assignment, or None if none was found within `seconds`, or if tables are too large. `steps` are
+    the steps at which memory is likely to exceed the limit. Errors: TooMuch if no assignment is
+    within it."""
     sums = [[diagonal(table) for table in tables] for tables in sums]
     demands = [diagonal(demand.table) for demand in limit.demands]
     entries = {t.scope: t.values.size for t in (*itertools.chain(*sums), *demands)}
@@ -59,8 +60,8 @@ def integer_program(
 
 
 class _Program:
-    """The program. It has a column for each value of each variable, for each entry of each scope of
-    several variables, and one for the largest sum."""
+    """The mixed-integer program. It has a column for each value of each variable, one for each
+    entry of each scope of several variables, and one for the largest sum."""
 
     def __init__(
         self,
@@ -114,7 +115,8 @@ class _Program:
         return max(sum(table.at(values) for table in tables) for tables in self.sums)
 
     def _one_value_each(self) -> Iterator[_Row]:
-        """Each variable has one value, which determines the entries of its scopes."""
+        """Constraints: each variable has one value, which determines the entries of the scopes with
+        it."""
         for start, end in itertools.pairwise(self.first):
             yield _Row.of([(np.arange(start, end), np.ones(end - start))], 1, 1)
         for scope, columns in self.columns.items():
@@ -127,7 +129,7 @@ class _Program:
                     yield _Row.of([(entries, np.ones(len(entries))), (own, -np.ones(1))], 0, 0)
 
     def _sums(self) -> Iterator[_Row]:
-        """The last column is at least each sum, scaled by the largest entry."""
+        """Constraints: the last column is at least each sum, scaled by the largest entry."""
         scale = UNIT / max(self._typical(), 1e-300)
         for tables in self.sums:
             terms = [
@@ -143,7 +145,7 @@ class _Program:
         return max((float(values.max()) for values in finite if values.size), default=1.0)
 
     def _held(self, steps: Iterable[int]) -> Iterator[_Row]:
-        """At these steps, a rank holds no more than the limit."""
+        """Constraints: at each of these steps, a rank holds no more than the limit."""
         scale = UNIT / self.limit.bytes
         for step in steps:
             at = np.zeros(self.limit.steps)
@@ -166,7 +168,8 @@ class _Program:
 
 @dataclass(frozen=True)
 class _Row:
-    """A weighted sum of columns between bounds; a column that is listed twice counts twice."""
+    """A constraint: bounds of a weighted sum of columns; a column that is listed twice counts
+    twice."""
 
     columns: Array
     weights: Array
@@ -175,6 +178,6 @@ class _Row:
 
     @classmethod
     def of(cls, terms: Iterable[tuple[Array, Array]], least: float, most: float) -> _Row:
-        """The row of (columns, weights), arrays of the same shape."""
+        """The constraint on terms (columns, weights), two arrays of the same shape each."""
         columns, weights = zip(*((c.reshape(-1), w.reshape(-1)) for c, w in terms), strict=True)
         return cls(np.concatenate(columns), np.concatenate(weights), least, most)

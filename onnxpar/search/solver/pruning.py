@@ -1,5 +1,5 @@
-"""Minimum of a sum of tables that are too connected for elimination alone: values are pruned until
-elimination can do the rest.
+"""Minimizes a sum of tables with too many shared variables for elimination alone: prunes values of
+variables until elimination can do the rest.
 
 `message_passing.py` gives a lower bound on the sum for each value. Elimination among the values
 with low bounds finds a low sum; values whose bound is above that sum are pruned.
@@ -20,31 +20,34 @@ from onnxpar.search.solver.message_passing import Messages
 CLOSE = 1e-12
 """A sum that is above its bound by at most this share counts as the least."""
 FEW = 1 << 12
-"""The most entries of the table that replaces an eliminated variable, before there is a bound."""
+"""Most entries of a table that replaces the tables of an eliminated variable, at first; the number
+grows where the bound rises slowly."""
 SMALL = 1 << 18
-"""The most entries of a table in the search for a low sum."""
+"""Most entries of a table in the search for a low sum."""
 LARGE = 1 << 22
-"""The most entries of a table in the proof that a sum is the least."""
+"""Most entries of a table in the proof that a sum is the least."""
 SWEEPS = 5
-"""Sweeps forwards and backwards between two attempts."""
+"""Sweeps of message passing, forwards and backwards, before each attempt."""
 ATTEMPTS = 12
-"""Attempts to find a low sum."""
+"""Most attempts to find a low sum."""
 SLOW = 0.1
-"""Share of the gap between bound and sum: if the bound rises by less, larger tables are used."""
+"""A share of the gap between bound and lowest sum: if the bound rises by less in an attempt,
+elimination may build larger tables."""
 ROOM = 1 << 21
-"""Entries of all tables together, above which no larger tables are used."""
+"""Number of entries of all tables together above which the tables do not get larger."""
 NEAR = 1e-3
 """A sum that is above its bound by at most this share is good enough once progress is slow."""
 WORK = 1 << 30
-"""Entries that all attempts together may read before they end."""
+"""Number of entries that message passing may read, in all attempts together, before the search
+ends."""
 
 
 def minimize_in_parts(
     sizes: Sequence[int], tables: Sequence[Table], start: Mapping[int, int]
 ) -> tuple[float, list[int], bool]:
-    """A low sum, the values, and True if it is the least; infinite if none was found. It is no
-    higher than the best sum with the values in `start` for some variables, unless the other
-    variables depend on each other too much."""
+    """A low sum (infinite if none was found), the values of the variables that give it, and True if
+    it is proven to be the least. `start` has values of some variables; the sum is no higher than
+    the best sum with these values, unless the other variables depend on each other too much."""
     search = _Search(sizes, tables)
     search.complete(start)
     is_least = search.run()
@@ -53,21 +56,23 @@ def minimize_in_parts(
 
 @dataclass(frozen=True)
 class _Level:
-    """The sum after some pruning and elimination. `kept` are the values of each variable that
-    remain, as numbered in the level before."""
+    """A stage of the search, after further pruning and elimination. `kept` are the values of each
+    variable that remain, numbered as in the level before."""
 
     elimination: Elimination
     kept: list[Array]
 
     def decide(self, values: Mapping[int, int]) -> dict[int, int]:
-        """Values of all variables in the level before, from those of the variables left."""
+        """The best values of all variables, numbered as in the level before, given the values of
+        the variables that are left."""
         found = self.elimination.decide(values)
         return {v: int(kept[found[v]]) for v, kept in enumerate(self.kept)}
 
 
 class _Search:
-    """The lowest sum found, its values, and the values that a lower sum may have. `here` has the
-    values found, as numbered in the last level."""
+    """The search for the least sum. `total` is the lowest sum found, and `values` the values of the
+    variables for it; `here` has the same values, numbered as in the last of `levels`, for the
+    variables that are left there."""
 
     def __init__(self, sizes: Sequence[int], tables: Iterable[Table]) -> None:
         self.given = [diagonal(table) for table in tables]
@@ -80,7 +85,7 @@ class _Search:
         self._enter(self.given, [np.arange(size) for size in sizes], 0.0)
 
     def run(self) -> bool:
-        """Looks for lower sums; True if there is none."""
+        """Looks for lower sums; True if it proves that `total` is the least."""
         work = 0
         for attempt in range(ATTEMPTS):
             if not self.messages.tables:
@@ -100,8 +105,8 @@ class _Search:
         return self._eliminate(self.messages.slack(), self._gap(), LARGE, {})
 
     def complete(self, values: Mapping[int, int]) -> None:
-        """Takes the best assignment with these values of some variables, unless tables would be too
-        large."""
+        """Considers the best assignment with these values of some variables, unless that needs
+        tables that are too large."""
         sizes = [len(kept) for kept in self.levels[0].kept]
         kept = [np.array([values[v]]) if v in values else np.arange(s) for v, s in enumerate(sizes)]
         elimination = Elimination([len(k) for k in kept], among(self.given, dict(enumerate(kept))))
@@ -109,7 +114,7 @@ class _Search:
             self._take(_Level(elimination, kept).decide({}))
 
     def _gap(self) -> float:
-        """The distance of the lowest sum found from the bound, plus a tolerance."""
+        """The lowest sum found minus the bound, plus a tolerance."""
         if math.isinf(self.total):
             return math.inf
         return self.total - self.messages.bound + CLOSE * abs(self.total)
@@ -128,9 +133,9 @@ class _Search:
         self.messages = Messages(list(elimination.tables.values()), constant)
 
     def _attempt(self, slack: Mapping[int, Array], keeps_found: int) -> bool:
-        """Eliminates among the values with the least slack, as large a share of them as possible;
-        with `keeps_found`, the values found so far are among them. True if no lower sum has other
-        values."""
+        """Finds the least sum among the values with the least slack, for as large a share of all
+        values as elimination can handle; with `keeps_found`, the values found so far are among
+        them. True if no sum with other values is lower."""
         excess = np.sort(np.concatenate([s - s.min() for s in slack.values()]))
         excess = excess[excess > 0]
         here = self.here if keeps_found else {}
@@ -147,8 +152,8 @@ class _Search:
     def _eliminate(
         self, slack: Mapping[int, Array], most: float, limit: int, here: Mapping[int, int]
     ) -> bool:
-        """Finds the least sum among the values whose slack is at most `most` above the least of
-        their variable, and those in `here`; False if that needs tables of more than `limit`
+        """Finds the least sum among the values in `here` and those with a slack of at most `most`
+        above the least slack of their variable; False if that needs tables of more than `limit`
         entries."""
         kept = {
             v: np.flatnonzero((s <= s.min() + most) | (np.arange(len(s)) == here.get(v, -1)))
@@ -163,8 +168,8 @@ class _Search:
         return True
 
     def _take(self, values: Mapping[int, int]) -> None:
-        """Keeps the values of the variables left, with the best ones of the others, if their sum is
-        lower than the lowest so far."""
+        """Completes values of the variables that are left in the last level to those of all
+        variables, and stores them if their sum is the lowest so far."""
         found = values
         for level in reversed(self.levels):
             found = level.decide(found)
@@ -174,7 +179,8 @@ class _Search:
             self.here = {v: values[v] for v in self.levels[-1].elimination.left}
 
     def _prune(self, slack: Mapping[int, Array]) -> bool:
-        """Prunes values that no lower sum has; False if there is no lower sum."""
+        """Prunes the values that cannot be part of a lower sum; False if none is left for some
+        variable, so that there is no lower sum."""
         kept = {v: np.flatnonzero((s <= self._gap()) & np.isfinite(s)) for v, s in slack.items()}
         if not all(map(len, kept.values())):
             return False
