@@ -60,7 +60,7 @@ def shard(
 
     model          a file, an onnx.ModelProto, or its bytes
     output         the folder; default: the model's name with .par, in the current folder
-    save_strategy  file to write the strategy to that was found
+    save_strategy  file to write the chosen strategy to
     dump           folder to write the graph to after every pass
     progress       called with the number of bytes of each weight that is written
     options        see `PlanOptions` and `LayoutOptions`
@@ -88,8 +88,8 @@ def make_plan(
 ) -> Plan:
     """Returns the plan that `shard` follows with the same options; no model is written.
 
-    `print` shows the text of `onnxpar plan`, and a notebook the page; `html` is a file to write the
-    page to. Errors: OnnxparError.
+    Printing the plan shows the text of `onnxpar plan`; a notebook shows the plan's page, which is
+    also written to the file `html` if it is given. Errors: OnnxparError.
     """
     asked = options_of(options, "plan")
     saver, explainer = saver_of(save_strategy, asked), Explainer()
@@ -128,21 +128,20 @@ def check(
     log_dir: File | None = None,
     **options: Unpack[PlanOptions],
 ) -> Check:
-    """Shards a model, runs it on its ranks, and compares every output with those of onnxruntime on
-    the unsplit model.
+    """Shards a model, runs it on its ranks, and compares every output with that of the unsplit
+    model under onnxruntime.
 
     inputs   an .npz file, or arrays by input name; missing inputs are random, by `seed`
-    each     compare every tensor that both models have, and name the first that differs
+    each     compare every tensor that both models have, and name the first one that differs
     train    for a training step: take `steps` steps at the learning rate `lr`, and compare the
              losses and the parameters
-    rtol     allow each element to differ by `atol + rtol * abs(reference)`, as numpy.allclose
-    atol     does; without both, the tolerance depends on the dtype and is relative to the largest
-             element
+    rtol     with atol: allow each element to differ by `atol + rtol * abs(reference)`, like
+    atol     numpy.allclose; default: a tolerance by dtype, relative to the largest element
     timeout  longest wait for a rank, in seconds
     log_dir  folder for the output of each rank, under rank.N/
 
-    The result has `ok`, `text()`, the `plan`, and the errors in `report.rows`. Errors: OnnxparError
-    if the model cannot be sharded or run; a mismatch is not an error.
+    Returns the outcome: `ok`, `text()`, the `plan`, and the differences in `report.rows`. Errors:
+    OnnxparError if the model cannot be sharded or run; a mismatch is not an error.
     """
     asked = options_of(options, "check")
     way = Way(inputs, seed, each, train, steps, lr, rtol, atol, timeout, log_dir)
@@ -154,9 +153,9 @@ def check(
 def candidates(
     model: Source, *, html: File | None = None, **options: Unpack[PlanOptions]
 ) -> Candidates:
-    """Plans the model by every strategy that applies, and sorts the plans by the time that the cost
-    model predicts; `html` is a file to write a page to, of the fastest plan or of the preset or
-    search that is given.
+    """Plans the model with every strategy that applies, and returns the plans by predicted time,
+    fastest first. `html` is a file to write a plan's page to: of the preset or search in `options`,
+    or else of the fastest plan.
 
     Errors: OnnxparError, also if no strategy applies.
     """
@@ -167,11 +166,11 @@ def candidates(
 
 @lists(PlanOptions)
 def compare_trace(model: Source, trace: File, **options: Unpack[PlanOptions]) -> Comparison:
-    """Returns the time of each op and collective: predicted by the cost model, and measured in a
-    trace.
+    """Returns two times for each op and collective: as the cost model predicts it, and as a trace
+    measured it.
 
     `trace` is a file that `InferenceSession.end_profile` or `onnxpar run --profile` wrote;
-    `options` must be those that `shard` was given. Errors: OnnxparError.
+    `options` must be the options of the `shard` call. Errors: OnnxparError.
     """
     asked = options_of(options, "compare_trace")
     with model_file(model) as path:
@@ -191,7 +190,7 @@ def opt(
     """Runs passes, such as `"propagate-layouts,insert-collectives"`, on a model or a dump, and
     returns the graph as text.
 
-    print_after  passes after which the graph is returned, or "all"; default: the last
+    print_after  passes after which to add the graph to the text, or "all"; default: the last pass
     dump         folder to write the graph to after every pass
     output       file to write the graph to after the last pass, as a model
 
@@ -205,8 +204,8 @@ def opt(
 
 
 def inspect(par: File, *, verify: bool = False) -> SavedPlan:
-    """Returns the plan of a sharded model; with `verify`, compares every byte of the folder with
-    its digest first. Errors: ModelError if `par` is not a sharded model, or has changed."""
+    """Returns the plan of a sharded model. With `verify`, first checks every file of the folder
+    against its digest. Errors: ModelError if `par` is not a sharded model, or has changed."""
     bundle = Bundle.load(par)
     if verify:
         bundle.check_files(whole=True)
@@ -214,8 +213,9 @@ def inspect(par: File, *, verify: bool = False) -> SavedPlan:
 
 
 def ops(pattern: str = "*", *, plugin: Sequence[str] = ()) -> list[op_table.OpRow]:
-    """Returns the sharding rule of each op whose name matches a glob, and how the rule is proved;
-    `plugin` names modules with rules of your own. Errors: StrategyError if no op matches."""
+    """Returns the sharding rule of each op whose name matches a glob, and how the rule was
+    verified; `plugin` names Python modules to import, with rules of your own. Errors: StrategyError
+    if no op matches."""
     for module in plugin:
         load_plugin(module)
     table = op_table.rows(pattern)
@@ -233,8 +233,8 @@ def output_of(model: Source) -> Path:
 
 
 def saver_of(path: File | None, options: Options) -> Saver:
-    """A Saver, which writes the strategy that was found to `path`; it does nothing if `path` is
-    None. Errors: OnnxparError."""
+    """Returns a Saver that writes the chosen strategy to `path`; without a path, it does nothing.
+    Errors: StrategyError for a manual program."""
     if path is not None and options.preset == MANUAL:
         raise StrategyError(
             "--save-strategy: a manual program has no strategy to save; leave it out"
@@ -248,8 +248,8 @@ def compare_strategies(
     html: File | None,
     follow: Callable[[list[Options]], Iterable[Options]] = iter,
 ) -> Candidates:
-    """Plans every strategy, and writes the page of one if `html` is given; `follow` shows the
-    progress."""
+    """Plans every strategy, and writes the page of one if `html` is given. `follow` wraps the list
+    of strategies to show progress."""
     options = replace(options, verify=False)
     given = options if html is None else replace(options, preset=None, search=None)
     alone = on_one_rank(path, given)
@@ -283,8 +283,8 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
 
 
 def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options, Watch]:
-    """Returns options whose loader dumps its rewrites, and a function to call after each pass: it
-    dumps the graph, and lets `saver` read the strategy."""
+    """Returns the options, extended so that the loader dumps its rewrites, and a function to call
+    after each pass, which dumps the graph and lets `saver` read the strategy."""
     dumps = None if dump is None else Dump(dump)
     watching: list[Dump | Saver] = [saver] if dumps is None else [dumps, saver]
 
@@ -296,7 +296,7 @@ def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options,
 
 
 def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:
-    """Adds the predicted steps to the plan; a manual program has none."""
+    """Adds the predicted time of each step to the plan; a manual program has no prediction."""
     if options.preset != MANUAL:
         plan.explained = explainer.explained(plan)
     return plan

@@ -5,8 +5,8 @@ import os
 from collections.abc import Mapping
 
 TRACEBACK = "ONNXPAR_TRACEBACK"
-"""The environment variable that, if set to 1, adds Python's traceback to an error, and the rest of
-a long message."""
+"""The environment variable that, if set to 1, makes commands print Python's traceback with an
+error, and long messages in full."""
 
 
 def wants_traceback() -> bool:
@@ -23,7 +23,7 @@ class ModelError(OnnxparError):
 
 
 class DamagedError(ModelError):
-    """A checkpoint that has changed since it was written."""
+    """A checkpoint whose files have changed since they were written."""
 
 
 class NewerFormatError(ModelError):
@@ -39,8 +39,8 @@ class SizeError(StrategyError):
 
 
 class OpenSizesError(StrategyError):
-    """Layouts that are impossible since sizes are open. `nodes` has the factors, by node, that must
-    not be split, if these are known."""
+    """Layouts that are impossible because sizes are open. `nodes` maps node names to the factors
+    that must not be split, as far as they are known."""
 
     def __init__(self, message: str, nodes: Mapping[str, frozenset[str]] | None = None) -> None:
         super().__init__(message)
@@ -52,11 +52,13 @@ class InputError(OnnxparError):
 
 
 class RankError(OnnxparError):
-    """A rank that died, stopped, disagreed with others or did not start. It ends the session."""
+    """A rank that died, stopped, disagreed with others or did not start. This error ends the
+    session."""
 
 
 class RunError(RankError):
-    """A run that failed on its feeds. The session continues: states are as before the run."""
+    """A run that failed because of its feeds. The session stays usable, with the states from before
+    the run."""
 
 
 class DivergenceError(OnnxparError):
@@ -64,4 +66,4 @@ class DivergenceError(OnnxparError):
 
 
 class PassError(OnnxparError):
-    """A pass that failed: a bug of that pass, or of an earlier one that left a wrong graph."""
+    """A pass that failed: a bug in that pass, or in an earlier pass that left a wrong graph."""

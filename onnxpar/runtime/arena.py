@@ -1,4 +1,4 @@
-"""Memory that processes share: arrays in an anonymous file, which grows on demand."""
+"""Memory that processes share: an anonymous file with arrays, which grows on demand."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ALIGNMENT = 64
 PAGE = mmap.PAGESIZE
 
 NOWHERE = -1
-"""The offset of a value that is not in an arena."""
+"""The offset in a Slot whose value is not in an arena."""
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 class Slot(NamedTuple):
-    """An array in an arena, and its offset there in bytes; NOWHERE for anything but a tensor of
-    numbers."""
+    """An array in a Room, and its offset in the arena in bytes. The offset is NOWHERE for values
+    that are not tensors of numbers, such as strings."""
 
     offset: int
     array: Array
@@ -41,15 +41,16 @@ class Heap:
     """Memory of this process alone; every array is new."""
 
     def place(self, specs: Sequence[Spec]) -> list[Slot]:
-        """New arrays of these dtypes and shapes."""
+        """Returns new arrays of these dtypes and shapes."""
         return [Slot(0, np.empty(shape, dtype)) for dtype, shape in specs]
 
 
 class Arena:
-    """Arrays in a file without a name, which vanishes with the processes that have it open.
+    """Arrays in a file without a name, which is deleted when the last process closes it.
 
-    The process that places arrays grows the file, and others map the size that it sends them. The
-    file never shrinks, so that no mapping can fault. After `clear`, new arrays overwrite old ones.
+    The process that places arrays grows the file and sends the new size to the others, which map
+    it. The file never shrinks, so that no mapping can fault. After `clear`, new arrays overwrite
+    old ones.
     """
 
     def __init__(self, fd: int) -> None:
@@ -59,7 +60,7 @@ class Arena:
 
     @staticmethod
     def create(name: str) -> Arena:
-        """A new, empty arena, whose file descriptor is not inherited."""
+        """Returns a new, empty arena; child processes do not inherit its file descriptor."""
         if hasattr(os, "memfd_create"):
             return Arena(os.memfd_create(name))
         with tempfile.TemporaryFile(prefix=name) as file:
@@ -67,7 +68,7 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """The bytes mapped here."""
+        """The number of bytes mapped in this process."""
         return self._memory.nbytes
 
     def clear(self) -> None:
@@ -75,7 +76,7 @@ class Arena:
         self._end = 0
 
     def place(self, specs: Sequence[Spec]) -> list[Slot]:
-        """Memory for arrays of these dtypes and shapes, after those placed before."""
+        """Returns memory for arrays of these dtypes and shapes, after the arrays placed earlier."""
         offsets = []
         for dtype, shape in specs:
             offsets.append(self._end)

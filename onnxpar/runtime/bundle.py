@@ -27,9 +27,10 @@ FORMAT = 3
 _WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"
 
 Shape = tuple[int | Polynomial | None, ...]
-"""Global sizes; open ones are polynomials of the model's symbols, data-dependent ones are None."""
+"""The global sizes of a tensor. An open size is a polynomial of the model's symbols; a
+data-dependent size is None."""
 Sizes = tuple[int, ...]
-"""The values of a bundle's symbols in a run."""
+"""The values of a bundle's symbols in a run, in the order of `Bundle.symbols`."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class NodeArg:
 class Port:
     """A graph input or output.
 
-    shape        None if the rank is data-dependent, with None for data-dependent sizes
-    layout       None if the rank is data-dependent, with -1 for data-dependent sizes; None also if
-                 sizes are open
-    type         onnxruntime's text for the type
+    shape        global sizes; None if the number of dimensions is data-dependent
+    layout       the layout, with -1 for data-dependent sizes; None if the number of dimensions is
+                 data-dependent, or if sizes are open
+    type         the type as onnxruntime writes it, such as `tensor(float)`
     dtype        the dtype of a tensor; object for strings
-    has_default  an input need not be fed
+    has_default  True for an input that need not be fed
     open_layout  if sizes are open, the JSON of the layout with polynomials; -1 for an open size
                  that may differ from those of other inputs
     """
@@ -69,7 +70,8 @@ class Port:
         return bool(self.type) and is_value(self.type)
 
     def is_free(self, axis: int) -> bool:
-        """True if an open size need not agree with those of other inputs."""
+        """True if the size of a dimension is open and need not agree with the sizes of other
+        inputs."""
         if self.open_layout is None:
             return False
         return bool(self.open_layout["dims"][axis].get("size") == -1)
@@ -82,7 +84,7 @@ class Port:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The symbols in its shape."""
+        """The symbols in the shape."""
         return frozenset(
             v for s in self.shape or () if isinstance(s, Polynomial) for v in s.variables
         )
@@ -99,7 +101,7 @@ class Port:
         return tuple(s.at(sizes) if isinstance(s, Polynomial) else s for s in shape)
 
     def expects(self) -> str:
-        """`float32 [8, 16]`, with `?` for data-dependent sizes."""
+        """Dtype and shape as text: `float32 [8, 16]`, with `?` for data-dependent sizes."""
         if self.is_value:
             return self.type
         if self.shape is None:
@@ -118,7 +120,8 @@ class Port:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A `model.par` folder: its mesh, ports by name, and state outputs by input.
+    """A `model.par` folder: its mesh, its ports by name, and its state pairs (`states`: output by
+    input).
 
     fixed    inputs of the unsplit model whose default values are now constants
     symbols  names of the open sizes
@@ -173,7 +176,8 @@ class Bundle:
         )
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
-        """The values of the symbols, from shapes of inputs by name; 0 for a symbol that is in none.
+        """Returns the values of the symbols that follow from these shapes, given by input name; 0
+        for a symbol that occurs in none of them.
 
         Errors: InputError if two shapes contradict each other, naming both.
         """
@@ -220,7 +224,7 @@ class Bundle:
 
     def check_files(self, rank: int | None = None, whole: bool = False) -> None:
         """Errors: ModelError if files of a rank, by default of all ranks, have changed since they
-        were written. Only some parts of large files are read, unless `whole`."""
+        were written. Samples large files, unless `whole`: then reads every byte."""
         own = "rank_" if rank is None else f"rank_{rank:04d}."
         wanted = {
             name: digests
@@ -231,7 +235,7 @@ class Bundle:
 
     @property
     def digest(self) -> str:
-        """A digest of plan.json and all files that it lists."""
+        """A digest of plan.json and all files that plan.json lists."""
         return str(self.data.get("sha256", ""))
 
     @property
@@ -241,7 +245,7 @@ class Bundle:
 
     @property
     def apart(self) -> frozenset[str]:
-        """Outputs of the evaluation program."""
+        """The outputs that only the evaluation program computes."""
         return frozenset(self.step.evaluation if self.step else ())
 
     @property
@@ -250,12 +254,13 @@ class Bundle:
         return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())
 
     def rank_file(self, rank: int, program: str = "") -> Path:
-        """The graph of a rank, or of one of its other programs. Errors: ModelError if it is
-        missing."""
+        """The file with the graph of a rank; `program` names another program of the rank, such as
+        the evaluation. Errors: ModelError if the file is missing."""
         return self._file(f"rank_{rank:04d}.{program}{'.' if program else ''}onnx")
 
     def states_file(self, rank: int) -> Path:
-        """The initial values of a rank's states. Errors: ModelError if the file is missing."""
+        """The file with the initial values of a rank's states. Errors: ModelError if it is
+        missing."""
         return self._file(f"rank_{rank:04d}.states.onnx")
 
     def _file(self, name: str) -> Path:
@@ -304,8 +309,9 @@ def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:
-    """Errors: ModelError for a model with strings or the like and an output of a dtype that is not
-    NumPy's own: such a model runs without a binding, and onnxruntime's Python cannot return it."""
+    """Errors: ModelError if a model has ports that are not tensors of numbers, and also an output
+    whose dtype NumPy lacks. The former need a run without a binding, and there onnxruntime's Python
+    API cannot return such a dtype."""
     if any(port.is_value for port in (*inputs.values(), *outputs.values())):
         for port in outputs.values():
             if port.dtype.isbuiltin != 1:
@@ -337,8 +343,8 @@ def _port(data: Mapping[str, Any]) -> Port:
 
 
 def _opened(tree: Any) -> Any:
-    """The JSON of a layout with its open sizes parsed. They are parsed only once, here, because
-    CPython's parser sometimes fails if several threads use it (3.11: "recursion depth
+    """Returns the JSON of a layout with its open sizes as polynomials. They are parsed only once,
+    because CPython's parser sometimes fails if several threads use it (3.11: "recursion depth
     mismatch")."""
     if isinstance(tree, list):
         return [_opened(item) for item in tree]
@@ -351,7 +357,7 @@ def _opened(tree: Any) -> Any:
 
 
 def _resolved(tree: Any, sizes: Mapping[str, int]) -> Any:
-    """The JSON of a layout with numbers for its open sizes."""
+    """Returns the JSON of a layout with its polynomials replaced by numbers."""
     if isinstance(tree, Polynomial):
         return tree.at(sizes)
     if isinstance(tree, list):

@@ -17,9 +17,9 @@ from onnxpar.runtime.values import checked_value, is_optional
 def check_feeds(
     bundle: Bundle, feeds: Mapping[str, Any], kept: Collection[str]
 ) -> dict[str, Array]:
-    """The feeds as arrays, in the order of the inputs.
-
-    `kept` inputs need no feed. Errors: InputError, naming the input, what was given and expected.
+    """Returns the feeds as arrays, in the order of the inputs. `kept` names inputs that need no
+    feed because their states are kept. Errors: InputError, which names the input, and the given and
+    the expected value.
     """
     unknown = [name for name in feeds if name not in bundle.inputs]
     if unknown and unknown[0] in bundle.fixed:
@@ -60,8 +60,8 @@ def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_array(port: Port, value: Any) -> Any:
-    """The value as an array of the port's dtype and shape, or as a value of the port's type.
-    Errors: InputError."""
+    """Returns the value as an array of the port's dtype and shape or, for types other than tensors
+    of numbers, as a value of the port's type. Errors: InputError."""
     if port.is_value:
         return _check_value(port, value)
     if is_ort_value(value):
@@ -82,7 +82,8 @@ def check_array(port: Port, value: Any) -> Any:
 
 
 def _array_of_list(port: Port, value: list[Any]) -> Array:
-    """A list as an array of the port's dtype: onnxruntime converts lists, but not arrays."""
+    """Returns a list as an array of the port's dtype. Like onnxruntime, onnxpar converts lists, but
+    not arrays of another dtype."""
     try:
         return np.asarray(value, port.dtype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -106,7 +107,8 @@ def _check_value(port: Port, value: Any) -> Any:
 
 
 def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[str]) -> list[str]:
-    """The outputs to return; `default` if there are none. Errors: InputError."""
+    """Returns the names of the requested outputs; `default` if none are requested. Errors:
+    InputError for an unknown name."""
     for name in names or ():
         if name not in bundle.outputs:
             raise InputError(
@@ -116,7 +118,7 @@ def check_names(bundle: Bundle, names: Sequence[str] | None, default: Sequence[s
 
 
 def state_port(bundle: Bundle, name: str) -> Port:
-    """The input of that name. Errors: InputError unless it is the input of a state pair."""
+    """Returns the input of that name. Errors: InputError unless it is the input of a state pair."""
     if name not in bundle.states:
         raise InputError(f"no state is named {name!r}; the states are {_list(bundle.states)}")
     return bundle.inputs[name]
@@ -127,10 +129,10 @@ def _list(names: Collection[str]) -> str:
 
 
 LONGEST = 1e8
-"""Longest timeout in seconds, three years, which sockets still accept."""
+"""The longest timeout in seconds: three years, which sockets still accept."""
 
 
 def check_timeout(seconds: float) -> None:
-    """Errors: InputError for a number of seconds that is not a timeout."""
+    """Errors: InputError unless the timeout is positive and at most LONGEST."""
     if not 0 < seconds <= LONGEST:
         raise InputError(f"timeout {seconds}: give seconds, above 0 and at most {LONGEST:,.0f}")

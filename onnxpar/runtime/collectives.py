@@ -1,8 +1,8 @@
-"""The collectives of a world on NumPy arrays, without a session.
+"""Collectives on NumPy arrays among the ranks of a world, without an onnxruntime session.
 
 All ranks must make the same calls in the same order, with the same `name`, `details` and dtype, and
-with matching shapes. If they do not, or if a rank dies or is late, every rank raises RankError, in
-this and every later call. Inputs are not changed.
+with matching shapes. If the calls differ, or if a rank dies or is late, every rank raises RankError
+in this call and every later one. Inputs are not changed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, _Rows)
 
 
 def as_exchangeable(x: Any, what: str) -> Array:
-    """`x` in C order and in this machine's byte order; not copied if it already is.
+    """Returns `x` as an array in C order and this machine's byte order, copied only if necessary.
+    `what` names `x` in the error.
 
     Errors: InputError if ranks cannot exchange its dtype.
     """
@@ -75,11 +76,12 @@ def all_reduce(
     details: str = "",
     out: Array | None = None,
 ) -> Array:
-    """The elementwise sum, max, min, prod or, of floats, mean over the ranks, in `out`.
+    """Returns the elementwise reduction over the ranks, written to `out` if given. `op` is sum,
+    max, min, prod or, for floats, mean.
 
     `x` and `out` must be results of `as_exchangeable` and may be the same array. Values are reduced
-    in the order of ranks, 16-bit floats in float32 with one rounding, so all ranks get the same
-    bits.
+    in the order of ranks, and 16-bit floats in float32 with one rounding, so all ranks get the same
+    bits. `details` is a text that must be equal on all ranks.
     """
     result = np.empty_like(x) if out is None else out
     call = _call(world, x, name, details)
@@ -88,7 +90,8 @@ def all_reduce(
 
 
 def reduce_scatter(world: World, x: Array, op: str = "sum", name: str = "") -> Array:
-    """This rank's rows of the reduction; shards are as equal as possible, larger ones first."""
+    """Reduces over the ranks, divides the result along dimension 0, and returns this rank's shard.
+    Shards are as equal as possible, larger ones first."""
     each, more = divmod(len(x), world.size)
     rows = each + (world.rank < more)
     result = np.empty((rows, *x.shape[1:]), x.dtype)
@@ -97,7 +100,8 @@ def reduce_scatter(world: World, x: Array, op: str = "sum", name: str = "") -> A
 
 
 def all_gather(world: World, x: Array, name: str = "") -> tuple[Array, list[int]]:
-    """The joined rows of all ranks, and the number of rows of each."""
+    """Returns the arrays of all ranks joined along dimension 0, and each rank's size of that
+    dimension."""
     call = _call(world, x, name)
     return _joined(world, x, lambda allocate: _library().onnxpar_all_gather(call, allocate))
 
@@ -105,9 +109,9 @@ def all_gather(world: World, x: Array, name: str = "") -> tuple[Array, list[int]
 def all_to_all(
     world: World, x: Array, splits: Sequence[int], name: str = ""
 ) -> tuple[Array, list[int]]:
-    """The joined rows that the ranks send to this one, and the number of rows of each.
-
-    Rank i gets `splits[i]` rows of `x`, in that order.
+    """Sends consecutive slices of `x` along dimension 0 to the ranks, `splits[i]` rows to rank i.
+    Returns the slices that this rank received, joined in the order of ranks, and the number of rows
+    from each rank.
     """
     call = _call(world, x, name)
     counts = (ctypes.c_int64 * world.size)(*splits)
@@ -115,32 +119,34 @@ def all_to_all(
 
 
 def broadcast(world: World, x: Array, root: int, name: str = "", out: Array | None = None) -> Array:
-    """The root's `x`, in `out`, which may be `x`."""
+    """Returns the `x` of rank `root`, written to `out` if given; `out` may be `x`."""
     result = np.empty_like(x) if out is None else out
     check(_library().onnxpar_broadcast(_call(world, x, name), root, result.ctypes.data))
     return result
 
 
 def barrier(world: World, name: str = "") -> None:
-    """Waits until all ranks have called it."""
+    """Returns after all ranks have called this function."""
     check(_library().onnxpar_barrier(world.id.encode(), name.encode()))
 
 
 def gather_bytes(world: World, payload: bytes, name: str = "") -> list[bytes]:
-    """The payload of each rank."""
+    """Returns the payloads of all ranks, by rank."""
     rows, counts = all_gather(world, np.frombuffer(payload, np.uint8), name)
     ends = np.cumsum(counts)
     return [rows[end - count : end].tobytes() for end, count in zip(ends, counts, strict=True)]
 
 
 def _joined(world: World, x: Array, run: Callable[[Any], int]) -> tuple[Array, list[int]]:
-    """The array that `run` fills; its callback asks for memory when the number of rows is known."""
+    """Calls `run`, which fills an array of rows like those of `x`. Returns the array, and the
+    number of rows of each rank. When the library knows these numbers, it calls `allocate` for the
+    memory."""
     made: list[tuple[Array, list[int]]] = []
 
     def allocate(rows: Any) -> int | None:
         counts = [int(rows[rank]) for rank in range(world.size)]
         try:
-            # One byte more, as an empty array may have no address.
+            # One byte more, because an empty array may have no address.
             memory = np.empty(sum(counts) * _row_bytes(x) + 1, np.uint8)
         except (MemoryError, ValueError):  # too large for memory, or for any array
             return None
@@ -156,7 +162,7 @@ def _row_bytes(x: Array) -> int:
 
 
 def _call(world: World, x: Array, name: str, details: str = "") -> Any:
-    """The library's description of `x`, which must outlive the call."""
+    """Returns the library's description of `x`. The caller must keep `x` alive during the call."""
     assert x.flags.c_contiguous and x.dtype.isnative, "see as_exchangeable"
     shape = (ctypes.c_int64 * x.ndim)(*x.shape)
     return ctypes.byref(

@@ -11,8 +11,8 @@ from onnxpar.layout.layout import nested_parts
 
 @dataclass(frozen=True)
 class Share:
-    """The cores that a rank is bound to (none: not bound), its number of threads, and whether they
-    may spin."""
+    """The cores that a rank is bound to (empty: not bound), its number of threads, and whether
+    these threads may spin."""
 
     cores: tuple[int, ...]
     threads: int
@@ -20,11 +20,12 @@ class Share:
 
 
 def shares(ranks: int, cores: Sequence[int] | None = None) -> list[Share]:
-    """Each rank's share of the cores, by default of those that this process may use.
+    """Returns each rank's share of `cores`, by default of the cores that this process may use.
 
     With more ranks than cores, each rank has one thread, which never spins: a spinning thread would
-    take the core from the rank that it waits for. A rank with one core is not bound to it, as it
-    communicates in a second thread (measured on 2 cores: bound, a small run takes 4 times as long).
+    take the core from the rank that it waits for. A rank with one core is not bound to it, because
+    the rank communicates in a second thread (measured on 2 cores: a small run takes 4 times as long
+    if bound).
     """
     cores = own_cores() if cores is None else cores
     if ranks > len(cores):

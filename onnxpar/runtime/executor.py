@@ -1,4 +1,4 @@
-"""Runs one rank: its onnxruntime session, its inputs and outputs, and the states that it keeps."""
+"""Runs one rank's graph in onnxruntime: binds inputs and outputs, and keeps states between runs."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ from onnxpar.runtime.tensors import (
 )
 
 SIZES = "onnxpar.sizes"
-"""The hidden input of a rank's graph for the open sizes."""
+"""The hidden input of a rank's graph that carries the values of the open sizes."""
 
 Facts = Mapping[str, Any]
-"""A rank's session: its `providers`, their `provider_options`, and `profiling_start_ns`."""
+"""Facts about a rank's session: `providers`, `provider_options` and `profiling_start_ns`."""
 
 Place = tuple[int, tuple[int, ...]]
-"""Address and shape of a bound array. It is bound only once, as binding takes as long as a small
-run."""
+"""Address and shape of a bound array. An array at the same place is not bound again, because
+binding takes as long as a small run."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One run: the outputs to return, whether to keep states, run options, and open sizes."""
+    """One run: the outputs to return, whether to keep states, run options, and the values of the
+    open sizes."""
 
     fetch: Sequence[str]
     keep: bool = False
@@ -56,7 +57,7 @@ class Request:
 
 
 def _check_same(bundle: Bundle, world: groups.World) -> None:
-    """Errors: ModelError, the same on all ranks, if they have different models."""
+    """Errors: ModelError, on all ranks with the same text, if the ranks have different models."""
     each = collectives.gather_bytes(world, bundle.digest.encode(), "plan.json")
     odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
     if odd is not None:
@@ -70,7 +71,8 @@ def _check_same(bundle: Bundle, world: groups.World) -> None:
 class Executor:
     """Runs one rank's graph.
 
-    A tensor that is whole on all ranks is returned only by rank 0, unless `everywhere`.
+    If all ranks hold the same whole tensor, only rank 0 returns it; with `everywhere`, every rank
+    does.
     """
 
     def __init__(
@@ -122,11 +124,11 @@ class Executor:
         """The global shapes of the states that the last run kept, by input."""
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
-        """Runs once on this rank's shards, which must be contiguous; returns its shards of the
-        outputs.
+        """Runs once. `feeds` are this rank's shards of the inputs, which must be contiguous;
+        returns this rank's shards of the outputs, in memory of `room`.
 
-        Only shards that are needed to assemble the outputs are returned. With `keep`, state outputs
-        stay here as inputs of the next run.
+        Leaves out shards that other ranks return too. With `keep`, state outputs stay in the
+        executor as inputs of the next run.
         """
         self.kept_shapes = {}
         self.running = options = run_options(request.options)
@@ -175,12 +177,12 @@ class Executor:
         run.terminate = True
 
     def settle(self) -> None:
-        """Confirms the changes of the last call, which succeeded on all ranks."""
+        """Makes the changes of the last call permanent, after it succeeded on all ranks."""
         self._before = None
         self.stopped = False
 
     def undo(self) -> None:
-        """Reverts the changes of the call, after a rank failed in it."""
+        """Reverts the changes of the last call, after it failed on a rank."""
         if self._before is not None:
             self._kept, self._before = self._before, None
         self._forget_bindings()
@@ -197,18 +199,19 @@ class Executor:
         self._before, self._kept = self._kept, states
 
     def _at(self, sizes: Sizes) -> None:
-        """Sets the open sizes of a run."""
+        """Sets the open sizes of the current run."""
         self._sizes_now = tuple(sizes)
         self._parts = self._all_parts.at(self._sizes_now)
 
     def _check(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape of a tensor whose shard on this rank has this shape. Errors: RankError
-        if that contradicts the layout at the sizes of the run."""
+        """Returns the global shape of a tensor whose shard on this rank has the shape `shape`.
+        Errors: RankError if that shape contradicts the layout at the sizes of the run."""
         binding = dict(zip(self._symbols, self._sizes_now, strict=True))
         return self._parts[name].check_shape(name, self._rank, tuple(shape), binding)
 
     def read_state(self, name: str, room: Room, sizes: Sizes) -> dict[str, Slot]:
-        """This rank's shard of a kept state, if it is needed to assemble the state."""
+        """Returns this rank's shard of a state in memory of `room`; nothing if another rank returns
+        the same shard."""
         self._at(sizes)
         if not self._gives(name):
             return {}
@@ -218,27 +221,28 @@ class Executor:
         return {name: self._ship(name, kept, room)}
 
     def write_state(self, name: str, part: Array) -> None:
-        """Keeps a copy of this rank's shard as a state."""
+        """Keeps a copy of `part`, this rank's shard of a state."""
         self._keep({**self._kept, name: self._copied(name, part)})
 
     def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
-        """Writes the shards of states that this rank is the first to hold to a folder; returns the
-        digests of its files."""
+        """Writes this rank's shards of states to a folder, without those that a lower rank writes
+        too; returns the digests of the files."""
         self._at(sizes)
         held = [name for name in self._states if self._rank in self._parts[name].sources]
         parts = ((n, view_of(self._state(n), self._ports[n].dtype)) for n in held)
         return write_parts(folder, self._rank, parts)
 
     def load_states(self, folder: Path, names: Sequence[str], sizes: Sizes) -> None:
-        """Keeps this rank's shards of states that ranks of the same mesh wrote."""
+        """Reads this rank's shards of states from a folder that `save_states` wrote on the same
+        mesh, and keeps them."""
         self._at(sizes)
         files = PartFiles(folder)
         read = {n: files.read(n, self._parts[n].origins[self._rank]) for n in names}
         self._keep({**self._kept, **{n: self._copied(n, part) for n, part in read.items()}})
 
     def end_profile(self) -> Record:
-        """Ends recording and returns the record; `file` is onnxruntime's own profile of this rank,
-        if it writes one."""
+        """Ends the recording and returns it; its `file` is onnxruntime's own profile of this rank,
+        if any."""
         return self._sessions.end_profile()
 
     def facts(self) -> Facts:
@@ -265,7 +269,8 @@ class Executor:
         room: Room,
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
-        """Runs the evaluation program on the current states."""
+        """Runs the evaluation program on the current states, and returns this rank's shards of its
+        outputs."""
         session = self._sessions.open(EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
@@ -288,7 +293,8 @@ class Executor:
         room: Room,
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
-        """Runs without a binding, as only tensors of numbers can be bound."""
+        """Runs without a binding, because only tensors of numbers can be bound; returns like
+        `run`."""
         kept = list(self._states.values()) if request.keep else []
         order = list(dict.fromkeys([*request.fetch, *kept]))
         held = {n: self._state(n) for n in self._states if n in self._kept or n in self._first}
@@ -306,7 +312,7 @@ class Executor:
         return {n: self._put(n, results[n], room) for n in request.fetch if self._gives(n)}
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
-        """Binds all inputs that are fed or kept; those with a default only if they are fed."""
+        """Binds all inputs that are fed or kept; inputs with a default only if they are fed."""
         for name in [*self._inputs, *(name for name in self._defaults if name in feeds)]:
             self._bind_input(name, feeds)
         if self._has_sizes:
@@ -314,7 +320,7 @@ class Executor:
             bind_input(self._binding, SIZES, self._sizes)
 
     def _bind_input(self, name: str, feeds: Mapping[str, Array]) -> None:
-        """Binds the fed or the kept value."""
+        """Binds the value of an input: the fed one or, if it is not fed, the kept one."""
         if name not in feeds:
             self._bound.pop(name, None)
             self._binding.bind_ortvalue_input(name, self._state(name))
@@ -330,8 +336,8 @@ class Executor:
             self._bound[name] = at
 
     def _order_outputs(self, request: Request, feeds: Mapping[str, Array]) -> list[str]:
-        """Returns the outputs to bind, fetched or kept, in order. Starts a new binding if they have
-        changed, or if an input with a default is no longer fed."""
+        """Returns the outputs to bind, fetched or kept, in order. Starts a new binding if these
+        outputs differ from the last run's, or if an input with a default is no longer fed."""
         kept = self._states.values() if request.keep else ()
         order = list(dict.fromkeys([*request.fetch, *kept]))
         gone = any(name in self._bound for name in self._defaults if name not in feeds)
@@ -341,7 +347,8 @@ class Executor:
         return order
 
     def _bind_outputs(self, request: Request, room: Room) -> dict[str, Slot]:
-        """Binds the outputs: to memory of `room` if their sizes are known, else to new memory."""
+        """Binds the outputs: to memory of `room` where possible, else to new memory of onnxruntime.
+        Returns the slots of the room."""
         kept = set(self._states.values()) if request.keep else set()
         names = [name for name in self._order if name not in kept]
         specs = {n: s for n in names if (s := self._direct(n)) is not None}
@@ -356,9 +363,9 @@ class Executor:
         return slots
 
     def _direct(self, name: str) -> Spec | None:
-        """Dtype and shape of an output that onnxruntime can write directly to memory of a room;
-        None for others, such as an input that is also an output, which onnxruntime does not write
-        to bound memory."""
+        """Returns dtype and shape of an output that onnxruntime can write directly to memory of a
+        room; None for others. One of these is an input that is also an output: onnxruntime does not
+        write it to bound memory."""
         shape = self._parts[name].local_shape(self._rank)
         dtype = self._ports[name].dtype
         if shape is None or not self._gives(name) or name in self._passed or is_packed(dtype):
@@ -366,16 +373,17 @@ class Executor:
         return dtype, shape
 
     def _gives(self, name: str) -> bool:
-        """True if this rank's shard is needed to assemble the tensor."""
+        """True if this rank returns its shard of the tensor: if no lower rank holds the same shard,
+        or if all ranks return whole tensors."""
         parts = self._parts[name]
         return self._rank in parts.sources or (self._everywhere and parts.is_whole)
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
-        """A copy in a room of a tensor in onnxruntime's memory."""
+        """Copies a tensor from onnxruntime's memory to a room."""
         return self._put(name, view_of(value, self._ports[name].dtype), room)
 
     def _put(self, name: str, array: Array, room: Room) -> Slot:
-        """A copy of a tensor in a room; another value as it is."""
+        """Copies a tensor to a room; returns a value of another type as it is."""
         if self._ports[name].is_value:
             return Slot(NOWHERE, array)
         self._check(name, array.shape)
@@ -384,7 +392,8 @@ class Executor:
         return slot
 
     def _own(self, name: str, value: ort.OrtValue) -> ort.OrtValue:
-        """The value; if it is an input that is passed through, a copy, as the caller owns it."""
+        """Returns a value that can be kept: a copy if the output is an input passed through,
+        because the caller owns that memory."""
         passed = name in self._passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 

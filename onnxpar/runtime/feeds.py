@@ -19,21 +19,24 @@ from onnxpar.errors import InputError
 from onnxpar.files.write_file import new_file, unread
 
 InputSpec = tuple[str, str, Sequence[int]]
-"""Name, dtype (NumPy's or ml_dtypes' name, else the type as onnxruntime writes it) and shape."""
+"""Name, dtype and shape of an input. The dtype is NumPy's or ml_dtypes' name, or for other types
+the text of onnxruntime."""
 WORDS = ("", "a", "b", "ab", "ba", "onnx")
-"""Random strings."""
+"""The strings that random feeds consist of."""
 
 DEFAULT_RANGE = (0, 1)
-"""Range of integers without a given range: as indices they are valid for any table."""
+"""The range [low, high) of random integers if none is given: 0 is a valid index of any table."""
 
 
 def make_feeds(
     inputs: Sequence[InputSpec], ranges: Mapping[str, tuple[int, int]], seed: int = 0
 ) -> dict[str, Array]:
-    """Random feeds. Those of an input depend only on its name and the seed.
+    """Returns random feeds. The feed of an input depends only on its description and the seed, not
+    on other inputs.
 
-    Floats are standard normal, bools equally likely, integers from [low, high) by input name, and
-    strings from WORDS. Errors: InputError for a range that is empty or of an unknown input.
+    Floats are standard normal, bools equally likely, integers uniform in [low, high) of `ranges`,
+    by input name, and strings from WORDS. Errors: InputError for a range that is empty or of an
+    unknown input.
     """
     unknown = ranges.keys() - {name for name, _, _ in inputs}
     if unknown:
@@ -50,11 +53,12 @@ def make_feeds(
 
 
 def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
-    """The arrays of an .npz file by input name; those of a sequence `s` are `s.0`, `s.1` ...
+    """Returns the arrays of an .npz file by input name. The file names the arrays of a sequence `s`
+    `s.0`, `s.1` ...
 
-    Types that NumPy does not have (bfloat16, float8) are read as those of the input if the sizes
-    agree. Errors: InputError for a file that is missing or not an .npz file, and for a missing or
-    unknown array.
+    A dtype that NumPy lacks (bfloat16, float8) is taken from the input if the item size agrees.
+    Errors: InputError for a file that is missing or not an .npz file, and for a missing or unknown
+    array.
     """
     return _fed(Path(path), read_npz(Path(path)), inputs, [name for name, _, _ in inputs])
 
@@ -62,7 +66,8 @@ def read_feeds(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
 def _fed(
     file: Path, arrays: dict[str, Array], inputs: Sequence[InputSpec], known: Sequence[str]
 ) -> dict[str, Any]:
-    """The values of `inputs`; every array must belong to one. `known` names all inputs."""
+    """Returns the values of `inputs`. Errors: InputError unless each input has an array and each
+    array belongs to an input. `known` lists all inputs for the message."""
     lists = {name: _take_list(name, arrays, dtype) for name, dtype, _ in inputs if "(" in dtype}
     dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs if name not in lists}
     for name in dtypes:
@@ -75,8 +80,8 @@ def _fed(
 
 
 def read_given(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dict[str, Any]:
-    """Like `read_feeds`, but inputs may be missing: the values of those that the file has. Errors:
-    InputError, also for an unknown array."""
+    """Like `read_feeds`, but returns only the inputs that the file has. Errors: InputError, also
+    for an unknown array."""
     arrays = read_npz(Path(path))
     given = [i for i in inputs if i[0] in arrays or ("(" in i[1] and f"{i[0]}.0" in arrays)]
     return _fed(Path(path), arrays, given, [name for name, _, _ in inputs])
@@ -84,7 +89,7 @@ def read_given(path: str | os.PathLike[str], inputs: Sequence[InputSpec]) -> dic
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
     """Writes an .npz file that `read_feeds` reads. Errors: InputError if it cannot be written."""
-    # A file object, as NumPy adds a suffix to a name, and `file` and others are its keywords.
+    # Not numpy.savez: it adds a suffix to the file name, and cannot store an array named `file`.
     with new_file(path) as written, zipfile.ZipFile(written, "w", allowZip64=True) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -94,7 +99,8 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> N
 
 
 def _take_list(name: str, arrays: dict[str, Array], type_: str) -> list[Array] | None:
-    """The arrays of a sequence; None for an optional input without any."""
+    """Removes the arrays of a sequence from `arrays` and returns them; None for an optional input
+    without arrays."""
     if not type_.removeprefix("optional(").startswith("seq(tensor("):
         raise InputError(f"input {name!r} is a {type_}; {_remedy(type_)}")
     found: list[Array] = []
@@ -153,8 +159,8 @@ def read_npz(file: Path) -> dict[str, Array]:
 
 
 def _check_header(archive: Any, name: str) -> None:
-    """Errors: ValueError if the header of an array does not fit its size in the file, before memory
-    is allocated for it."""
+    """Errors: ValueError if the header of an array does not fit its size in the file. Checked
+    before NumPy allocates memory for the array."""
     files: zipfile.ZipFile = archive.zip
     entry = f"{name}.npy" if f"{name}.npy" in files.namelist() else name
     with files.open(entry) as member:
@@ -192,14 +198,14 @@ def _why(error: Exception) -> str:
 
 
 def _whole(error: Exception) -> str:
-    """Why a file cannot be read at all; empty for NumPy's error about pickled objects, which it
-    reports for any unknown file."""
+    """Returns the reason why a file cannot be read at all, after a colon; empty for NumPy's error
+    about pickled objects, which NumPy reports for any unknown file."""
     return "" if "allow_pickle" in str(error) else f": {_why(error)}"
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:
-    """The array in the input's dtype: NumPy stores ml_dtypes as void bytes, and strings with their
-    length."""
+    """Returns the array in the input's dtype, because NumPy stores ml_dtypes as void bytes, and
+    strings at a fixed length."""
     if dtype.kind == "O":
         return array.astype(object)
     nameless = array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize

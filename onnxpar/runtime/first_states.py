@@ -13,11 +13,12 @@ from onnxpar.errors import ModelError
 from onnxpar.runtime.bundle import Bundle
 
 STORED, ZERO = "stored", "zero"
-"""Kinds of first values: in a file, or zeros."""
+"""Kinds of initial values: in the states file of the rank, or zeros."""
 
 
 class FirstStates:
-    """Reads each value on demand and keeps none."""
+    """The initial values of one rank's states; reads each value on demand and keeps none in
+    memory."""
 
     def __init__(self, bundle: Bundle, rank: int) -> None:
         self._bundle = bundle
@@ -27,8 +28,8 @@ class FirstStates:
         return name in self._bundle.initial
 
     def value(self, name: str, shape: tuple[int, ...] | None) -> Array:
-        """This rank's shard of a state; `shape` is that of the shard. Errors: ModelError if the
-        state has no initial value."""
+        """Returns this rank's shard of a state; `shape` is the shape of the shard, None if unknown.
+        Errors: ModelError if the state has no initial value."""
         kind = self._bundle.initial.get(name)
         if kind is None or (kind != STORED and shape is None):
             raise ModelError(f"state {name!r} has no initial value; feed it")
@@ -41,7 +42,7 @@ class FirstStates:
 
     @cached_property
     def _stored(self) -> dict[str, TensorProto]:
-        """References to the stored shards, by name."""
+        """The stored shards by state; large data stay in their file until `value` reads them."""
         file = self._bundle.states_file(self._rank)
         model = onnx.load(str(file), load_external_data=False)
         return {tensor.name: tensor for tensor in model.graph.initializer}

@@ -1,7 +1,6 @@
-"""Maps each node that onnxruntime runs to the nodes of the rank's graph that it computes.
-
-onnxruntime keeps the names of results when it fuses nodes. So a fused node computes all nodes
-between its results and the nearest tensors that still exist.
+"""Maps each node of onnxruntime's optimized graph to the nodes of the rank's graph that it
+computes. onnxruntime keeps the names of results when it fuses nodes. So a fused node computes all
+nodes between its results and the nearest tensors that the optimized graph still has.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from functools import cached_property
 from onnx import GraphProto, NodeProto
 
 _BLOCKED = "_nchwc"
-"""Suffix of the name of a node in onnxruntime's blocked layout, after the name of its result."""
+"""Suffix of the name of a node that computes in onnxruntime's blocked memory format; before it
+comes the name of the result."""
 
 
 def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
@@ -34,8 +34,8 @@ class Fused:
         self._constants = {tensor.name for tensor in optimized.initializer}
 
     def members(self) -> dict[str, list[NodeProto]]:
-        """The nodes of the rank's graph, by the name of the optimized node that computes them;
-        first the node of its result. Nodes that were folded to constants are in none."""
+        """Returns, for each optimized node by name, the nodes of the rank's graph that it computes,
+        the node of its result first. Nodes that onnxruntime folded to constants are left out."""
         return {node.name: self._members(node) for node in self._left}
 
     def _members(self, node: NodeProto) -> list[NodeProto]:
@@ -58,14 +58,15 @@ class Fused:
         return list(found.values())
 
     def _results(self, node: NodeProto) -> list[str]:
-        """Tensors of the rank's graph that a node computes, perhaps in a blocked memory format."""
+        """Returns the tensors of the rank's graph that an optimized node computes, perhaps in a
+        blocked memory format."""
         kept = self._by_name.get(node.name)
         names = [*node.output, node.name.removesuffix(_BLOCKED)]
         found = [name for name in names if name in self._makers]
         return found or [name for name in (kept.output if kept else ()) if name]
 
     def _reader(self, node: NodeProto) -> NodeProto | None:
-        """A node that reads a result."""
+        """Returns a node that reads a result of this one, if any."""
         return next((self._readers[t] for t in node.output if t in self._readers), None)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Gathers the bytes of all ranks on every rank, with the library that runs the collectives."""
+"""Gathers bytes of all ranks on every rank, through an AllGather of the custom-op library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ TAG = (1 << 62) - 1
 
 
 class Gather:
-    """One AllGather of bytes, for use between the runs of a world's other sessions."""
+    """A session with one AllGather of bytes. Call it only between runs of other sessions of the
+    world."""
 
     def __init__(self, world: groups.World) -> None:
         options = groups.session_options(world)
@@ -23,7 +24,8 @@ class Gather:
         )
 
     def __call__(self, payload: Array, size: int) -> Array:
-        """The payloads of all ranks, each in a row of `size` bytes, the length of the longest."""
+        """Returns an array with the payload of each rank in a row, padded with zeros to `size`
+        bytes; all ranks must give the same `size`."""
         row = np.zeros((1, size), np.uint8)
         row[0, : payload.size] = payload
         (rows,) = self._session.run(["rows"], {"row": row, "token": np.zeros(0, np.bool_)})

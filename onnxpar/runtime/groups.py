@@ -1,7 +1,7 @@
 """Worlds of ranks: the Python side of the native library `libonnxpar_ops.so`.
 
-A world is one rank's membership in a set of ranks that run collectives together. Ranks are
-processes or, in tests, threads of one process.
+A world is a set of ranks that run collectives together; a `World` object is one rank's membership
+in it. Ranks are processes or, in tests, threads of one process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _names = itertools.count()
 
 
 def library_path() -> Path:
-    """The custom-op library, for `SessionOptions.register_custom_ops_library`."""
+    """The path of the custom-op library, for `SessionOptions.register_custom_ops_library`. Errors:
+    RankError if it is not built."""
     path = Path(str(files("onnxpar") / "native" / _LIBRARY))
     if not path.exists():
         raise RankError(f"{_LIBRARY} is not built; install onnxpar (pip install .), or run cmake")
@@ -35,17 +36,17 @@ def library_path() -> Path:
 
 
 class World(Closing):
-    """One rank's membership in a world; a context manager that leaves it at the end.
+    """One rank's membership in a world; as a context manager, leaves the world at the end.
 
-    `create` waits until all `size` ranks have joined, and raises RankError if they do not within
-    `timeout` seconds. The same timeout holds for every collective.
+    `create` waits until all `size` ranks have joined, and raises RankError after `timeout` seconds.
+    The same timeout applies to every collective.
 
     `store` is the place where the ranks find each other: `hash:NAME` (threads of one process),
     `file:/dir` (one host, or a shared file system) or `tcp://host:port` (rank 0 listens). A process
-    needs the key of the world to join. In a folder, rank 0 writes a random key that only its user
-    can read; with `tcp://host:port`, the key follows the address (`#key`) or is ONNXPAR_KEY, which
-    must be set if other hosts can reach the address. `id` is unique in this process. Ranks listen
-    only on `bind_address`.
+    needs the key of the world to join it. In a folder, rank 0 writes a random key that only its
+    user can read; with `tcp://host:port`, the key follows the address (`#key`) or is ONNXPAR_KEY,
+    which must be set if other hosts can reach the address. `id` is unique in this process. Ranks
+    listen only on `bind_address`.
     """
 
     def __init__(self, id: str, rank: int, size: int) -> None:
@@ -77,18 +78,18 @@ class World(Closing):
         return cls(id, rank, size)
 
     def abort(self, message: str) -> None:
-        """Makes all running and later collectives of this world fail with this message on all
-        ranks."""
+        """Makes all collectives of this world, running and later, fail on all ranks with this
+        message."""
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
     def begin(self) -> None:
-        """Begins a call that ranks make independently, so that a failure of a faster rank in the
-        next call does not end this call."""
+        """Marks the start of a call on this rank, so that a faster rank that fails in its next call
+        does not interrupt this one."""
         check(library().onnxpar_world_begin(self.id.encode()))
 
     def interrupt(self, message: str) -> None:
-        """Makes all collectives of this call fail on all ranks, until every rank has called
-        `renew`."""
+        """Makes all collectives of the current call fail on all ranks with this message, until
+        every rank has called `renew`."""
         check(library().onnxpar_world_interrupt(self.id.encode(), message.encode()))
 
     def renew(self) -> str:
@@ -109,11 +110,11 @@ class World(Closing):
 
 
 class Hub(Closing):
-    """The meeting point of the ranks of a world, in a process that need not be a rank.
+    """The meeting point of a world's ranks, in a process that need not be a rank.
 
-    Without a hub, rank 0 is the meeting point. With a hub in the launcher, the end of rank 0 is
-    noticed like that of any other rank, and the end of the launcher is an error on all ranks. The
-    key of the world is random.
+    Without a hub, rank 0 is the meeting point. With a hub in the launcher, the other ranks notice
+    the end of rank 0 like that of any rank, and the end of the launcher is an error on all ranks.
+    The key of the world is random.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -137,7 +138,7 @@ class Hub(Closing):
 
 
 def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
-    """The `n` ranks of a new world, for `n` threads of this process."""
+    """Returns the `n` memberships in a new world, for `n` threads of this process."""
     name = f"threads-{os.getpid()}-{next(_names)}"
 
     def join(rank: int) -> World:
@@ -148,8 +149,8 @@ def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
 
 
 def session_options(world: World, base: ort.SessionOptions | None = None) -> ort.SessionOptions:
-    """Options for a session that runs collectives in `world`: `base`, changed in place, or new
-    ones."""
+    """Returns options for a session that runs collectives in `world`: `base`, changed in place, or
+    new options."""
     options = ort.SessionOptions() if base is None else base
     options.add_session_config_entry("onnxpar.world", world.id)
     options.register_custom_ops_library(str(library_path()))
@@ -158,7 +159,8 @@ def session_options(world: World, base: ort.SessionOptions | None = None) -> ort
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, whose functions return 0 on success. Errors: RankError if it does not load."""
+    """Returns the loaded library, whose functions return 0 on success. Errors: RankError if it does
+    not load."""
     try:
         return _bound(ctypes.CDLL(str(library_path())))
     except OSError as error:
@@ -176,7 +178,8 @@ def library() -> ctypes.CDLL:
 
 
 def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the signatures of its functions."""
+    """Returns the library after declaring the signatures of its functions. Errors: AttributeError
+    if one is missing."""
     text, number = ctypes.c_char_p, ctypes.c_int
     signatures: dict[str, list[type]] = {
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],

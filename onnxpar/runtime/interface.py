@@ -1,5 +1,5 @@
-"""The methods of onnxruntime's sessions besides `run`, or errors for those without a meaning for
-sharded models."""
+"""The methods of onnxruntime's InferenceSession besides `run`; methods that make no sense for a
+sharded model raise an error."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ class _NoSession:
 
 
 class Interface(ort.InferenceSession):  # type: ignore[misc]
-    """A subclass of onnxruntime's session, as libraries check for that class or read `_sess`.
-
-    The base class is not initialized. A method that a later onnxruntime adds ends in the error of
-    `_NoSession`.
+    """A subclass of onnxruntime's session, because libraries check for that class or read `_sess`.
+    The base class is not initialized, so a method that only a later onnxruntime has raises the
+    error of `_NoSession`.
     """
 
     _bundle: Bundle
@@ -68,7 +67,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         raise NotImplementedError
 
     def _names(self, output_names: Sequence[str] | None) -> list[str]:
-        """The outputs to return; by default all, without those of an evaluation."""
+        """Returns the names of the requested outputs; by default all, without those of the
+        evaluation program."""
         apart = self._bundle.apart
         return list(output_names or (n for n in self._bundle.outputs if n not in apart))
 
@@ -80,8 +80,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         user_data: Any,
         run_options: ort.RunOptions | None = None,
     ) -> None:
-        """Runs in a thread of the session, in the order of the calls, and then calls
-        `callback(results, user_data, error)` there: with an empty error, or with no results."""
+        """Returns at once. A thread of the session runs the calls in order, and then calls
+        `callback(results, user_data, error)`: with an empty `error`, or with empty `results`."""
         with self._lock:
             self._ranks.check_usable()
             if self._pool is None:
@@ -131,7 +131,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         fetches: Any,
         fetch_devices: Sequence[Any],
     ) -> None:
-        """Runs with onnxruntime's vectors; `fetches` must be empty, and receives the outputs."""
+        """Runs with onnxruntime's vectors, and appends the outputs to `fetches`, which must be
+        empty."""
         if len(fetches):
             raise InputError("fetches has values already; give an empty OrtValueVector")
         results = self.run(fetch_names, dict(zip(feed_names, feeds, strict=True)), run_options)
@@ -139,7 +140,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             fetches.push_back(ort_value_of(name, result, own=True)._ortvalue)
 
     def io_binding(self) -> IOBinding:
-        """A binding of inputs and outputs that lasts from run to run."""
+        """Returns a binding of inputs and outputs, which lasts from run to run."""
         return IOBinding(self)
 
     def run_with_iobinding(
@@ -149,9 +150,9 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         *,
         keep_states: bool = False,
     ) -> None:
-        """Runs with the bound inputs, and writes outputs to their bound memory. Errors: as `run`;
-        InputError if the binding is of another session, or if the memory of an output does not
-        fit."""
+        """Runs with the bound inputs, and writes outputs to their bound memory. Errors: those of
+        `run`; InputError if the binding belongs to another session, or if the memory of an output
+        does not fit."""
         if not isinstance(iobinding, IOBinding) or iobinding._session is not self:
             raise InputError("the binding is of another session; make one with io_binding()")
         with self._lock:
@@ -184,7 +185,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
     ) -> None:
-        """Restarts the ranks with other execution providers."""
+        """Changes the execution providers; a session that can restart its ranks overrides this.
+        Errors: InputError."""
         raise InputError("this session cannot change its providers; make another")
 
     def disable_fallback(self) -> None:
@@ -198,16 +200,16 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         )
 
     def get_input_memory_infos(self) -> list[Any]:
-        """CPU memory, for each input."""
+        """Returns a description of CPU memory for each input."""
         return [_cpu_memory() for _ in self.get_inputs()]
 
     def get_output_memory_infos(self) -> list[Any]:
-        """CPU memory, for each output."""
+        """Returns a description of CPU memory for each output."""
         return [_cpu_memory() for _ in self.get_outputs()]
 
     def get_input_epdevices(self) -> list[Any]:
-        """onnxruntime's description of the CPU, for each input. Errors: InputError if this version
-        of onnxruntime has none."""
+        """Returns onnxruntime's description of the CPU for each input. Errors: InputError if this
+        version of onnxruntime has none."""
         if not hasattr(ort, "get_ep_devices"):
             raise InputError(
                 "this version of onnxruntime does not list devices; install a newer one"
@@ -223,7 +225,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         device_id: int = 0,
         vendor_id: int = -1,
     ) -> ort.OrtValue:
-        """An OrtValue in CPU memory, for example to bind."""
+        """Returns a new OrtValue in CPU memory, for example to bind. Errors: InputError for other
+        devices."""
         if device_type.lower() != "cpu":
             raise InputError(f"memory on {device_type}: the ranks use CPU memory only")
         return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, "cpu", 0)
@@ -232,7 +235,7 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         """Does nothing: CPU sessions capture no graphs."""
 
     def get_tuning_results(self) -> list[Any]:
-        """None: CPU providers tune nothing."""
+        """Returns an empty list: CPU providers tune nothing."""
         return []
 
     def set_tuning_results(self, results: Sequence[Any], *, error_on_invalid: bool = False) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class IOBinding(ort.IOBinding):  # type: ignore[misc]
-    """Inputs and outputs of a session that are bound to CPU memory from run to run.
+    """The memory of a session's inputs and outputs, which lasts from run to run.
 
     Inputs are read when a run begins, so their values may change between runs. An output can be
     bound to memory of its dtype and shape. Errors: InputError, naming the input or output.
@@ -29,7 +29,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         self._results: dict[str, Any] | None = None
 
     def bind_cpu_input(self, name: str, arr_on_cpu: Any) -> None:
-        """Binds an array, which is not copied."""
+        """Binds an array as an input, without a copy."""
         port = self._input(name)
         self._fed[name] = arr_on_cpu if port.is_value else check_array(port, arr_on_cpu)
 
@@ -42,7 +42,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         shape: Any,
         buffer_ptr: int,
     ) -> None:
-        """Binds CPU memory, which the caller must keep alive."""
+        """Binds an input to CPU memory at an address, which the caller must keep alive."""
         port = self._input(name)
         _check_device(name, device_type)
         memory = Memory.of(element_type, shape, buffer_ptr)
@@ -50,7 +50,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         self._fed[name] = memory
 
     def bind_ortvalue_input(self, name: str, ortvalue: ort.OrtValue) -> None:
-        """Binds an OrtValue."""
+        """Binds an OrtValue as an input."""
         check_array(self._input(name), ortvalue)
         self._fed[name] = ortvalue
 
@@ -114,17 +114,18 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
 
     @property
     def outputs(self) -> list[str]:
-        """The outputs to compute. Errors: InputError if there are none."""
+        """The names of the bound outputs. Errors: InputError if there are none."""
         if not self._targets:
             raise InputError("no output is bound; call bind_output(name) first")
         return list(self._targets)
 
     def feeds(self) -> dict[str, Any]:
-        """The current values of bound inputs."""
+        """Returns the current values of bound inputs."""
         return {n: v.read() if isinstance(v, Memory) else v for n, v in self._fed.items()}
 
     def take(self, results: list[Any]) -> None:
-        """Writes results to their bound memory; writes none if any does not fit."""
+        """Writes the results of a run to their bound memory. Errors: InputError, before anything is
+        written, if one does not fit."""
         found = dict(zip(self._targets, results, strict=True))
         for name, result in found.items():
             self._check_fits(name, result)
@@ -178,7 +179,7 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
 
 
 def _memory_of(value: ort.OrtValue) -> Memory:
-    """The memory of an OrtValue that is a tensor of numbers."""
+    """Returns the memory of an OrtValue, which must be a tensor of numbers."""
     shape = tuple(value.shape())
     return Memory.of(value.element_type(), shape, value.data_ptr() if 0 not in shape else 0)
 

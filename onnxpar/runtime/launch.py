@@ -1,6 +1,5 @@
-"""Ranks that mpirun, srun or torchrun starts, one process each, as described by the environment.
-
-The native library reads the same variables; `HELP` lists them in their order.
+"""Finds the rank of this process from the environment variables of mpirun, srun or torchrun. The
+native library reads the same variables; `HELP` lists them by precedence.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 from onnxpar.errors import RankError
 
 _SLURM_PORT, _SLURM_PORTS = 20000, 10000
-"""Ports of Slurm steps. The key after # in a store keeps worlds apart that share a port."""
+"""The first port for Slurm steps, and the number of ports. Two worlds may get the same port: the
+key after # in the store keeps them apart."""
 
 HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
 number of ranks are read from the first of
@@ -34,8 +34,8 @@ wait of onnxpar.hvd and of a program without Python, in seconds."""
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Names of the variables that a launcher sets. If `step` is not empty, they count only if that
-    variable is set, too (srun)."""
+    """The names of the variables that a launcher sets. `step`, of srun, must be set for
+    `SLURM_NTASKS` to count."""
 
     rank: str
     sizes: tuple[str, ...]
@@ -55,7 +55,8 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Launched:
-    """The rank of this process, the number of ranks in total and on this host, and their store."""
+    """The rank of this process, the number of ranks in total and on this host, and the store where
+    they meet."""
 
     rank: int
     size: int
@@ -64,9 +65,9 @@ class Launched:
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """The rank that the environment makes of this process; None if it is not a rank.
+    """Returns the rank that a launcher gave this process; None if no launcher started it.
 
-    Errors: RankError if variables are missing, or if two launchers contradict each other.
+    Errors: RankError if variables are missing, or if those of two launchers contradict each other.
     """
     present = [one for one in _LAUNCHERS if _is_present(one, environment)]
     if not present:
@@ -98,8 +99,9 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
 
 
 def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
-    """True if a launcher started this process. A Slurm batch script has a rank but no step, and a
-    shell under srun is a step of one task; a name as common as RANK needs its size, too."""
+    """True if this launcher started this process. A Slurm batch script has a rank but no step, and
+    a shell under srun is a step of one task: neither counts. RANK is so common a name that
+    WORLD_SIZE must be set, too."""
     if not environment.get(one.rank):
         return False
     size = environment.get(one.sizes[0], "")
@@ -120,7 +122,7 @@ def _assigned(one: _Launcher, environment: Mapping[str, str]) -> str:
 
 
 def _store(environment: Mapping[str, str], size: int, local: int) -> str:
-    """The place where the ranks meet; empty if no variable names one."""
+    """Returns the store where the ranks meet; empty if no variable names one."""
     if store := environment.get("ONNXPAR_STORE"):
         return store
     folder = environment.get("PMIX_SERVER_TMPDIR")
@@ -139,7 +141,7 @@ def _store(environment: Mapping[str, str], size: int, local: int) -> str:
 
 
 def bind_address(environment: Mapping[str, str] = os.environ) -> str:
-    """The address that ranks listen on: ONNXPAR_BIND, else loopback."""
+    """Returns the address that ranks listen on: ONNXPAR_BIND, else loopback."""
     return environment.get("ONNXPAR_BIND") or "127.0.0.1"
 
 

@@ -1,4 +1,4 @@
-"""The rank that this process is under a launcher."""
+"""The ranks of a session under a launcher, where this process is one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from onnxpar.runtime.shards import PortParts, Shards
 
 _worlds = itertools.count()
 _LONGEST_RECORD = 1 << 30
-"""Most bytes of a rank's record: more than its largest number of events, a million, needs."""
+"""The largest record of a rank, in bytes: more than a million events need, onnxruntime's limit."""
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -50,11 +50,12 @@ def _unpacked(data: bytes) -> bytes:
 
 
 class LaunchedRank:
-    """The rank of this process. Every process gets the shards of all ranks and assembles them.
+    """The ranks of a session, of which this process runs one. Every process gets all output shards
+    and assembles them.
 
-    All processes must make the same calls with the same feeds. If a call fails on any of them,
-    all raise the same RunError and can continue; after a RankError, every later call fails with
-    its reason.
+    All processes must make the same calls with the same feeds. If a call fails on one process, all
+    raise the same RunError and can continue; after a RankError, every later call fails with the
+    same reason.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class LaunchedRank:
         self.facts = self._executor.facts()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs this rank and gathers the outputs. Errors: RunError, RankError, on every rank."""
+        """Runs this rank, and returns the output shards of all ranks. Errors: RunError or
+        RankError, on every rank."""
         with self._failing_together("the run"):
             self._parts = self._all_parts.at(request.sizes)
             parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
@@ -104,36 +106,36 @@ class LaunchedRank:
             return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """The shards of a kept state."""
+        """Returns all ranks' shards of a state."""
         with self._failing_together(f"reading state {name!r}"):
             self._parts = self._all_parts.at(sizes)
             slots = self._executor.read_state(name, Heap(), sizes)
             return self._gather_parts([name], {n: s.array for n, s in slots.items()})
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
-        """Keeps this rank's shard of an array as a state."""
+        """Keeps this rank's shard of a global array as a state."""
         with self._failing_together(f"writing state {name!r}"):
             parts = self._all_parts.at(sizes)[name]
             self._executor.write_state(name, parts.take(array, self._rank))
             self._agree()
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Writes this rank's shards of all states to a folder that all ranks share; returns the
-        digests of all files when all ranks have written theirs."""
+        """Writes this rank's shards of all states to a folder that all ranks share. Returns after
+        all ranks have written, with the digests of all ranks' files."""
         with self._failing_together(f"saving states to {folder}"):
-            self._agree()  # rank 0 may have just made the folder
+            self._agree()  # rank 0 may only now have made the folder
             files = self._executor.save_states(Path(folder), sizes)
             each = gather_bytes(self._world, json.dumps(files).encode(), "digests")
         return {name: digests for text in each for name, digests in json.loads(text).items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
-        """Reads this rank's shards of states from a folder."""
+        """Reads this rank's shards of these states from a folder, and keeps them."""
         with self._failing_together(f"loading states from {folder}"):
             self._executor.load_states(Path(folder), names, sizes)
             self._agree()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """The payload of every process, by rank."""
+        """Returns the payloads of all processes, by rank."""
         with self._failing_together("an exchange"):
             return gather_bytes(self._world, payload, "exchange")
 
@@ -142,7 +144,8 @@ class LaunchedRank:
         self._executor.reset_states()
 
     def end_profile(self) -> Sequence[Record]:
-        """The record of each rank so far; on ranks other than 0, only their own."""
+        """Ends the recording. Returns the records of all ranks on rank 0, and only the own record
+        on other ranks."""
         with self._failing_together("the profile"):
             record = self._executor.end_profile()
             packed = zlib.compress(json.dumps(record).encode())
@@ -150,7 +153,7 @@ class LaunchedRank:
             return [record] if self._rank else [json.loads(_unpacked(data)) for data in each]
 
     def check_usable(self) -> None:
-        """Errors: RankError after a failure, or after close."""
+        """Errors: RankError if the session is closed, by a failure or by `close`."""
         if self._closed is not None:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
@@ -160,7 +163,8 @@ class LaunchedRank:
             self._leave("close() was called")
 
     def _gather_parts(self, names: Sequence[str], own: Mapping[str, Array]) -> PartsOf:
-        """Adds the other ranks' shards to this rank's; tensors that are whole need none."""
+        """Returns the shards of these tensors from all ranks, given this rank's; whole tensors are
+        not exchanged."""
         split = [name for name in names if not self._parts[name].is_whole]
         found: PartsOf = {name: {0: own[name]} for name in names if name not in split}
         if not split:
@@ -185,8 +189,8 @@ class LaunchedRank:
     def _shapes(
         self, names: Sequence[str], own: Mapping[str, Array]
     ) -> list[dict[str, tuple[int, ...]]]:
-        """By rank and name, the shapes of shards: those of the layout, or exchanged between the
-        ranks if any size is data-dependent."""
+        """Returns the shapes of the shards, by rank and name: from the layouts or, if a size is
+        data-dependent, from an exchange between the ranks."""
         ranks = range(self._bundle.mesh.size)
         planned = [{n: self._parts[n].local_shape(rank) for n in names} for rank in ranks]
         if all(shape is not None for shapes in planned for shape in shapes.values()):
@@ -204,12 +208,12 @@ class LaunchedRank:
     def _extent(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-        """Dtype, shape and bytes of a shard of this shape."""
+        """Returns dtype, shape and bytes of a shard of this shape."""
         dtype = _ports(self._bundle)[name].dtype
         return dtype, shape, dtype.itemsize * math.prod(shape)
 
     def _agree(self) -> None:
-        """Waits until all ranks are here, so that none continues after another has failed."""
+        """Waits until all ranks have reached this point without an error."""
         barrier(self._world, "agreement")
 
     @contextmanager
@@ -224,8 +228,8 @@ class LaunchedRank:
             raise self._failure(what, describe(error), is_start) from error
 
     def _failure(self, what: str, text: str, is_start: bool) -> RankError:
-        """The error that all ranks raise. They are ready for the next call, or the session is
-        closed."""
+        """Returns the error that all ranks raise: RunError if they are ready for the next call,
+        RankError if the session is now closed."""
         reason = f"rank {self._rank} failed: {text}"
         try:
             if is_start:
@@ -250,9 +254,8 @@ def _ports(bundle: Bundle) -> dict[str, Port]:
 
 
 def _threads(local_size: int) -> tuple[int, bool]:
-    """The number of this rank's threads, and True if they may spin.
-
-    A launcher that binds its processes to cores has already divided the cores.
+    """Returns the number of this rank's threads, and whether they may spin. A process that is bound
+    to some of the host's cores uses all of these; else the ranks on the host share the cores.
     """
     own, present = len(own_cores()), os.cpu_count() or 1
     if own < present:

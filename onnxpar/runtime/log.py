@@ -1,4 +1,4 @@
-"""Log files of a rank's standard output and error, and the text of errors."""
+"""Log files for a rank's standard output and error, and the text that describes an error."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NODE_FAILED = re.compile(r"running (\w+) node\. Name:'(.*?)' Status Message: (.*
 
 @dataclass(frozen=True)
 class Log:
-    """A rank's output: `rank.N/stdout.log` and `stderr.log` in a folder, or temporary files without
-    names."""
+    """The files for a rank's output: `rank.N/stdout.log` and `stderr.log` in a folder, or temporary
+    files without names."""
 
     stdout: IO[bytes]
     stderr: IO[bytes]
@@ -30,8 +30,8 @@ class Log:
 
     @staticmethod
     def open(log_dir: str | os.PathLike[str] | None, rank: int) -> Log:
-        """New, empty logs. Without a `log_dir`, they vanish with the last process that has them
-        open."""
+        """Returns new, empty logs. Without a `log_dir`, they are deleted when the last process
+        closes them."""
         if log_dir is None:
             return Log(tempfile.TemporaryFile(), tempfile.TemporaryFile(), None)
         folder = Path(log_dir) / f"rank.{rank}"
@@ -42,11 +42,12 @@ class Log:
 
     @property
     def place(self) -> str:
-        """The place of the whole log, for errors that quote its end."""
+        """The folder of the log, for errors that quote its end; a hint to `log_dir` for temporary
+        files."""
         return "not kept; see log_dir" if self.folder is None else str(self.folder)
 
     def tail(self) -> str:
-        """The last lines of both files, standard output first; empty if there are none."""
+        """Returns the last lines of both files, standard output first."""
         lines = [line for file in (self.stdout, self.stderr) for line in _last_lines(file)]
         return "\n".join(lines)
 
@@ -57,9 +58,8 @@ class Log:
 
 
 def describe(error: Exception) -> str:
-    """The text of an error for users: with its type, unless it is our own.
-
-    onnxruntime's text about a failed node is reduced to its op, name and message.
+    """Returns the text of an error for users, with its type unless it is an OnnxparError.
+    onnxruntime's text about a failed node is reduced to the node's op and name, and the message.
     """
     if isinstance(error, OnnxparError):
         return str(error)
@@ -71,8 +71,8 @@ def describe(error: Exception) -> str:
 
 
 def log(error: Exception) -> None:
-    """Writes an error to a rank's standard error: one line, or a traceback if the user asked for
-    it."""
+    """Writes an error to this process's standard error: one line, or a traceback if the user asked
+    for it."""
     if wants_traceback():
         traceback.print_exception(error)
     else:

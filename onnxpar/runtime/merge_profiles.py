@@ -1,4 +1,4 @@
-"""Merges the records of all ranks into one trace, on one clock and with waiting times."""
+"""Merges the profiles of all ranks into one trace, on one clock and with waiting times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.trace import Collective, Event, Span, Trace
 
 _Run = tuple[str, int]
-"""A program, and the number of its run."""
+"""A program, and the number of a run among the runs of that program."""
 _Call = tuple[str, int, int]
-"""A collective's name, the number of the run, and the number of the call in it."""
+"""A collective's name, the number of a run in the trace, and the number of the call within that
+run."""
 
 
 @dataclass
 class _Rank:
-    """The record of one rank, in seconds of its host's clock."""
+    """The runs (`spans`) and events of one rank, in seconds of its host's clock, and the `roots` of
+    its collectives by name."""
 
     host: str
     spans: list[Span]
@@ -32,7 +34,7 @@ class _Rank:
     roots: Mapping[str, int]
 
     def shift(self, seconds: float) -> None:
-        """Adds to all times."""
+        """Adds seconds to the start of every run and event."""
         self.spans = [replace(s, start=s.start + seconds) for s in self.spans]
         self.events = [replace(e, start=e.start + seconds) for e in self.events]
 
@@ -40,10 +42,9 @@ class _Rank:
 def merge(
     bundle: Bundle, records: Sequence[Record], left_out: int = 0, sizes: Sequence[Sizes] = ()
 ) -> Trace:
-    """The trace of all ranks, without the first `left_out` runs, but always with the last one.
-    `sizes` are the open sizes of each run, in order.
-
-    Runs that onnxruntime dropped on any rank are left out on all.
+    """Returns the trace of all ranks without the first `left_out` runs, but always with the last
+    run. `sizes` are the open sizes of each run, in order. A run that onnxruntime dropped on any
+    rank is left out on all ranks.
     """
     plan = json.loads((bundle.path / "plan.json").read_text(encoding="utf-8"))
     runs = _common_runs(records)
@@ -75,7 +76,8 @@ def merge(
 
 
 def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int], float]]:
-    """The distinct open sizes of runs, each with its share of the runs."""
+    """Returns each distinct combination of open sizes, by symbol, with the fraction of runs that
+    used it."""
     counts = Counter(sizes)
     return [
         (dict(zip(bundle.symbols, of, strict=True)), count / len(sizes))
@@ -84,7 +86,7 @@ def _shares(bundle: Bundle, sizes: Sequence[Sizes]) -> list[tuple[dict[str, int]
 
 
 def _common_runs(records: Sequence[Record]) -> list[_Run]:
-    """The runs that all ranks have recorded, in order."""
+    """Returns the runs that all ranks have recorded, in order of time."""
     counts = {
         program: min(len(record["programs"][program]["runs"]) for record in records)
         for program in records[0]["programs"]
@@ -100,7 +102,8 @@ def _begin(record: Record, run: _Run) -> int:
 
 
 def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> _Rank:
-    """A rank's part of these runs; times are relative to `zero`."""
+    """Returns a rank's spans and events of the runs in `numbers`, which maps them to their numbers
+    in the trace. Times are relative to `zero`, in microseconds of rank 0's clock."""
     spans, events = [], []
     for program, recorded in record["programs"].items():
         runs = recorded["runs"]
@@ -134,8 +137,9 @@ def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> 
 
 
 def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The events [node, thread, begin, duration], each with its own time, without that of events
-    within it. An inner event is cut to its outer one, as onnxruntime rounds both."""
+    """Extends each event [node, thread, begin, duration] by its own time: its duration minus the
+    durations of events nested in it. A nested event is cut at the end of the outer event, because
+    onnxruntime rounds both."""
     by_thread = defaultdict(list)
     for i, event in enumerate(events):
         by_thread[event[1]].append((event[2], -event[3], -i, event))
@@ -153,8 +157,9 @@ def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 
 
 def _set_clocks(ranks: Sequence[_Rank]) -> None:
-    """Sets the clocks of all hosts by that of rank 0, as a collective ends everywhere at once.
-    Clocks of hosts without a common collective stay as they are."""
+    """Converts the times of all ranks to the clock of rank 0's host, assuming that a collective
+    ends on all ranks at the same time. A host without a collective in common with the others keeps
+    its clock."""
     done = {ranks[0].host}
     while True:
         known = _ends([r for r in ranks if r.host in done])
@@ -172,7 +177,8 @@ def _set_clocks(ranks: Sequence[_Rank]) -> None:
 
 
 def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
-    """The end of each collective that ends on all its members at once."""
+    """Returns when each call of a collective ended: the latest end on these ranks. Includes only
+    kinds that end on all members at once."""
     found: dict[_Call, float] = {}
     for rank in ranks:
         for call, event in _calls(rank.events):
@@ -182,7 +188,7 @@ def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
 
 
 def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
-    """The collectives among the events of a rank."""
+    """Yields the calls of collectives among the events of a rank."""
     counts: Counter[tuple[str, int]] = Counter()
     for event in events:
         if event.collective is not None:
@@ -194,8 +200,8 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
 def _with_plan(
     events: Sequence[Event], planned: Mapping[str, Mapping[str, Any]], ranks: int
 ) -> Iterator[Event]:
-    """The events, with the plan's facts about collectives. The plan has the bytes of all calls in a
-    run."""
+    """Yields the events; collectives get the plan's bytes, tensor and group. The plan has the bytes
+    of a run, which are divided among the calls."""
     calls = Counter((e.name, e.run) for e in events)
     for event in events:
         made = event.collective
@@ -216,8 +222,8 @@ def _with_plan(
 
 
 def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Iterator[Event]:
-    """A rank's events; collectives with the time that they waited for the last member, if it is
-    known."""
+    """Yields a rank's events; collectives get the time that they waited for the last member, if the
+    kind of collective waits."""
     calls = {id(event): call for call, event in _calls(rank.events)}
     for event in rank.events:
         made = event.collective
@@ -231,7 +237,7 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
 
 
 def _awaited(event: Event, made: Collective, roots: Mapping[str, int]) -> Sequence[int]:
-    """The ranks that a collective waits for on the event's rank."""
+    """Returns the ranks that the event's rank waits for in this collective."""
     group, me = made.group, made.group.index(event.rank)
     awaits = KINDS[made.kind].awaits
     if awaits == "neighbors":

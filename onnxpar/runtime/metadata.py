@@ -9,12 +9,12 @@ from typing import Any
 KEY = "metadata"
 """The key of the metadata in plan.json."""
 _NO_VERSION = (1 << 63) - 1
-"""onnxruntime's version of a model without one."""
+"""The version that onnxruntime reports for a model without a version."""
 
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """The fields of onnxruntime's class of that name."""
+    """The metadata of a model, with the fields of `onnxruntime.ModelMetadata`."""
 
     producer_name: str = ""
     graph_name: str = ""
@@ -26,5 +26,6 @@ class ModelMetadata:
 
     @staticmethod
     def of(plan: Mapping[str, Any]) -> ModelMetadata:
-        """The metadata in a plan.json; plans of earlier versions have none."""
+        """Returns the metadata in plan.json; the defaults for a plan of an earlier version, which
+        has none."""
         return ModelMetadata(**plan.get(KEY, {}))

@@ -1,4 +1,4 @@
-"""onnxruntime's options as plain data, so that they reach every rank's own session."""
+"""onnxruntime's session and run options as plain data that can be sent to every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RUN_FIELDS = (
     "logid",
     "only_execute_path_to_fetches",
 )
-# onnxruntime returns the value of a key, but cannot list the keys: these are the documented ones.
+# onnxruntime returns the value of a key, but cannot list the keys: these are all documented keys.
 _SESSION_KEYS = (
     "ep.context_embed_mode",
     "ep.context_enable",
@@ -126,11 +126,11 @@ class SessionSpec:
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:
-        """The settable fields and the config entries of `options`; `others` are fields of this
-        class.
+        """Returns a spec with the settable fields and the config entries of `options`; `others` are
+        more fields of this class.
 
         Initializers, dimension overrides and custom-op libraries that were added to `options` are
-        lost, as onnxruntime does not reveal them; libraries must be given again as `libraries`.
+        lost, because onnxruntime does not reveal them; pass the libraries again as `libraries`.
         """
         if options is None:
             return SessionSpec(**others)
@@ -140,16 +140,15 @@ class SessionSpec:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> SessionSpec:
-        """The inverse of `dataclasses.asdict`, from JSON, which has lists for tuples."""
+        """Returns the spec that `dataclasses.asdict` and JSON turned into `data`."""
         providers = data["providers"]
         if providers is not None:
             providers = [tuple(p) if isinstance(p, list) else p for p in providers]
         return SessionSpec(**{**data, "providers": providers})
 
     def apply(self, options: ort.SessionOptions, rank: int, threads: int, spin: bool) -> None:
-        """Sets these options for a rank, and its number of threads unless the user set one.
-
-        Names of files that onnxruntime writes get the rank.
+        """Sets these options on `options`, and the number of threads unless the user set it. The
+        rank is added to the names of files that onnxruntime writes.
         """
         for name, value in self.fields.items():
             if name in _FILE_FIELDS and value:
@@ -170,9 +169,10 @@ def keep_double(
     inputs: Iterable[np.dtype[Any] | None],
     outputs: Iterable[np.dtype[Any] | None],
 ) -> bool:
-    """Disables onnxruntime's fusions if all floating-point inputs of a model, or outputs if it has
-    none, are float64: for them, its fused norms use a different epsilon, and its fused products a
-    float32 scale. A lower optimization level stays. Returns True if the options change."""
+    """Disables onnxruntime's fusions for a model that computes in float64: if all its
+    floating-point inputs (or outputs, if no input is floating-point) are float64. On float64, fused
+    norms use a different epsilon, and fused products a float32 scale. Keeps a lower optimization
+    level. Returns True if it changed `options`."""
     floats, others = ({t for t in types if t and t.kind == "f"} for types in (inputs, outputs))
     if (floats or others) != {np.dtype(np.float64)}:
         return False
@@ -184,7 +184,7 @@ def keep_double(
 
 
 def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
-    """The fields and config entries of run options for JSON; None without options."""
+    """Returns the fields and config entries of run options as JSON data; None without options."""
     if options is None:
         return None
     fields = {name: getattr(options, name) for name in _RUN_FIELDS}
@@ -192,7 +192,7 @@ def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
 
 
 def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions:
-    """The inverse of `run_spec`."""
+    """Returns the run options that `run_spec` described."""
     options = ort.RunOptions()
     if spec is None:
         return options
@@ -204,7 +204,7 @@ def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions:
 
 
 def _present(options: ort.SessionOptions) -> list[str]:
-    """The fields that this version of onnxruntime has."""
+    """Returns the session fields that this version of onnxruntime has."""
     return [name for name in _SESSION_FIELDS if hasattr(options, name)]
 
 
@@ -223,7 +223,7 @@ def _entries(get: Any, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _ranked(path: str, rank: int) -> str:
-    """A path with the rank: `a/model.onnx` becomes `a/model.rank3.onnx`."""
+    """Adds the rank to a path: `a/model.onnx` becomes `a/model.rank3.onnx`."""
     folder, slash, name = path.rpartition("/")
     stem, dot, suffix = name.rpartition(".")
     return folder + slash + (f"{stem}.rank{rank}{dot}{suffix}" if dot else f"{name}rank{rank}_")

@@ -23,7 +23,7 @@ _RAW = ort.capi._pybind_state.OrtValue
 
 @dataclass(frozen=True)
 class Memory:
-    """Contiguous CPU memory of a tensor. The caller keeps it alive."""
+    """Contiguous CPU memory of a tensor, at an address; its owner must keep it alive."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -31,11 +31,12 @@ class Memory:
 
     @staticmethod
     def of(element_type: Any, shape: Sequence[int], address: int) -> Memory:
-        """Memory described by the arguments of `bind_input`. Errors: InputError."""
+        """Returns the memory that the arguments of `bind_input` describe. Errors: InputError."""
         return Memory(element_dtype(element_type), tuple(map(int, shape)), int(address))
 
     def read(self) -> Array:
-        """The current values: an array over the memory, or a copy if it is packed."""
+        """Returns the current values: an array over the memory, or a copy if the dtype is packed,
+        such as int4."""
         bits = PACKED.get(self.dtype.name)
         bytes_ = self._bytes()
         if bits:
@@ -58,8 +59,8 @@ class Memory:
 
 
 def element_dtype(element_type: Any) -> np.dtype[Any]:
-    """The dtype of an element type in onnxruntime's calls: NumPy's type, or ONNX's number. Errors:
-    InputError if there is none."""
+    """Returns the dtype of an element type as onnxruntime's calls take it: a NumPy type or ONNX's
+    number. Errors: InputError for a number that is not numeric."""
     if isinstance(element_type, int):
         if element_type not in _NAMES:
             raise InputError(f"element type {element_type} is not numeric")
@@ -69,13 +70,13 @@ def element_dtype(element_type: Any) -> np.dtype[Any]:
 
 
 def is_ort_value(value: Any) -> bool:
-    """True for an OrtValue, wrapped or not."""
+    """True for an OrtValue of onnxruntime's Python class or of its native class."""
     return isinstance(value, (ort.OrtValue, _RAW))
 
 
 def array_of(value: Any) -> Array:
-    """The tensor of an OrtValue: an array over its memory, or a copy. Errors: InputError if it is
-    not a tensor in CPU memory."""
+    """Returns the tensor of an OrtValue as an array: over its memory or, for strings and packed
+    dtypes, a copy. Errors: InputError if the value is not a tensor in CPU memory."""
     wrapped = value if isinstance(value, ort.OrtValue) else ort.OrtValue(value)
     if not wrapped.is_tensor():
         raise InputError(f"an OrtValue of {wrapped.data_type()} cannot be fed; give a list or dict")
@@ -89,8 +90,9 @@ def array_of(value: Any) -> Array:
 
 
 def ort_value_of(name: str, value: Any, own: bool = False) -> ort.OrtValue:
-    """An OrtValue of a result, over the array's memory, or with a copy of its `own`. Errors:
-    InputError for strings, lists and dicts, which onnxruntime's Python cannot put into one."""
+    """Returns an OrtValue of the output `name`: over the memory of its array or, with `own` or for
+    dtypes that NumPy lacks, over a copy. Errors: InputError for strings, lists and dicts, which
+    onnxruntime's Python API cannot put into an OrtValue."""
     if not isinstance(value, np.ndarray) or value.dtype.kind == "O":
         raise InputError(
             f"output {name!r} is not a tensor of numbers, and cannot be an OrtValue; fetch "

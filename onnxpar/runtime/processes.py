@@ -1,4 +1,4 @@
-"""The processes of a session's ranks: started, called, watched and ended together."""
+"""Starts, calls, watches and ends the processes of a session's ranks together."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from onnxpar.runtime.rank_process import RankProcess, call_in_lasting_thread
 from onnxpar.runtime.wire import Closed, Message, Packed, Wire
 
 GRACE = 2.0
-"""Seconds in which other ranks may report what they were doing after one of them failed."""
+"""Seconds that the other ranks get to report what they were doing, after one rank failed."""
 CLOSING = 5.0
-"""Seconds that ranks get to end by themselves when the session is closed."""
+"""Seconds that ranks get to end by themselves when the session closes, before they are killed."""
 
 
 class Processes:
-    """One process per rank. If a call fails on one rank, all ranks leave it and return to their
-    state before the call. If a rank dies, is silent or disagrees with others, all are ended, and
-    every later call fails with the reason.
-
-    A rank may be silent for `timeout` seconds; one that computes is not silent, however long it
-    takes.
+    """The processes of all ranks, one for each. If a call fails on one rank, all ranks abandon it
+    and return to their state before the call. If a rank dies, does not respond or disagrees with
+    others, all processes are ended, and every later call fails with the same reason. A rank must
+    respond within `timeout` seconds; a thread of each rank responds even while the rank computes.
     """
 
     def __init__(
@@ -54,10 +52,11 @@ class Processes:
                 self._wires[wire.fileno()] = rank, wire
 
     def call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
-        """Sends each rank its message and returns all answers.
+        """Sends each rank its message and returns the answers, both in the order of ranks; `what`
+        names the call in errors.
 
-        Errors: RunError if the call failed on a rank that can continue; RankError, naming the rank
-        that failed, the call, and what the other ranks were doing.
+        Errors: RunError if the call failed but the ranks can continue; else RankError, which names
+        the rank that failed, the call, and what the other ranks were doing.
         """
         self.check_usable()
         complete = False
@@ -110,7 +109,7 @@ class Processes:
             before = time.monotonic()
             self._read(what)
             now = time.monotonic()
-            # At most the time of a poll: this process may have been stopped, too.
+            # Counts at most two ticks: this process may itself have been stopped.
             self._count_silence(waiting, min(now - before, 2 * self._tick), what)
             if now - pinged >= self._tick:
                 pinged = now
@@ -119,7 +118,7 @@ class Processes:
         return [rank.reply or {} for rank in self.ranks]
 
     def _read(self, what: str) -> None:
-        """Reads the messages that have arrived, or waits a tick for one."""
+        """Reads the messages that have arrived; waits for one for at most a tick."""
         for fd, _ in self._poll.poll(self._tick * 1000):
             rank, wire = self._wires[fd]
             try:
@@ -135,7 +134,7 @@ class Processes:
                     self._stop_others()
 
     def _stop_others(self) -> None:
-        """Makes the ranks that are still in the call leave it."""
+        """Tells the ranks that have not answered to abandon the call."""
         for rank in self.ranks:
             if rank.reply is None:
                 rank.send_control({"do": "stop", "call": self._calls})
@@ -149,17 +148,17 @@ class Processes:
                 self._fail(rank, what)
 
     def _lose(self, rank: RankProcess, what: str) -> NoReturn:
-        """Fails because a rank closed its connection, even after its answer. The exit code follows
-        a moment later, on a busy host a long one. Errors: RankError."""
+        """Fails the call because a rank closed its connection, perhaps after its answer. Waits for
+        the process's exit code, which follows a moment later, on a busy host a long one. Errors:
+        RankError."""
         if rank.fate() is None and not rank.wait(CLOSING):
             rank.reply = {"error": "it closed its connection, but its process still runs"}
         self._fail(rank, what)
 
     def _fail(self, first: RankProcess, what: str) -> NoReturn:
-        """Stops the other ranks, collects what they were doing, ends all, and raises an error with
-        all of this.
-
-        The culprit is a rank that died or was stopped, else the first to fail. Errors: RankError.
+        """Aborts the other ranks, collects their reports, ends all processes, and raises an error
+        with the reports. The error blames a rank that died or was stopped, else `first`. Errors:
+        RankError.
         """
         culprit = next((rank for rank in self.ranks if rank.fate() is not None), first)
         headline = f"{what} of {self._path}: rank {self._story(culprit)}"
@@ -184,7 +183,7 @@ class Processes:
         return f"{number} {rank.fate() or f'has not answered for {rank.silence:.1f} s'}"
 
     def _hear_out(self, culprit: RankProcess) -> None:
-        """Waits for a short time until all other running ranks have answered."""
+        """Waits until all other running ranks have answered, for at most GRACE seconds."""
         deadline = time.monotonic() + GRACE
         while (left := deadline - time.monotonic()) > 0 and any(
             rank is not culprit and rank.reply is None and rank.fate() is None

@@ -1,6 +1,5 @@
-"""onnxruntime's recordings of a rank's sessions, as plain data that ranks can send.
-
-Without recording, nothing of this module runs.
+"""Records a rank's sessions by onnxruntime's profiler, and converts its files to plain data that
+ranks can send. Sessions without profiling do not use this module.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
 Record = dict[str, Any]
-"""The record of a rank: `host`, `nodes` and `programs`, as `ProfiledSessions.end` describes."""
+"""The profile of a rank: `host`, `nodes` and `programs`, as `ProfiledSessions.end` describes."""
 
 WEIGHTS = "session.optimized_model_external_initializers_file_name"
 LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
@@ -37,7 +36,7 @@ class _Recorded:
 
 
 class ProfiledSessions:
-    """The recorded sessions of a rank, one per program."""
+    """The profiled sessions of a rank, one per program."""
 
     def __init__(self) -> None:
         self._recorded: list[_Recorded] = []
@@ -50,8 +49,8 @@ class ProfiledSessions:
         options: ort.SessionOptions,
         make: Callable[[], ort.InferenceSession],
     ) -> ort.InferenceSession:
-        """Opens a session that records to the new folder. `make` opens `file` with these options,
-        which are changed first."""
+        """Opens and returns a session that records to `folder`, which must not exist. Changes
+        `options`, then calls `make`, which must open `file` with these options."""
         folder.mkdir()
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
@@ -69,11 +68,10 @@ class ProfiledSessions:
         return session
 
     def end(self) -> Record:
-        """Ends recording and returns the record, with times in whole microseconds of this host's
-        clock.
+        """Ends the recording and returns it, with times in whole microseconds of this host's clock.
 
-        nodes     name and op of each, the names of the global `nodes` that it computes, and group
-                  and root of collectives
+        nodes     of each node: `name`, `op`, names of the global `nodes` that it computes; for a
+                  collective, `group` and `root`
         programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration], and
                   the number of `dropped` events
         """
@@ -96,7 +94,8 @@ class ProfiledSessions:
 def _program(
     file: Path, start: int, numbers: dict[tuple[str, str], int], nodes: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The runs and events in a profile of onnxruntime."""
+    """Returns the runs and events in onnxruntime's profile of a program. Adds nodes that are in
+    neither `numbers` nor `nodes` to both."""
     runs, events, dropped = [], [], 0
     for event in _lines(file):
         name, times = event["name"], [start + event["ts"], event["dur"]]
@@ -114,8 +113,8 @@ def _program(
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The events in a file, one per line. Parsing them one by one lets the rank's watch thread run
-    in between."""
+    """Yields the events in a file, one per line. Parsing line by line lets the rank's watch thread
+    run in between."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             text = line.strip().rstrip(",")
@@ -124,7 +123,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
-    """The facts about the nodes of onnxruntime's optimized graph."""
+    """Returns the entries for a record's `nodes`: the nodes of onnxruntime's optimized graph."""
     import onnx  # ranks need it only here
 
     from onnxpar.ir.origin import origin_of
@@ -145,7 +144,8 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
 
 
 def _meeting(node: NodeProto) -> dict[str, Any]:
-    """Group and root of a collective, a node with a tag; the group is empty for all ranks."""
+    """Returns group and root of a node if it is a collective, that is, has a tag. An empty group
+    stands for all ranks."""
     attributes = {a.name: a for a in node.attribute}
     if node.domain != "onnxpar" or "tag" not in attributes:
         return {}
@@ -154,7 +154,7 @@ def _meeting(node: NodeProto) -> dict[str, Any]:
 
 
 def _host() -> str:
-    """An id of this host, whose ranks share a clock."""
+    """Returns an id of this host; ranks on the same host share a clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,5 +1,5 @@
-"""The text of an error of onnxruntime on a rank: with global names, and a note where numbers are
-those of a shard."""
+"""Rewrites onnxruntime's errors on a rank: with names of the unsplit model's nodes, and a note if
+numbers refer to a shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _NODE_REFUSED = re.compile(r".*Node ?\((.*?)\) Op \((\w+)\) (.*)", re.DOTALL)
 
 
 def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
-    """Op, global node and onnxruntime's message; `file` is the graph of the rank."""
+    """Returns op, node of the unsplit model, and onnxruntime's message; `file` is the graph of the
+    rank."""
     text = describe(error)
     found = NODE_FAILED.search(str(error))
     if found is None or ranks == 1:
@@ -39,8 +40,9 @@ def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
 
 
 def load_text(error: Exception, file: Path) -> str:
-    """Why onnxruntime does not load the graph of a rank: the global name of the innermost node in
-    its message, and the message; if files are damaged, the message and the remedy."""
+    """Returns why onnxruntime does not load the graph of a rank: the innermost node that its
+    message names, by its name in the unsplit model, and the message; if files are damaged, the
+    message and the remedy."""
     found = _NODE_REFUSED.search(str(error))
     if found is not None and not is_damaged(file):
         name, op, message = found.groups()
@@ -52,7 +54,7 @@ def load_text(error: Exception, file: Path) -> str:
 
 
 def is_damaged(file: Path) -> bool:
-    """True if a graph or one of its files of weights is missing, cut off or unreadable."""
+    """True if a graph file or one of its weight files is missing, cut off or unreadable."""
     try:
         model = onnx.load(str(file), load_external_data=False)
         for tensor in model.graph.initializer:
@@ -67,7 +69,7 @@ def is_damaged(file: Path) -> bool:
 
 
 def _origins(file: Path) -> dict[str, str]:
-    """The global node of each node of a rank's graph."""
+    """Returns the name of the unsplit model's node for each node of a rank's graph, by name."""
     try:
         model = onnx.load(str(file), load_external_data=False)
     except Exception:  # without global names, the error is still reported

@@ -27,13 +27,15 @@ sys.modules["onnxpar"] = module_from_spec(find_spec("onnxpar"))
 from onnxpar.runtime.worker import main
 main()
 """
-"""Starts a rank without `onnxpar/__init__.py`, which saves 0.4 s and the compiler's memory on each
-rank. Nothing is imported from the working folder, like with PYTHONSAFEPATH of Python 3.11."""
+"""The script that starts a rank. It does not run `onnxpar/__init__.py`, which saves 0.4 s and the
+compiler's memory on each rank. It imports nothing from the working folder, as if PYTHONSAFEPATH of
+Python 3.11 were set."""
 
 
 @dataclass
 class RankProcess:
-    """A rank's process, its connections to the session, and the seconds that it has been silent."""
+    """A rank's process and the connections to it: `work` for calls, `control` for its watch thread.
+    `silence` is the seconds since its last message."""
 
     process: subprocess.Popen[bytes]
     work: Wire
@@ -45,8 +47,8 @@ class RankProcess:
 
     @staticmethod
     def start(log: Log, inputs: Arena, timeout: float) -> RankProcess:
-        """Starts a process, which waits for its first message. Sends fail after `timeout`
-        seconds."""
+        """Starts a process, which then waits for its first message. A message that cannot be sent
+        within `timeout` seconds is an error."""
         outputs = Arena.create("onnxpar-outputs")
         work, its_work = pair(timeout)
         control, its_control = pair(timeout)
@@ -64,14 +66,16 @@ class RankProcess:
         return RankProcess(process, work, control, outputs, log)
 
     def send_control(self, message: Message) -> None:
-        """Sends to the rank's watch thread. A lost rank is noticed on its work wire, not here."""
+        """Sends a message to the rank's watch thread. Ignores a closed connection, which the next
+        read from `work` reports."""
         try:
             self.control.send(message)
         except Closed:
             return
 
     def fate(self) -> str | None:
-        """A text on how the process ended or that it is stopped; None while it runs."""
+        """Returns a text that says how the process ended or that it is stopped; None while it
+        runs."""
         code = self.process.poll()
         if code is None:
             return "is stopped by a signal" if self._is_stopped() else None
@@ -81,7 +85,7 @@ class RankProcess:
         return f"was killed by {name} (signal {-code})"
 
     def wait(self, seconds: float) -> bool:
-        """Waits for at most so many seconds; True if the process has ended."""
+        """Waits for the end of the process, at most so many seconds; True if it has ended."""
         try:
             self.process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
@@ -89,7 +93,7 @@ class RankProcess:
         return True
 
     def release(self) -> None:
-        """Closes the session's resources of an ended rank."""
+        """Closes the connections, memory and log of an ended rank."""
         self.work.close()
         self.control.close()
         self.outputs.close()
@@ -104,10 +108,10 @@ class RankProcess:
 
 
 def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
-    """Calls the function in a thread that lives until `end`.
-
-    Children get their parent-death signal when the thread that started them ends, even if the
-    process continues. So a thread of the user must not start them.
+    """Calls the function in a new thread, which lives until `end` is set; returns its result. Linux
+    sends children their parent-death signal when the thread that started them ends, even if the
+    process continues. So a thread of the user must not start them. Errors: RankError for an
+    OSError.
     """
     results: list[T] = []
     errors: list[OSError] = []
@@ -131,6 +135,7 @@ def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a rank: this process's, with its import path."""
+    """Returns the environment for a rank: that of this process, with its import path as
+    PYTHONPATH."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -15,7 +15,7 @@ from onnxpar.runtime.rank_failure import load_text
 
 
 class RankSessions:
-    """Opens each program of a rank when it is first needed."""
+    """The sessions of a rank; each program is opened on first use."""
 
     def __init__(
         self, bundle: Bundle, world: groups.World, spec: SessionSpec, threads: int, spin: bool
@@ -30,7 +30,8 @@ class RankSessions:
         self._has_own_profile = bool(spec.fields.get("enable_profiling")) and not spec.profile
 
     def open(self, program: str = "") -> ort.InferenceSession:
-        """The session of a program; "" is the main one. Errors: ModelError if it does not load."""
+        """Returns the session of a program; "" is the main program. Errors: ModelError if it does
+        not load."""
         if program not in self._opened:
             self._opened[program] = self._open(program)
         return self._opened[program]
@@ -55,11 +56,11 @@ class RankSessions:
         keep_double(options, *([p.dtype for p in each.values()] for each in ports))
         if bundle.step is not None:
             if options.execution_order == ort.ExecutionOrder.DEFAULT:
-                # Keeps the order of the graph; by default, the gradients of a bucket come last,
-                # and with them all values that they are computed from.
+                # Runs nodes in the graph's order. By default, onnxruntime computes the gradients of
+                # a bucket last, so that all values that they depend on stay in memory.
                 options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-            # With it, later runs allocate one block for everything, in addition to the memory that
-            # the first run allocated piece by piece and that is never freed.
+            # With the pattern, later runs allocate one block for everything, in addition to the
+            # memory of the first run, which was allocated piece by piece and is never freed.
             options.enable_mem_pattern = False
         return options
 
@@ -78,8 +79,8 @@ class RankSessions:
             raise ModelError(load_text(error, file)) from error
 
     def end_profile(self) -> Record:
-        """Ends recording and returns the record; `file` is onnxruntime's own profile of this rank,
-        if it writes one."""
+        """Ends the recording and returns it. Its `file` is the profile that onnxruntime wrote
+        because the user enabled its profiling, else empty."""
         file = self._opened[""].end_profiling() if self._has_own_profile else ""
         self._has_own_profile = False
         return {**self._profiled.end(), "file": file}

@@ -1,4 +1,4 @@
-"""The interface between a session and its ranks, and ranks that are processes of this host."""
+"""The interface of a session to its ranks, and the implementation by processes on this host."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
 
 PartsOf = dict[str, dict[int, Array]]
-"""By tensor and rank, the shards of each tensor; valid until the next call of the ranks."""
+"""Shards, by tensor name and rank; valid until the next call of the ranks."""
 
 
 KeptShapes = Mapping[str, tuple[int, ...]]
 
 
 def common_shapes(found: Sequence[KeptShapes]) -> KeptShapes:
-    """The shapes of kept states on which all ranks agree. Errors: RankError if they differ."""
+    """Returns the shapes of kept states, which all ranks must report alike. Errors: RankError if
+    they differ."""
     for rank, shapes in enumerate(found):
         for name, shape in shapes.items():
             if shape != found[0][name]:
@@ -44,8 +45,8 @@ def common_shapes(found: Sequence[KeptShapes]) -> KeptShapes:
 
 
 class Ranks(Protocol):
-    """All ranks of a bundle. Arrays passed in are global and already checked. `kept_shapes` are the
-    global shapes of the states that the last run kept, by input."""
+    """All ranks of a bundle. The caller passes global arrays that are already checked.
+    `kept_shapes` are the global shapes of the states that the last run kept, by input."""
 
     facts: Facts
     kept_shapes: KeptShapes
@@ -63,7 +64,8 @@ class Ranks(Protocol):
 
 
 class ProcessRanks:
-    """One process per rank. Arrays pass through shared memory, each input once for all ranks."""
+    """One process per rank. Arrays pass through shared memory; each distinct shard of an input is
+    copied once, also if several ranks read it."""
 
     def __init__(
         self,
@@ -98,37 +100,40 @@ class ProcessRanks:
         self.facts: Facts = ready[0]
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once. Errors: RankError, naming the rank; then the ranks are ended."""
+        """Runs all ranks once, and returns their output shards. Errors: RunError if the ranks can
+        continue; else RankError, which names the rank and ends the session."""
         self._runs += 1
         handed = self._hand_over(feeds, request.sizes)
         message = {"do": "run", "feeds": handed, "size": self._size()}
         return self._ask({**message, **vars(request)}, f"run {self._runs}")
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """The shards of a kept state."""
+        """Returns all ranks' shards of a state."""
         message = {"do": "read", "name": name, "sizes": sizes}
         return self._ask(message, f"reading state {name!r}")
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
-        """Keeps an array as a state."""
+        """Sends each rank its shard of a global array, to keep as a state."""
         handed = self._hand_over({name: array}, sizes)
         message = {"do": "write", "feeds": handed, "size": self._size()}
         self._ask(message, f"writing state {name!r}")
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Writes all states to a folder, each rank its shards; returns the files' digests."""
+        """Makes each rank write its shards of all states to a folder; returns the files'
+        digests."""
         ask = pack({"do": "save", "folder": folder, "sizes": sizes})
         messages = [ask] * self._bundle.mesh.size
         answers = self._processes.call(messages, f"saving states to {folder}")
         return {name: digests for a in answers for name, digests in a["files"].items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
-        """Reads states from a folder, each rank its shards."""
+        """Makes each rank read its shards of these states from a folder, and keep them."""
         message = {"do": "load", "folder": folder, "names": list(names), "sizes": sizes}
         self._ask(message, f"loading states from {folder}")
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """The payload alone, as only this process makes calls; the ranks are its children."""
+        """Returns a list with only the own payload, because no other process makes calls: the ranks
+        are children of this one."""
         return [payload]
 
     def reset_states(self) -> None:
@@ -136,7 +141,7 @@ class ProcessRanks:
         self._ask({"do": "reset"}, "the reset of states")
 
     def end_profile(self) -> Sequence[Record]:
-        """The record of each rank since profiling began."""
+        """Ends the recording, and returns the record of each rank."""
         ask = [pack({"do": "profile"})] * self._bundle.mesh.size
         return self._processes.call(ask, "the profile")
 
@@ -149,9 +154,9 @@ class ProcessRanks:
         self._processes.close()
 
     def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> dict[str, Any]:
-        """Copies each array once into shared memory, cut into shards that ranks use in place.
-
-        Returns the place of each: an (offset, shape) for all ranks, or one for each rank.
+        """Splits each array into shards and copies each distinct shard once into shared memory,
+        where ranks use it in place. Returns the places by name: one (offset, shape) if all ranks
+        use the same shard, or else a list with one for each rank.
         """
         self.check_usable()
         ports, parts = self._bundle.inputs, self._parts.at(sizes)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
-    """Answers messages until "close"; `inputs` and `outputs` are the file descriptors of the
-    arenas. Without the path of a bundle, the messages are those of a calibration."""
+    """Answers messages until "close". `inputs` and `outputs` are the file descriptors of the
+    arenas. The first message describes the rank; if it has no path of a bundle, serves the messages
+    of a calibration."""
     start = wire.receive()
     watch.rank = start["world"]["rank"]
     share = start["share"]
@@ -43,12 +44,14 @@ def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
     while (message := wire.receive())["do"] != "close":
         wire.send(server.answer(message))
     watch.stop = None
-    del server, executor  # ends profiling, before the world that its kernels use
+    # Ends profiling. The kernels use the world, so it must outlive the session.
+    del server, executor
     world.close()
 
 
 class Server:
-    """Answers messages; their arrays are in the arenas."""
+    """Answers the session's messages to one rank. Arrays are not in the messages but in the
+    arenas."""
 
     def __init__(
         self, bundle: Bundle, world: World, executor: Executor, inputs: Arena, outputs: Arena
@@ -71,8 +74,8 @@ class Server:
         }
 
     def answer(self, message: Message) -> Message:
-        """Executes a message. On an error, ends the call on all ranks; the rank continues after the
-        message "renew"."""
+        """Executes a message and returns the answer. An error ends the call on all ranks; the rank
+        is usable again after the message "renew"."""
         self._calls += 1
         if message["do"] == "renew":
             self._executor.undo()
@@ -89,7 +92,8 @@ class Server:
             return {"error": text, "goes_on": True}
 
     def stop(self, call: int) -> None:
-        """Ends the run of that call if it is still active; any thread may call it."""
+        """Ends the run of call number `call` if it is still active; any thread may call this
+        method."""
         running = self._executor.running
         if running is not None and self._calls == call:
             self._executor.stop(running)
@@ -123,7 +127,8 @@ class Server:
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:
-        """This rank's shards. Each has an [offset, shape] for all ranks, or one for each rank."""
+        """Returns this rank's shards by name. The message gives the place of each: one [offset,
+        shape] for all ranks, or a list with one for each rank."""
         self._inputs.map(message["size"])
         feeds = {}
         for name, where in message["feeds"].items():

@@ -1,4 +1,4 @@
-"""A sharded model as one session: onnxruntime's interface over all ranks."""
+"""A sharded model as one session, with the interface of onnxruntime.InferenceSession."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 class Session(Interface, Closing):
-    """Runs a bundle on its ranks; inputs and outputs are global, as those of the unsplit model."""
+    """Runs a sharded model on its ranks; inputs and outputs are global arrays, like those of the
+    unsplit model."""
 
     def __init__(
         self,
@@ -60,15 +61,15 @@ class Session(Interface, Closing):
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks, scratch)
 
     def get_inputs(self) -> list[NodeArg]:
-        """The inputs that must be fed, with the shapes of the unsplit model."""
+        """Returns the inputs that must be fed, with the shapes of the unsplit model."""
         return [port.arg for port in self._bundle.inputs.values() if not port.has_default]
 
     def get_overridable_initializers(self) -> list[NodeArg]:
-        """The inputs that have default values, with the shapes of the unsplit model."""
+        """Returns the inputs that have default values, with the shapes of the unsplit model."""
         return [port.arg for port in self._bundle.inputs.values() if port.has_default]
 
     def get_outputs(self) -> list[NodeArg]:
-        """The outputs, with the shapes of the unsplit model."""
+        """Returns the outputs, with the shapes of the unsplit model."""
         return [port.arg for port in self._bundle.outputs.values()]
 
     @property
@@ -81,19 +82,19 @@ class Session(Interface, Closing):
         check_feeds(self._bundle, feeds, self._kept)
 
     def output_shapes(self, feeds: Mapping[str, Any]) -> dict[str, tuple[int | None, ...]]:
-        """The shapes of the outputs for these feeds; data-dependent sizes are None. Errors:
-        InputError if feeds contradict each other."""
+        """Returns the global shapes of the outputs for these feeds; data-dependent sizes are None.
+        Errors: InputError if the shapes of feeds contradict each other."""
         sizes = dict(zip(self._bundle.symbols, self._sizes(feeds), strict=True))
         return {name: port.shape_at(sizes) for name, port in self._bundle.outputs.items()}
 
     @property
     def apart(self) -> frozenset[str]:
-        """Outputs that evaluate a training step, which need a run of their own."""
+        """The evaluation outputs of a training step; fetch them in a run without other outputs."""
         return self._bundle.apart
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Under a launcher, the payload of each rank's process, by rank; else only this one.
-        Errors: RankError."""
+        """Returns the payloads of all ranks' processes, by rank, under a launcher; otherwise only
+        the own payload. Errors: RankError."""
         with self._lock:
             self._ranks.check_usable()
             return self._ranks.exchange(payload)
@@ -114,14 +115,14 @@ class Session(Interface, Closing):
         """Runs all ranks and returns the named outputs, or all, as global arrays.
 
         With `keep_states`, outputs of state pairs stay on their ranks and are the inputs of later
-        runs in which those inputs are not fed; they are returned only if they are named. Outputs
-        that evaluate a training step need a run of their own, which changes no state.
-        Fields and config entries of `run_options` apply on every rank; setting `terminate` during
-        a run has no effect. Runs of several threads wait for each other.
+        runs that do not feed these inputs; such outputs are returned only if they are named.
+        Evaluation outputs of a training step need a run without other outputs, which changes no
+        state. Fields and config entries of `run_options` apply on every rank; setting `terminate`
+        during a run has no effect. Threads may share a session: one run follows another.
 
-        Errors: InputError for wrong feeds; RunError if the run failed on a rank, after which states
-        are as before and further runs are possible; RankError if a rank died, stopped or disagreed,
-        after which the session is closed.
+        Errors: InputError for wrong feeds; RunError if the run failed on a rank: states are then as
+        before, and further runs are possible; RankError if a rank died, stopped or disagreed: the
+        session is then closed.
         """
         bundle = self._bundle
         state_outputs = set(bundle.states.values()) if keep_states else set()
@@ -153,21 +154,22 @@ class Session(Interface, Closing):
         return [whole[name] for name in names]
 
     def end_profile(self, path: str | os.PathLike[str], warm_up: int = 0) -> Trace | None:
-        """Writes a trace of all ranks in the runs so far to a file for chrome://tracing and
-        Perfetto, and ends recording. If there are several runs, the first `warm_up` are left out.
+        """Ends the recording, writes a trace of all ranks to a file for chrome://tracing and
+        Perfetto, and returns the trace. Leaves out the first `warm_up` runs, but never the last
+        run.
 
-        Under a launcher, rank 0 writes; the others return None. Errors: InputError, also if the
+        Under a launcher, only rank 0 writes; other ranks return None. Errors: InputError if the
         session was made without `profile`; OnnxparError if the file cannot be written.
         """
         return self._write_trace(self._end_records(), path, warm_up)
 
     def end_profiling(self) -> str:
-        """Ends recording, and returns the name of the file with the recording.
+        """Ends the recording, and returns the name of the file with it.
 
-        With `sess_options.enable_profiling`, that is onnxruntime's own profile of rank 0 (under a
-        launcher, of this rank); those of the others have their rank in their names. With `profile`,
-        it is the trace of all ranks, in the current folder. With neither, it is "", as in
-        onnxruntime. Errors: OnnxparError if the file cannot be written.
+        With `sess_options.enable_profiling`, the file is onnxruntime's own profile of rank 0 (under
+        a launcher, of this rank); the profiles of other ranks have the rank in their names. With
+        `profile`, the file is the trace of all ranks, in the current folder. With neither, the name
+        is "", as in onnxruntime. Errors: OnnxparError if the file cannot be written.
         """
         records = self._end_records()
         if records[0].get("file"):
@@ -195,7 +197,8 @@ class Session(Interface, Closing):
         return trace
 
     def _sizes(self, feeds: Mapping[str, Array]) -> Sizes:
-        """The open sizes of a run, from its feeds and the kept states."""
+        """Returns the values of the open sizes in a run, from the shapes of its feeds and kept
+        states."""
         if not self._bundle.symbols:
             return ()
         inputs = self._bundle.inputs
@@ -203,7 +206,8 @@ class Session(Interface, Closing):
         return self._bundle.sizes({**self._kept, **fed})
 
     def blame(self, error: OnnxparError, feeds: Mapping[str, Any]) -> OnnxparError:
-        """The error of a run, or a better one that names the element of an input that caused it."""
+        """Returns the error of a failed run or, if an index in a feed is out of range, an
+        InputError that names this index."""
         for lookup in self._bundle.lookups:
             fed = feeds.get(lookup.input)
             fault = lookup.fault(fed) if isinstance(fed, np.ndarray) else None
@@ -215,7 +219,7 @@ class Session(Interface, Closing):
         """Ends the ranks; the session cannot run afterwards. May be called twice."""
         with self._lock:
             self._finalizer()
-            if self._pool is not None:  # callbacks of waiting runs get the error that it is closed
+            if self._pool is not None:  # waiting runs fail: the session is closed
                 self._pool.shutdown(wait=False)
                 self._pool = None
 
@@ -228,18 +232,18 @@ class InferenceSession(Session):
 
     Starts one process per rank on this host. Under a launcher such as mpirun (see `launch`), this
     process already is a rank: then all processes must make the same calls with the same feeds, and
-    each gets the whole outputs.
+    each gets the global outputs.
 
     timeout              longest wait for a rank, in seconds, not counting its compute time
     log_dir              folder for the output of ranks, `rank.N/stdout.log` and `stderr.log`
     bind_address         the only address that ranks listen on
     config               additional session config entries
-    libraries            custom-op libraries; those of `sess_options` must be repeated here, as
+    libraries            custom-op libraries; repeat those of `sess_options` here, because
                          onnxruntime does not reveal them
     profile              record each node that onnxruntime runs until `end_profile`, up to a million
                          per rank
-    verify               compare all bytes of the folder with their digests first; by default, only
-                         some parts of large files
+    verify               first compare every byte of the folder with its digests; by default, only
+                         samples of large files
     disabled_optimizers  onnxruntime's optimizers to switch off, by name
 
     `enable_fallback` and `read_config_from_model` must stay off. Errors: ModelError for a folder
@@ -313,7 +317,7 @@ class InferenceSession(Session):
             self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self._ranks, scratch)
 
     def _started(self) -> tuple[Ranks, OwnFolder | None]:
-        """New ranks of this session, and a folder for their recordings, if any."""
+        """Starts new ranks; returns them, and the folder for their recordings, if any."""
         if not self._profile:
             return self._start(replace(self._spec, profile="")), None
         scratch = OwnFolder()
@@ -325,8 +329,8 @@ class InferenceSession(Session):
 
 
 def _close_in(owner: int, ranks: Ranks, scratch: OwnFolder | None) -> None:
-    """Closes the ranks and removes their folder, if any; does nothing in a process forked from the
-    owner."""
+    """Closes the ranks and removes the folder of their recordings, if any. Does nothing in a fork
+    of the process that made the session."""
     if os.getpid() == owner:
         ranks.close()
         if scratch is not None:

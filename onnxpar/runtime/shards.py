@@ -1,4 +1,4 @@
-"""Cuts a rank's shard out of a global array, and assembles shards, by indices computed once."""
+"""Copies shards out of global arrays and back; the indices of each shard are computed once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from onnxpar.runtime.bundle import Bundle, Sizes
 
 Index = tuple[Any, ...]
 MANY_BLOCKS = 64
-"""Number of blocks above which one indexed copy is faster than copies of slices."""
+"""The number of contiguous blocks in a shard above which one copy by indices is faster than a copy
+of each slice."""
 
 
 class Shards:
-    """The shards of one tensor. If the rank is data-dependent, the layout is None and the tensor
-    whole; a dimension of data-dependent size is whole and has the size -1."""
+    """The shards of one tensor. If the number of dimensions is data-dependent, the layout is None
+    and every rank holds the whole tensor. A dimension of data-dependent size has size -1 in the
+    layout and is not split."""
 
     def __init__(self, layout: Layout | None, mesh: Mesh) -> None:
         self._layout = None if layout is None or layout.is_whole else layout
@@ -41,12 +43,13 @@ class Shards:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """The ranks whose shards make up the tensor: the first of those that hold the same one."""
+        """The ranks whose shards make up the tensor; of ranks that hold the same shard, the
+        first."""
         return tuple(sorted(set(self.origins)))
 
     @cached_property
     def origins(self) -> tuple[int, ...]:
-        """For each rank, the first rank that holds the same shard."""
+        """The first rank that holds the same shard, for each rank."""
         if self._layout is None:
             return (0,) * self._mesh.size
         axes = tuple(a for d in self._layout.dims for a in dim_axes(d)) + self._layout.partial
@@ -57,7 +60,7 @@ class Shards:
         )
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """The shape of a rank's shard; None if any of it is data-dependent."""
+        """Returns the shape of a rank's shard; None if any size of the tensor is data-dependent."""
         if self._all is None or self._by_data:
             return None
         return self._all.local_shape(self._mesh, rank)
@@ -65,8 +68,9 @@ class Shards:
     def check_shape(
         self, name: str, rank: int, shape: tuple[int, ...], binding: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """The global shape of a result whose shard on a rank has this shape; `binding` has the open
-        sizes of the run. Errors: RankError if that contradicts the layout."""
+        """Returns the global shape of a tensor whose shard on `rank` has the shape `shape`.
+        `binding` has the open sizes of the run, for the error. Errors: RankError if the shape
+        contradicts the layout."""
         if self._all is None:
             return shape
         expected = self._all.local_shape(self._mesh, rank)
@@ -87,7 +91,7 @@ class Shards:
         )
 
     def of_shape(self, shape: Mapping[int, int]) -> Shards:
-        """The shards for given data-dependent sizes, by index of the dimension."""
+        """Returns the shards for given data-dependent sizes; `shape` maps dimensions to sizes."""
         return self._of(tuple(sorted(shape.items())))
 
     def _with_sizes(self, sizes: tuple[tuple[int, int], ...]) -> Shards:
@@ -98,12 +102,13 @@ class Shards:
         return Shards(Layout(tuple(dims), self._all.partial, self._all.reduce), self._mesh)
 
     def _for_array(self, array: Array) -> Shards:
-        """The shards with the data-dependent sizes of an array, which may be whole or a shard."""
+        """Returns the shards for the data-dependent sizes of an array, which may be the global
+        array or a shard."""
         return self.of_shape({i: array.shape[i] for i in self._by_data})
 
     def take(self, whole: Array, rank: int) -> Array:
-        """A rank's shard of a global array, contiguous, and a view if possible. A value that is not
-        an array is whole."""
+        """Returns a rank's shard of a global array: contiguous, and a view if possible. Returns a
+        value that is not an array as it is."""
         if not isinstance(whole, np.ndarray):
             return whole
         if self._layout is None:
@@ -122,7 +127,7 @@ class Shards:
         return part if part.flags.c_contiguous else part.copy()
 
     def write(self, whole: Array, rank: int, part: Array) -> None:
-        """Copies a rank's shard of a global array into an array of its shape."""
+        """Copies a rank's shard of the global array `whole` into the array `part`."""
         if self._layout is None:
             np.copyto(part, whole)
         elif self._by_data:
@@ -134,7 +139,7 @@ class Shards:
                 part[here] = whole[there]
 
     def assemble(self, parts: Mapping[int, Array]) -> Array:
-        """A new global array from the shards of the `sources`."""
+        """Returns a new global array, assembled from the shards of the `sources`."""
         if self._layout is None:
             return np.array(parts[0]) if isinstance(parts[0], np.ndarray) else parts[0]
         if self._by_data:
@@ -148,8 +153,8 @@ class Shards:
         return whole
 
     def _for_parts(self, parts: Mapping[int, Array]) -> Shards:
-        """The shards with the data-dependent sizes of these parts. Errors: RankError if they
-        differ."""
+        """Returns the shards for the data-dependent sizes of the arrays in `parts`. Errors:
+        RankError if the sizes differ between ranks."""
         first, *others = self.sources
         for i in self._by_data:
             for rank in others:
@@ -162,7 +167,8 @@ class Shards:
         return self._for_array(parts[first])
 
     def _find_blocks(self, rank: int) -> list[tuple[Index, Index]]:
-        """The place of each block: (index into the global array, index into the shard)."""
+        """Returns the place of each contiguous block of a rank's shard: (index into the global
+        array, index into the shard)."""
         assert self._layout is not None
         spans = [_spans(d, self._mesh, rank) for d in self._layout.dims]
         if math.prod(map(len, spans)) > MANY_BLOCKS:
@@ -174,13 +180,15 @@ class Shards:
         ]
 
     def _for_all_ranks(self, parts: Mapping[int, Array]) -> list[Array]:
-        """One array per rank; any of the right dtype for ranks that `assemble` does not read."""
+        """Returns an array for each rank; a filler for ranks that are not sources, which `assemble`
+        does not read."""
         filler = parts[self.sources[0]]
         return [parts.get(rank, filler) for rank in range(self._mesh.size)]
 
 
 class PortParts:
-    """The shards of all ports of a bundle, for the open sizes of a run."""
+    """The shards of all inputs and outputs of a bundle; `at` returns them for the open sizes of a
+    run."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -193,7 +201,7 @@ class PortParts:
         self.at = lru_cache(maxsize=32)(self._at)
 
     def _at(self, sizes: Sizes) -> Mapping[str, Shards]:
-        """Shards by port, for these values of the bundle's symbols."""
+        """Returns the shards by input or output, for these values of the bundle's symbols."""
         binding = dict(zip(self._bundle.symbols, sizes, strict=True))
         opened = {}
         for name, port in self._ports.items():
@@ -204,7 +212,8 @@ class PortParts:
 
 
 def _spans(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[slice, slice]]:
-    """The runs of a dimension: (slice of the global dimension, slice of the shard's)."""
+    """Returns the contiguous ranges of a rank's shard in a dimension: (slice of the global array,
+    slice of the shard)."""
     out, at = [], 0
     for start, length in runs(dim, mesh, rank) or [(0, 0)]:
         out.append((slice(start, start + length), slice(at, at + length)))

@@ -1,4 +1,4 @@
-"""States on disk. Each rank writes the shards that it is the first to hold."""
+"""Reads and writes states on disk. Of ranks that hold the same shard, the first writes it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from onnxpar.runtime.shards import Shards
 from onnxpar.runtime.tensors import is_packed
 
 ALIGN = 64
-"""Alignment of tensors in a file of states, in bytes."""
+"""The alignment of tensors in a states file, in bytes."""
 
 
 def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> dict[str, Digests]:
-    """Writes shards of states to a rank's files in a folder; they are on disk when this returns.
-    Returns the files' digests by name. Errors: OnnxparError."""
+    """Writes a rank's shards of states to two files in a folder, tensors and index; returns the
+    files' digests by name when the data are on disk. Errors: OnnxparError."""
     with writing(folder):
         index: dict[str, Any] = {}
         states, list_ = (f"rank_{rank:04d}.{suffix}" for suffix in ("bin", "json"))
@@ -41,7 +41,7 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> 
 
 
 def _write_part(sink: DigestWriter, part: Array) -> dict[str, Any]:
-    """Writes a shard after the others, and returns its entry in the rank's index."""
+    """Appends a shard to the file, and returns the shard's entry for the index."""
     assert not is_packed(part.dtype), "states are computed"
     sink.write(bytes(-sink.size % ALIGN))
     entry = {"offset": sink.size, "dtype": part.dtype.name, "shape": list(part.shape)}
@@ -50,15 +50,15 @@ def _write_part(sink: DigestWriter, part: Array) -> dict[str, Any]:
 
 
 class PartFiles:
-    """The shards of states that ranks wrote to a folder."""
+    """Reads the shards of states that ranks wrote to a folder by `write_parts`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened: dict[int, tuple[dict[str, Any], Array]] = {}
 
     def read(self, name: str, rank: int) -> Array:
-        """A rank's shard of a state, mapped but not yet read. Errors: ModelError if it is
-        missing."""
+        """Returns a rank's shard of a state, mapped from the file but not yet read. Errors:
+        ModelError if it is missing."""
         try:
             index, data = self._open(rank)
             entry = index[name]
@@ -93,7 +93,7 @@ class PartFiles:
 
 
 class StateFiles:
-    """The states that ranks wrote to a folder, with the layouts on the mesh of those ranks."""
+    """Reads global states that ranks of a mesh wrote to a folder, in these layouts."""
 
     def __init__(self, folder: Path, mesh: Mesh, layouts: dict[str, Layout]) -> None:
         self._folder = folder
@@ -107,15 +107,15 @@ class StateFiles:
         self._parts.open(range(self._mesh.size))
 
     def read(self, name: str) -> Array:
-        """A state as a global array. Errors: ModelError if it is missing."""
+        """Returns a state as a global array. Errors: ModelError if it is missing."""
         if name not in self._layouts:
             raise ModelError(f"{self._folder} has no state {name!r}")
         parts = Shards(self._layouts[name], self._mesh)
         return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
 
     def blank(self, name: str) -> Array:
-        """Zeros of a state's dtype and global shape, without memory of their own. Errors:
-        ModelError if the state is missing."""
+        """Returns zeros of a state's dtype and global shape, a broadcast scalar that takes no
+        memory. Errors: ModelError if the state is missing."""
         if name not in self._layouts:
             raise ModelError(f"{self._folder} has no state {name!r}")
         layout = self._layouts[name]
@@ -124,8 +124,9 @@ class StateFiles:
         return np.broadcast_to(np.zeros((), dtype), layout.shape)
 
     def has_same_shards(self, name: str, mesh: Mesh, port: Port) -> bool:
-        """True if the ranks of a mesh hold exactly these shards of a state. Errors: ModelError if
-        one is missing."""
+        """True if each rank of `mesh` can read its shard of a state, an input `port`, from its own
+        file: the mesh, layout and dtype are those of the files. Errors: ModelError if a shard is
+        missing."""
         layout = self._layouts.get(name)
         if layout is None or port.layout is None or mesh != self._mesh:
             return False

@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 def _shape(port: Port) -> tuple[int, ...]:
-    """The shape of a state that is not kept yet, which is static."""
+    """Returns the shape of a state with an initial value; such a shape has no open sizes."""
     return tuple(s for s in port.shape or () if isinstance(s, int))
 
 
 class States:
-    """The state inputs that a session's ranks keep between runs. They leave the ranks only by these
-    methods."""
+    """Reads and writes the states that a session's ranks keep between runs, by input name."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -37,11 +36,12 @@ class States:
 
     @property
     def names(self) -> list[str]:
-        """The inputs of all state pairs."""
+        """The names of the inputs of all state pairs."""
         return list(self._session._bundle.states)
 
     def read(self, name: str) -> Array:
-        """The kept value of a state input, as a global array. Errors: InputError."""
+        """Returns the value of a state as a global array: the kept or the initial one. Errors:
+        InputError if there is neither."""
         session = self._session
         port = state_port(session._bundle, name)
         with session._lock:
@@ -55,7 +55,7 @@ class States:
             return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
 
     def write(self, name: str, value: Any) -> None:
-        """Keeps a global array as the value of a state input. Errors: InputError."""
+        """Sets the value of a state to a global array. Errors: InputError."""
         session = self._session
         port = state_port(session._bundle, name)
         array = check_array(port, value)
@@ -65,8 +65,8 @@ class States:
             session._kept[name] = shape
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Digests]:
-        """Writes all states, kept or initial, to a folder, each rank its shards. Returns the size
-        and the SHA-256 of each file."""
+        """Writes all states, kept or initial, to a folder; each rank writes its own shards. Returns
+        the digests of each file. Errors: InputError if a state has no value."""
         session = self._session
         bundle = session._bundle
         missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
@@ -77,8 +77,8 @@ class States:
             return session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
 
     def load(self, folder: str | os.PathLike[str], names: Sequence[str]) -> None:
-        """Reads these states from a folder that `save` wrote, in this session or in another one of
-        the same mesh and layouts; each rank keeps its shards."""
+        """Reads these states from a folder that `save` wrote, in this session or in another one
+        with the same mesh and layouts; each rank reads its own shards."""
         session = self._session
         ports = [state_port(session._bundle, name) for name in names]
         shapes = {port.name: _shape(port) for port in ports}
@@ -88,7 +88,7 @@ class States:
             session._kept.update(shapes)
 
     def reset(self) -> None:
-        """Forgets all kept values: states have their initial values again, or must be fed."""
+        """Forgets all kept values: states return to their initial values, or must be fed."""
         session = self._session
         with session._lock:
             session._ranks.reset_states()

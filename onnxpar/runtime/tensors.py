@@ -1,4 +1,4 @@
-"""Element types and tensor memory in NumPy, ONNX and onnxruntime."""
+"""Converts element types and tensor memory between NumPy, ONNX and onnxruntime."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ ELEMENTS: Mapping[str, tuple[int, str]] = {
     "uint2": (25, "uint2"),
     "int2": (26, "int2"),
 }
-"""By dtype name: ONNX's TensorProto number and onnxruntime's word for the element type."""
+"""ONNX's TensorProto number and onnxruntime's word of each element type, by dtype name."""
 
 _DTYPES = {f"tensor({word})": np.dtype(name) for name, (_, word) in ELEMENTS.items()}
 
 
 def tensor_type(dtype: np.dtype[Any]) -> str:
-    """onnxruntime's text for a dtype: `tensor(float)` for float32."""
+    """Returns onnxruntime's text for a dtype: `tensor(float)` for float32."""
     return f"tensor({ELEMENTS[dtype.name][1]})"
 
 
 def dtype_of(tensor_type: str) -> np.dtype[Any] | None:
-    """The inverse of `tensor_type`; None for anything but a tensor of a known element type."""
+    """Returns the dtype of an onnxruntime type such as `tensor(float)`; None for other types than
+    tensors of numbers."""
     return _DTYPES.get(tensor_type)
 
 
@@ -60,23 +61,24 @@ def is_packed(dtype: np.dtype[Any]) -> bool:
 
 
 def memory_of(array: Array) -> Array:
-    """The bytes of a contiguous array in onnxruntime's format: the array itself, unless packed."""
+    """Returns the array in onnxruntime's memory format: packed bytes for a packed dtype, else the
+    contiguous array itself."""
     return pack(array, PACKED[array.dtype.name]) if is_packed(array.dtype) else array
 
 
 def bind_input(
     binding: ort.IOBinding, name: str, array: Array, memory: Array | None = None
 ) -> None:
-    """Binds the memory of a contiguous array without a copy; it must live through the run.
-
-    `memory` is `memory_of` the array, if that is packed.
+    """Binds an input to the memory of a contiguous array without a copy; the caller must keep the
+    array alive during the run. `memory` is `memory_of(array)`, required for a packed dtype.
     """
     element, at = _element(array.dtype), (array if memory is None else memory).ctypes.data
     binding.bind_input(name, "cpu", 0, element, list(array.shape), at)
 
 
 def as_fed(array: Array) -> Array | ort.OrtValue:
-    """The form in which `InferenceSession.run` accepts an array: itself if its dtype is NumPy's."""
+    """Returns the array in a form that onnxruntime's `run` accepts: an OrtValue if NumPy lacks the
+    dtype."""
     return array if array.dtype.isbuiltin == 1 else copy_of(array)
 
 
@@ -87,7 +89,8 @@ def bind_output(binding: ort.IOBinding, name: str, array: Array) -> None:
 
 
 def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
-    """The memory of a tensor as an array, a copy if packed; it must not outlive the tensor."""
+    """Returns an array over the memory of a tensor, which must not outlive the tensor; a copy if
+    the dtype is packed."""
     shape = tuple(value.shape())
     count = math.prod(shape)
     if not count:
@@ -101,7 +104,7 @@ def view_of(value: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
 
 
 def copy_of(array: Array) -> ort.OrtValue:
-    """A tensor with memory of its own and the values of the array."""
+    """Returns a new OrtValue with a copy of the array."""
     value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), _element(array.dtype))
     memory = memory_of(np.asarray(array, order="C"))
     if memory.nbytes:
@@ -110,5 +113,6 @@ def copy_of(array: Array) -> ort.OrtValue:
 
 
 def _element(dtype: np.dtype[Any]) -> Any:
-    """The element type in onnxruntime's calls: NumPy's, or ONNX's number if NumPy has none."""
+    """Returns the element type for onnxruntime's calls: NumPy's type, or ONNX's number if NumPy
+    lacks the dtype."""
     return dtype.type if dtype.isbuiltin == 1 else ELEMENTS[dtype.name][0]

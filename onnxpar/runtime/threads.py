@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: the same plan and files, without starting processes."""
+"""Sessions whose ranks are threads of this process instead of processes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ T = TypeVar("T")
 class ThreadSession(Session):
     """A session whose ranks are threads of this process; it starts quickly and is meant for tests.
 
-    A crash in native code ends this process, and not only that of a rank. `worlds`, one per rank,
-    are the worlds to run in; they stay open, so that sessions can use them one after the other as
-    long as none fails. By default, the session creates its own.
+    A crash in native code ends this process. `worlds`, one per rank, are worlds to run in. The
+    session leaves them open, so that other sessions can use them later, unless a call fails. By
+    default, the session creates worlds of its own.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class ThreadSession(Session):
 
 
 class ThreadRanks:
-    """One thread per rank. If one fails in a call, all leave the call and can continue; if one does
-    not start, or if they disagree, every later call fails with the reason."""
+    """One thread per rank. If a call fails on one rank, all ranks abandon it and can continue; if a
+    rank does not start, or if ranks disagree, every later call fails with the same reason."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class ThreadRanks:
         self.facts = self._executors[0].facts()
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once. Errors: RunError of the first rank that failed; RankError."""
+        """Runs all ranks once, and returns their output shards. Errors: RunError if the ranks can
+        continue; else RankError."""
         ports = self._parts.at(request.sizes)
 
         def run(rank: int) -> Mapping[str, Slot]:
@@ -92,32 +93,33 @@ class ThreadRanks:
         return found
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """The shards of a kept state."""
+        """Returns all ranks' shards of a state."""
         slots = self._all(
             lambda r: self._executors[r].read_state(name, Heap(), sizes), "reading a state"
         )
         return _by_name(slots)
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
-        """Keeps an array as a state."""
+        """Gives each rank its shard of a global array, to keep as a state."""
         parts = self._parts.at(sizes)[name]
         self._all(
             lambda r: self._executors[r].write_state(name, parts.take(array, r)), "writing a state"
         )
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
-        """Writes all states to a folder, each rank its shards; returns the files' digests."""
+        """Makes each rank write its shards of all states to a folder; returns the files'
+        digests."""
         target = Path(folder)
         each = self._all(lambda r: self._executors[r].save_states(target, sizes), "saving states")
         return {name: digests for files in each for name, digests in files.items()}
 
     def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
-        """Reads states from a folder, each rank its shards."""
+        """Makes each rank read its shards of these states from a folder, and keep them."""
         source = Path(folder)
         self._all(lambda r: self._executors[r].load_states(source, names, sizes), "loading states")
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """The payload alone, as there is no other process."""
+        """Returns a list with only the own payload, because there is no other process."""
         return [payload]
 
     def reset_states(self) -> None:
@@ -125,11 +127,11 @@ class ThreadRanks:
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
 
     def end_profile(self) -> Sequence[Record]:
-        """The record of each rank so far."""
+        """Ends the recording, and returns the record of each rank."""
         return self._all(lambda r: self._executors[r].end_profile(), "the profile")
 
     def check_usable(self) -> None:
-        """Errors: RankError after a failure, or after close."""
+        """Errors: RankError if the session is closed, by a failure or by `close`."""
         if self._closed:
             cause = self._failure or "close() was called"
             raise RankError(f"this session is closed: {cause}; make a new one")
@@ -145,7 +147,8 @@ class ThreadRanks:
         self._pool.shutdown()
 
     def _all(self, work: Callable[[int], T], what: str) -> list[T]:
-        """Does the work for all ranks in parallel."""
+        """Calls `work(rank)` for all ranks in parallel and returns the results, by rank. Errors:
+        RankError."""
         self.check_usable()
         failed: list[Exception] = []
 
@@ -170,8 +173,8 @@ class ThreadRanks:
         return [result for result in results]  # type: ignore[misc]
 
     def _recovered(self, what: str) -> RankError:
-        """The error of a failed call. The ranks are ready for the next call, or the session is
-        closed."""
+        """Returns the error of a failed call: RunError if the ranks are ready for the next call,
+        RankError if the session is now closed."""
 
         def renew(rank: int) -> str:
             if self._executors:

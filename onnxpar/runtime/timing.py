@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     from onnxpar.runtime.worker import Watch
 
 WARM_UP = 2
-"""Runs that do not count: onnxruntime gets memory piece by piece in the first, and again, as one
-block, in the second."""
+"""Runs that are not counted: onnxruntime allocates memory piece by piece in the first run, and
+again, as one block, in the second."""
 OTHER = 32 << 20
-"""Bytes that are worked on between runs for which caches are to be cold."""
+"""Bytes that are written between runs to make caches cold."""
 
 
 def serve_timing(wire: Wire, watch: Watch, start: Mapping[str, Any]) -> None:
-    """Times models as messages ask for them, until a message closes it.
-
-    A message has the file of a model, the number of runs, and flags: onnxruntime optimizes the
-    model, caches are cold, ranks communicate. The answer has the seconds of each run after WARM_UP
-    runs. Inputs are ones, which no run copies.
+    """Times the models that messages name, until a message "close". A message has the file of a
+    model, or None for a rank that does not take part, the number of runs, and flags: whether
+    onnxruntime optimizes the model, caches are cold, and ranks communicate. The answer has the
+    seconds of each run after WARM_UP runs. All inputs are ones.
     """
     world = World.create(f"rank-{watch.rank}", **start["world"])
     watch.join(world)
@@ -46,7 +45,8 @@ def serve_timing(wire: Wire, watch: Watch, start: Mapping[str, Any]) -> None:
 def _open(
     world: World, path: str, share: Mapping[str, Any], optimized: bool
 ) -> ort.InferenceSession:
-    """The model, as it is written or optimized, in a rank's share of the cores."""
+    """Opens a model with a rank's number of threads; with `optimized`, onnxruntime optimizes the
+    graph, otherwise it runs as written."""
     options = session_options(world)
     as_written = {"graph_optimization_level": int(ort.GraphOptimizationLevel.ORT_DISABLE_ALL)}
     SessionSpec({} if optimized else as_written).apply(
@@ -58,8 +58,9 @@ def _open(
 def _seconds(
     session: ort.InferenceSession, runs: int, cold: bool, communicates: bool
 ) -> list[float]:
-    """The seconds of each run. If ranks do not communicate, the CPU time of this thread: it takes
-    part in all work, and the load of other processes does not count."""
+    """Returns the seconds of each run: elapsed time if ranks communicate, else the CPU time of this
+    thread. This thread takes part in all work, and its CPU time does not include the load of other
+    processes."""
     clock = time.perf_counter if communicates else time.thread_time
     other = np.zeros(OTHER if cold else 0, np.int8)
     types = {"tensor(float)": np.float32, "tensor(bool)": np.bool_}

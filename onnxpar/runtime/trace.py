@@ -1,7 +1,7 @@
 """Traces of the ranks of a sharded model, in files for chrome://tracing and Perfetto.
 
-In a file, each rank is a process with threads for runs, compute and communication. The `args` of
-events and the key `onnxpar` hold what is needed to read the file back.
+The viewer shows each rank as a process with threads for runs, compute and communication. The `args`
+of events and the key `onnxpar` have the data that `read_trace` needs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from onnxpar.files.write_file import unread, whole_file
 
 FORMAT = 1
 NODE, RUN = "Node", "Run"
-"""Categories of events."""
+"""The categories of events in the file."""
 _RUNS, _COMPUTE, _COMMUNICATION = range(3)
 _LANES = ("runs", "compute", "communication")
-"""Threads of a rank; for nodes that run in parallel, each further thread adds two more."""
+"""The lanes of a rank in the viewer; each further thread of onnxruntime adds a compute and a
+communication lane."""
 
 
 @dataclass(frozen=True)
 class Collective:
     """A collective: its ranks, the bytes that a rank sends per call, and the tensor. `wait` is the
-    time that the rank waited for the last one, in seconds. None: unknown."""
+    time that this rank waited for the last rank, in seconds. None: unknown."""
 
     kind: str
     group: tuple[int, ...]
@@ -43,9 +44,9 @@ class Event:
 
     name   name of the node that ran, onnxruntime's for a fused node
     op     its op type
-    nodes  the nodes of the global graph that it computes, or of which it computes a part
+    nodes  the nodes of the unsplit model that it computes, in whole or in part
     own    seconds without the nodes of its body
-    lane   different for calls that run at the same time
+    lane   number of the onnxruntime thread that ran it, from 0
     """
 
     rank: int
@@ -61,13 +62,14 @@ class Event:
 
     @property
     def wait(self) -> float:
-        """Seconds that the rank waited for another one."""
+        """Seconds that the rank waited for other ranks; 0 if unknown."""
         return (self.collective and self.collective.wait) or 0.0
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of a program on one rank: the main program "", or the evaluation of a training step."""
+    """A run of a program on one rank: of the main program "", or of the evaluation of a training
+    step."""
 
     rank: int
     run: int
@@ -78,7 +80,8 @@ class Span:
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """All calls of a node on the requested ranks; `seconds` is the sum of their `own` seconds."""
+    """The times of all calls of a node on one rank or on all ranks; `seconds` is the sum of the
+    `own` seconds of the calls."""
 
     name: str
     op: str
@@ -96,9 +99,9 @@ class NodeTimes:
 
 @dataclass(frozen=True)
 class Trace:
-    """Runs of all ranks. `left_out` is the number of earlier runs that are not part of the trace;
-    `dropped` the number of later events that onnxruntime could not record. `sizes` are the open
-    sizes of the runs, each with its share of the runs."""
+    """The recorded runs of all ranks. `left_out` is the number of earlier runs that are not part of
+    the trace; `dropped` the number of later events that onnxruntime could not record. `sizes` has
+    each combination of open sizes, with the fraction of runs that used it."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -110,15 +113,16 @@ class Trace:
     sizes: Sequence[tuple[Mapping[str, int], float]] = ()
 
     def runs(self, program: str = "") -> list[int]:
-        """The numbers of a program's runs."""
+        """Returns the numbers of a program's runs."""
         return sorted({span.run for span in self.spans if span.program == program})
 
     def of(self, rank: int) -> list[Event]:
-        """The events of a rank, in the order of their start."""
+        """Returns the events of a rank, in the order of their start."""
         return [event for event in self.events if event.rank == rank]
 
     def nodes(self, rank: int | None = None) -> list[NodeTimes]:
-        """The times of each node on a rank, or on all ranks; the longest total first."""
+        """Returns the times of each node on a rank, by default summed over all ranks; the longest
+        total first."""
         found: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             if rank in (None, event.rank):
@@ -139,7 +143,7 @@ class Trace:
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes a trace; nothing is left half-written. Errors: InputError."""
+    """Writes a trace; an error leaves no half-written file. Errors: InputError."""
     file = Path(path)
     check_place(file)
     head = {
@@ -162,7 +166,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Errors: InputError if no file can be written there."""
+    """Errors: InputError if no file can be written at `path`."""
     file = Path(path)
     if not file.parent.is_dir():
         raise InputError(f"{file}: there is no folder {file.parent}; make it first")
@@ -173,7 +177,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Reads what `write_trace` wrote. Errors: InputError, naming the file."""
+    """Reads a trace that `write_trace` wrote. Errors: InputError, which names the file."""
     file = Path(path)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -204,7 +208,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
-    """The events in Chrome's trace format, with times in microseconds."""
+    """Yields the events in Chrome's trace format, with times in microseconds."""
     lanes = {(e.rank, _thread(e)) for e in trace.events} | {(s.rank, _RUNS) for s in trace.spans}
     for rank in range(trace.ranks):
         yield _named("process_name", rank, 0, name=f"rank {rank}")

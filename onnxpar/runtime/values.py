@@ -1,7 +1,7 @@
 """Values other than tensors of numbers: strings, sequences, maps and optionals.
 
-They are whole on every rank. As in onnxruntime's own Python, they are object arrays of str, lists,
-dicts, and None; between processes they are sent as arrays of typed bytes.
+Every rank holds the whole value. As in onnxruntime's Python API, values are object arrays of str,
+lists, dicts and None; between processes, they are sent as byte arrays.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from onnxpar.errors import RankError
 from onnxpar.runtime.tensors import dtype_of
 
 BYTES = np.dtype(np.uint8)
-"""The dtype in which values are sent."""
+"""The dtype of an encoded value."""
 _STRING = "tensor(string)"
 
 
 def is_value(type_: str) -> bool:
-    """True for a type of anything but tensors of numbers."""
+    """True for every type but tensors of numbers."""
     return not type_.startswith("tensor(") or type_ == _STRING
 
 
@@ -33,12 +33,13 @@ def is_optional(type_: str) -> bool:
 
 
 def to_bytes(value: Any) -> Array:
-    """A value encoded for another process."""
+    """Returns a value encoded for another process."""
     return np.frombuffer(typed_bytes.to_bytes(value), np.uint8)
 
 
 def of_bytes(data: Array) -> Any:
-    """The decoded value. Errors: RankError if the bytes do not encode one."""
+    """Returns the value that `to_bytes` encoded. Errors: RankError if the bytes do not encode
+    one."""
     try:
         return typed_bytes.of_bytes(data.tobytes())
     except ValueError as error:
@@ -46,9 +47,9 @@ def of_bytes(data: Array) -> Any:
 
 
 def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
-    """The arrays that make up a value: `s.0` and so on of a list, `m.keys` and `m.values` of a map.
-
-    With `type_`, the numbers of a map get its dtype.
+    """Returns the arrays that a value consists of, by name: `s.0`, `s.1` ... for a list, `m.keys`
+    and `m.values` for a map. `type_`, onnxruntime's type of the value, gives the values of a map
+    their dtype.
     """
     if value is None:
         return {}
@@ -64,7 +65,8 @@ def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
 
 
 def checked_value(type_: str, value: Any) -> Any:
-    """The value as onnxruntime accepts it. Errors: TypeError, with what is expected."""
+    """Returns the value in the form that onnxruntime accepts. Errors: TypeError, whose message
+    describes the expected value."""
     if type_ == _STRING:
         return _checked_strings(value)
     kind, inner = re.fullmatch(r"(\w+)\((.*)\)", type_).groups()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Messages between the session and its ranks: length and JSON, over a local socket."""
+"""Messages between the session and its ranks, over a local socket; each is a length and JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Packed:
-    """An encoded message, to be sent to several ranks."""
+    """An encoded message, which can be sent to several ranks."""
 
     data: bytes
 
 
 def pack(message: Message) -> Packed:
-    """Encodes a message once."""
+    """Encodes a message."""
     body = json.dumps(message).encode()
     return Packed(_LENGTH.pack(len(body)) + body)
 
@@ -44,7 +44,7 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, message: Message | Packed) -> None:
-        """Sends a message without waiting for its reader. Errors: Closed."""
+        """Sends a message, and returns before the other end reads it. Errors: Closed."""
         data = message.data if isinstance(message, Packed) else pack(message).data
         try:
             self._socket.sendall(data)
@@ -52,10 +52,9 @@ class Wire:
             raise Closed(str(error)) from error
 
     def receive(self) -> Message:
-        """The next message, as soon as it arrives. Errors: Closed.
-
-        It may buffer further messages, which `poll` does not see; so the other end must wait for an
-        answer to each.
+        """Waits for the next message and returns it. Errors: Closed. Further messages may end up in
+        a buffer that `poll` does not see. So each end must wait for an answer before it sends
+        another message.
         """
         self._fill(_LENGTH.size)
         end = _LENGTH.size + _LENGTH.unpack_from(self._read)[0]
@@ -65,7 +64,7 @@ class Wire:
         return message
 
     def close(self) -> None:
-        """Closes this end; the other one gets Closed."""
+        """Closes this end; the other end then gets Closed."""
         self._socket.close()
 
     def _fill(self, length: int) -> None:
@@ -80,8 +79,8 @@ class Wire:
 
 
 def pair(timeout: float) -> tuple[Wire, socket.socket]:
-    """A wire, and its other end for another process. A wire that is blocked for `timeout` seconds
-    counts as closed."""
+    """Returns a wire, and its other end for another process. A call on the wire that blocks for
+    `timeout` seconds raises Closed."""
     own, other = socket.socketpair()
     own.settimeout(timeout)
     return Wire(own), other

@@ -1,7 +1,7 @@
 """The entry point of a rank's process, which a session starts.
 
-Nothing large is imported before the watch thread runs, so that the rank ends with its parent at any
-time.
+Imports nothing large before the watch thread runs, so that the rank ends with its parent even while
+it starts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serves the session at the other end of the inherited sockets until the session closes
-    them."""
+    """Serves the session at the other end of the inherited sockets until the session closes the
+    sockets."""
     parent, work, control, inputs, outputs = map(int, sys.argv[1:])
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     watch = Watch(Wire(socket.socket(fileno=control)))
     threading.Thread(target=watch.run, daemon=True, name="onnxpar-watch").start()
     wire = Wire(socket.socket(fileno=work))
@@ -48,7 +48,8 @@ def main() -> None:
 
 
 class Watch:
-    """Handles messages while the rank is busy: pings, an abort, a stop, the end of its parent."""
+    """Reacts to the session while the rank computes: answers pings, aborts collectives, stops a
+    run, and ends with the parent."""
 
     def __init__(self, control: Wire) -> None:
         self.rank = -1
@@ -59,21 +60,21 @@ class Watch:
         self._lock = threading.Lock()
 
     def join(self, world: World) -> None:
-        """Applies later aborts, and one that came before, to this world."""
+        """Sets the world that `abort` acts on; applies an abort that came earlier."""
         with self._lock:
             self._world = world
             if self._aborted is not None:
                 world.abort(self._aborted)
 
     def abort(self, message: str) -> None:
-        """Makes the rank's collectives fail."""
+        """Makes the rank's collectives, running and later, fail with this message."""
         with self._lock:
             self._aborted = message
             if self._world is not None:
                 self._world.abort(message)
 
     def run(self) -> None:
-        """Answers the session; ends the process when the session closes its end."""
+        """Answers the session's messages; ends the process when the session closes its end."""
         try:
             while True:
                 message = self._control.receive()
@@ -88,7 +89,7 @@ class Watch:
 
 
 def _die_with(parent: int) -> None:
-    """Makes the kernel kill this process, even if it is stopped, when its parent ends."""
+    """Makes Linux kill this process, even if it is stopped by a signal, when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -96,7 +97,7 @@ def _die_with(parent: int) -> None:
 
 
 def _report(wire: Wire, text: str) -> None:
-    """Sends an error to the session, and waits until it has read it."""
+    """Sends an error to the session, and waits until the session closes the connection."""
     try:
         wire.send({"error": text})
         wire.receive()

@@ -60,31 +60,31 @@ def grad(
 
     model       a file, an onnx.ModelProto, or its bytes
     output      the file to write
-    loss        softmax-cross-entropy, nll, mse or bce, or an output that is the loss itself
+    loss        softmax-cross-entropy, nll, mse or bce, or the name of an output that is the loss
     optimizer   sgd, momentum, adam, adamw, lamb or adagrad, with its hyperparameters by name
                 (weight_decay, momentum, beta1 ...), or an Optimizer; "none" to return gradients
-    loss_of     the output to compare with the target, where the model has several
+    loss_of     the output to compare with the target, if the model has several
     class_axis  the dimension of classes: by default the last, or the second of four or more
-    params      globs of the weights to train, instead of those that are found
-    frozen      globs of weights that are not trained
-    batch_norm  the samples over which BatchNormalization takes statistics: global, node or local;
-                by default as in the model
+    params      globs of the weights to train; by default, onnxpar finds them
+    frozen      globs of weights not to train
+    batch_norm  the samples over which BatchNormalization takes statistics: global (the whole batch),
+                node (those of a host) or local (those of a rank); by default as in the model
     groups      for node, the number of hosts; for local, the number of ranks
-    precision   float16 or bfloat16, in which the model computes; parameters keep their types
-    loss_scale  factor of the loss: "dynamic" (the default in float16), a number, or "none"
-    recompute   True to compute activations again in the backward pass, instead of keeping them
-    clip_norm   limit of the norm over all gradients, which are scaled down to it
-    accumulate  number of micro-batches in a step, each of the model's batch size
+    precision   float16 or bfloat16: the dtype in which the model computes; parameters keep theirs
+    loss_scale  factor of the loss: "dynamic" (the default with float16), a number, or "none"
+    recompute   True to compute activations again in the backward pass instead of keeping them
+    clip_norm   the largest norm over all gradients together; larger gradients are scaled down
+    accumulate  number of micro-batches in a step; each has the model's batch size
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
-    preset      "manual" if the model is a program per rank; the step is one, too, for `devices`
-                ranks or a `mesh` ("dp=2,tp=4" or a Mesh), with tensors sharded as in `strategy`
+    preset      "manual" if the model is one rank's program (with collectives); the step is one, too,
+                for `devices` ranks or a `mesh` ("dp=2,tp=4" or a Mesh), sharded as in `strategy`
 
-    Returns the description of the step's ports, and warns about weights that it does not train as
-    PyTorch would. Errors: OnnxparError; no file is left half-written.
+    Returns the roles of the step's inputs and outputs. Warns about weights that the step trains
+    differently from PyTorch. Errors: OnnxparError; no file is left half-written.
     """
-    # The parameters are listed one by one, so that editors and type checkers know them: a
-    # TypedDict cannot stand beside **hyperparameters, whose names depend on the optimizer.
+    # The parameters are listed one by one so that editors and type checkers know them: a TypedDict
+    # cannot be combined with **hyperparameters, whose names depend on the optimizer.
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, **hyperparameters)
     elif hyperparameters:
@@ -138,29 +138,29 @@ def train(
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> list[Record]:
-    """Runs a sharded training step over data. Returns a record of each step: its loss and other
-    metrics, and after the last step of an epoch the evaluation.
+    """Trains with a sharded training step. Returns a record of each step: its loss and other
+    metrics and, for the last step of an epoch, the evaluation.
 
     par         the folder that `onnxpar.shard` wrote for a step of `grad`
     data        samples: an .npz file, or arrays by input name
-    lr          the learning rate: its peak, where it changes
+    lr          the learning rate; with a schedule or warm-up, its peak
     eval        samples for an evaluation after each epoch
     batch       the batch size you expect; an error if the step was written for another one
-    epochs      number of times that all samples are used
+    epochs      number of passes over all samples
     schedule    learning-rate schedule after warm-up: constant, linear or cosine
     warmup      number of warm-up steps, in which the learning rate rises linearly
     seed        decides the order of samples, and the random numbers of steps
     shuffle     False to use samples in the order of `data`
-    checkpoint  a folder for checkpoints; one is saved at the end. The folder is locked, so that no
-                other run writes there
+    checkpoint  a folder for checkpoints; one is saved at the end. The folder is locked against
+                other runs
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
-    resume      True to go on from the newest complete checkpoint in the folder
+    resume      True to continue from the newest complete checkpoint in the folder
     profile     a file to write with a trace of all steps
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
 
-    A `Trainer` takes single steps. Errors: OnnxparError; DivergenceError where the loss is not
+    To take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
     finite.
     """
     folder = None if checkpoint is None else Path(checkpoint)
@@ -190,9 +190,9 @@ def write_step(
     source: Options,
     untie: bool = False,
 ) -> tuple[Model, Weights]:
-    """Writes a training step; returns it, with the weights that it trains and those that it does
-    not. `source` has the sizes of the model, and the mesh and strategy of a program per rank;
-    `untie` is as in `grad`. Errors: OnnxparError."""
+    """Writes a training step; returns the step, and its trained and untrained weights. `source` has
+    the sizes of the model and, if the model is one rank's program, its mesh and strategy; `untie`
+    is as in `grad`. Errors: OnnxparError."""
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     if output.exists() and output.samefile(path):

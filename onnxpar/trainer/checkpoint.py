@@ -1,8 +1,8 @@
-"""Checkpoints: a folder with all that a training run needs to resume, which appears complete or not
-at all.
+"""Checkpoints: folders from which a training run can resume. A checkpoint gets its name only when
+it is complete.
 
 `DIR/step_00000100/` has `checkpoint.json` and each rank's shards of the states. The JSON lists the
-digests of all files and ends with its own, so that all damage is detected.
+digests of all files and ends with a digest of itself, so that all damage is detected.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ from onnxpar.runtime.state_files import StateFiles
 from onnxpar.trainer.together import ALONE, Together
 
 FORMAT = 2
-"""The format with digests of 1 MiB blocks; another block size needs another number."""
+"""The number of the current format, with digests of 1 MiB blocks. Increase it if the block size
+changes."""
 _WITHOUT_DIGESTS = 1
-"""The format before it, which can still be read."""
+"""The previous format, which can still be read."""
 RECORD = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old\.onnxpar")
-"""The second name is that of a checkpoint that is being replaced, where the file system cannot swap
-names."""
+"""The names of checkpoints. The second form is the name of a checkpoint while another replaces it,
+on a file system that cannot swap names."""
 _RESTORE = "restore it from a copy, or go on from another checkpoint"
 _ROUND = (1 << 29) // BLOCK
-"""Blocks that a process reads between two exchanges with the others, which bounds their wait."""
+"""Blocks that a process reads between two exchanges with the others: the limit bounds how long they
+wait for each other."""
 _LATE = 20.0
-"""Seconds within which all processes must see the files that rank 0 sees."""
+"""Seconds that other processes wait for files that rank 0 already sees."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of steps that a run has taken: `step` in all, `in_epoch` of them in the current
-    epoch, which is numbered `epoch`, from 0."""
+    """The number of steps that a run has taken: `step` in total, `in_epoch` in the current epoch.
+    `epoch` is the number of the current epoch, from 0."""
 
     step: int = 0
     epoch: int = 0
@@ -62,7 +64,7 @@ class Progress:
     seed: int = 0
 
     def after_step(self, batches: int) -> Progress:
-        """The progress one step later, with so many steps in an epoch."""
+        """Returns the progress one step later; `batches` is the number of steps in an epoch."""
         in_epoch = self.in_epoch + 1
         if in_epoch == batches:
             return replace(self, step=self.step + 1, epoch=self.epoch + 1, in_epoch=0)
@@ -70,14 +72,14 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """The name of its checkpoint."""
+        """The name of a checkpoint with this progress."""
         return f"step_{self.step:08d}"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. `digest` identifies its content; in the format without digests of
-    files, that of checkpoint.json alone."""
+    """A checkpoint on disk. `digest`, the SHA-256 of checkpoint.json, identifies the content; in
+    the format without digests of files, it covers only checkpoint.json."""
 
     path: Path
     progress: Progress
@@ -88,16 +90,15 @@ class Checkpoint:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Checkpoint:
-        """Opens a checkpoint, or the newest complete one in a folder of them, after comparing all
-        of its bytes with their digests. A warning on stderr names each damaged one that is passed
-        over. Errors: ModelError; a damaged checkpoint that `path` names is never replaced by
-        another."""
+        """Opens a checkpoint, or the newest complete checkpoint in a folder, after comparing every
+        byte with the digests. Skips damaged checkpoints in a folder, each with a warning on stderr.
+        Errors: ModelError, also if `path` itself is a damaged checkpoint."""
         return load_together(Path(path), ALONE)
 
 
 def load_together(path: Path, together: Together) -> Checkpoint:
-    """`Checkpoint.load` in all processes of a run: each verifies its share of the bytes, and all
-    open the same checkpoint."""
+    """Like `Checkpoint.load`, called in all processes of a run: each verifies its share of the
+    bytes, and all return the same checkpoint."""
     found, damaged = _find(path, together)
     if together.leads:
         for reason in damaged:
@@ -111,7 +112,8 @@ def load_together(path: Path, together: Together) -> Checkpoint:
 
 
 def damage(path: Path, together: Together) -> str:
-    """Describes the damage of a checkpoint, the same in all processes; empty if there is none."""
+    """Returns a description of the damage to a checkpoint, the same in all processes; empty if
+    there is none, or if the checkpoint is of a newer format."""
     try:
         _find(path, together)
     except DamagedError as error:
@@ -122,15 +124,16 @@ def damage(path: Path, together: Together) -> str:
 
 
 def warn(text: str) -> None:
-    """Prints a warning on stderr, and on the terminal if stderr is a log file."""
+    """Prints a warning on stderr; on rank 0, also on the launcher's terminal if stderr is a log
+    file."""
     print(f"onnxpar: warning: {text}", file=sys.stderr)
     report_for_all_ranks(f"warning: {text}")
 
 
 def check_seen(missing: Callable[[], str], together: Together) -> None:
-    """Waits until every process sees the files that rank 0 sees, as a network file system may show
-    them late. `missing` describes what a process does not see. Errors: ModelError, in all
-    processes, after _LATE seconds."""
+    """Waits until every process sees the files that rank 0 sees, because a network file system may
+    show new files late. `missing` returns a description of a missing file, empty if there is none.
+    Errors: ModelError, in all processes, after _LATE seconds."""
     deadline = time.monotonic() + (0 if together.leads else _LATE)
     while (absent := missing()) and time.monotonic() < deadline:
         time.sleep(_LATE / 100)
@@ -143,8 +146,8 @@ def check_seen(missing: Callable[[], str], together: Together) -> None:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a folder, damaged ones too, by their number of steps, in order. Errors:
-    ModelError where the folder cannot be read."""
+    """Returns the checkpoints in a folder, including damaged ones, by number of steps in ascending
+    order. Errors: ModelError if the folder cannot be read."""
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -159,8 +162,8 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
-    """Finds the checkpoint to load, and describes the damage of each newer one. Errors:
-    ModelError."""
+    """Returns the checkpoint to load, and a description of the damage to each newer checkpoint.
+    Errors: ModelError."""
     damaged: dict[str, str] = {}
     while True:
         name, text = together.first(lambda: _candidate(path, damaged))
@@ -174,9 +177,9 @@ def _find(path: Path, together: Together) -> tuple[Checkpoint, list[str]]:
 
 
 def _candidate(path: Path, damaged: dict[str, str]) -> tuple[str, str]:
-    """The name of a folder's newest checkpoint that is not known to be damaged, and its
-    checkpoint.json; adds those that it finds damaged to `damaged`, by name. The name is empty where
-    `path` is a checkpoint itself. Errors: ModelError."""
+    """Returns the name of a folder's newest checkpoint that is not in `damaged`, and the text of
+    its checkpoint.json. The name is empty if `path` is itself a checkpoint. Adds newly found damage
+    to `damaged`, by name. Errors: ModelError."""
     if (path / RECORD).is_file() or _NAME.fullmatch(path.name):
         try:
             return "", _complete(path)
@@ -200,7 +203,8 @@ def _candidate(path: Path, damaged: dict[str, str]) -> tuple[str, str]:
 
 
 def _complete(folder: Path) -> str:
-    """The text of checkpoint.json, if all files of the checkpoint exist. Errors: ModelError."""
+    """Returns the text of checkpoint.json. Errors: ModelError if a file of the checkpoint is
+    missing or has another size."""
     file = folder / RECORD
     try:
         text = file.read_bytes()
@@ -212,7 +216,7 @@ def _complete(folder: Path) -> str:
 
 
 def _read(folder: Path, text: bytes) -> Checkpoint:
-    """The checkpoint in a folder, from the text of its checkpoint.json. Errors: DamagedError;
+    """Returns the checkpoint that `text`, its checkpoint.json, describes. Errors: DamagedError;
     NewerFormatError."""
     file = folder / RECORD
     try:
@@ -249,7 +253,8 @@ def _check_sealed(file: Path, text: bytes) -> None:
 
 
 def _missing(found: Checkpoint) -> str:
-    """Names a file that is missing or has another size; empty if there is none."""
+    """Returns a description of a file that is missing or has another size; empty if there is
+    none."""
     try:
         for name, digests in found.files.items():
             check_size(found.path / name, digests, "")
@@ -259,8 +264,8 @@ def _missing(found: Checkpoint) -> str:
 
 
 def _fault(found: Checkpoint, together: Together) -> str:
-    """Compares all bytes with their digests, each process its share. Returns a description of the
-    damage, the same in all processes; empty if there is none. Errors: ModelError where a process
+    """Compares every byte with the digests; each process reads its share. Returns a description of
+    the damage, the same in all processes; empty if there is none. Errors: ModelError if a process
     does not see the files that rank 0 sees."""
     check_seen(lambda: _missing(found), together)
     blocks = blocks_of(found.files)

@@ -1,4 +1,4 @@
-"""Batches of training data: samples of an .npz file, shuffled by a seed."""
+"""Batches of training data, from samples in an .npz file or in memory, shuffled by a seed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from onnxpar.runtime.feeds import read_npz
 
 @dataclass(frozen=True)
 class Data:
-    """Samples by input: arrays whose first dimension counts samples, and `fixed` arrays, which are
-    the same in every batch."""
+    """Training data by input: `samples`, arrays whose first dimension counts samples, and `fixed`
+    arrays, which are the same in every batch. `batch` is the number of samples in a batch, `count`
+    in total."""
 
     samples: Mapping[str, Array]
     fixed: Mapping[str, Array]
@@ -29,14 +30,14 @@ class Data:
     def read(path: str | os.PathLike[str], ports: Sequence[Any]) -> Data:
         """Reads arrays for the inputs `ports` (`NodeArg`s) from an .npz file, by input name.
 
-        Errors: InputError for an array that is missing or of another shape, or where there are
-        fewer samples than a batch has.
+        Errors: InputError if an array is missing or has another shape, or if there are fewer
+        samples than in a batch.
         """
         return Data.of(read_npz(Path(path)), ports, str(path))
 
     @staticmethod
     def of(arrays: Mapping[str, Array], ports: Sequence[Any], source: str = "data") -> Data:
-        """Takes arrays in memory, by input name; `source` names them in errors."""
+        """Like `read`, but with arrays in memory, by input name; errors name them by `source`."""
         samples, fixed = {}, {}
         batch = int(ports[0].shape[0]) if ports and ports[0].shape else 1
         for port in ports:
@@ -70,11 +71,11 @@ class Data:
 
     @staticmethod
     def given(data: str | os.PathLike[str] | Mapping[str, Array], ports: Sequence[Any]) -> Data:
-        """Takes a file or arrays by input name."""
+        """Like `read`, with an .npz file or with arrays by input name."""
         return Data.of(data, ports) if isinstance(data, Mapping) else Data.read(data, ports)
 
     def check_batch(self, batch: int | None) -> None:
-        """Checks the batch size that the user expects. Errors: InputError."""
+        """Errors: InputError if the user expects another batch size; None expects nothing."""
         if batch not in (None, self.batch):
             raise InputError(
                 f"--batch {batch}: this step was written for batches of {self.batch} samples; to "
@@ -87,8 +88,8 @@ class Data:
         return self.count // self.batch
 
     def epoch(self, number: int, seed: int | None, first: int = 0) -> Iterator[dict[str, Array]]:
-        """The batches of an epoch, from batch `first` on. Each epoch has its own order; samples are
-        not shuffled if `seed` is None."""
+        """Yields the batches of epoch `number`, starting with batch `first`. Each epoch has its own
+        order; without a seed, samples are not shuffled."""
         order = np.arange(self.count)
         if seed is not None:
             order = np.random.default_rng([seed, number]).permutation(self.count)

@@ -1,4 +1,4 @@
-"""A training run: epochs of batches, a learning rate for each step, checkpoints."""
+"""The training loop: epochs of batches, with a learning rate for each step, and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from onnxpar.trainer.trainer import Trainer
 
 _SEEDS = 1 << 31
 _STRIDE = 1 << 32
-"""Factor of a run's seed, such that runs with different seeds have no seed of a step in common."""
+"""The seed of a step is the run's seed times this factor, plus the step's number; so runs with
+different seeds never use the same seed for a step."""
 
 
 @dataclass(frozen=True)
 class Run:
     """The options of a training run.
 
-    epochs      times that all samples are used
-    rate        the learning rate: its peak, where it changes
-    schedule    of the learning rate after the warm-up, one of SCHEDULES
+    epochs      number of passes over all samples
+    rate        the learning rate; with a schedule or warm-up, its peak
+    schedule    learning-rate schedule after warm-up, one of SCHEDULES
     warmup      steps in which the learning rate rises linearly
-    seed        decides the order of samples, and the random numbers of a step
+    seed        decides the order of samples, and the random numbers of steps
     shuffle     False to use samples in the order of the file
     checkpoint  the folder of checkpoints; None to save none
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
-    resume      True to go on from the newest complete checkpoint, if there is one
+    resume      True to continue from the newest complete checkpoint, if there is one
     """
 
     epochs: int
@@ -73,10 +74,10 @@ class Record:
 def records(
     trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
 ) -> Iterator[Record]:
-    """Trains, and yields a record after each step; that of an epoch's last step has an evaluation
-    on held-out data, if any is given. A step's checkpoint is saved after its record is consumed, so
-    that a killed run has a record of each step that a checkpoint includes. Errors: InputError,
-    ModelError, RankError, DivergenceError."""
+    """Trains, and yields a record after each step; the record of an epoch's last step has an
+    evaluation on `held_out`, if given. A checkpoint is saved only when the caller asks for the next
+    record, so that a killed run has a record of each step that a checkpoint includes. Errors:
+    InputError, ModelError, RankError, DivergenceError."""
     _check_options(run)
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
@@ -104,7 +105,7 @@ def records(
 
 
 def _check_options(run: Run) -> None:
-    """Checks the numbers of a run. Errors: InputError."""
+    """Checks the options of a run. Errors: InputError."""
     if run.epochs < 1:
         raise InputError(f"--epochs {run.epochs}: must be at least 1")
     if not 0 <= run.seed < _SEEDS:
@@ -126,8 +127,7 @@ def _check_options(run: Run) -> None:
 
 
 def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) -> None:
-    """Refuses a loss that is not finite, unless the step has skipped the update. Errors:
-    DivergenceError."""
+    """Errors: DivergenceError if the loss is not finite, unless the step skipped the update."""
     if not math.isfinite(loss) and not values.get(SKIPPED):
         raise DivergenceError(
             f"epoch {epoch}, step {step}: the loss is {loss}; resume from an earlier checkpoint "
@@ -136,13 +136,14 @@ def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) ->
 
 
 def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
-    """Metrics of the model, as means over the full batches of data."""
+    """Returns the metrics of the model, by name: means over the full batches of data."""
     metrics = [trainer.evaluate(batch) for batch in data.epoch(0, None)]
     return {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]}
 
 
 def _has_checkpoint(folder: Path, may: bool) -> bool:
-    """True if a folder has a checkpoint, complete or damaged. Errors: InputError if it may not."""
+    """True if a folder has a checkpoint, complete or damaged. Errors: InputError if it has one and
+    `may` is False."""
     each = list(checkpoints(folder).values())
     if each and not may:
         raise InputError(
@@ -153,8 +154,9 @@ def _has_checkpoint(folder: Path, may: bool) -> bool:
 
 
 def _start(trainer: Trainer, run: Run) -> Progress:
-    """Loads the newest complete checkpoint of a run that is resumed; a new run must not save into a
-    folder with checkpoints of another."""
+    """Locks the folder of checkpoints, loads the newest complete checkpoint if the run resumes, and
+    returns the progress to start from. Errors: InputError for a new run if the folder has
+    checkpoints of another run."""
     if run.resume and run.checkpoint is None:
         raise InputError("--resume: the folder to resume from is missing; give --checkpoint DIR")
     if run.checkpoint is None:

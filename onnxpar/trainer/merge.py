@@ -1,4 +1,4 @@
-"""Merges the weights of a checkpoint into the model that was trained."""
+"""Writes the weights of a checkpoint into the model from which the training step was made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxpar.model.write_model import write_model
 from onnxpar.trainer.checkpoint import Checkpoint
 
 IN_MODEL = ("parameter", "statistic")
-"""Kinds of slots that are weights of the model, with the same names."""
+"""The kinds of states in a checkpoint that are weights of the model, under the same names."""
 
 
 def merge(
@@ -28,16 +28,17 @@ def merge(
     *,
     training: bool = False,
 ) -> int:
-    """Writes the model with the weights of a checkpoint, of any mesh; returns their number.
+    """Writes the model with the weights of a checkpoint, which may be from any mesh; returns the
+    number of replaced weights.
 
-    checkpoint  a checkpoint, or a folder of them, of which the newest is taken
+    checkpoint  a checkpoint, or a folder whose newest complete checkpoint is used
     model       the model that was trained: a file, an onnx.ModelProto, or its bytes
     output      the file to write
     training    True to leave Dropout and batch-norm in training mode; by default they are switched
                 to inference
 
-    A vector that was untied for training becomes several weights. Errors: ModelError where the
-    model lacks a weight of the checkpoint, or has it in another shape.
+    A shared vector that was given a copy per node for training becomes several weights. Errors:
+    ModelError if the model lacks a weight of the checkpoint, or has it with another shape.
     """
     with model_file(model) as path:
         return _merge(Checkpoint.load(checkpoint), path, Path(output), training)
@@ -80,7 +81,9 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
 
 
 def _to_inference(graph: GraphProto) -> None:
-    """Makes Dropout return its input, and batch-norm use its running statistics."""
+    """Switches Dropout and BatchNormalization to inference: Dropout returns its input,
+    BatchNormalization uses its running statistics. Removes constants that nothing reads any
+    more."""
     flags: set[str] = set()
     for node in _nodes(graph):
         if node.op_type == "Dropout":
@@ -101,13 +104,13 @@ def _to_inference(graph: GraphProto) -> None:
 
 
 def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """The nodes of a graph and of all bodies in it."""
+    """Yields the nodes of a graph and of all bodies in it."""
     for scope in _graphs(graph):
         yield from scope.node
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """A graph, and all bodies in it."""
+    """Yields a graph, and all bodies in it."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:

@@ -1,4 +1,4 @@
-"""A picture of the loss of a training run."""
+"""Draws the loss of a training run as a picture."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 FEW = 30
-"""With at most so many steps, each is marked: a line through a single point is invisible."""
+"""With at most this many steps, each step gets a marker: a line through a single point is
+invisible."""
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draws the loss of steps, and of evaluations if there are any, from a file of metrics with one
-    JSON object per line."""
+    """Draws the loss of steps, and of evaluations if there are any, to the file `picture`.
+    `metrics` is a file with one JSON object per line."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     figure_of(rows).savefig(picture, dpi=120)
 
 
 def figure_of(rows: Sequence[Mapping[str, float]]) -> Any:
-    """The picture as a matplotlib figure, from the rows of the file."""
+    """Returns the picture as a matplotlib figure; `rows` are the objects of a metrics file."""
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.ticker import MaxNLocator
 

@@ -13,7 +13,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 @dataclass(frozen=True)
 class Rate:
     """A learning rate that rises linearly to `peak` over `warmup` steps. For the rest of `steps`,
-    it stays there (constant), or falls to zero along a line (linear) or half a cosine (cosine)."""
+    the rate stays at `peak` (constant), or falls to zero linearly (linear) or along half a cosine
+    (cosine)."""
 
     peak: float
     steps: int
@@ -32,7 +33,7 @@ class Rate:
             )
 
     def at(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
+        """Returns the rate of a step; steps count from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)

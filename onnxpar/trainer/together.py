@@ -1,4 +1,4 @@
-"""Agreement between the processes of a run: a decision or an error of rank 0 is that of all."""
+"""Makes the processes of a run agree: all take over a decision or an error of rank 0."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _KINDS = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, OnnxparError) and "__init__" not in vars(kind)
 }
-"""Errors that can be made from a message alone, by name: rank 0 sends the name and the message."""
+"""The error classes, by name, that can be created from a message alone: rank 0 sends name and
+message."""
 
 
 class Together:
-    """All processes of a run: a single one, or one per rank under a launcher. All must make the
-    same calls. `exchange` gives each process the bytes of all, by rank."""
+    """All processes of a run: a single process or, under a launcher, one per rank. All must make
+    the same calls. `exchange` sends bytes to all processes and returns the bytes of all, by
+    rank."""
 
     def __init__(
         self,
@@ -37,12 +39,13 @@ class Together:
         return self.rank == 0
 
     def each(self, own: Any) -> list[Any]:
-        """The values that all processes give, by rank; they are sent as JSON. Errors: RankError."""
+        """Returns the values that all processes pass as `own`, by rank; values are sent as JSON.
+        Errors: RankError."""
         return [json.loads(text) for text in self._exchange(json.dumps(own).encode())]
 
     def first(self, make: Callable[[], Any]) -> Any:
-        """The result of `make` on rank 0, sent to the others as JSON. If it raises an error of
-        `onnxpar.errors` there, all processes raise that."""
+        """Calls `make` on rank 0 only, and returns its result in all processes, sent as JSON. If
+        `make` raises an OnnxparError, all processes raise it."""
         if not self.leads:
             result = self.each(None)[0]
             if "error" in result:

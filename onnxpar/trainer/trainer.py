@@ -1,4 +1,5 @@
-"""A session of a sharded training step; parameters and optimizer state stay on their ranks."""
+"""Takes training steps with a sharded training step; parameters and optimizer state stay on their
+ranks."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ class Trainer(Closing):
     """A session of a sharded training step (`onnxpar shard step.onnx`).
 
     par      the folder of the sharded step
-    held     the lock of a checkpoint folder that the caller holds already
-    options  those of `InferenceSession`
+    held     the lock of a checkpoint folder, if the caller has locked it already
+    options  the options of `InferenceSession`
 
-    It locks each folder to which it saves until it is closed. Errors: ModelError where `par` is not
+    A trainer locks each folder to which it saves, until `close`. Errors: ModelError if `par` is not
     a sharded training step.
     """
 
@@ -58,7 +59,7 @@ class Trainer(Closing):
                 "grad` an --optimizer"
             )
         self.checkpoint: Path | None = None
-        """The checkpoint that was saved or loaded last."""
+        """The checkpoint that this trainer saved or loaded last."""
         self._is_whole: dict[Path, bool] = {}
         self._held: set[Path] = set()
         self._locks: list[FolderLock] = []
@@ -75,7 +76,7 @@ class Trainer(Closing):
 
     @property
     def data(self) -> list[NodeArg]:
-        """The inputs that a batch has arrays for."""
+        """The inputs for which a batch needs arrays."""
         by_name = {port.name: port for port in self.session.get_inputs()}
         return [by_name[name] for name in self.spec.data]
 
@@ -90,7 +91,7 @@ class Trainer(Closing):
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int = 0
     ) -> list[Array]:
-        """Takes one step, and returns the outputs `names`, as global arrays."""
+        """Takes one step like `step`, and returns the outputs `names` as global arrays."""
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**batch, self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:
@@ -98,16 +99,17 @@ class Trainer(Closing):
         return self.session.run(names, feeds, keep_states=True)
 
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
-        """The loss and other metrics of the model in inference mode on a batch; changes nothing.
-        Errors: InputError, RankError."""
+        """Returns the loss and other metrics, by name, of the model in inference mode on a batch.
+        Changes no state. Errors: InputError, RankError."""
         names = self.spec.evaluation
         values = self.session.run(names, batch)
         start = len(EVALUATION) + 1
         return {name[start:]: float(v) for name, v in zip(names, values, strict=True)}
 
     def hold(self, folder: str | os.PathLike[str]) -> None:
-        """Makes a folder for checkpoints, if it does not exist, and locks it until `close`, so that
-        no other run writes there. Errors: InputError where another run holds it; OnnxparError."""
+        """Creates a folder for checkpoints, if it does not exist, and locks it until `close`, so
+        that no other run writes there. Errors: InputError if another run has locked it;
+        OnnxparError."""
         place = Path(folder)
         if place not in self._held:
             self.together.first(lambda: self._lock(place))
@@ -119,8 +121,8 @@ class Trainer(Closing):
             self._locks.append(FolderLock(folder))
 
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
-        """Writes a checkpoint durably into a folder of them: each rank writes its own shards, and
-        an incomplete checkpoint is never seen. Errors: OnnxparError."""
+        """Writes a checkpoint into a folder of checkpoints; each rank writes its own shards. The
+        checkpoint gets its name only when it is complete and on disk. Errors: OnnxparError."""
         folder = Path(folder)
         self.hold(folder)
         written = folder / self.together.first(lambda: begin(folder, progress))
@@ -137,8 +139,8 @@ class Trainer(Closing):
         self._is_whole[self.checkpoint] = True
 
     def keep(self, folder: str | os.PathLike[str], progress: Progress, count: int) -> None:
-        """Removes old checkpoints of a folder, of at most the steps of `progress`: those older than
-        the newest `count` complete ones. Errors: OnnxparError."""
+        """Removes old checkpoints from a folder, except the newest `count` complete ones. Ignores
+        checkpoints with more steps than `progress`. Errors: OnnxparError."""
         folder = Path(folder)
         names = self.together.first(lambda: _names(folder, progress.step))
         at = 0
@@ -148,8 +150,8 @@ class Trainer(Closing):
         self.together.first(lambda: remove(folder / name for name in names[at:]))
 
     def _check_whole(self, path: Path) -> bool:
-        """True if a checkpoint is complete: those that this trainer has saved or loaded are, others
-        are compared with their digests once."""
+        """True if a checkpoint is complete. Compares the files with their digests, once, unless
+        this trainer saved or loaded the checkpoint."""
         if path not in self._is_whole:
             reason = damage(path, self.together)
             self._is_whole[path] = not reason
@@ -158,13 +160,15 @@ class Trainer(Closing):
         return self._is_whole[path]
 
     def find(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """`Checkpoint.load`; under a launcher, all processes open the same checkpoint."""
+        """Opens a checkpoint like `Checkpoint.load`; under a launcher, all processes open the same
+        one."""
         return load_together(Path(path), self.together)
 
     def load(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
-        """Loads a checkpoint, or the newest of a folder, from a run on any mesh and with any
-        compression of gradients. Errors: ModelError where it belongs to another step, or the
-        processes give different checkpoints."""
+        """Sets all states from a checkpoint, or from the newest complete one in a folder; returns
+        the checkpoint. It may be from a run on another mesh, or with another compression of
+        gradients. Errors: ModelError if it belongs to another step, or if the processes pass
+        different checkpoints."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = self.find(checkpoint)
         each = self.together.each([checkpoint.digest, str(checkpoint.path)])
@@ -207,7 +211,7 @@ class Trainer(Closing):
         return np.zeros([s for s in port.shape or () if isinstance(s, int)], port.dtype)
 
     def close(self) -> None:
-        """Ends the ranks, and frees the folders of checkpoints."""
+        """Ends the ranks, and unlocks the folders of checkpoints."""
         try:
             self.session.close()
         finally:
@@ -217,9 +221,9 @@ class Trainer(Closing):
 
 @contextmanager
 def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
-    """On rank 0, the lock of a folder of checkpoints, if there is one; None on the other ranks. To
-    be taken before anything is written, and given to a Trainer. Errors: InputError where another
-    process holds it; OnnxparError."""
+    """Locks a folder of checkpoints on rank 0 and yields the lock; yields None on other ranks, or
+    without a folder. Use it before anything is written, and give the lock to a Trainer. Errors:
+    InputError if another process has locked the folder; OnnxparError."""
     rank = launched_rank()
     if folder is None or (rank is not None and rank.rank):
         yield None
@@ -229,6 +233,6 @@ def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
 
 
 def _names(folder: Path, most: int) -> list[str]:
-    """Names of the checkpoints of at most so many steps, the newest first."""
+    """Returns the names of the checkpoints with at most `most` steps, newest first."""
     each = checkpoints(folder)
     return [path.name for step, path in reversed(each.items()) if step <= most]

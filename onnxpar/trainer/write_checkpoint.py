@@ -1,10 +1,10 @@
-"""Writes checkpoints into a folder of them, such that a kill at any moment leaves complete
-checkpoints complete.
+"""Writes and removes checkpoints in a folder; a kill at any moment leaves complete checkpoints
+complete.
 
-A checkpoint is written to `.step_00000100.1f2e3d4c.unfinished`, and renamed when all of it is on
-disk. A checkpoint to be removed is first renamed to such a name. The next process that writes to
-the folder removes all folders with such names; only one process writes at a time
-(`onnxpar/files/folder_lock.py`).
+A checkpoint is written to `.step_00000100.1f2e3d4c.unfinished`, and gets its final name when all of
+it is on disk. A checkpoint that is to be removed first gets such an unfinished name. The next
+process that writes to the folder removes all folders with such names; only one process writes at a
+time (`onnxpar/files/folder_lock.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _UNFINISHED = ".unfinished"
 
 
 def begin(folder: Path, progress: Progress) -> str:
-    """Makes an unfinished checkpoint in the folder of checkpoints, for the ranks to write to, and
-    removes the remains of others; returns its name. Errors: OnnxparError."""
+    """Makes an empty unfinished checkpoint for the ranks to write to, and returns its name. First
+    removes the remains of earlier unfinished ones. Errors: OnnxparError."""
     with writing(folder):
         for left in folder.glob(f".step_*{_UNFINISHED}"):
             discard(left)
@@ -46,9 +46,9 @@ def begin(folder: Path, progress: Progress) -> str:
 def finish(
     written: Path, progress: Progress, bundle: Bundle, step: Step, files: Mapping[str, Digests]
 ) -> None:
-    """Gives its final name, durably, to a folder to which all ranks have written their states, with
-    the digests `files`. A checkpoint of that name stays complete until then. Errors:
-    OnnxparError."""
+    """Completes a checkpoint after all ranks have written their states to the folder `written`:
+    writes checkpoint.json, with the digests `files`, and gives the folder its final name. Replaces
+    a checkpoint of that name, which stays complete until then. Errors: OnnxparError."""
     layouts = {name: bundle.inputs[name].layout for name in bundle.states}
     data: Mapping[str, Any] = {
         "format": FORMAT,
@@ -79,8 +79,8 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def discard(left: Path) -> None:
-    """Removes a folder or file that is not a checkpoint, and ignores errors; of a link, only the
-    link is removed."""
+    """Removes a folder or file that is not a complete checkpoint, and ignores errors. Removes a
+    link, but not its target."""
     if left.is_dir() and not left.is_symlink():
         shutil.rmtree(left, ignore_errors=True)
     elif os.path.lexists(left):
@@ -89,5 +89,6 @@ def discard(left: Path) -> None:
 
 
 def _unfinished(name: str) -> str:
-    """A new name each time: a rank of a killed run may still write to the one that it was given."""
+    """Returns a new unfinished name for a checkpoint. It differs each time, because a rank of a
+    killed run may still write to an earlier folder."""
     return f".{name}.{secrets.token_hex(4)}{_UNFINISHED}"
