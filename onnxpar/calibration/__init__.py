@@ -1,1 +1,1 @@
-"""Measures a machine, and writes its `Topology`."""
+"""Measures a machine, and fits a `Topology` to the measurements."""

@@ -1,4 +1,4 @@
-"""The command `onnxpar calibrate`, and the call of the same name."""
+"""The command `onnxpar calibrate`, and the function `onnxpar.calibrate`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.launch import launched_rank
 
 MOST_RANKS = 8
-"""Default limit of the number of ranks; more would take long and change little."""
+"""The largest default number of ranks; more would take long and change the result little."""
 
 
 def default_ranks() -> int:
-    """One rank for each core, but at least 2 and at most MOST_RANKS."""
+    """Returns the default number of ranks: one for each core, at least 2 and at most MOST_RANKS."""
     return max(2, min(MOST_RANKS, len(own_cores())))
 
 
@@ -35,7 +35,7 @@ def calibrate(
     timeout: float = 60.0,
 ) -> Topology:
     """Measures this machine, which should be idle, and returns its topology, for the option
-    `topology` of plans; also writes it to the file `output`, if one is given.
+    `topology` of `make_plan` and `shard`; also writes it to the file `output` if given.
 
     ranks    number of ranks that run at once; by default one for each core, at most MOST_RANKS
     seconds  approximate duration
@@ -47,7 +47,8 @@ def calibrate(
 
 
 def command(args: argparse.Namespace) -> int:
-    """Measures, writes the topology file, and prints the measured times beside the fitted ones."""
+    """Runs `onnxpar calibrate`: writes the topology file, and prints measured and fitted times.
+    Returns the exit status."""
     found, topology = _calibrate(args.output, args.ranks, args.seconds, args.timeout)
     print("\n".join(lines(found, topology)))
     print()

@@ -1,4 +1,4 @@
-"""Fits a topology to measurements by least squares, and shows how well it fits."""
+"""Fits a topology to measurements by least squares, and prints how well it fits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from onnxpar.cost.cost import messages
 from onnxpar.cost.topology import Device, Level, Link, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
-"""Floating-point operations of a bottleneck's three convolutions."""
+"""The floating-point operations of the three convolutions in a bottleneck."""
 FASTEST = 1e12
-"""Upper limit of a bandwidth, in bytes per second, where times do not grow with the size."""
+"""The largest fitted bandwidth, in bytes per second, for times that do not grow with the size."""
 
 
 def fit(found: Measurements) -> Topology:
-    """A topology of one level, for any number of ranks, with a link for each kind of collective."""
+    """Returns a topology of one level, for any number of ranks, with a link for each kind of
+    collective."""
     by_kind = {kind: [t for t in found.collectives if t.kind == kind] for kind in MEASURED}
     links = {kind: fit_link(times) for kind, times in by_kind.items()}
     other = fit_link(found.collectives)
@@ -35,7 +36,8 @@ def fit(found: Measurements) -> Topology:
 
 
 def fit_link(times: Sequence[CollectiveTime]) -> Link:
-    """The latency and the bandwidth, neither below 0, with the least squares of relative errors."""
+    """Returns the link whose latency and bandwidth, both at least 0, minimize the squares of
+    relative errors."""
     rows = np.array([messages(t.kind, t.ranks, t.size) for t in times])
     seconds = np.array([[t.seconds] for t in times])
     (latency, per_byte), _ = nnls(rows / seconds, np.ones(len(rows)))
@@ -43,14 +45,15 @@ def fit_link(times: Sequence[CollectiveTime]) -> Link:
 
 
 def predicted(time: CollectiveTime, topology: Topology) -> float:
-    """The seconds that the topology's first level predicts for a collective."""
+    """Returns the seconds that the topology's first level predicts for a collective."""
     rounds, sent = messages(time.kind, time.ranks, time.size)
     link = topology.levels[0].link(time.kind)
     return rounds * link.latency + sent / link.bandwidth
 
 
 def lines(found: Measurements, topology: Topology) -> Iterator[str]:
-    """The table of all cases: the measured times, and for collectives the fitted ones."""
+    """Yields the lines of a table of all cases, with measured times and, for collectives, fitted
+    times."""
     work = found.work
     for what, seconds in (
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
@@ -71,7 +74,7 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
 
 
 def file_text(found: Measurements, topology: Topology) -> str:
-    """The topology file, with the measurements as comments."""
+    """Returns the text of the topology file, with the measurements as comments."""
     threads = "1 thread" if found.threads == 1 else f"{found.threads} threads"
     about = f"""Written by onnxpar calibrate, with {found.ranks} ranks of {threads} at once.
 `host` has any number of ranks. For more than this machine, give it a size, and add levels after it
@@ -86,5 +89,5 @@ def _comments(text: Iterable[str]) -> str:
 
 
 def _digits(value: float) -> float:
-    """The number rounded to four significant digits; the others are noise."""
+    """Rounds a number to four significant digits; further digits are noise."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Times collectives and ops on ranks of this host, as a session runs them."""
+"""Times collectives and ops on rank processes of this host, like those of a session."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from onnxpar.runtime.timing import WARM_UP
 
 MEASURED = tuple(kind.name for kind in KINDS.values() if kind.is_measured)
 SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
-"""Bytes of the tensors: 4 KiB to 4 MiB."""
+"""Bytes of the tensors of collectives: 4 KiB to 4 MiB."""
 LARGE = 32 << 20
 """Bytes of a tensor that is larger than any cache."""
 ROUNDS = 5
-"""Number of rounds; each one runs every case, so that other load of a while affects few runs of
-each."""
+"""The number of rounds. Each round runs every case, so that a short load from other programs
+affects few runs of each case."""
 FEWEST, MOST = 3, 100
-"""Least and largest number of runs of a case in a round."""
+"""The smallest and the largest number of runs of a case in a round."""
 QUANTILE = 0.2
-"""Quantile of the runs of a case that counts: a low one, because other load only adds time."""
+"""The time of a case is this quantile of its runs: a low one, because other load only adds time."""
 LEAST = 0.1
-"""Least time of a collective, as a share of its time with the work before it: the difference to the
-time of the work by itself may be below 0."""
+"""The time of a collective is the time with work before it, minus the time of the work alone, but
+at least this fraction of the time with the work: the difference may be below 0."""
 _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
     (models.products, 4, {}),
     (models.convolutions, 4, {"optimized": True}),
@@ -44,16 +44,16 @@ _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...]
     (models.tiny_ops, 500, {"cold": True}),
     (models.work_between, 20, {}),
 )
-"""Models, the number of times that the op is in each, and how it is run: convolutions get
-onnxruntime's blocked layout only with optimizations, and caches are cold for small ops, which in a
-model are among large ones."""
+"""Functions that make models, the number of times that the model repeats its op, and options of the
+runs. Convolutions are optimized, because only then does onnxruntime use its blocked memory format.
+Caches are cold for tiny ops, because in real models large ops run between them."""
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The time of a collective on the slowest rank, in groups of `ranks` ranks; `size` is the bytes
-    of its operand or its result, whichever is larger."""
+    """The time of a collective in groups of `ranks` ranks, on the slowest rank. `size` is the bytes
+    of its operand or of its result, whichever is larger."""
 
     kind: str
     ranks: int
@@ -63,8 +63,8 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one op each on the slowest rank, while all ranks compute the same; `bottleneck` is
-    three convolutions."""
+    """The time of each op on the slowest rank, in seconds, while all ranks compute the same;
+    `bottleneck` is the time of three convolutions."""
 
     product: float
     bottleneck: float
@@ -75,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements, with so many ranks of so many threads each."""
+    """All measurements, taken with `ranks` ranks of `threads` threads each."""
 
     ranks: int
     threads: int
@@ -84,21 +84,21 @@ class Measurements:
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """The sizes of groups to measure: powers of two, and all ranks."""
+    """Returns the sizes of groups to measure: powers of two, and all ranks."""
     return sorted({*(1 << i for i in range(1, ranks.bit_length()) if 1 << i <= ranks), ranks})
 
 
 def cases(ranks: int) -> list[tuple[str, int, int]]:
-    """(kind, ranks of a group, bytes) of the collectives to measure."""
+    """Returns the collectives to measure: (kind, ranks in a group, bytes)."""
     return [(k, members, s) for members in group_sizes(ranks) for k in MEASURED for s in SIZES]
 
 
 def measure(
     ranks: int, seconds: float, timeout: float = 60.0, note: Callable[[float], object] = abs
 ) -> Measurements:
-    """Measures for about so many seconds, after the ranks have started; `note` is called with each
-    share of the whole that is done. Errors: RankError where a rank fails, or does not answer within
-    the timeout."""
+    """Starts the ranks, measures for about `seconds` seconds, and returns the measurements. Calls
+    `note` after each case with the fraction of all work that the case was. Errors: RankError if a
+    rank fails, or does not respond within the timeout."""
     of_collectives = cases(ranks)
     with _ranks(ranks, timeout) as (processes, folder):
         each = [_Case(folder, [model(count)] * ranks, count, **how) for model, count, how in _WORK]
@@ -123,8 +123,8 @@ def measure(
 def _of_groups(
     kind: str, size: int, members: int, ranks: int, repeats: int
 ) -> list[onnx.ModelProto | None]:
-    """A model for each rank. All groups communicate at once, as in a mesh; ranks that are left over
-    have none."""
+    """Returns a model for each rank, in which all groups communicate at once, as in a mesh; None
+    for ranks that are in no full group."""
     found: list[onnx.ModelProto | None] = []
     for first in range(0, ranks - members + 1, members):
         model = models.collective(kind, size, range(first, first + members), repeats)
@@ -134,7 +134,7 @@ def _of_groups(
 
 @contextmanager
 def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
-    """Rank processes that time models, and a folder for the models."""
+    """Starts rank processes that time models; yields them, and a folder for the models."""
     with OwnFolder() as folder:
         world = {
             "size": ranks,
@@ -155,7 +155,8 @@ def _ranks(ranks: int, timeout: float) -> Iterator[tuple[Processes, Path]]:
 
 
 class _Case:
-    """A model for each rank, which has an op `repeats` times, and the times of its runs."""
+    """The models of all ranks for one measurement, each with an op `repeats` times, and the times
+    of their runs."""
 
     def __init__(
         self,
@@ -178,7 +179,8 @@ class _Case:
         self._found: list[list[float]] = [[] for _ in each]
 
     def run(self, processes: Processes, seconds: float) -> None:
-        """Runs for about so many seconds in the first round, and as often in later ones."""
+        """Runs the models and records the times. The first round runs them for about `seconds`
+        seconds; later rounds run them as often as the first."""
         if not self._runs:
             one = max(median(found) for found in self._ask(processes, FEWEST) if found)
             self._runs = max(FEWEST, min(MOST, round(seconds / one) - WARM_UP))
@@ -192,6 +194,6 @@ class _Case:
 
     @property
     def seconds(self) -> float:
-        """The time of the op on the slowest rank, when little else runs."""
+        """The seconds of one op on the slowest rank, at QUANTILE of the runs."""
         slowest = max(np.quantile(found, QUANTILE) for found in self._found if found)
         return float(slowest) / self._repeats

@@ -1,4 +1,4 @@
-"""Small models that repeat one op, so that a run takes as long as the op, many times."""
+"""Small models that repeat one op, so that the op takes nearly all the time of a run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxpar.ir.collectives import DOMAIN, KINDS
 
 ROWS, WIDTH = 256, 768
-"""Shape of the operand of matrix products: tokens, and BERT's width."""
+"""The shape of the operand of matrix products: tokens, and BERT's width."""
 WIDE, NARROW, PIXELS = 256, 64, 28
-"""Channels of a ResNet bottleneck, and the height and width of its images."""
+"""Outer and inner channels of a ResNet bottleneck, and the height and width of its images."""
 PICKED, LENGTH = 1 << 16, 64
-"""Elements that a Gather reads, and the elements in a row."""
+"""The number of elements that a Gather reads, and of the elements in a row."""
 BETWEEN = (64, 256)
-"""Shape of the operand of the matrix product before each collective."""
+"""The shape of the operand of the matrix product before each collective."""
 COLUMNS = 64
-"""Columns of the tensors of collectives."""
+"""The number of columns in the tensors of collectives."""
 _TOKEN = helper.make_tensor_value_info("token0", TensorProto.BOOL, [0])
 
 
 def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx.ModelProto:
-    """A model of `repeats` collectives, one after the other, whose larger side has `size` bytes.
-
-    Some work is before each, as in a model, because then ranks arrive at different times, and wait.
-    All collectives read the same X. No node reads their results, but onnxruntime runs them all.
+    """Returns a model of `repeats` collectives in a chain; the larger one of operand and result has
+    `size` bytes. A matrix product comes before each collective. As in real models, ranks then
+    arrive at different times, and wait. All collectives read the same X. No node reads their
+    results, but onnxruntime runs them all.
     """
     ranks = len(group)
     part = max(size // (4 * COLUMNS * ranks), 1)
@@ -64,7 +64,7 @@ def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx
 
 
 def work_between(repeats: int) -> onnx.ModelProto:
-    """A chain of the work before each collective."""
+    """Returns a chain of the matrix products that `collective` puts before each collective."""
     return _chain([("MatMul", ["W"], {})] * repeats, BETWEEN, [_square(BETWEEN[1])])
 
 
@@ -73,13 +73,13 @@ def _square(width: int) -> onnx.TensorProto:
 
 
 def products(repeats: int) -> onnx.ModelProto:
-    """A chain of matrix products of [ROWS, WIDTH] with a weight."""
+    """Returns a chain of products of a [ROWS, WIDTH] matrix with a square weight."""
     return _chain([("MatMul", ["W"], {})] * repeats, [ROWS, WIDTH], [_square(WIDTH)])
 
 
 def convolutions(repeats: int) -> onnx.ModelProto:
-    """A chain of ResNet bottlenecks on an image of PIXELS x PIXELS: a 1x1 convolution to NARROW
-    channels, a 3x3 one, and a 1x1 one back to WIDE channels."""
+    """Returns a chain of ResNet bottlenecks on an image of PIXELS x PIXELS: a 1x1 convolution to
+    NARROW channels, a 3x3 convolution, and a 1x1 convolution back to WIDE channels."""
     kernels = ((NARROW, WIDE, 1), (NARROW, NARROW, 3), (WIDE, NARROW, 1))
     weights = [
         numpy_helper.from_array(np.zeros((out, into, size, size), np.float32), f"W{i}")
@@ -91,18 +91,18 @@ def convolutions(repeats: int) -> onnx.ModelProto:
 
 
 def copies(size: int, repeats: int) -> onnx.ModelProto:
-    """A chain of elementwise ops that read and write a tensor of `size` bytes."""
+    """Returns a chain of elementwise ops that read and write a tensor of `size` bytes."""
     return _chain([("Neg", [], {})] * repeats, [size // 4])
 
 
 def rows(repeats: int) -> onnx.ModelProto:
-    """A chain of ops that gather PICKED elements one by one."""
+    """Returns a chain of Gathers that read PICKED elements one by one."""
     each = numpy_helper.from_array(np.arange(LENGTH), "I")
     return _chain([("Gather", ["I"], {"axis": 1})] * repeats, [PICKED // LENGTH, LENGTH], [each])
 
 
 def tiny_ops(repeats: int) -> onnx.ModelProto:
-    """A chain of ops on a single element."""
+    """Returns a chain of ops on a single element."""
     return _chain([("Neg", [], {})] * repeats, [1])
 
 
@@ -111,8 +111,9 @@ def _chain(
     shape: Sequence[int],
     weights: Sequence[onnx.TensorProto] = (),
 ) -> onnx.ModelProto:
-    """A chain of ops, each given with its other operands and its attributes. The last result is
-    reduced to one element, because a run copies what it returns."""
+    """Returns a model in which each op reads the result of the one before. `links` has each op with
+    its other operands and its attributes. The model returns the maximum of the last result, one
+    element, because a run copies its outputs."""
     nodes = [
         helper.make_node(op, [f"X{i}", *others], [f"X{i + 1}"], **attributes)
         for i, (op, others, attributes) in enumerate(links)

@@ -1,4 +1,5 @@
-"""Gradient rules of ONNX ops, a module per family of ops; importing the package registers all."""
+"""Gradient rules of ONNX ops, one module per family of ops; importing this package registers all
+rules."""
 
 from onnxpar.grad import activations as activations
 from onnxpar.grad import attention as attention

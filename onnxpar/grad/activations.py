@@ -1,4 +1,4 @@
-"""Gradients of activation functions; at kinks they are PyTorch's."""
+"""Gradients of activation functions; at kinks, the same as PyTorch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 _MICROSOFT = "com.microsoft"
 _LEVEL = 10.0
-"""Limit of Gelu's operand: beyond it tanh is 1, and up to it a cube does not overflow any type."""
+"""Gelu's operand is clipped to this size: for larger operands tanh is 1 anyway, and up to it a cube
+does not overflow in any dtype."""
 
 
 @vjp("Relu")
@@ -56,7 +57,7 @@ def celu(v: Vjp) -> Grads:
 
 
 def falling_exp(x: Value) -> Value:
-    """exp(min(x, 0))."""
+    """Returns exp(min(x, 0))."""
     return x.op("Min", 0.0).exp()
 
 
@@ -90,7 +91,7 @@ def softsign(v: Vjp) -> Grads:
 
 @vjp("Mish")
 def mish(v: Vjp) -> Grads:
-    """x tanh(softplus(x))"""
+    """Mish is x tanh(softplus(x))."""
     t = v.x.op("Softplus").op("Tanh")
     return [v.dy * (t + v.x * (1.0 - t * t) * sigmoid(v.x))]
 
@@ -106,7 +107,7 @@ def quick_gelu(v: Vjp) -> Grads:
 
 
 def swish_slope(x: Value, alpha: float) -> Value:
-    """The derivative of x sigmoid(alpha x)."""
+    """Returns the derivative of x sigmoid(alpha x)."""
     s = sigmoid(x * alpha)
     return s * (1.0 + x * alpha * (1.0 - s))
 
@@ -136,14 +137,14 @@ def fast_gelu(v: Vjp) -> Grads:
 
 
 def gelu_slope(x: Value) -> Value:
-    """The derivative of x times the normal distribution's cumulative function."""
+    """Returns the derivative of Gelu, x times the normal distribution's cumulative function."""
     cumulative = 0.5 * (1.0 + (x * math.sqrt(0.5)).op("Erf"))
     density = (-0.5 * x * x).exp() * (1 / math.sqrt(2 * math.pi))
     return cumulative + x * density
 
 
 def gelu_tanh_slope(x: Value) -> Value:
-    """The derivative of Gelu's approximation by tanh."""
+    """Returns the derivative of Gelu's approximation by tanh."""
     x = x.op("Clip", -_LEVEL, _LEVEL)
     scale = math.sqrt(2 / math.pi)
     t = (scale * (x + 0.044715 * x * x * x)).op("Tanh")
@@ -152,5 +153,5 @@ def gelu_tanh_slope(x: Value) -> Value:
 
 
 def sigmoid(x: Value) -> Value:
-    """The logistic function."""
+    """Returns the logistic function of x."""
     return x.op("Sigmoid")

@@ -17,7 +17,8 @@ _MASK, _LENGTHS = 3, 6
 
 @vjp("Attention")
 def attention(v: Vjp) -> Grads:
-    """Computes the probabilities again; query heads that share a key are rows of one product."""
+    """Computes the attention probabilities again. Query heads that share a key head are rows of one
+    matrix product."""
     query, keys, values = _heads(v, v.x, "q"), _Sequence(v, 1), _Sequence(v, 2)
     batch, heads, rows, width = query.shape
     _, shared, seen, _ = keys.whole.shape
@@ -48,8 +49,9 @@ def attention(v: Vjp) -> Grads:
 
 
 def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = None) -> Value:
-    """A gradient plus that of the node's last result, if `mode` says that this result is the same
-    tensor."""
+    """Returns a gradient of the scores at stage `mode`, plus the gradient of the node's last result
+    if the node returns the scores of that stage. Hidden scores get no gradient from the result if
+    `visible`, a mask, is given."""
     dy = v.dys[3] if len(v.dys) > 3 else None
     if dy is None or v.attr("qk_matmul_output_mode") != mode:
         return gradient
@@ -57,7 +59,7 @@ def _with_scores(v: Vjp, mode: int, gradient: Value, visible: Value | None = Non
 
 
 class _Sequence:
-    """Keys (operand 1) or values (operand 2) by head, after those of the cache."""
+    """Keys (operand 1) or values (operand 2) by head: those of the cache, then the new ones."""
 
     def __init__(self, v: Vjp, operand: int) -> None:
         self.v = v
@@ -71,7 +73,8 @@ class _Sequence:
             self.whole = past.op("Concat", self.whole, axis=2)
 
     def gradients(self, whole: Value) -> tuple[Value, Value | None]:
-        """The gradients of the operand and of the cache, from that of both together."""
+        """Returns the gradients of the operand and of the cache, given the gradient of their
+        concatenation."""
         dys = self.v.dys
         present = dys[self.operand] if len(dys) > self.operand else None
         if present is not None:
@@ -81,8 +84,8 @@ class _Sequence:
 
 
 def _heads(v: Vjp, x: Value, role: str) -> Value:
-    """The tensor as `batch head row element`; in one of three dimensions, heads are side by
-    side."""
+    """Returns a tensor with the dimensions `batch head row element`. If `x` has three dimensions,
+    its last one is split into heads."""
     if x.rank == 4:
         return x
     batch, rows, width = x.shape
@@ -91,7 +94,7 @@ def _heads(v: Vjp, x: Value, role: str) -> Value:
 
 
 def _joined(v: Vjp, x: Value) -> Value:
-    """The inverse of `_heads`."""
+    """Returns a tensor by head in the shape of the node's operands, the inverse of `_heads`."""
     if v.x.rank == 4:
         return x
     batch, heads, rows, width = x.shape
@@ -99,8 +102,8 @@ def _joined(v: Vjp, x: Value) -> Value:
 
 
 def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
-    """The softmax of masked scores, and the mask, None if there is none; fully masked rows are
-    zero."""
+    """Returns the softmax of masked scores, with zeros in fully masked rows, and the mask (True:
+    visible), None if there is none."""
     dtype = scores.dtype
     precision = v.node.attrs.get("softmax_precision")
     scores = scores.cast(tensor_dtype_to_np_dtype(precision) if precision else dtype)
@@ -119,7 +122,8 @@ def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
 
 
 def _positions(v: Vjp, scores: Value) -> Value | None:
-    """Mask of the keys that each query may see by their positions; None if it may see all."""
+    """Returns a mask of the keys that each query may see because of their positions; None if all
+    are visible."""
     rows, seen = scores.shape[2:]
     lengths, past = v.operand(_LENGTHS), v.operand(4)
     columns, own = np.arange(seen), np.arange(rows)[:, None]
@@ -135,7 +139,8 @@ def _positions(v: Vjp, scores: Value) -> Value | None:
 
 
 def _near(v: Vjp, distance: Any) -> list[Any]:
-    """Masks of causal attention and of its window, by the distance from a key to a query."""
+    """Returns the masks of causal attention and of the attention window, given the distance from
+    each key to each query."""
     left, right = (v.node.attrs.get(f"{side}_window_size", -1) for side in ("left", "right"))
     bounds = [distance >= 0] if v.attr("is_causal") else []
     bounds += [distance <= left] if left >= 0 else []
@@ -144,7 +149,8 @@ def _near(v: Vjp, distance: Any) -> list[Any]:
 
 @vjp("RotaryEmbedding")
 def rotary_embedding(v: Vjp) -> Grads:
-    """Rotates back; the tables get the gradient of a product of complex numbers."""
+    """Rotates the gradient back. The tables of cosines and sines get the gradient of a product of
+    complex numbers."""
     cosine, sine, positions = v.operands[1], v.operands[2], v.operand(3)
     rotated = v.dy.op("RotaryEmbedding", cosine, -sine, positions, **v.node.attrs)
     (x, y), (dx, dy) = _pairs(v, v.x), _pairs(v, v.dy)
@@ -158,7 +164,7 @@ def rotary_embedding(v: Vjp) -> Grads:
 
 
 def _pairs(v: Vjp, x: Value) -> tuple[Value, Value]:
-    """Both coordinates of the rotated pairs of elements; heads are a dimension of their own."""
+    """Returns both coordinates of the rotated pairs of elements, with a dimension for heads."""
     width = x.shape[-1]
     if x.rank == 3:
         heads = v.attr("num_heads")

@@ -1,4 +1,4 @@
-"""Copies of control-flow bodies, which are differentiated: the gradient of an iteration computes
+"""Copies control-flow bodies in order to differentiate them. The gradient of an iteration computes
 the iteration again, except random numbers, which the forward pass returns."""
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from onnxpar.ir.subgraphs import draws, scopes
 from onnxpar.ir.tensors import constant
 
 Handed = Callable[[gs.Tensor], gs.Tensor]
-"""From a tensor of the body to the value that the forward pass returned, in the body's copy."""
+"""A function from a tensor of the body to a tensor for the body's copy, with the value from the
+forward pass."""
 
 
 class Replay:
     """A graph that computes a body again, and then its gradients.
 
-    graph    the graph, whose results `close` sets
-    builder  appends nodes to it
+    graph    the graph; `close` sets its outputs
+    builder  appends nodes to the graph
     """
 
     def __init__(self, name: str, opset: int) -> None:
@@ -35,8 +36,10 @@ class Replay:
         self._copies: dict[int, gs.Tensor] = {}
 
     def compute(self, body: gs.Graph, given: Mapping[int, gs.Tensor], drawn: Handed) -> None:
-        """Adds copies of a body's nodes, which read `given` in place of the body's inputs; keys are
-        identities of tensors. Errors: ModelError where a nested body draws random numbers."""
+        """Adds copies of a body's nodes. Where a node reads a tensor whose `id` is a key of
+        `given`, such as an input of the body, the copy reads the given tensor. `drawn` provides
+        random numbers of the forward pass. Errors: ModelError if a nested body draws random
+        numbers."""
         self._copies.update(given)
         for node in body.nodes:
             for inner in (n for n in _within(node) if draws(n)):
@@ -51,21 +54,23 @@ class Replay:
                 self.graph.nodes.append(clone_node(node, f"{self.name}/", self._copies))
 
     def copy(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The copy of a body's tensor; a tensor of another graph is returned as it is."""
+        """Returns the copy of a body's tensor; returns a tensor of another graph as it is."""
         return self._copies.get(id(tensor), tensor)
 
     def differentiate(
         self, seeds: Mapping[int, gs.Tensor], wanted: Sequence[gs.Tensor]
     ) -> list[Value | None]:
-        """Appends the gradients of tensors of the body or of the graphs around it; `seeds` are the
-        gradients of its results, by the identity of the result."""
+        """Appends the gradients with respect to `wanted`, tensors of the body or of outer graphs,
+        and returns them, None where there is none. `seeds` are the gradients of the body's outputs,
+        by `id` of the output."""
         given = {self._copies[of].name: self.builder.value(t) for of, t in seeds.items()}
         copies = [self.copy(t) for t in wanted]
         found = gradients(self.graph, given, copies, f"{self.name}/grad")
         return [found[t.name] for t in copies]
 
     def close(self, results: Sequence[Value]) -> None:
-        """Sets the graph's results, each made by a node of its own, and drops unused nodes."""
+        """Sets the graph's outputs, adding Identities so that each is the result of its own node,
+        and drops unused nodes."""
         made = {t.name for node in self.graph.nodes for t in node.outputs}
         for value in results:
             if value.tensor.name not in made:
@@ -75,7 +80,8 @@ class Replay:
         drop_unread(self.graph)
 
     def _redraw(self, node: gs.Node, drawn: Handed) -> None:
-        """Reuses the random numbers that a node drew in the forward pass: a Dropout's mask."""
+        """Replaces a random node by the values from the forward pass; a Dropout is computed again
+        from its mask of the forward pass."""
         if node.op != "Dropout":
             self._copies.update((id(t), drawn(t)) for t in node.outputs if t.name)
             return
@@ -97,7 +103,7 @@ class Replay:
 
 
 def hand_out(body: gs.Graph, tensor: gs.Tensor) -> None:
-    """Makes a tensor of a body one of its results."""
+    """Makes a tensor of a body an additional output of the body."""
     name = f"{tensor.name}/out{len(body.outputs)}"
     result = gs.Variable(name, tensor.dtype, tensor.shape)
     body.nodes.append(gs.Node("Identity", name, {}, [tensor], [result]))
@@ -105,31 +111,31 @@ def hand_out(body: gs.Graph, tensor: gs.Tensor) -> None:
 
 
 def is_true(tensor: gs.Tensor) -> bool:
-    """True if a tensor is a constant of true elements."""
+    """True if a tensor is a constant whose elements are all true."""
     value = constant(tensor)
     return value is not None and bool(value.all())
 
 
 def read_around(v: Vjp) -> dict[int, gs.Tensor]:
-    """Tensors of outer graphs that bodies read and whose gradients are wanted, by position among
-    the node's operands."""
+    """Returns the tensors of outer graphs that the node's bodies read and whose gradients are
+    wanted, by position in `operands_of`."""
     reads = operands_of(v.node)
     return {i: reads[i] for i in range(len(v.node.inputs), len(reads)) if v.wanted[i]}
 
 
 def at_positions(v: Vjp, found: Mapping[int, Value]) -> Grads:
-    """Gradients by position, as the list that a rule returns."""
+    """Returns the list of gradients that a rule must return, given the gradients by position."""
     return [found.get(i) for i in range(len(v.wanted))]
 
 
 def zeros_like(builder: Builder, tensor: gs.Tensor) -> Value:
-    """Zeros of the type and shape of a tensor."""
+    """Returns zeros of the type and shape of a tensor."""
     known = builder.value(tensor)
     return builder.zeros(known.shape, known.dtype)
 
 
 def new_like(builder: Builder, tensor: gs.Tensor) -> gs.Tensor:
-    """A new tensor of the type and shape of another."""
+    """Returns a new tensor of the type and shape of another."""
     return gs.Variable(builder.fresh("of"), tensor.dtype, tensor.shape)
 
 
@@ -140,7 +146,8 @@ def add_with_bodies(
     like: Sequence[gs.Tensor],
     attrs: Mapping[str, Any],
 ) -> list[Value]:
-    """Adds a node with bodies, whose results have the types and shapes of `like`."""
+    """Adds a control-flow node, and returns its results, which have the types and shapes of
+    `like`."""
     results = [new_like(builder, tensor) for tensor in like]
     node = gs.Node(op, builder.fresh(op), dict(attrs), list(operands), results)
     builder.graph.nodes.append(node)
@@ -148,6 +155,6 @@ def add_with_bodies(
 
 
 def _within(node: gs.Node) -> list[gs.Node]:
-    """The nodes of a node's subgraphs, at any depth."""
+    """Returns the nodes of a node's subgraphs, at any depth."""
     inner = gs.Graph([node])
     return [n for scope in scopes(inner) if scope is not inner for n in scope.nodes]

@@ -1,12 +1,9 @@
-"""Gradients of the collectives of a hand-written program per rank.
-
-The programs of all ranks form one function, from the inputs of all ranks to the outputs of all. The
-sum of the ranks' losses is differentiated. A rank's gradient of a tensor is that of its own copy,
-even if all ranks hold equal copies; so the gradient of an all-reduce is an all-reduce. The gradient
-of a replicated parameter is the sum over the ranks, which the caller has to take
-(`training/manual.py`).
-
-Groups of ranks stay the same; tags and tokens are assigned later, as for any new collective.
+"""Gradients of the collectives of a manual program. The programs of all ranks form one function,
+from the inputs of all ranks to the outputs of all ranks. The sum of all ranks' losses is
+differentiated. A rank's gradient of a tensor is the gradient with respect to its own copy, even if
+all ranks hold equal copies; so the gradient of an AllReduce is an AllReduce. The gradient of a
+replicated parameter is the sum over the ranks, which the caller adds (`training/manual.py`). Groups
+of ranks stay the same; tags and tokens are assigned later, as for any new collective.
 """
 
 from __future__ import annotations
@@ -42,7 +39,8 @@ def reduce_scatter(v: Vjp) -> Grads:
 
 
 def _of_reduced(v: Vjp, whole: Value, of_whole: Value) -> Value:
-    """The gradient of a rank's operand of a reduction, from that of the whole result."""
+    """Returns the gradient of this rank's operand of a reduction, given the whole result and its
+    gradient summed over the ranks."""
     op = v.node.attrs.get("op", "sum")
     if op == "sum":
         return of_whole
@@ -68,8 +66,8 @@ def all_gather(v: Vjp) -> Grads:
 
 @vjp("AllToAll", domain=DOMAIN)
 def all_to_all(v: Vjp) -> Grads:
-    """The all-to-all that undoes it; where it splits and joins the same axis, the table of sizes is
-    transposed."""
+    """Adds the AllToAll in the opposite direction. If it splits and joins the same axis, the table
+    of sizes is transposed."""
     given = v.node.attrs
     split, concat = given["split_axis"], given["concat_axis"]
     sizes, joined = given.get("split_sizes"), given.get("concat_sizes")
@@ -81,7 +79,7 @@ def all_to_all(v: Vjp) -> Grads:
             _add(v, "AllToAll", v.dy, shape, split_axis=split, concat_axis=split, split_sizes=table)
         ]
     if not joined:
-        shape = v.x.shape  # members have contributed equal parts
+        shape = v.x.shape  # all ranks sent shards of equal size
     back = {"split_sizes": joined, "concat_sizes": sizes}
     back = {key: list(value) for key, value in back.items() if value}
     return [_add(v, "AllToAll", v.dy, shape, split_axis=concat, concat_axis=split, **back)]
@@ -89,14 +87,15 @@ def all_to_all(v: Vjp) -> Grads:
 
 @vjp("Broadcast", domain=DOMAIN)
 def broadcast(v: Vjp) -> Grads:
-    """The root gets the sum over all ranks, the others zero."""
+    """The root gets the sum over all ranks, other ranks get zero."""
     total = _add(v, "AllReduce", v.dy, v.x.shape)
     return [_rank(v).equal(v.node.attrs.get("root", 0)).where(total, 0.0)]
 
 
 @vjp("NeighborExchange", domain=DOMAIN)
 def neighbor_exchange(v: Vjp) -> Grads:
-    """Sends the gradient of a rank's halo back to its neighbours, which add it at their edges."""
+    """Sends the gradient of each halo back to the neighbour that owns the elements, which adds it
+    at its edge."""
     before, after = (list(v.node.attrs[key]) for key in ("before", "after"))
     axis, shape, count = v.node.attrs["axis"] % v.x.rank, v.x.shape, len(before)
     extent = shape[axis]
@@ -114,7 +113,8 @@ def neighbor_exchange(v: Vjp) -> Grads:
     at = v.builder.constant([axis], np.int64)
 
     def piece(start: Any, length: Any, edge: int) -> Value:
-        """A run of elements of `moved`, padded to a rank's shard at its first or last edge."""
+        """Returns `length` elements of `moved` from `start` on, both by rank, padded with zeros to
+        a rank's shard: after them (`edge` 0) or before them (`edge` 1)."""
         ends = by_rank(start[:, None]), by_rank((start + length)[:, None])
         cut = _node(v, "Slice", [moved, *ends, at], wide)
         rest = extent - length
@@ -127,7 +127,7 @@ def neighbor_exchange(v: Vjp) -> Grads:
 
 @vjp("Send", domain=DOMAIN, message=True)
 def send(v: Vjp) -> Grads:
-    """Receives the gradient from the receiver; zeros where a rank has no receiver."""
+    """Receives the gradient from the receiver; a rank without a receiver gets zeros."""
     if not is_float(v.x.tensor):
         return []
     none = v.builder.zeros(v.x.shape, v.x.dtype)
@@ -136,8 +136,8 @@ def send(v: Vjp) -> Grads:
 
 @vjp("Recv", domain=DOMAIN, message=True)
 def receive(v: Vjp) -> Grads:
-    """Sends the gradient to the sender; where a rank has no sender, the operand was the result, and
-    it gets the gradient."""
+    """Sends the gradient to the sender. On a rank without a sender, Recv returned its operand, so
+    the operand gets the gradient."""
     if not is_float(v.x.tensor):
         return []
     peers = list(v.node.attrs["peer"])
@@ -155,7 +155,7 @@ def _attrs(v: Vjp, *names: str) -> dict[str, Any]:
 
 
 def _rank(v: Vjp, in_group: bool = True) -> Value:
-    """The rank's index in the node's group, or among all ranks."""
+    """Adds a node that returns this rank's index in the node's group, or among all ranks."""
     return _node(
         v,
         "Rank",
@@ -168,7 +168,7 @@ def _rank(v: Vjp, in_group: bool = True) -> Value:
 
 
 def _add(v: Vjp, op: str, x: Value, shape: _Shape, /, in_group: bool = True, **attrs: Any) -> Value:
-    """A collective in the node's group."""
+    """Adds a collective in the node's group, by default, and returns its result."""
     group = _attrs(v, "axes", "group") if in_group else {}
     return _node(v, op, [x], shape, dtype=x.dtype, domain=DOMAIN, **group, **attrs)
 
@@ -183,8 +183,9 @@ def _node(
     domain: str | None = None,
     **attrs: Any,
 ) -> Value:
-    """A node whose result has this shape, which shape inference cannot find; sizes that are None
-    differ by rank. The type is by default that of the first operand."""
+    """Adds a node whose result's shape is given, because shape inference cannot find it, and
+    returns the result. Sizes that differ between ranks are None. The dtype defaults to that of the
+    first operand."""
     name = v.builder.fresh(op)
     tensors = [gs.Variable.empty() if x is None else x.tensor for x in operands]
     dtype = tensors[0].dtype if dtype is None else dtype

@@ -1,5 +1,5 @@
-"""Tests of values that prove a tensor to be a constant of the network, not a parameter: masks,
-tables of sines and cosines, frequencies, grids of whole numbers."""
+"""Recognizes, by its values, a tensor that is a constant of the network and not a parameter: masks,
+tables of sines and cosines, frequencies, grids of integers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ Array = npt.NDArray[Any]
 _HIDES = -1e4
 """A tensor with an element this low is a mask."""
 _VANISHES = -20.0
-"""A tensor of 0 and a single other value, this low, is a mask."""
+"""A tensor of zeros and one other value that is at most this is a mask."""
 _ROWS = 8
-"""Rows of a table that are examined."""
+"""The number of rows of a table that are examined."""
 _MOST = 1 << 22
-"""Elements of a tensor that are examined."""
+"""The number of elements up to which a tensor is examined completely."""
 
 
 def first_values(constant: gs.Constant, folder: Path) -> Array:
-    """The first values of a stored tensor, at least some whole rows, without dimensions of 1, in
-    float64."""
+    """Returns the first rows of a stored tensor in float64, without dimensions of size 1."""
     proto = stored_proto(constant)
     if proto is None:
         found = np.asarray(constant.values)
@@ -51,7 +50,7 @@ def is_mask(values: Array) -> bool:
 
 
 def is_choice(values: Array) -> bool:
-    """True if all values are 0 or 1, and both occur."""
+    """True if the first values are 0 or 1, and both occur."""
     return {*np.unique(values[:1000])} == {0, 1}
 
 
@@ -63,9 +62,9 @@ def is_filled(values: Array) -> bool:
 def is_sinusoid(values: Array) -> bool:
     """True if the rows or the columns are sines and cosines of evenly spaced angles.
 
-    In such a series, the sum of an element's neighbours is a fixed multiple of the element:
-    sin(a - f) + sin(a + f) = 2 cos(f) sin(a). This holds for scaled, shifted and interleaved
-    tables, too.
+    In such a series, the sum of an element's two neighbours is a fixed multiple of the element:
+    sin(a - f) + sin(a + f) = 2 cos(f) sin(a). Scaled, phase-shifted and interleaved tables have
+    this property, too.
     """
     if is_filled(values):
         return False
@@ -90,7 +89,7 @@ def _has_waves(values: Array) -> bool:
 
 
 def _is_first_rows(rows: Array) -> bool:
-    """True if three rows are the sines and cosines of 0, f and 2 f."""
+    """True if the first three rows are the sines and cosines of 0, f and 2 f."""
     if not np.isin(rows[0], (0, 1)).all() or not rows[1].any():
         return False
     a, b = rows[1], rows[2]
@@ -100,8 +99,8 @@ def _is_first_rows(rows: Array) -> bool:
 
 
 def are_frequencies(values: Array, of_angles: bool) -> bool:
-    """True if the values are a geometric sequence. If they scale angles (`of_angles`), it is enough
-    that they fall or rise from 1, as the scaled frequencies of rotary embeddings do."""
+    """True if the values are a geometric sequence. For factors of angles (`of_angles`), a monotone
+    sequence whose maximum is 1 is enough, like the scaled frequencies of rotary embeddings."""
     if values.ndim != 1 or values.size < 2 or not (values > 0).all():
         return False
     ratios = values[1:] / values[:-1]
@@ -113,16 +112,16 @@ def are_frequencies(values: Array, of_angles: bool) -> bool:
 
 
 def are_whole(values: Array) -> bool:
-    """True if the values are multiples of one half, at least three different ones: a grid, or
-    positions."""
+    """True if the values are multiples of one half, with at least three different values: a grid,
+    or positions."""
     with np.errstate(invalid="ignore"):
         halves = values * 2
         return bool((halves == np.rint(halves)).all() and len(np.unique(values[:1000])) > 2)
 
 
 def is_scale_factor(value: float) -> bool:
-    """True if a number is the square root of a multiple of 8, or its reciprocal: networks scale
-    embeddings and scores by the root of their width."""
+    """True if a number is the irrational square root of a multiple of 8, or the reciprocal of such
+    a root: networks scale embeddings and scores by the root of their width."""
     square = value * value
     if value <= 0 or not square:
         return False

@@ -18,7 +18,7 @@ def matmul(v: Vjp) -> Grads:
         b, dy = b.unsqueeze([1]), dy.unsqueeze([-1])
     if a.rank == 1:
         a, dy = a.unsqueeze([0]), dy.unsqueeze([-2])
-    if b.rank == 2 and a.rank > 2:  # one product, not one per matrix of a batch
+    if b.rank == 2 and a.rank > 2:  # one product instead of one per matrix of a batch
         count = math.prod(a.shape[:-1])
         rows, dy = a.reshape([count, a.shape[-1]]), dy.reshape([count, dy.shape[-1]])
         da, db = (dy @ b.swap()).reshape(a.shape), rows.swap() @ dy
@@ -28,7 +28,8 @@ def matmul(v: Vjp) -> Grads:
 
 
 def _squeezed(gradient: Value, operand: Value) -> Value:
-    """The gradient of a vector operand, which was treated as a matrix."""
+    """Returns the gradient in the operand's shape, if the operand is a vector that was treated as a
+    matrix."""
     if operand.rank > 1:
         return gradient
     return gradient.sum(range(gradient.rank - 2)).reshape(operand.shape)
@@ -51,8 +52,8 @@ def gemm(v: Vjp) -> Grads:
 
 @vjp("Det")
 def determinant(v: Vjp) -> Grads:
-    """The cofactors: determinants of the matrix without a row and a column, which exist for
-    singular matrices, too."""
+    """Computes the cofactors: the determinants of the matrix without a row and a column. They exist
+    for singular matrices, too."""
     x, size = v.x, v.x.shape[-1]
     dy = v.dy.reshape([*v.dy.shape, 1, 1])
     if size < 2:

@@ -25,7 +25,7 @@ from onnxpar.ir.tensors import constant, tensor_shape
 
 @vjp("If")
 def if_(v: Vjp) -> Grads:
-    """An If on the same condition."""
+    """The gradient is an If on the same condition."""
     around = read_around(v)
     keys = ("then_branch", "else_branch")
     branches = [_branch(v, keys[i], keys[1 - i], list(around.values())) for i in range(2)]
@@ -43,14 +43,16 @@ def if_(v: Vjp) -> Grads:
 def _branch(
     v: Vjp, key: str, other: str, wanted: Sequence[gs.Tensor]
 ) -> tuple[Replay, list[Value | None]]:
-    """A copy of a branch, and its gradients of `wanted`."""
+    """Returns a copy of a branch with its gradients appended, and the gradients with respect to
+    `wanted`."""
     body, none = v.node.attrs[key], v.node.attrs[other]
     replay = Replay(v.builder.fresh(key), body.opset)
     results = zip(body.outputs, v.dys, strict=False)
     seeds = {id(result): dy.tensor for result, dy in results if dy is not None}
 
     def drawn(tensor: gs.Tensor) -> gs.Tensor:
-        """A new result of the node for a tensor of this branch; the other branch returns zeros."""
+        """Returns a new result of the node that has the value of a tensor of this branch; the other
+        branch returns zeros for it."""
         outer = gs.Variable(v.builder.fresh("drawn"), tensor.dtype, tensor.shape)
         hand_out(body, tensor)
         none.outputs.append(zeros_like(Builder(none, f"{outer.name}/none"), tensor).tensor)
@@ -62,7 +64,8 @@ def _branch(
 
 
 class _Scan(Steps):
-    """A Scan, whose gradient scans its sequences and stacks backwards."""
+    """A Scan, whose gradient is a Scan in the opposite direction over its sequences and over stacks
+    of saved values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +98,7 @@ class _Scan(Steps):
         return inner
 
     def _stacking(self) -> list[tuple[int, int]]:
-        """Axis and direction of each stacked result."""
+        """Returns axis and direction of each stacked result."""
         none = [0] * len(self.stacked)
         axes = self.node.attrs.get("scan_output_axes") or none
         return list(zip(axes, self.node.attrs.get("scan_output_directions") or none, strict=True))
@@ -144,7 +147,7 @@ class _Scan(Steps):
 
 
 class _Loop(Steps):
-    """A Loop; each iteration of its gradient gathers its rows of the stacks."""
+    """A Loop, whose gradient is a Loop that reads its rows of the stacks by Gather."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,14 +167,15 @@ class _Loop(Steps):
         return max(0, int(count.reshape(-1)[0]))
 
     def _goes_on(self) -> bool:
-        """True if the condition that the body returns is always true."""
+        """True if the body always returns a true condition."""
         tensor = self.body.outputs[0]
         while tensor.inputs and tensor.inputs[0].op == "Identity":
             tensor = tensor.inputs[0].inputs[0]
         return tensor.name == self.body.inputs[1].name or is_true(tensor)
 
     def _iterations(self) -> Value:
-        """The number of iterations of the forward pass."""
+        """Returns the number of iterations of the forward pass; adds a stack to the forward Loop if
+        nothing else has that number of rows."""
         add, length = self.v.builder, self.length()
         if length is not None:
             return add.constant(length, np.int64)
@@ -209,11 +213,11 @@ class _Loop(Steps):
 
 @vjp("Scan")
 def scan(v: Vjp) -> Grads:
-    """A Scan over the same elements, backwards."""
+    """The gradient is a Scan over the same elements in the opposite direction."""
     return _Scan(v, len(v.node.inputs) - v.node.attrs["num_scan_inputs"], 0, 0).gradients()
 
 
 @vjp("Loop")
 def loop(v: Vjp) -> Grads:
-    """A Loop over the same iterations, backwards."""
+    """The gradient is a Loop over the same iterations in the opposite order."""
     return _Loop(v, len(v.node.attrs["body"].inputs) - 2, 2, 1).gradients()

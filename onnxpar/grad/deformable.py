@@ -14,7 +14,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("DeformConv", trained=(1, 3))
 def deform_conv(v: Vjp) -> Grads:
-    """A DeformConv is a product of the weights with samples, which a mask scales."""
+    """A DeformConv is a product of the weights with samples of the image, which a mask scales."""
     net = _Deformed(v)
     samples, rows = net.samples, net.by_row(v.dy, net.weight.shape[1])
     of_columns = net.as_points(rows @ net.weight)
@@ -32,10 +32,10 @@ def deform_conv(v: Vjp) -> Grads:
 
 
 class _Deformed:
-    """The operands of a DeformConv, its samples, and the layouts of both.
+    """The operands of a DeformConv and its samples, and conversions between their shapes.
 
-    groups  number of groups of channels with weights of their own
-    shared  number of groups of channels with offsets of their own
+    groups  number of groups of channels, each with its own weights
+    shared  number of groups of channels, each with its own offsets
     taps    number of elements in a window
     places  number of windows
     """
@@ -54,7 +54,8 @@ class _Deformed:
 
     @cached_property
     def samples(self) -> Samples:
-        """Samples of images, where channels that share offsets are an image: `(n s) c (k p)`."""
+        """The samples. Each group of channels that shares offsets is treated as an image: `(n s) c
+        (k p)`."""
         count, points = self.count * self.shared, self.taps * self.places
         offset = self.v.operands[2].reshape([count, self.taps, len(self.space), self.places])
         taps = []
@@ -66,7 +67,8 @@ class _Deformed:
         return Samples(self.v.x.reshape([count, channels, *self.space]), taps)
 
     def _regular(self, axis: int) -> Array:
-        """Positions along an axis of the taps of all windows, without offsets: `k p`."""
+        """Returns the positions of the taps of all windows along an axis, without offsets: `k
+        p`."""
         rank = len(self.space)
         stride = (self.v.attr("strides") or [1] * rank)[axis]
         dilation = (self.v.attr("dilations") or [1] * rank)[axis]
@@ -77,23 +79,24 @@ class _Deformed:
 
     @cached_property
     def sampled(self) -> Value:
-        """The values of the images at the points, `(n s) c (k p)`."""
+        """The interpolated values at the sample points, `(n s) c (k p)`."""
         return (self.samples.picked * self.samples.shares).sum([3])
 
     def by_row(self, x: Value, depth: int) -> Value:
-        """A row for each group, image and place: `g (n p) depth`."""
+        """Reshapes a tensor to a row for each group, image and window: `g (n p) depth`."""
         x = x.reshape([self.count, self.groups, depth, self.places]).transpose([1, 0, 3, 2])
         return x.reshape([self.groups, self.count * self.places, depth])
 
     def as_points(self, rows: Value) -> Value:
-        """The inverse of `by_row`, for samples: `(n s) c (k p)`."""
+        """Reshapes rows of samples back, the inverse of `by_row`: `(n s) c (k p)`."""
         x = rows.reshape([self.groups, self.count, self.places, self.weight.shape[2]])
         channels = self.channels // self.shared
         points = [self.count * self.shared, channels, self.taps * self.places]
         return x.transpose([1, 0, 3, 2]).reshape(points)
 
     def of_weight(self, rows: Value) -> Value:
-        """The gradient of the weights: a product over all images and places."""
+        """Returns the gradient of the weights: a matrix product that sums over all images and
+        windows."""
         columns = self.sampled if self.mask is None else self.sampled * self.mask
         found = rows.swap() @ self.by_row(columns, self.weight.shape[2])
         return found.reshape(self.v.operands[1].shape)

@@ -14,12 +14,12 @@ from onnxpar.rules.cell_activations import Activation
 
 
 class Direction:
-    """One direction of a node; its tensors have no dimension for directions, and the dimension of
-    steps comes first.
+    """One direction of a recurrent node. Its tensors have no dimension for directions; in
+    sequences, the dimension of steps comes first.
 
-    acts     its activations: f, g and h in the letters of the ONNX standard
+    acts     the activations: f, g and h in the ONNX standard
     lengths  number of steps of each sequence, [1, batch, 1]; None if all sequences have all steps
-    dy dh dc the gradients of its results
+    dy dh dc the gradients of Y, Y_h and Y_c
     """
 
     def __init__(self, v: Vjp, acts: Sequence[Activation], index: int) -> None:
@@ -37,7 +37,7 @@ class Direction:
         self.dh, self.dc = self._end(1), self._end(2)
 
     def _own(self, tensor: Value, axis: int = 0) -> Value:
-        """This direction's slice of a tensor."""
+        """Returns this direction's slice of a tensor."""
         shape = [s for a, s in enumerate(tensor.shape) if a != axis]
         return tensor.slice(self.index, self.index + 1, axis).reshape(shape)
 
@@ -46,19 +46,19 @@ class Direction:
         return None if found is None else self._own(found)
 
     def _state(self, tensor: Value | None) -> Value:
-        """A state, or its gradient; zeros if there is none."""
+        """Returns a state or its gradient, zeros if it is None."""
         if tensor is None:
             return self.v.builder.zeros([self.x.shape[1], self.r.shape[1]], self.x.dtype)
         return self._own(tensor, 1 if self.v.attr("layout") else 0)
 
     def _sequence(self, y: Value) -> Value:
-        """The hidden states of all steps."""
+        """Returns this direction's hidden states of all steps, or their gradients."""
         own = self._own(y, 2 if self.v.attr("layout") else 1)
         return own.swap(0, 1) if self.v.attr("layout") else own
 
     def _end(self, output: int) -> Value:
-        """The gradient of a last state; zeros for sequences of no steps, whose last state is zero
-        whatever the first one is."""
+        """Returns the gradient of a last state. It is zero for sequences without steps, because
+        their last state is zero and does not depend on the first state."""
         given = self._state(self.v.dys[output] if output < len(self.v.dys) else None)
         if self.lengths is None:
             return given
@@ -71,21 +71,21 @@ class Direction:
 
     @cached_property
     def valid(self) -> Value | None:
-        """Mask of the steps that each sequence has; None if all sequences have all steps."""
+        """The mask of the steps that each sequence has; None if all sequences have all steps."""
         return None if self.lengths is None else self.steps < self.lengths
 
     def masked(self, x: Value, otherwise: float = 0.0) -> Value:
-        """The tensor, with `otherwise` at the steps that a sequence does not have."""
+        """Returns the tensor with `otherwise` at steps past the end of a sequence."""
         return x if self.valid is None else self.valid.where(x, otherwise)
 
     @property
     def masks(self) -> list[Value]:
-        """`valid` as a list, empty if there is none."""
+        """A list with the mask `valid`, empty if there is none."""
         return [] if self.valid is None else [self.valid]
 
     @cached_property
     def before(self) -> Value:
-        """The hidden state before each step; undefined at steps that a sequence does not have."""
+        """The hidden state before each step; undefined at steps past the end of a sequence."""
         first = self.h0.unsqueeze([0])
         count = self.y.shape[0]
         if not self.backwards:
@@ -104,7 +104,7 @@ class Direction:
         return self.bias.slice(*ends[:2], 0), self.bias.slice(*ends[1:], 0)
 
     def gates(self, x: Value) -> list[Value]:
-        """Splits the last dimension by gate."""
+        """Splits the last dimension into one tensor per gate."""
         count = x.shape[-1] // self.r.shape[1]
         if count == 1:
             return [x]
@@ -113,9 +113,10 @@ class Direction:
     def back(
         self, step: Callable[..., tuple[list[Value], Value]], states: list[Value], *given: Value
     ) -> tuple[Value, list[Value]]:
-        """Goes back through the steps. From the gradients of the states and the elements of `given`
-        for a step, `step` computes those of the states before it and those of the gates' operands.
-        Returns the latter for all steps, and the gradients of the first states."""
+        """Appends a Scan from the last step to the first. `step` takes the gradients of the states
+        after a step and that step's elements of `given`; it returns the gradients of the states
+        before the step, and of the gates' operands. Returns the gradients of the gates' operands
+        for all steps, and of the initial states."""
 
         def each(ends: list[Value], elements: list[Value]) -> tuple[list[Value], list[Value]]:
             before, gates = step(*ends, *elements)
@@ -129,9 +130,9 @@ class Direction:
 class Passed:
     """The gradients of one direction.
 
-    gates     of the product with W
-    recurrent of the product with R
-    of_r      of R
+    gates     gradient of the product with W
+    recurrent gradient of the product with R
+    of_r      gradient of R; likewise of_h0, of_c0 and of_peepholes
     """
 
     gates: Value
@@ -143,28 +144,28 @@ class Passed:
 
 
 def linear(x: Value, weight: Value, bias: Value | None) -> Value:
-    """The product of all steps with a weight, plus a bias."""
+    """Returns the product of the elements of all steps with a weight, plus a bias."""
     made = x @ weight.swap()
     return made if bias is None else made + bias
 
 
 def plus(x: Value, y: Value, factor: Value | None) -> Value:
-    """x + y * factor; x if there is no factor."""
+    """Returns x + y * factor; x if there is no factor."""
     return x if factor is None else x + y * factor
 
 
 def product(a: Value, b: Value) -> Value:
-    """The product of two sequences, summed over the steps and the batch."""
+    """Returns the product of two sequences as matrices, summed over the steps and the batch."""
     rows = a.reshape([-1, a.shape[-1]])
     return rows.swap() @ b.reshape([-1, b.shape[-1]])
 
 
 def join(axis: int, *values: Value) -> Value:
-    """The concatenation of tensors."""
+    """Returns the concatenation of tensors along an axis."""
     return values[0].builder.add("Concat", *values, axis=axis)
 
 
 def frozen(dh: Value, before: Value, valid: Sequence[Value]) -> Value:
-    """The gradient of the state before a step; that of the state after it (`dh`) for sequences that
-    do not have the step."""
+    """Returns the gradient of the state before a step: `before`, but `dh`, the gradient of the
+    state after the step, for sequences that do not have the step."""
     return valid[0].where(before, dh) if valid else before

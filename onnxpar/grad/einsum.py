@@ -24,7 +24,7 @@ class Term:
         return dict(zip(self.letters, self.value.shape, strict=True))
 
     def without(self, letters: set[str]) -> Term:
-        """The tensor without the dimensions of some letters, which have one element."""
+        """Returns the term without the dimensions of some letters, which must have size 1."""
         kept = [i for i, a in enumerate(self.letters) if a not in letters]
         shape = [self.value.shape[i] for i in kept]
         return Term(self.value.reshape(shape), "".join(self.letters[i] for i in kept))
@@ -51,8 +51,8 @@ def einsum(v: Vjp) -> Grads:
 
 
 def _parse(v: Vjp) -> tuple[list[Term], str]:
-    """The operands with their letters, and the letters of the result; an ellipsis becomes unused
-    letters."""
+    """Returns the operands with their letters, and the letters of the result. Letters that the
+    equation does not use replace an ellipsis."""
     equation = v.attr("equation").replace(" ", "")
     left, arrow, out = equation.partition("->")
     texts = left.split(",")
@@ -68,8 +68,9 @@ def _parse(v: Vjp) -> tuple[list[Term], str]:
 
 
 def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value:
-    """The gradient of an operand, as a product of factors: it is broadcast over letters that no
-    factor has, and zero off the diagonal of a letter that repeats."""
+    """Returns the gradient of an operand with these letters, as an Einsum of `factors`. The product
+    is broadcast over letters that no factor has. If the operand repeats a letter, only the diagonal
+    is nonzero."""
     unique = "".join(dict.fromkeys(letters))
     product = _product(factors, "".join(a for a in unique if any(a in f.letters for f in factors)))
     lacking = [i for i, a in enumerate(unique) if not any(a in f.letters for f in factors)]
@@ -84,7 +85,7 @@ def _gradient(factors: list[Term], letters: str, sizes: dict[str, int]) -> Value
 
 
 def _product(factors: list[Term], out: str) -> Value:
-    """An Einsum of the factors that have dimensions, times the scalars."""
+    """Returns an Einsum of the factors that have dimensions, times the factors that are scalars."""
     scalars = [f.value for f in factors if not f.letters]
     others = [f for f in factors if f.letters]
     if others:

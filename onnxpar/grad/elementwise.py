@@ -35,7 +35,7 @@ def div(v: Vjp) -> Grads:
 
 @vjp("Mod")
 def mod(v: Vjp) -> Grads:
-    """A Mod is a - b * q, where the quotient q is a step function."""
+    """Mod is a - b * q, where the quotient q is a step function."""
     a, b = v.operands
     quotient = (a - v.y) / b
     return v.dy, -v.dy * quotient
@@ -57,8 +57,8 @@ def extreme(v: Vjp) -> Grads:
 
 @vjp("Pow")
 def power(v: Vjp) -> Grads:
-    """As in PyTorch, zero for the base where the exponent is 0, and for the exponent where the base
-    is 0 and the exponent is not negative."""
+    """As in PyTorch, the base gets zero where the exponent is 0; the exponent gets zero where the
+    base is 0 and the exponent is not negative."""
     base, exponent = v.operands
     number = v.constant(1)
     if number is not None and number.size == 1 and not v.wanted[1]:
@@ -82,8 +82,8 @@ def where(v: Vjp) -> Grads:
 
 @vjp("Clip")
 def clip(v: Vjp) -> Grads:
-    """A bound gets the gradient of the elements that it replaces; the upper bound gets all if it is
-    below the lower one. An element that equals a bound keeps its gradient."""
+    """A bound gets the gradient of the elements that it replaces; if the upper bound is below the
+    lower one, it gets all gradients. An element that equals a bound keeps its gradient."""
     low, high = v.operand(1), v.operand(2)
     bounded = v.x if low is None else v.x.op("Max", low)
     through, of_low, of_high = v.dy, None, None
@@ -209,7 +209,8 @@ def atanh(v: Vjp) -> Grads:
 
 @vjp("Dropout")
 def dropout(v: Vjp) -> Grads:
-    """By the mask of the node; a Dropout that is not in training returns its input."""
+    """Applies the mask that the node drew; a Dropout that is switched off passes the gradient
+    on."""
     training, known = v.operand(2), v.constant(2)
     if training is None or (known is not None and not known):
         return [v.dy]

@@ -1,4 +1,4 @@
-"""Gates of recurrent cells, and the gradients of their activations."""
+"""Gates of recurrent cells, which differentiate their activations."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from onnxpar.rules.cell_activations import Activation
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation's operand and result; each node between them has the one before as its first
-    operand."""
+    """An activation's operand `x` and result `y`, which a chain of nodes connects through their
+    first operands."""
 
     x: Value
     y: Value
 
     @staticmethod
     def of(activation: Activation, x: Value) -> Gate:
-        """Appends the nodes of the activation."""
+        """Appends the nodes of an activation applied to `x`; returns the gate."""
         y = x
         for op, operands, attrs in activation.steps():
             y = y.op(op, *operands, **attrs)
         return Gate(x, y)
 
     def back(self, dy: Value) -> Value:
-        """The gradient of the operand from that of the result."""
+        """Returns the gradient of the operand, given the gradient of the result."""
         at = self.y
         while at.tensor.name != self.x.tensor.name:
             node = at.tensor.inputs[0]

@@ -13,9 +13,10 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 
 def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
-    """Zeros of a shape, to which the rows of `dy` along an axis are added at the vector `indices`.
+    """Returns a tensor of zeros to which the slices of `dy` along an axis are added at the
+    positions `indices`, a vector.
 
-    Adds single elements, because onnxruntime adds repeated rows (ScatterND) wrongly.
+    Adds element by element, because onnxruntime's ScatterND adds slices with equal indices wrongly.
     """
     axis %= dy.rank
     at = indices.reshape([-1 if a == axis else 1 for a in range(dy.rank)])
@@ -23,9 +24,9 @@ def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> V
 
 
 def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
-    """`scatter_add` with an index for each element of `dy`, to whose shape `indices` is
-    broadcast."""
-    wide = dy.wide()  # onnxruntime adds no 16-bit floats
+    """Like `scatter_add`, with an index for each element of `dy`; `indices` is broadcast to the
+    shape of `dy`."""
+    wide = dy.wide()  # onnxruntime cannot add 16-bit floats
     zeros = dy.builder.zeros(shape, wide.dtype)
     at = indices.expand(dy.shape)
     return zeros.op("ScatterElements", at, wide, axis=axis, reduction="add").cast(dy.dtype)
@@ -39,7 +40,7 @@ def gather(v: Vjp) -> Grads:
     places, size = v.constant(1), x.shape[axis]
     if places is not None and count:
         at = places.reshape(-1) % size
-        if (np.diff(at) == 1).all():  # a run
+        if (np.diff(at) == 1).all():  # consecutive
             before, after = [0] * x.rank, [0] * x.rank
             before[axis], after[axis] = int(at[0]), int(size - 1 - at[-1])
             return [rows.pad(before, after)]
@@ -67,7 +68,8 @@ def gather_nd(v: Vjp) -> Grads:
 
 
 def linear(indices: Value, sizes: Sequence[int]) -> Value:
-    """Tuples of indices, along the last dimension, as flat indices into a tensor of these sizes."""
+    """Returns flat indices into a tensor of these sizes, given tuples of indices along the last
+    dimension."""
     if len(sizes) == 1:
         return indices.reshape(indices.shape[:-1])
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
@@ -77,14 +79,14 @@ def linear(indices: Value, sizes: Sequence[int]) -> Value:
 
 @vjp("TopK")
 def top_k(v: Vjp) -> Grads:
-    """To the elements that the op has selected, also among equal ones."""
+    """The gradient goes to the elements that the op selected, by its indices."""
     at = v.output(1, np.int64, v.y.shape)
     return [scatter_each(v.dy, at, v.attr("axis"), v.x.shape)]
 
 
 @vjp("Compress")
 def compress(v: Vjp) -> Grads:
-    """Each row goes back to the position from which it was taken."""
+    """Each slice of the gradient goes back to the position from which the op took it."""
     x, condition, axis = v.x, v.operands[1], v.attr("axis")
     if v.y.size == 0:
         return [x.builder.zeros(x.shape, x.dtype)]
@@ -122,8 +124,9 @@ def cumulative_sum(v: Vjp) -> Grads:
 
 @vjp("CumProd")
 def cumulative_product(v: Vjp) -> Grads:
-    """The product of the elements before each, times s[i] = dy[i] + x[i + 1] s[i + 1], which is
-    composed from spans of 1, 2, 4, ... elements; so no element is a divisor."""
+    """The gradient is the product of the elements before each element, times s[i] = dy[i] + x[i +
+    1] s[i + 1]. The recurrence is computed by doubling spans of 1, 2, 4, ... elements, without a
+    division, so elements may be 0."""
     axis = v.constant(1)
     if axis is None:
         raise ModelError(
@@ -134,7 +137,8 @@ def cumulative_product(v: Vjp) -> Grads:
     size = v.x.shape[at]
 
     def moved(x: Value, by: int) -> Value:
-        """The elements, shifted towards the front by so many; zeros at the end."""
+        """Returns the elements, shifted by `by` positions towards the front, with zeros at the
+        end."""
         if by >= size:
             return x.builder.zeros(x.shape, x.dtype)
         ends = [[-by * (a == at) for a in range(x.rank)], [by * (a == at) for a in range(x.rank)]]

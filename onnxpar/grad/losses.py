@@ -12,7 +12,8 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy(v: Vjp) -> Grads:
-    """Probabilities less the one-hot labels, times the weights of the labels."""
+    """The gradient is the probabilities minus the one-hot labels, times the weights of the
+    labels."""
     loss = _ClassLoss(v)
     log_prob = v.output(1, v.x.dtype, v.x.shape)
     target = loss.is_label.cast(v.x.dtype)
@@ -30,7 +31,8 @@ def negative_log_likelihood(v: Vjp) -> Grads:
 
 
 class _ClassLoss:
-    """A loss that is the negative score of each label, times the weight of its class."""
+    """A loss over classes: the negative score of each sample's label, times the weight of the
+    label's class."""
 
     def __init__(self, v: Vjp) -> None:
         self.v = v
@@ -54,15 +56,15 @@ class _ClassLoss:
 
     @cached_property
     def shares(self) -> Value:
-        """The gradient of each label's loss, without its weight; zero for ignored labels."""
+        """The gradient of each label's loss, without the class weight; zero for ignored labels."""
         shares = self.v.dy
         if self.v.attr("reduction") == "mean":
             shares = self._averaged(shares)
         return self._counted(shares.expand(self.labels.shape))
 
     def _averaged(self, dy: Value) -> Value:
-        """Divided by the sum of the weights of the labels that are not ignored; zero if that is
-        zero."""
+        """Divides a gradient by the sum of the weights of all labels that are not ignored; returns
+        zero if the sum is zero."""
         if self.ignored is None and self.weights is None:
             return dy * (1 / max(self.labels.size, 1))
         wide = np.promote_types(dy.dtype, np.float32)  # half precision counts to 65504
@@ -76,12 +78,13 @@ class _ClassLoss:
 
     @property
     def by_label(self) -> Value:
-        """The gradient of each label's negative score, with a dimension of 1 for the classes."""
+        """The gradient of each label's negative score, with a dimension of size 1 for the
+        classes."""
         shares = self.shares if self.weights is None else self.shares * self.weights
         return shares.unsqueeze([1])
 
     def by_class(self, scores: Value) -> Value | None:
-        """The gradient of the weights of the classes."""
+        """Returns the gradient of the class weights; None if the node has none."""
         if self.weights is None:
             return None
         loss = -self.is_label.where(scores, 0.0).sum([1])

@@ -49,7 +49,8 @@ def split(v: Vjp) -> Grads:
 
 @vjp("Slice")
 def slice_(v: Vjp) -> Grads:
-    """Each element goes back to its position, with zeros for those that were left out."""
+    """Each element of the gradient goes back to its position; elements that the slice left out get
+    zero."""
     x, gradient = v.x, v.dy
     starts, stops, axes, steps = (v.constant(i) for i in range(1, 5))
     if v.y.size == 0:
@@ -66,14 +67,15 @@ def slice_(v: Vjp) -> Grads:
 
 
 def _places(start: int, stop: int, step: int, size: int) -> range:
-    """The positions that a slice takes of a dimension of `size` elements."""
+    """Returns the positions that a slice takes from a dimension of `size` elements."""
     low, high = (0, size) if step > 0 else (-1, size - 1)
     start, stop = (n + size if n < 0 else n for n in (start, stop))
     return range(min(max(start, 0), high), min(max(stop, low), high), step)
 
 
 def _computed_slice(v: Vjp, gradient: Value) -> Value:
-    """The gradient of a slice with data-dependent bounds, but a known number of elements."""
+    """Returns the gradient of a slice with data-dependent bounds, but a known number of elements.
+    Errors: ModelError if the axes are not constant."""
     starts, axes, steps = v.operands[1], v.constant(3), v.operand(4)
     if axes is None and v.operand(3) is not None:
         raise ModelError(
@@ -93,8 +95,8 @@ def _computed_slice(v: Vjp, gradient: Value) -> Value:
 
 
 def _spread(dy: Value, axis: int, places: range) -> Value:
-    """The elements of a dimension in ascending order, with zeros at the positions between them that
-    were left out."""
+    """Returns the gradient of a slice along one dimension with the elements at the positions
+    `places` in ascending order, and zeros at the positions between them."""
     step = abs(places.step)
     if places.step < 0:
         last, end = np.array([-1], np.int64), np.array([np.iinfo(np.int64).min], np.int64)
@@ -113,7 +115,8 @@ def _only(axis: int, amount: int, rank: int) -> list[int]:
 
 @vjp("Pad")
 def pad(v: Vjp) -> Grads:
-    """The gradient of the border goes to the fill value, or to the elements that were copied."""
+    """The gradient of the padding goes to the fill value or, in other modes, to the elements that
+    were copied."""
     x, mode = v.x, v.attr("mode")
     amounts, axes = v.constant(1), v.constant(3)
     if amounts is None or (axes is None and v.operand(3) is not None):
@@ -132,7 +135,7 @@ def pad(v: Vjp) -> Grads:
 
 
 def _border(dy: Value, before: Sequence[int], after: Sequence[int]) -> Value | None:
-    """The sum over the border, one dimension after the other."""
+    """Returns the sum of the gradient over the padding; None without padding."""
     total: Value | None = None
     for axis, (b, a) in enumerate(zip(before, after, strict=True)):
         size = dy.shape[axis]
@@ -148,8 +151,8 @@ def _border(dy: Value, before: Sequence[int], after: Sequence[int]) -> Value | N
 def _folded(
     dy: Value, shape: Sequence[int], before: Sequence[int], after: Sequence[int], mode: str
 ) -> Value:
-    """The sum over the copies of each element, one dimension at a time, by a product with a matrix
-    of zeros and ones."""
+    """Returns the gradient of a padding that copies elements: for each element, the sum over its
+    copies. Each dimension takes a product with a matrix of zeros and ones."""
     for axis, (b, a) in enumerate(zip(before, after, strict=True)):
         if not b and not a:
             continue
@@ -160,13 +163,14 @@ def _folded(
 
 
 def along(x: Value, axis: int, matrix: Array) -> Value:
-    """The product of one dimension with a matrix, which has a row for each of its elements."""
+    """Returns the product of one dimension with a matrix, which has a row for each element of the
+    dimension."""
     return x.swap(axis, -1).op("MatMul", matrix.astype(x.dtype)).swap(axis, -1)
 
 
 @vjp("Tile")
 def tile(v: Vjp) -> Grads:
-    """The sum over the repeats, whose number follows from the shapes."""
+    """Sums over the repeats, whose number follows from the shapes."""
     shape: list[int] = []
     for size, out in zip(v.x.shape, v.y.shape, strict=True):
         shape += [out // size if size else 0, size]

@@ -1,6 +1,6 @@
-"""Gradients of normalizations. 16-bit floats are normalised in float32.
-
-Statistics of a batch are means over the tensor, in two passes; where it is split, over all of it.
+"""Gradients of normalizations. 16-bit floats are normalized in float32. Statistics are ReduceMeans
+over the tensor, first for the mean and then for the variance, so they are correct for a split
+tensor, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 
 def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
-    """A tensor minus its mean over axes, divided by its standard deviation; and the reciprocal of
-    the deviation."""
+    """Returns a tensor minus its mean over axes, divided by its standard deviation, and the
+    reciprocal of that deviation."""
     centred = x - x.mean(axes, keepdims=True)
     variance = (centred * centred).mean(axes, keepdims=True)
     inverse = (variance + epsilon).sqrt().op("Reciprocal")
@@ -24,24 +24,27 @@ def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value,
 
 
 def _scaled_to_one(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
-    """A tensor divided by its root mean square over axes; and the reciprocal of the root."""
+    """Returns a tensor divided by its root mean square over axes, and the reciprocal of that
+    root."""
     square = (x * x).mean(axes, keepdims=True)
     inverse = (square + epsilon).sqrt().op("Reciprocal")
     return x * inverse, inverse
 
 
 def _through(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
-    """The gradient of a tensor, from that of the standardized one."""
+    """Returns the gradient of a tensor, given the gradient `d` of the standardized tensor and the
+    results of `_standardized`."""
     return _through_scaling(d - d.mean(axes, keepdims=True), normal, inverse, axes)
 
 
 def _through_scaling(d: Value, normal: Value, inverse: Value, axes: Sequence[int]) -> Value:
-    """`_through` for a normalization that subtracts no mean."""
+    """Like `_through`, for a normalization that subtracts no mean."""
     return (d - normal * (d * normal).mean(axes, keepdims=True)) * inverse
 
 
 def _fitted(v: Vjp, *gradients: Value) -> Grads:
-    """Gradients by operand, summed to the operand's shape before they are rounded to its type."""
+    """Returns gradients by operand, each summed to the operand's shape and then rounded to its
+    dtype."""
     operands = (v.operand(i) for i in range(len(gradients)))
     return [
         None if x is None else g.sum_to(x.shape).cast(x.dtype)
@@ -51,7 +54,7 @@ def _fitted(v: Vjp, *gradients: Value) -> Grads:
 
 @vjp("LayerNormalization", trained=(1, 2))
 def layer_normalization(v: Vjp) -> Grads:
-    """From the node's own mean and deviation, which it computes in float32."""
+    """Uses the node's own mean and deviation, if the node computes them in float32."""
     x, dy = v.x.wide(), v.dy.wide()
     axes = _last(v)
     if v.attr("stash_type") == 1 and x.dtype == np.float32:
@@ -62,7 +65,7 @@ def layer_normalization(v: Vjp) -> Grads:
         normal, inverse = _standardized(x, axes, v.attr("epsilon"))
     through = _through(dy * v.operands[1].wide(), normal, inverse, axes)
     count = max(prod(x.shape[a] for a in axes), 1)
-    for i, slope in ((1, 1.0), (2, -normal * inverse * inverse)):  # the moments, as results
+    for i, slope in ((1, 1.0), (2, -normal * inverse * inverse)):  # mean and deviation as results
         if i < len(v.dys) and (given := v.dys[i]) is not None:
             through = through + given.cast(x.dtype) * slope * (1 / count)
     return _fitted(v, through, dy * normal, dy)
@@ -77,7 +80,7 @@ def rms_normalization(v: Vjp) -> Grads:
 
 
 def _last(v: Vjp) -> list[int]:
-    """The axes from the attribute `axis` on."""
+    """Returns the axes from the attribute `axis` to the last."""
     return list(range(v.attr("axis") % v.x.rank, v.x.rank))
 
 
@@ -99,21 +102,22 @@ def skip_rms_normalization(v: Vjp) -> Grads:
 
 
 def _skipped(v: Vjp, bias: int) -> Value:
-    """The sum that is normalised: x, the skip connection and a bias."""
+    """Returns the sum that is normalized: x, the skip connection and an optional bias."""
     x, around = (x.wide() for x in v.operands[:2])
     total, given = x + around, v.operand(bias)
     return total if given is None else total + given.wide()
 
 
 def _with_sum(v: Vjp, through: Value) -> Value:
-    """The gradient of the sum, plus that of the node's result that returns the sum."""
+    """Returns the gradient of the sum, plus the gradient of the node's result that is this sum."""
     beside = v.dys[3] if len(v.dys) > 3 else None
     return through if beside is None else through + beside.wide()
 
 
 @vjp("BatchNormalization", trained=(1, 2))
 def batch_normalization(v: Vjp) -> Grads:
-    """In training, through the statistics of the batch; the running ones have no gradient then."""
+    """In training mode, the gradient passes through the statistics of the batch, and running
+    statistics have no gradient."""
     axes = [0, *range(2, v.x.rank)]
     if v.attr("training_mode"):
         return _by_channel(v, axes)
@@ -134,8 +138,8 @@ def instance_normalization(v: Vjp) -> Grads:
 
 
 def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
-    """Gradients of a normalization over axes with scale and bias per channel: the sums for scale
-    and bias are also the means for x."""
+    """Returns the gradients of a normalization over axes, with scale and bias per channel. The sums
+    that are the gradients of scale and bias are used for the gradient of x, too."""
     x, dy = v.x.wide(), v.dy.wide()
     scale = _channels(v, 1, x.dtype)
     normal, inverse = _standardized(x, axes, v.attr("epsilon"))
@@ -148,14 +152,14 @@ def _by_channel(v: Vjp, axes: Sequence[int]) -> Grads:
 
 
 def _channels(v: Vjp, index: int, dtype: np.dtype[np.floating]) -> Value:
-    """An operand with an element per channel, in a shape that broadcasts over x."""
+    """Returns an operand that has an element per channel, in a shape that broadcasts over x."""
     operand = v.operands[index].cast(dtype)
     return operand.reshape([operand.size, *[1] * (v.x.rank - 2)])
 
 
 @vjp("GroupNormalization", trained=(1, 2))
 def group_normalization(v: Vjp) -> Grads:
-    """Scale and bias are per group before opset 21, and per channel since."""
+    """Scale and bias are per group before opset 21, and per channel from opset 21 on."""
     groups, (batch, channels) = v.attr("num_groups"), v.x.shape[:2]
     grouped = [batch, groups, channels // groups, prod(v.x.shape[2:])]
     x, dy = (t.wide().reshape(grouped) for t in (v.x, v.dy))
@@ -177,7 +181,7 @@ def mean_variance_normalization(v: Vjp) -> Grads:
 
 @vjp("LpNormalization")
 def lp_normalization(v: Vjp) -> Grads:
-    """Zero where the norm is zero."""
+    """The gradient is zero where the norm is zero."""
     x, axis = v.x, [v.attr("axis")]
     is_sum = v.attr("p") == 1
     size = x.op("Abs") if is_sum else x * x

@@ -16,7 +16,8 @@ from onnxpar.rules.windows import windows
 
 @vjp("MaxPool")
 def max_pool(v: Vjp) -> Grads:
-    """To the first of equal elements, as in PyTorch: the one whose index the op returns."""
+    """The gradient goes to the element whose index the op returns: the first of equal elements, as
+    in PyTorch."""
     shape, plane = v.x.shape, prod(v.x.shape[2:])
     at = _in_plane(v.output(1, np.int64, v.y.shape), plane)
     flat = scatter_each(v.dy.reshape(at.shape), at, 2, [*shape[:2], plane])
@@ -27,8 +28,8 @@ def max_pool(v: Vjp) -> Grads:
 
 
 def _in_plane(indices: Value, plane: int) -> Value:
-    """Indices into the whole tensor as indices into the image of one sample and channel, which are
-    also valid on a shard of the batch."""
+    """Converts flat indices into a tensor to indices into the image of one sample and channel.
+    These are also valid on a shard of the batch."""
     flat = indices.reshape([*indices.shape[:2], prod(indices.shape[2:])])
     return flat.op("Mod", np.array(plane, np.int64))
 
@@ -41,7 +42,7 @@ def average_pool(v: Vjp) -> Grads:
 
 
 def _spread_evenly(dy: Value, by: Windows) -> Value:
-    """The gradient of each window, added to all of its elements."""
+    """Adds the gradient of each window to all elements of the window."""
     lone = dy.reshape([dy.shape[0] * dy.shape[1], 1, *dy.shape[2:]])
     ones = dy.builder.constant(np.ones([1, 1, *by.kernel]), dy.dtype)
     wide = spread(lone, ones, by)
@@ -49,8 +50,9 @@ def _spread_evenly(dy: Value, by: Windows) -> Value:
 
 
 def _counts(v: Vjp, by: Windows, sizes: tuple[int, ...]) -> Array:
-    """The divisor of each window: its elements inside the image, and in the padding if the node
-    counts it; never those that `ceil_mode` adds after the padding."""
+    """Returns the divisor of each window: the number of its elements inside the image, plus those
+    in the padding if the node counts these; never the elements that `ceil_mode` adds after the
+    padding."""
     rank = len(sizes)
     pads = [p for dim in windows(v.node, by.kernel).pads for p in dim]
     lines = []
@@ -79,13 +81,14 @@ def global_lp_pool(v: Vjp) -> Grads:
 
 
 def _by_norm(v: Vjp, power: int) -> Value:
-    """The result's gradient divided by the norm to the power of `power - 1`."""
+    """Returns the gradient of the result, divided by the norm to the power of `power - 1`; zero
+    where the norm is zero."""
     norm = v.y if power == 2 else v.y ** float(power - 1)
     return (v.y > 0.0).where(v.dy / norm, 0.0)
 
 
 def _direction(x: Value, power: int) -> Value:
-    """The derivative of `|x| ** power / power`."""
+    """Returns the derivative of `|x| ** power / power`."""
     if power <= 2:
         return x if power == 2 else x.op("Sign")
     return x * x.op("Abs") ** float(power - 2)
@@ -98,7 +101,7 @@ def global_average_pool(v: Vjp) -> Grads:
 
 @vjp("GlobalMaxPool")
 def global_max_pool(v: Vjp) -> Grads:
-    """To the first of equal elements, as in PyTorch's adaptive_max_pool."""
+    """The gradient goes to the first of equal elements, as in PyTorch's adaptive_max_pool."""
     shape, plane = v.x.shape, prod(v.x.shape[2:])
     flat = v.x.reshape([*shape[:2], plane])
     first = flat.op("ArgMax", axis=2, keepdims=1)
@@ -108,7 +111,8 @@ def global_max_pool(v: Vjp) -> Grads:
 
 @vjp("LRN")
 def local_response_normalization(v: Vjp) -> Grads:
-    """Through x, and through the squares of the channels around it."""
+    """Each element gets a gradient as numerator, and through its square in the denominators of the
+    channels around it."""
     x, dy = v.x, v.dy
     size, beta, share = v.attr("size"), v.attr("beta"), v.attr("alpha") / v.attr("size")
     before, after = (size - 1) // 2, size // 2
@@ -119,7 +123,8 @@ def local_response_normalization(v: Vjp) -> Grads:
 
 
 def _channel_sums(x: Value, before: int, after: int) -> Value:
-    """Sums over `before` channels before each, the channel itself, and `after` channels after."""
+    """Returns, for each channel, the sum over `before` channels before it, the channel itself, and
+    `after` channels after it."""
     n, c, plane = *x.shape[:2], prod(x.shape[2:])
     ones = x.builder.constant(np.ones((1, 1, before + 1 + after, 1)), x.dtype)
     image = x.reshape([n, 1, c, plane])

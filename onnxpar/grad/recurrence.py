@@ -1,8 +1,9 @@
 """Gradients of recurrent networks.
 
-First, the gates of all steps are computed again, all at once, from X and Y. The backward pass
-through the steps is then linear: it only multiplies the gradient of the state by factors that are
-known. Last, the gradients of weights are products over all steps and the batch.
+First, the gates of all steps are computed again from X and Y, in one product for all steps. The
+backward pass through the steps is then linear: it multiplies the gradient of the state by factors
+that are already known. Finally, the gradients of weights are matrix products that sum over all
+steps and the batch.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def _of_rnn(direction: Direction) -> Passed:
 
 
 def _of_gru(direction: Direction) -> Passed:
-    """H = (1 - z) n + z h, where r scales the term of h in n: after the product with R, or before
-    it."""
+    """H = (1 - z) n + z h, where the reset gate r scales the contribution of h to n: after h's
+    product with R (`linear_before_reset`), or before it."""
     f, g = direction.acts
     units = direction.r.shape[1]
     beside_w, beside_r = direction.biases
@@ -88,7 +89,8 @@ def _of_gru(direction: Direction) -> Passed:
 
 
 def _cut(weight: Value | None, at: int) -> tuple[Any, Any]:
-    """The first `at` rows of a weight, and the others."""
+    """Returns the first `at` rows of a weight, and the other rows; None for both without a
+    weight."""
     if weight is None:
         return None, None
     return weight.slice(0, at, 0), weight.slice(at, weight.shape[0], 0)
@@ -129,7 +131,7 @@ def _of_lstm(direction: Direction) -> Passed:
 
 
 class _Cell:
-    """The update of an LSTM's cells, for one step or for all at once."""
+    """The update of an LSTM's cells, for one step or for all steps at once."""
 
     def __init__(self, direction: Direction) -> None:
         self.f, self.g, h = direction.acts
@@ -145,7 +147,8 @@ class _Cell:
         return _CellStep(c, i, f, Gate.of(self.g, zn))
 
     def before(self, direction: Direction, *gates: Value) -> Value:
-        """The cells before each step."""
+        """Returns the cells before each step, by a Scan; `gates` are the operands of i, f and n for
+        all steps."""
 
         def step(states: list[Value], z: list[Value]) -> tuple[list[Value], list[Value]]:
             after = self(states[0], *z[:3]).after
@@ -168,7 +171,7 @@ class _CellStep:
 
     @property
     def keep(self) -> Value:
-        """The factor of the cells before the step."""
+        """The factor by which the step keeps the cells."""
         return 1.0 - self.i.y if self.f is None else self.f.y
 
     @cached_property
@@ -177,8 +180,7 @@ class _CellStep:
         return self.keep * self.c + self.i.y * self.n.y
 
     def back(self) -> tuple[Value, Value, Value]:
-        """The gradients of the operands of i, f and n, for a gradient of 1 of the cells after the
-        step."""
+        """Returns the derivatives of the cells after the step by the operands of i, f and n."""
         of_n = self.n.back(self.i.y)
         if self.f is None:
             zeros = of_n.builder.zeros(of_n.shape, of_n.dtype)
@@ -187,7 +189,7 @@ class _CellStep:
 
 
 def _gradients(v: Vjp, passed: Callable[[Direction], Passed]) -> Grads:
-    """The gradients of the operands, over all directions."""
+    """Returns the gradients of the operands, from those of each direction."""
     _give_y(v)
     directions = [Direction(v, acts, i) for i, acts in enumerate(activations_of(v.node))]
     found = [passed(direction) for direction in directions]
@@ -207,7 +209,7 @@ def _gradients(v: Vjp, passed: Callable[[Direction], Passed]) -> Grads:
 
 
 def _give_y(v: Vjp) -> None:
-    """Makes the node return Y."""
+    """Makes the node return Y, if it does not yet."""
     count = v.operands[1].shape[0]
     shape = [*v.x.shape[:2], v.operands[2].shape[-1]]
     shape.insert(2 if v.attr("layout") else 1, count)
@@ -215,6 +217,7 @@ def _give_y(v: Vjp) -> None:
 
 
 def _stacked(values: Sequence[Value | None]) -> Value | None:
-    """Tensors of the directions, stacked along a new first dimension; None if there are none."""
+    """Stacks the directions' tensors along a new first dimension; returns None if there are
+    none."""
     given = [each.unsqueeze([0]) for each in values if each is not None]
     return join(0, *given) if given else None

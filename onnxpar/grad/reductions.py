@@ -10,7 +10,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 
 def reduced_axes(v: Vjp) -> list[int]:
-    """The axes over which a node reduces. Errors: ModelError where they are not constant."""
+    """Returns the axes over which a node reduces. Errors: ModelError if they are not constant."""
     axes = v.constant(1)
     if axes is None and v.operand(1) is not None:
         raise ModelError(
@@ -23,7 +23,7 @@ def reduced_axes(v: Vjp) -> list[int]:
 
 
 def kept(v: Vjp, reduced: Value) -> Value:
-    """A result, or its gradient, with the reduced axes as dimensions of one element."""
+    """Returns a result, or its gradient, with the reduced axes as dimensions of size 1."""
     axes = reduced_axes(v)
     return reduced.reshape([1 if a in axes else s for a, s in enumerate(v.x.shape)])
 
@@ -48,7 +48,8 @@ def reduce_extreme(v: Vjp) -> Grads:
 
 @vjp("ReduceProd")
 def reduce_prod(v: Vjp) -> Grads:
-    """The product of the other elements, which is 0 if one of them is 0."""
+    """The derivative by an element is the product of the other elements; it is 0 if another element
+    is 0."""
     axes = reduced_axes(v)
     zero = v.x.equal(0.0)
     zeros = zero.cast(v.x.dtype)
@@ -65,7 +66,7 @@ def reduce_l1(v: Vjp) -> Grads:
 
 @vjp("ReduceL2")
 def reduce_l2(v: Vjp) -> Grads:
-    """Zero where the norm is zero, as in PyTorch."""
+    """The gradient is zero where the norm is zero, as in PyTorch."""
     norm = kept(v, v.y)
     return [v.x * norm.equal(0.0).where(0.0, kept(v, v.dy) / norm)]
 
@@ -82,20 +83,21 @@ def reduce_log_sum(v: Vjp) -> Grads:
 
 @vjp("ReduceLogSumExp")
 def reduce_log_sum_exp(v: Vjp) -> Grads:
-    """The softmax; its sum is computed again, because a large result is too coarse."""
+    """The derivative is the softmax. Its sum is computed again, because the rounding error of a
+    large result would be too big."""
     powers = (v.x - kept(v, v.y)).exp()
     return [kept(v, v.dy) * powers / powers.sum(reduced_axes(v), keepdims=True)]
 
 
 @vjp("Hardmax")
 def hardmax(v: Vjp) -> Grads:
-    """Zero: it is a step function."""
+    """No gradient: it is a step function."""
     return []
 
 
 @vjp("Softmax")
 def softmax(v: Vjp) -> Grads:
-    """Zero for fully masked rows, whose results are NaN, which the model then replaces."""
+    """If the model replaces NaN results, those of fully masked rows, these rows get zero."""
     y = v.y
     if any(reader.op == "IsNaN" for reader in y.tensor.outputs):
         y = y.op("IsNaN").where(0.0, y)

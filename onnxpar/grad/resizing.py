@@ -13,8 +13,7 @@ from onnxpar.rules.resizing import scalings
 
 @vjp("Resize")
 def resize(v: Vjp) -> Grads:
-    """A Resize is a weighted sum along one dimension after the other; the gradient is its
-    transpose."""
+    """Resize is a weighted sum along each resized dimension; the gradient is the transpose."""
     if v.y.size == 0 or v.x.size == 0:
         return [v.x.builder.zeros(v.x.shape, v.x.dtype)]
     resized = scalings(v.node)
@@ -37,7 +36,7 @@ def resize(v: Vjp) -> Grads:
 
 
 def _shares(found: Taps, size: int) -> np.ndarray:
-    """The weight of each element, a column, in each result, a row."""
+    """Returns a matrix of weights: a row per result, a column per element."""
     shares = np.zeros((len(found.index), size))
     np.add.at(shares, (np.arange(len(shares))[:, None], found.index), found.weight)
     shares[found.outside] = 0
@@ -46,7 +45,8 @@ def _shares(found: Taps, size: int) -> np.ndarray:
 
 @vjp("CenterCropPad")
 def center_crop_pad(v: Vjp) -> Grads:
-    """If the difference is odd, the extra element is at the end, for cropping and for padding."""
+    """Pads what was cropped, and crops what was padded. If the difference is odd, the extra element
+    is at the end."""
     before, after = [], []
     for size, out in zip(v.x.shape, v.y.shape, strict=True):
         missing = size - out

@@ -1,5 +1,5 @@
-"""Reverse-mode differentiation: visits the nodes of a graph from its end, and appends the nodes of
-their gradient rules."""
+"""Reverse-mode differentiation: visits the nodes of a graph from last to first, and appends the
+nodes that their gradient rules add."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ def gradients(
     wanted: Iterable[gs.Tensor],
     prefix: str = "grad",
 ) -> dict[str, Value | None]:
-    """Appends to a graph the gradients of the sum of some tensors times their seeds.
+    """Appends gradients to a graph: of the sum of the seeded tensors, each times its seed.
 
-    seeds   by the name of a tensor that a node of the graph makes, its gradient
-    wanted  tensors by which to differentiate, of the graph or of graphs around it
-    prefix  of the names of nodes that sum up gradients
-    Returns the gradients by name, each of the shape and type of its tensor; None where the seeded
-    tensors do not depend on it. New nodes that nothing reads are removed.
+    seeds   the given gradients, by name of a tensor that a node of the graph computes
+    wanted  tensors by which to differentiate, of the graph or of outer graphs
+    prefix  prefix for the names of nodes that sum up gradients
 
-    Errors: ModelError, which names an op without a gradient on a path from `wanted` to the seeds.
+    Returns the gradient of each wanted tensor by its name, with its shape and dtype; None if the
+    seeded tensors do not depend on it. New nodes that nothing reads are removed.
+
+    Errors: ModelError, which names an op without a gradient on a path from a wanted to a seeded
+    tensor.
     """
     names = [t.name for t in wanted]
     forward = list(graph.nodes)
@@ -60,7 +62,7 @@ def gradients(
         view = Vjp(node, builder, dys, [t.name in reached for t in reads])
         for tensor, gradient in zip(reads, _of_rule(view), strict=False):
             if gradient is not None and tensor.name in reached:
-                if node.domain != DOMAIN:  # collectives broadcast nothing, and sizes may differ
+                if node.domain != DOMAIN:  # collectives do not broadcast; sizes may differ
                     gradient = _fitted(gradient, builder.value(tensor))
                 found.setdefault(tensor.name, []).append(gradient)
     last = Builder(graph, prefix)
@@ -71,8 +73,9 @@ def gradients(
 
 
 def reached_from(nodes: Iterable[gs.Node], sources: Iterable[str]) -> set[str]:
-    """The names of `sources` and of the tensors that depend on them and may have a gradient:
-    tensors of floating-point numbers, and others that carry such numbers."""
+    """Returns the names of `sources`, and of the tensors that depend on them and may have a
+    gradient: those with floating-point numbers, and others that carry such numbers, such as
+    sequences."""
     nodes, reached, known = list(nodes), set(sources), -1
     while len(reached) > known:
         known = len(reached)
@@ -94,7 +97,8 @@ def _is_sent(nodes: Iterable[gs.Node], reached: set[str]) -> bool:
 
 
 def _of_rule(view: Vjp) -> list[Value | None]:
-    """The gradients that a node's rule returns. Errors: ModelError where the op has no rule."""
+    """Applies the rule of a node; returns the gradients by operand. Errors: ModelError if the op
+    has no rule."""
     node = view.node
     entry = entry_of(node)
     if entry is None:
@@ -108,7 +112,7 @@ def _of_rule(view: Vjp) -> list[Value | None]:
 
 
 def _fitted(gradient: Value, tensor: Value) -> Value:
-    """A gradient, summed over the dimensions in which its tensor was broadcast."""
+    """Returns a gradient, summed over the dimensions in which its tensor was broadcast."""
     fitted = gradient.sum_to(tensor.shape)
     assert fitted.dtype == tensor.dtype, f"{tensor}: gradient of type {fitted.dtype}"
     return fitted
@@ -122,8 +126,8 @@ def _total(builder: Builder, terms: list[Value]) -> Value:
 
 
 def drop_unread(graph: gs.Graph, first: int = 0, kept: Collection[str] = ()) -> None:
-    """Removes nodes whose results nothing reads, except the first `first` nodes; outputs of the
-    graph and the tensors named in `kept` count as read."""
+    """Removes nodes whose results nothing reads. Keeps the first `first` nodes, Sends and Recvs,
+    and nodes of graph outputs and of tensors named in `kept`."""
     kept = {*kept, *(t.name for t in graph.outputs)}
     for i in reversed(range(first, len(graph.nodes))):
         node = graph.nodes[i]

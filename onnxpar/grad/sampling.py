@@ -27,8 +27,8 @@ _KERNELS = {
         ]
     ),
 }
-"""The weight of each tap, as a polynomial of the distance from the point to the element before it:
-a row per power, a column per tap."""
+"""Interpolation kernels by mode: the weight of each tap, a polynomial of the distance from the
+point back to the element before it. A row per power, a column per tap."""
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
@@ -55,13 +55,12 @@ def grid_sample(v: Vjp) -> Grads:
 
 
 class Taps:
-    """The elements of one dimension from which each point is interpolated.
+    """The elements of one dimension from which each point is interpolated. `at`, `n p 1`, has the
+    positions of the points, in elements: a coordinate times `scale`, plus a constant.
 
-    The points are at `at`, `n p 1`, which is `scale` times a coordinate.
-
-    index   indices of the elements, `n p t`; the element at the border where padding copies it
+    index   indices of the elements, `n p t`; clipped to the border of the image
     weight  weights of the elements, `n p t`
-    slope   derivative of the weights by the coordinate; None if it is zero
+    slope   derivative of the weights by the coordinate, `n p t`; None if it is zero
     """
 
     def __init__(
@@ -91,10 +90,10 @@ class Taps:
 
 
 class Samples:
-    """Points of images, `n c ..`, with their taps by dimension.
-
-    A point is a weighted sum of the elements around it. So its gradient is added to these elements
-    by their weights, and the gradient of its coordinates follows from the slope of the weights.
+    """Samples of images `x`, `n c ..`, at points given by their taps in each dimension. A sample is
+    a weighted sum of the elements around its point. So its gradient is added to these elements by
+    their weights, and the gradient of the point's coordinates follows from the slope of the
+    weights.
     """
 
     def __init__(self, x: Value, taps: Sequence[Taps]) -> None:
@@ -108,29 +107,30 @@ class Samples:
 
     @cached_property
     def shares(self) -> Value:
-        """The weight of each element in each point, `n 1 p t`."""
+        """The weight of each element in each sample, `n 1 p t`."""
         return _outer([t.weight for t in self.taps]).unsqueeze([1])
 
     @cached_property
     def picked(self) -> Value:
-        """The elements around each point: [images, channels, points, elements of a point]."""
+        """The elements around each point, `n c p t`."""
         found = self.x.reshape(self.flat).op("GatherElements", self.at, axis=2)
         return found.reshape([self.images, self.channels, self.points, self.size])
 
     def of_x(self, dy: Value) -> Value:
-        """The gradient of the images from that of the points, `n c p`."""
+        """Returns the gradient of the images, given that of the samples, `n c p`."""
         each = (dy.unsqueeze([3]) * self.shares).reshape(self.at.shape)
         return scatter_each(each, self.at, 2, self.flat).reshape(self.x.shape)
 
     def of_point(self, dy: Value, axis: int) -> Value:
-        """The gradient of a coordinate of the points, `n p`."""
+        """Returns the gradient of one coordinate of the points, `n p`, given that of the samples,
+        `n c p`."""
         slopes = [t.slope if a == axis else t.weight for a, t in enumerate(self.taps)]
         return ((dy.unsqueeze([3]) * self.picked).sum([1]) * _outer(slopes)).sum([2])
 
 
 def _reflected(at: Value, size: int, is_aligned: bool) -> Value:
-    """Indices outside of a dimension, reflected into it: at the centres of its first and last
-    elements, or at their outer edges."""
+    """Returns positions, reflected into a dimension: at the centres of its first and last elements
+    (`is_aligned`), or at their outer edges."""
     low, span = (0.0, size - 1) if is_aligned else (-0.5, size)
     away = (at - low).op("Abs")
     away = away - (away / (2.0 * span)).op("Floor") * (2.0 * span)
@@ -139,7 +139,8 @@ def _reflected(at: Value, size: int, is_aligned: bool) -> Value:
 
 
 def _polynomial(coefficients: Array, at: Value) -> Value:
-    """The value of a polynomial for each column of coefficients, the lowest power first."""
+    """Returns the values of polynomials, one per column of coefficients; row i has the coefficients
+    of power i."""
     rows = coefficients.astype(at.dtype)
     found: Value = at * 0.0 + rows[-1]
     for row in rows[-2::-1]:
@@ -148,7 +149,7 @@ def _polynomial(coefficients: Array, at: Value) -> Value:
 
 
 def _outer(shares: Sequence[Value | None]) -> Value:
-    """Products of the weights of several dimensions, `n p t`."""
+    """Returns the products of the weights of all dimensions, `n p t`."""
     found, *rest = (s for s in shares if s is not None)
     for share in rest:
         found = _paired(found.unsqueeze([3]) * share.unsqueeze([2]))
@@ -156,7 +157,7 @@ def _outer(shares: Sequence[Value | None]) -> Value:
 
 
 def _joined(indices: Sequence[Value], space: Sequence[int]) -> Value:
-    """Indices into several dimensions as flat indices into an image, `n p t`."""
+    """Returns flat indices into an image, `n p t`, given indices by dimension."""
     found, *rest = indices
     for index, size in zip(rest, space[1:], strict=True):
         moved = (found * size).unsqueeze([3])
@@ -165,7 +166,7 @@ def _joined(indices: Sequence[Value], space: Sequence[int]) -> Value:
 
 
 def _paired(x: Value) -> Value:
-    """The last two dimensions as one."""
+    """Merges the last two dimensions."""
     return x.reshape([*x.shape[:2], x.shape[2] * x.shape[3]])
 
 
@@ -184,8 +185,9 @@ def affine_grid(v: Vjp) -> Grads:
 
 @vjp("RoiAlign")
 def roi_align(v: Vjp) -> Grads:
-    """A region is the product of the image with two matrices, for rows and for columns, and the
-    gradient is the product with their transposes. Regions have no gradient, as in torchvision."""
+    """A region of the result is the product of the image with two matrices, for rows and for
+    columns; the gradient is the product with their transposes. The coordinates of regions get no
+    gradient, as in torchvision."""
     if v.attr("mode") != "avg":
         raise ModelError(
             f"RoiAlign '{v.node.name}' has no gradient in mode 'max', only in mode 'avg'; export "
@@ -204,7 +206,8 @@ def roi_align(v: Vjp) -> Grads:
 
 
 def _region_shares(v: Vjp, axis: int, size: int) -> Value:
-    """The weight of each element of a dimension in each cell of a region, `r cell element`."""
+    """Returns the weight of each element of a dimension in each cell of each region, `r cell
+    element`."""
     rois, dtype = v.operands[1], v.x.dtype
     cells, scale = v.y.shape[3 - axis], v.attr("spatial_scale")
     halves = v.attr("coordinate_transformation_mode") == "half_pixel"
@@ -224,8 +227,9 @@ def _region_shares(v: Vjp, axis: int, size: int) -> Value:
 
 
 def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
-    """The number of samples along a dimension in a cell of each region, and the largest of these
-    numbers."""
+    """Returns the number of samples per cell along a dimension, for each region, and an upper bound
+    of these numbers. `cell` is the size of a cell, by region. Errors: ModelError if it is
+    data-dependent."""
     ratio = v.attr("sampling_ratio")
     if ratio:
         return cell * 0.0 + float(ratio), int(ratio)
@@ -242,7 +246,8 @@ def _samples(v: Vjp, cell: Value) -> tuple[Value, int]:
 
 @vjp("Col2Im")
 def col2im(v: Vjp) -> Grads:
-    """Cuts the image into blocks: a convolution with a kernel for each position in a block."""
+    """Extracts the blocks from the gradient of the image, by a convolution with a kernel for each
+    position in a block."""
     block = v.constant(2)
     if block is None:
         raise ModelError(

@@ -37,8 +37,8 @@ def scatter_nd(v: Vjp) -> Grads:
 
 @vjp("TensorScatter")
 def tensor_scatter(v: Vjp) -> Grads:
-    """The updates get the gradient at the positions where they are written; the elements that they
-    replace get zero."""
+    """The updates get the gradient at the positions where they are written; the replaced elements
+    get zero."""
     cache, update = v.operands[:2]
     axis, mode = v.attr("axis") % cache.rank, v.attr("mode")
     rows = np.arange(update.shape[axis]).reshape(
@@ -55,13 +55,13 @@ def tensor_scatter(v: Vjp) -> Grads:
 
 
 class _Scattered:
-    """The operands and the result of a ScatterElements, and their gradients."""
+    """The operands and the result of a ScatterElements, and the gradient of the result."""
 
     def __init__(self, x: Value, at: Value, updates: Value, y: Value, dy: Value, axis: int) -> None:
         self.x, self.at, self.updates, self.y, self.dy, self.axis = x, at, updates, y, dy, axis
 
     def gradients(self, how: str) -> Grads:
-        """The gradients of x and of the updates."""
+        """Returns the gradients of x, the indices (None) and the updates, for a reduction."""
         if how == "add":
             return self.dy, None, self.pick(self.dy)
         if how == "mul":
@@ -73,15 +73,17 @@ class _Scattered:
         return kept, None, self.pick(self.dy)
 
     def pick(self, value: Value) -> Value:
-        """The elements at the positions of the updates."""
+        """Returns the elements of a tensor at the positions of the updates."""
         return value.op("GatherElements", self.at, axis=self.axis)
 
     def count(self, of_x: Value, of_updates: Value) -> Value:
-        """Sums, for each element of x, over the element and the updates that are written to it."""
+        """Returns sums, for each element of x: the number in `of_x`, plus those in `of_updates` of
+        all updates that are written to the element."""
         return of_x + scatter_each(of_updates, self.at, self.axis, self.x.shape)
 
     def _of_product(self) -> Grads:
-        """The product of the other factors, which is zero if one of them is zero."""
+        """The derivative by a factor is the product of the other factors; it is zero if one of
+        these is zero."""
         both = (self.x, self.updates)
         is_zero = [t.equal(0.0) for t in both]
         safe = [z.where(1.0, t) for z, t in zip(is_zero, both, strict=True)]

@@ -14,7 +14,7 @@ from onnxpar.grad.vjp import Grads, Vjp, vjp
 
 @vjp("DFT")
 def dft(v: Vjp) -> Grads:
-    """The transform in the other direction, without the division by the length."""
+    """The gradient is the transform in the opposite direction, scaled by the length."""
     x, dy, axis = v.x, v.dy, _axis(v)
     inverse, onesided = v.attr("inverse"), v.attr("onesided")
     if inverse and onesided:
@@ -39,7 +39,7 @@ def dft(v: Vjp) -> Grads:
 
 @vjp("STFT")
 def stft(v: Vjp) -> Grads:
-    """The gradients of overlapping frames add up in the signal."""
+    """In the gradient of the signal, overlapping frames add up."""
     step, length = _known(v, 1), _known(v, 3)
     window = v.operand(2)
     count, total, *rest = v.x.shape
@@ -62,7 +62,7 @@ def stft(v: Vjp) -> Grads:
 
 
 def _axis(v: Vjp) -> int:
-    """The dimension that is transformed."""
+    """Returns the dimension that is transformed."""
     if v.builder.graph.opset < 20:
         return int(v.attr("axis")) % v.x.rank
     given = _known(v, 2)
@@ -70,7 +70,7 @@ def _axis(v: Vjp) -> int:
 
 
 def _known(v: Vjp, index: int) -> Array | None:
-    """The value of an operand, None where it is left out. Errors: ModelError where it is not
+    """Returns the value of an operand, None if it is missing. Errors: ModelError if it is not
     constant."""
     found = v.constant(index)
     if found is None and v.operand(index) is not None:
@@ -82,13 +82,13 @@ def _known(v: Vjp, index: int) -> Array | None:
 
 
 def _transformed(x: Value, axis: int, **attrs: Any) -> Value:
-    """The DFT along one dimension."""
+    """Returns the DFT along one dimension."""
     if x.builder.graph.opset < 20:
         return x.op("DFT", axis=axis, **attrs)
     return x.op("DFT", None, np.array(axis, np.int64), **attrs)
 
 
 def _fit(x: Value, axis: int, size: int) -> Value:
-    """A dimension, padded with zeros at its end or cut to `size` elements."""
+    """Pads a dimension with zeros at its end, or cuts it, to `size` elements."""
     missing = [size - x.shape[a] if a == axis else 0 for a in range(x.rank)]
     return x.pad([0] * x.rank, missing)

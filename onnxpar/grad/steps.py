@@ -1,8 +1,7 @@
-"""Gradients of Loop and Scan: a Loop or Scan over the same iterations, backwards.
-
-Each iteration of the gradient computes an iteration of the forward pass again, from the values that
-it started with. The forward pass returns these values as stacks, with a row for each iteration; the
-gradient of a Loop takes as many iterations as there are rows.
+"""Gradients of Loop and Scan: another Loop or Scan, over the same iterations in the opposite order.
+Each iteration of the gradient computes an iteration of the forward pass again, from its initial
+values. The forward pass returns these values as stacks, tensors with a row for each iteration; the
+gradient of a Loop has as many iterations as the stacks have rows.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from onnxpar.ir.tensors import tensor_shape
 
 @dataclass
 class Carried:
-    """A value that the gradient's loop carries: at its end, the gradient of an operand of the
-    node."""
+    """A value that the gradient's loop carries. Its final value is the gradient of operand
+    `operand` of the node; `inner` and `result` are the value before and after an iteration, `start`
+    is the initial value."""
 
     operand: int
     inner: gs.Tensor
@@ -41,7 +41,8 @@ class Carried:
 
 @dataclass
 class _Saved:
-    """A tensor of the forward body, the stack of its values, and a row of the stack."""
+    """A tensor of the forward body, the stack of its values, and the row of the stack that the
+    gradient's iteration reads."""
 
     tensor: gs.Tensor
     stack: gs.Tensor
@@ -50,12 +51,12 @@ class _Saved:
 
 @dataclass
 class Steps:
-    """A Loop or Scan, and the gradient that is being built.
+    """A Loop or Scan, and its gradient under construction.
 
     count  number of carried values
-    first  index of the first of them among the operands of the node, and the inputs of its body
-    back   index of the first of them among the results of the body; in those of the node, it is 0
-    saved  tensors of the body that the gradient reads
+    first  index of the first carried value among the node's operands, and among its body's inputs
+    back   index of the first carried value among the body's outputs; it is 0 in the node's results
+    saved  tensors of the body that the gradient may read
     """
 
     v: Vjp
@@ -74,41 +75,44 @@ class Steps:
         self.dys = [*self.v.dys, *[None] * (len(results) - len(self.v.dys))]
 
     def length(self) -> int | None:
-        """The number of iterations, None if it is data-dependent."""
+        """Returns the number of iterations, None if it is data-dependent."""
         raise NotImplementedError
 
     def given(self) -> dict[int, gs.Tensor]:
-        """The inputs of the body's copy without the carried values, by the identity of the body's
+        """Returns the inputs of the body's copy, except carried values, by `id` of the body's
         input."""
         raise NotImplementedError
 
     def row(self, stack: gs.Tensor, like: gs.Tensor, result: int | None = None) -> gs.Tensor:
-        """The row that an iteration of the gradient reads of a stack. The stack is in the order of
-        the forward iterations along dimension 0, or stacked as result `result` is."""
+        """Returns the row that an iteration of the gradient reads from a stack; it has the type of
+        `like`. The stack has the forward iterations in order along dimension 0 or, with `result`,
+        is stacked like that result of the node."""
         raise NotImplementedError
 
     def elements(self) -> dict[int, gs.Tensor]:
-        """The body's inputs that are elements of operands whose gradients are wanted, by the
-        position of the operand."""
+        """Returns the body's inputs that are elements of scanned operands whose gradients are
+        wanted, by position of the operand."""
         return {}
 
     def handed(self) -> list[gs.Tensor]:
-        """The rows that are inputs of the gradient's body."""
+        """Returns the rows that are inputs of the gradient's body."""
         return []
 
     def stack_of(self, row: gs.Tensor) -> gs.Tensor | None:
-        """The stack of a row, if it is in the order in which `append` stacks; else None."""
+        """Returns the stack of a row, if the stack has the same order as the stacks that `append`
+        returns; else None."""
         return None
 
     def append(
         self, carried: Sequence[Carried], elements: Mapping[int, Value], rows: Sequence[Value]
     ) -> list[Value]:
-        """Adds the gradient's node; returns the final carried values, then the gradients of the
-        operands that have `elements`, and then the stacks of `rows`."""
+        """Adds the gradient's Loop or Scan. Returns the final carried values, then the gradients of
+        the operands in `elements`, and then the stacks of `rows`."""
         raise NotImplementedError
 
     def gradients(self) -> Grads:
-        """The gradients of the node's operands, and of the tensors that its body reads."""
+        """Adds the gradient, and returns the gradients of the node's operands and of the outer
+        tensors that its body reads."""
         carry, around = self._carried(), read_around(self.v)
         entering = {i: new_like(self.replay.builder, self.states[i]) for i in carry}
         given = self.given() | {id(t): self._save(t) for t in self.states}
@@ -146,26 +150,29 @@ class Steps:
         return at_positions(self.v, results)
 
     def _sum_after(self, part: Value, entering: Mapping[int, gs.Tensor]) -> Sum | None:
-        """The sum over iterations of a gradient, if it can be computed after the loop."""
+        """Returns the sum of a gradient over the iterations, if it can be computed after the loop;
+        else None."""
         if not self.length():
             return None
         made = [t for node in self.replay.graph.nodes for t in node.outputs]
         return sum_after(part, {t.name for t in (*made, *entering.values(), *self.handed())})
 
     def _flow(self, state: int, inner: gs.Tensor, result: Value | None) -> Carried:
-        """The gradient of a carried value."""
+        """Returns the gradient of a carried value, which the gradient's loop carries, too."""
         start = self.dys[state] or zeros_like(self.v.builder, self.states[state])
         result = result or zeros_like(self.replay.builder, inner)
         return Carried(self.first + state, inner, start, result)
 
     def _sum(self, operand: int, tensor: gs.Tensor, part: Value) -> Carried:
-        """The gradient of a tensor that all iterations read: a carried sum."""
+        """Returns the gradient of a tensor that all iterations read: a sum that the gradient's loop
+        carries."""
         total = new_like(self.replay.builder, tensor)
         result = self.replay.builder.value(total) + part
         return Carried(operand, total, zeros_like(self.v.builder, tensor), result)
 
     def _carried(self) -> list[int]:
-        """Indices of the carried values through which gradients flow between iterations."""
+        """Returns the indices of the carried values through which gradients flow between
+        iterations. Errors: ModelError if such a value changes its shape."""
         nodes, given = self.body.nodes, range(self.count)
         ins, outs = [t.name for t in self.states], [t.name for t in self.returned]
         sources = {t.name for t in (*read_around(self.v).values(), *self.elements().values())}
@@ -182,7 +189,8 @@ class Steps:
         return sorted(moving & relevant)
 
     def _save(self, tensor: gs.Tensor) -> gs.Tensor:
-        """The value of a tensor of the forward body, for the body's copy: a row of a new stack."""
+        """Returns, for the body's copy, a tensor with the value from the forward pass: a row of a
+        new stack."""
         shape, stack = tensor_shape(tensor), self._stack(tensor)
         is_known = shape is not None and None not in shape
         row = self.row(stack, tensor) if is_known else new_like(self.replay.builder, tensor)
@@ -190,7 +198,7 @@ class Steps:
         return row
 
     def _stack(self, row: gs.Tensor) -> gs.Tensor:
-        """A new tensor with a row for each iteration."""
+        """Returns a new tensor with a row like `row` for each iteration."""
         shape = [self.length(), *(tensor_shape(row) or ())]
         return gs.Variable(self.v.builder.fresh("rows"), row.dtype, shape)
 
@@ -202,7 +210,8 @@ class Steps:
                 self.stack(saved.tensor, saved.stack)
 
     def stack(self, tensor: gs.Tensor, rows: gs.Tensor) -> None:
-        """Makes the forward pass return a tensor of its body, stacked along a first dimension."""
+        """Makes the forward node return `rows`: the values of a tensor of its body, stacked along
+        dimension 0."""
         missing = len(self.body.outputs) - self.back - len(self.node.outputs)
         self.node.outputs.extend(
             gs.Variable(self.v.builder.fresh("unread"), t.dtype)

@@ -1,7 +1,6 @@
-"""Sums over the iterations of a loop that one op computes after the loop, from stacked values.
-
-The gradient of a weight is such a sum of products. A single product over all iterations is faster,
-and where the batch is sharded, it stays partial until the loop has ended.
+"""Computes a sum over the iterations of a loop by one op after the loop, from stacked values. The
+gradient of a weight is such a sum, of products. A single product over all iterations is faster; and
+if the batch is sharded, the ranks communicate only once, after the loop.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ Stacks = Mapping[str, Value]
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over iterations: each one returns `rows`, and `total` computes the sum from their
-    stacks, which it takes by the name of the row."""
+    """A sum over iterations. Each iteration returns `rows`; `total` computes the sum from the
+    stacks of the rows, by name of the row."""
 
     rows: list[Value]
     total: Callable[[Stacks], Value]
 
 
 def sum_after(part: Value, inner: Container[str]) -> Sum | None:
-    """The sum of `part` over all iterations, computed after the loop from other tensors of the
-    iterations; `inner` has the names of all these. None if `part` is not made of products and
+    """Returns the sum of `part` over all iterations, computed after the loop from other tensors of
+    the loop's body, whose names are in `inner`. None if `part` does not consist of products and
     sums."""
     node = part.tensor.inputs[0] if part.tensor.inputs else None
     how = None if node is None else _BEHIND.get(node.op)
@@ -46,7 +45,7 @@ def _add(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _moved(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """The sum of a Reshape or Transpose: that of its operand, reshaped or transposed."""
+    """Returns the sum of a Reshape or Transpose: the sum of its operand, reshaped or transposed."""
     within = sum_after(part.builder.value(node.inputs[0]), inner)
     if within is None:
         return None
@@ -65,14 +64,16 @@ def _reduced(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _product(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
-    """The sum of a matrix product: a single product, which also sums over the iterations."""
+    """Returns the sum of a matrix product: a single product, which also sums over the
+    iterations."""
     if part.rank != 2 or len(node.inputs) != 2 or node.attrs.get("alpha", 1.0) != 1.0:
         return None
     a, a_transposed = _source(part, node, 0)
     b, b_transposed = _source(part, node, 1)
 
     def rows(stacks: Stacks, x: Value, is_transposed: bool) -> Value:
-        """The stack of a matrix, with the dimension that is summed over first, as one matrix."""
+        """Returns the stack of a matrix as one matrix; its rows are the summed dimension, of all
+        iterations."""
         stack = stacks[x.tensor.name]
         stack = stack.transpose([0, 2, 1]) if is_transposed else stack
         return stack.reshape([stack.shape[0] * stack.shape[1], stack.shape[2]])
@@ -84,7 +85,8 @@ def _product(part: Value, node: gs.Node, inner: Container[str]) -> Sum | None:
 
 
 def _source(part: Value, node: gs.Node, index: int) -> tuple[Value, bool]:
-    """An operand of a matrix product, and True if it is transposed there."""
+    """Returns an operand of a matrix product before any transposition, and True if the product
+    transposes it."""
     tensor = node.inputs[index]
     is_transposed = bool(node.attrs.get("transA" if index == 0 else "transB", 0))
     maker = tensor.inputs[0] if tensor.inputs else None

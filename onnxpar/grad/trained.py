@@ -1,10 +1,9 @@
-"""Finds the weights of a model to train: those that PyTorch would train.
-
-PyTorch trains each parameter on which the loss depends. An ONNX file does not say which of its
-initializers are parameters, unless it has the signature of torch.export. So all floating-point
-initializers on which the loss depends are trained, except those that are certainly constants: by
-the signature, by the operand that they are (running statistics, scales of a Resize), or by their
-values (masks, tables of sines and cosines, frequencies, grids, numbers).
+"""Finds the weights of a model that PyTorch would train. PyTorch trains each parameter on which the
+loss depends. An ONNX file does not say which of its initializers are parameters, unless it has the
+signature of torch.export. So all floating-point initializers on which the loss depends are trained,
+except certain constants. An initializer counts as a constant because of the signature, because of
+the operand that it is (running statistics, scales of a Resize), or because of its values (masks,
+tables of sines and cosines, frequencies, grids, single numbers).
 """
 
 from __future__ import annotations
@@ -54,16 +53,17 @@ _SETTINGS: Mapping[str, Mapping[int, str]] = {
         for op in ("QuantizeLinear", "DequantizeLinear")
     },
 }
-"""Operands that are never trained, by op and index, and the reason."""
+"""The reason why operands are never trained, by op and index of the operand."""
 _GENERATED = re.compile(
     r"onnx::|/|.*_output_\d+$|\d+$|val_\d+|.*(C|c)onstant|.*lifted_tensor|scalar_tensor"
 )
-"""Names that PyTorch's exporters generate; a parameter has the name of its module."""
+"""Matches names that PyTorch's exporters generate; a parameter has the name of its module
+instead."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A weight that is trained, and the first node that reads it, as which operand."""
+    """A trained weight, and the first node that reads it, as operand number `operand`."""
 
     tensor: gs.Constant
     node: gs.Node
@@ -77,8 +77,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Left:
-    """A floating-point tensor that is not trained, and the reason; `in_role` is True if a node
-    reads it as an operand that is usually a weight."""
+    """An untrained floating-point constant, and the reason; `in_role` is True if a node reads it as
+    an operand that is usually a weight."""
 
     tensor: gs.Constant
     reason: str
@@ -92,8 +92,8 @@ class Left:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that are trained, and those that are not, both in the order in which nodes read
-    them; `asked` has the names that the user gave."""
+    """The trained and the untrained (`left`) weights, both in the order in which nodes read them.
+    `asked` has the names of the weights that match `params`."""
 
     trained: list[Trained]
     left: list[Left]
@@ -106,12 +106,13 @@ def find_trained(
     frozen: Sequence[str] = (),
     outputs: Collection[str] | None = None,
 ) -> Weights:
-    """Finds the weights of a model to train, and the reasons why others are not trained.
+    """Returns the weights of a model to train, and the others with the reasons why they are not
+    trained.
 
-    params   globs of the weights to train, instead of those that are found
-    frozen   globs of weights that are not trained
+    params   globs of the weights to train; if empty, weights that PyTorch would train
+    frozen   globs of weights not to train
     outputs  names of the outputs from which the loss is computed; None for all
-    Errors: StrategyError for a glob that matches no weight, or where no weight is left.
+    Errors: StrategyError for a glob that matches no weight, or if no weight is left.
     """
     readers = _readers(model.graph)
     asked = {n for glob in params for n in _matching(glob, readers, "--params")}
@@ -144,8 +145,8 @@ def _matching(glob: str, names: Collection[str], option: str) -> list[str]:
 
 
 def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
-    """Every floating-point constant by name, and the node and operand that read it first, after
-    nodes that only move its elements."""
+    """Returns every floating-point constant by name, with the node and the operand index of its
+    first use, as in `uses_of`."""
     found: dict[str, tuple[gs.Constant, gs.Node, int]] = {}
     for node in all_nodes(graph):
         for i, tensor in enumerate(node.inputs):
@@ -157,8 +158,9 @@ def _readers(graph: gs.Graph) -> dict[str, tuple[gs.Constant, gs.Node, int]]:
 
 
 def uses_of(tensor: gs.Tensor) -> Iterator[tuple[gs.Node, int]]:
-    """The nodes and operands that read a tensor, after nodes that only move its elements, join it
-    with other constants, or scale or shift it by a number (RMSNorm's 1 + weight)."""
+    """Yields the nodes that use a tensor, each with the index of the operand. Looks through nodes
+    that only move its elements, join it with other constants, or scale or shift it by a number
+    (RMSNorm's 1 + weight)."""
     for node in {id(n): n for n in tensor.outputs}.values():
         for i, operand in enumerate(node.inputs):
             if operand is not tensor:
@@ -208,7 +210,7 @@ class _Judge:
         self.by_torch = model.header.producer_name == "pytorch"
 
     def reason(self, tensor: gs.Constant) -> str | None:
-        """The reason why a constant is not trained, None if it is."""
+        """Returns the reason why a constant is not trained; None if it is trained."""
         name = str(tensor.name)
         uses = list(uses_of(tensor))
         settings = [_SETTINGS.get(n.op, {}).get(i) for n, i in uses if not n.domain]
@@ -235,8 +237,8 @@ class _Judge:
     def _reason_of_number(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
     ) -> str | None:
-        """The reason for a tensor with one element, which is a parameter if it is used as one (the
-        bias of a single class), or PyTorch has named it."""
+        """Returns the reason for a constant with one element. It is a parameter if it is used like
+        one (the bias of a single class), or if PyTorch has named it."""
         if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
             return None
         if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):
@@ -261,7 +263,8 @@ class _Judge:
     def _reason_of_place(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]]
     ) -> str | None:
-        """Reasons from the nodes that read a constant."""
+        """Returns a reason that follows from the nodes that use a constant; None if there is
+        none."""
         values = first_values(tensor, self.model.folder)
         for node, index in uses:
             if node.op == "InstanceNormalization" and _is_of_groups(node, index, values):
@@ -275,7 +278,7 @@ class _Judge:
         return None
 
     def _normalizes_input(self, node: gs.Node) -> bool:
-        """True if a node only shifts or scales an input of the model, by a few numbers."""
+        """True if a node shifts or scales an input of the model by at most 4 numbers."""
         tensor: gs.Tensor = node.inputs[0]
         few = int(np.prod(node.inputs[1].shape)) <= 4
         while few and (maker := _maker(tensor)) is not None and maker.op in (*_SHIFTS, *_MOVES):
@@ -284,7 +287,7 @@ class _Judge:
 
 
 def _leading(graph: gs.Graph, outputs: Collection[str] | None) -> set[str]:
-    """The names of floating-point tensors on which the outputs depend."""
+    """Returns the names of the floating-point tensors on which the outputs depend."""
     ends = [t for t in graph.outputs if outputs is None or t.name in outputs]
     found = {str(t.name) for t in ends}
     for node in reversed(graph.nodes):
@@ -300,14 +303,15 @@ def _leading(graph: gs.Graph, outputs: Collection[str] | None) -> set[str]:
 
 
 def _may_carry(tensor: gs.Tensor) -> bool:
-    """True if a tensor may have a gradient: its type allows it, or is not known."""
+    """True if a tensor may have a gradient: if its type allows it, or is unknown."""
     maker = _maker(tensor)
     is_unknown = bool(tensor.name) and tensor.dtype is None
     return is_unknown or is_trainable_type(tensor) or (maker is not None and carries(maker))
 
 
 def is_role(node: gs.Node, index: int) -> bool:
-    """True if an operand is usually a weight, bias, scale or table of a layer."""
+    """True if operand number `index` of a node is usually a weight, bias, scale or table of a
+    layer."""
     entry = entry_of(node)
     return entry is not None and index in entry.trained
 
@@ -318,7 +322,7 @@ def _is_bias_of_one(node: gs.Node, index: int) -> bool:
 
 
 def _becomes_angle(node: gs.Node) -> bool:
-    """True if a node's results are only used as angles, of sines and cosines."""
+    """True if a node's results are used only as angles of sines and cosines."""
     readers = [r for t in node.outputs for r in t.outputs]
     moves = (*_MOVES, "Concat")
     return bool(readers) and all(
@@ -327,14 +331,16 @@ def _becomes_angle(node: gs.Node) -> bool:
 
 
 def _is_of_groups(node: gs.Node, index: int, values: Array) -> bool:
-    """True if an InstanceNormalization is an exported group normalization: after a Reshape, with
-    scale 1 and bias 0, because a later node scales by channel."""
+    """True if an InstanceNormalization is an exported group normalization, and the operand is its
+    trivial scale or bias: after a Reshape, with scale 1 and bias 0, because a later node scales by
+    channel."""
     made = _maker(node.inputs[0])
     return made is not None and made.op == "Reshape" and bool((values == (index == 1)).all())
 
 
 def _is_of_samples(node: gs.Node, tensor: gs.Constant) -> bool:
-    """True if a constant operand of a Concat or Where has a row for each sample."""
+    """True if a constant operand of a Concat or Where has an element of dimension 0 for each sample
+    of the batch."""
     shape, result = list(tensor.shape), list(node.outputs[0].shape or ())
     if node.op == "Concat" and node.attrs.get("axis", 0) % len(result or (1,)) == 0:
         return False
@@ -342,7 +348,7 @@ def _is_of_samples(node: gs.Node, tensor: gs.Constant) -> bool:
 
 
 def _feeds_softmax(node: gs.Node) -> bool:
-    """True if a Softmax reads a node's results, as scores."""
+    """True if a Softmax reads a node's results as scores."""
     readers = [r for t in node.outputs for r in t.outputs]
     passing = (*_MOVES, *_SHIFTS, "Where", "Max", "Clip")
     return any(r.op == "Softmax" or (r.op in passing and _feeds_softmax(r)) for r in readers)

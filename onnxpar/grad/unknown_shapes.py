@@ -1,4 +1,4 @@
-"""Errors for gradients that need a size which is not known; they name the node that makes it."""
+"""Errors for gradients that need an unknown size; they name the node that causes it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def has_shape(tensor: gs.Tensor) -> bool:
 
 
 def shape_error(tensor: gs.Tensor) -> ModelError:
-    """The error for a tensor whose shape a gradient needs; it names the first node on the path to
-    the tensor that makes an unknown shape."""
+    """Returns the error for a tensor of unknown shape that a gradient needs; it names the first
+    node on the path to the tensor whose result has an unknown shape."""
     first, maker = _origin(tensor)
     needed = f"the gradient needs the shape of {tensor.name!r} ({_shape_text(tensor)})"
     if maker is None:
@@ -32,8 +32,8 @@ def shape_error(tensor: gs.Tensor) -> ModelError:
 
 
 def _origin(tensor: gs.Tensor) -> tuple[gs.Tensor, gs.Node | None]:
-    """The first tensor of unknown shape on the path to this one, and the node that makes it; None
-    for an input."""
+    """Returns the first tensor of unknown shape on a path to this one, and the node that computes
+    it, None for an input."""
     passed: set[str] = set()
     while tensor.inputs:
         maker = tensor.inputs[0]

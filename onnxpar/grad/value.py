@@ -1,7 +1,6 @@
-"""Arithmetic on tensors of a graph that is being extended: each operation adds a node.
-
-Shapes are known, as in a loaded model. An operation without effect (a Reshape to the same shape, a
-sum over no axes) adds no node.
+"""Arithmetic that builds a graph: each operation on a Value adds a node, and returns its result.
+Shapes must be known. An operation without effect (a Reshape to the same shape, a sum over no axes)
+adds no node.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequenc
 
 class Builder:
     """Appends nodes to a graph. The names of the nodes and of their results start with `prefix`,
-    which no other builder may have.
-
-    Axes of reductions and the like are operands, as in opset 18 and later.
+    which no other builder of the graph may use. Axes of reductions and similar arguments are
+    operands, as in opset 18 and later.
     """
 
     def __init__(self, graph: gs.Graph, prefix: str) -> None:
@@ -34,27 +32,28 @@ class Builder:
         self._names = 0
 
     def value(self, tensor: gs.Tensor) -> Value:
-        """A tensor of the graph, or of an outer one, as a Value."""
+        """Returns a Value for a tensor of the graph, or of an outer graph."""
         return Value(self, tensor)
 
     def constant(self, value: Any, dtype: Any = None) -> Value:
-        """A constant of the graph."""
+        """Returns a new constant."""
         return Value(self, gs.Constant(self.fresh("constant"), np.asarray(value, dtype)))
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Value:
-        """A tensor of zeros, made when the graph runs."""
+        """Returns a tensor of zeros, which a node creates when the graph runs."""
         value = np.zeros(1, dtype)
         return self.add("ConstantOfShape", np.array(shape, np.int64), value=gs.Constant("", value))
 
     def add(self, op: str, *operands: Value | Array | None, **attrs: Any) -> Value:
-        """Adds a node with one result. An operand may be an array, which becomes a constant, or
-        None for a missing one. `axes` becomes an operand for ops that take it as one."""
+        """Adds a node with one result, and returns the result. An operand may be an array, which
+        becomes a constant, or None for a missing operand; `attrs` are attributes."""
         return self.add_each(op, operands, 1, **attrs)[0]
 
     def add_each(
         self, op: str, operands: Sequence[Value | Array | None], count: int, **attrs: Any
     ) -> list[Value]:
-        """Adds a node with `count` results."""
+        """Adds a node with `count` results, and returns them; `operands` and `attrs` are as for
+        `add`."""
         tensors = [self._tensor(o) for o in operands]
         name = self.fresh(op)
         results = [gs.Variable(f"{name}:{i}" if count > 1 else name) for i in range(count)]
@@ -69,12 +68,11 @@ class Builder:
     def scan(
         self, step: Step, states: Sequence[Value], sequences: Sequence[Value], backwards: bool
     ) -> tuple[list[Value], list[Value]]:
-        """Adds a Scan along the first dimension of sequences, from the end if `backwards`.
-
-        `step(states, elements)` returns the new states, and an element of each sequence of results;
-        a result has the position of the element from which it was computed. Its arguments add nodes
-        to the Scan's body; other tensors may be right operands. Returns the last states and the
-        sequences of results.
+        """Adds a Scan along the first dimension of sequences, from the end if `backwards`; returns
+        the last states and the sequences of results. `step(states, elements)` returns the new
+        states, and one element for each sequence of results; a result element has the same position
+        as the elements from which it was computed. Operations on the arguments of `step` add nodes
+        to the Scan's body; tensors of outer graphs may only be right operands.
         """
         name = self.fresh("Scan")
         body = gs.Graph(name=name, opset=self.graph.opset)
@@ -99,12 +97,12 @@ class Builder:
         return values[: len(ends)], values[len(ends) :]
 
     def over_parts(self, number: Value) -> Value:
-        """The sum of a scalar over all shards of its tensor; the scalar itself, unless the graph is
-        one of several ranks' programs."""
+        """Returns the sum of a scalar over all shards of a parameter: here the scalar itself, which
+        manual programs override."""
         return number
 
     def fresh(self, what: str) -> str:
-        """A new name."""
+        """Returns a new name."""
         self._names += 1
         return f"{self.prefix}/{what}.{self._names}"
 
@@ -128,14 +126,14 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes. Errors: ModelError where one is not known."""
+        """The sizes of the tensor. Errors: ModelError if one is unknown."""
         if not has_shape(self.tensor):
             raise shape_error(self.tensor)
         return tuple(int(s) for s in self.tensor.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of its elements."""
+        """The dtype of the elements."""
         dtype = dtype_of(self.tensor)
         assert dtype is not None, self.tensor.name
         return dtype
@@ -151,7 +149,8 @@ class Value:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def op(self, op: str, *others: Value | Array | float | None, **attrs: Any) -> Value:
-        """Adds a node whose first operand is this tensor; numbers get its type."""
+        """Adds a node whose first operand is this tensor, and returns its result. Numbers among the
+        other operands get this tensor's dtype."""
         operands = [self._like(o) if isinstance(o, (int, float)) else o for o in others]
         return self.builder.add(op, self, *operands, **attrs)
 
@@ -206,45 +205,46 @@ class Value:
         return self.op("GreaterOrEqual", other)
 
     def equal(self, other: Value | Array | float) -> Value:
-        """True at equal elements."""
+        """Returns a tensor of bools, True where elements are equal."""
         return self.op("Equal", other)
 
     def where(self, yes: Value | float, no: Value | float) -> Value:
-        """`yes` where this tensor of bools is true, else `no`; one of them at least is a tensor."""
+        """Returns `yes` where this tensor of bools is true, else `no`. At least one of both must be
+        a Value."""
         like = yes if isinstance(yes, Value) else no
         assert isinstance(like, Value)
         yes, no = (v if isinstance(v, Value) else like._like(v) for v in (yes, no))
         return self.op("Where", yes, no)
 
     def exp(self) -> Value:
-        """The exponential."""
+        """Returns the exponential."""
         return self.op("Exp")
 
     def log(self) -> Value:
-        """The natural logarithm."""
+        """Returns the natural logarithm."""
         return self.op("Log")
 
     def sqrt(self) -> Value:
-        """The square root."""
+        """Returns the square root."""
         return self.op("Sqrt")
 
     def cast(self, dtype: Any) -> Value:
-        """The same numbers in another type."""
+        """Returns the same numbers in another dtype."""
         dtype = np.dtype(dtype)
         if dtype == self.dtype:
             return self
         return self.op("Cast", to=gs.exporters.onnx_exporter.dtype_to_onnx(dtype))
 
     def wide(self) -> Value:
-        """16-bit floats as float32; other types as they are."""
+        """Returns 16-bit floats as float32, other dtypes unchanged."""
         return self.cast(np.float32) if self.dtype.itemsize < 4 else self
 
     def sum(self, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
-        """The sum over axes, all by default."""
+        """Returns the sum over axes, by default over all."""
         return self._reduce("ReduceSum", axes, keepdims)
 
     def mean(self, axes: Sequence[int] | None = None, keepdims: bool = False) -> Value:
-        """The mean over axes, all by default."""
+        """Returns the mean over axes, by default over all."""
         return self._reduce("ReduceMean", axes, keepdims)
 
     def _reduce(self, op: str, axes: Sequence[int] | None, keepdims: bool) -> Value:
@@ -258,7 +258,7 @@ class Value:
         return self.op(op, np.array(axes, np.int64), keepdims=int(keepdims))
 
     def reshape(self, shape: Sequence[int]) -> Value:
-        """The same elements in another shape; one size may be -1."""
+        """Returns the same elements in another shape; one size may be -1."""
         sizes = [int(s) for s in shape]
         if -1 in sizes:
             sizes[sizes.index(-1)] = self.size // -int(np.prod(sizes, dtype=np.int64))
@@ -267,24 +267,24 @@ class Value:
         return self.op("Reshape", np.array(sizes, np.int64), allowzero=1)
 
     def expand(self, shape: Sequence[int]) -> Value:
-        """Broadcast to a shape."""
+        """Returns the tensor, broadcast to a shape."""
         if tuple(shape) == self.shape:
             return self
         return self.op("Expand", np.array(shape, np.int64))
 
     def transpose(self, perm: Sequence[int]) -> Value:
-        """The dimensions in another order."""
+        """Returns the tensor with its dimensions in the order `perm`."""
         perm = [int(p) for p in perm]
         return self if perm == sorted(perm) else self.op("Transpose", perm=perm)
 
     def swap(self, a: int = -1, b: int = -2) -> Value:
-        """Two dimensions exchanged: by default the last two."""
+        """Exchanges two dimensions, by default the last two."""
         perm = list(range(self.rank))
         perm[a], perm[b] = perm[b], perm[a]
         return self.transpose(perm)
 
     def unsqueeze(self, axes: Sequence[int]) -> Value:
-        """New dimensions of one element, at these axes of the result."""
+        """Inserts dimensions of size 1 at these axes of the result."""
         rank = self.rank + len(axes)
         axes = sorted(a % rank for a in axes)
         shape = list(self.shape)
@@ -293,7 +293,7 @@ class Value:
         return self if not axes else self.op("Unsqueeze", np.array(axes, np.int64))
 
     def slice(self, start: int, stop: int, axis: int) -> Value:
-        """The elements from `start` to before `stop` of a dimension."""
+        """Returns the elements from `start` to before `stop` along a dimension."""
         axis %= self.rank
         if (start, stop) == (0, self.shape[axis]):
             return self
@@ -301,14 +301,14 @@ class Value:
         return self.op("Slice", *given)
 
     def pad(self, before: Sequence[int], after: Sequence[int]) -> Value:
-        """Padded with so many zeros per dimension; negative numbers remove elements."""
+        """Adds zeros before and after each dimension; negative numbers remove elements."""
         if not any(before) and not any(after):
             return self
         return self.op("Pad", np.array([*before, *after], np.int64))
 
     def sum_to(self, shape: Sequence[int]) -> Value:
-        """The transpose of broadcasting from `shape`: the sum over the dimensions that were
-        broadcast."""
+        """Returns the sum over the dimensions that broadcasting from `shape` expands, in the shape
+        `shape`."""
         shape = tuple(shape)
         if shape == self.shape:
             return self

@@ -1,13 +1,13 @@
-"""Gradient rules: functions from the gradients of a node's results to those of its operands,
-registered by op, like sharding rules.
+"""Gradient rules: functions that compute the gradients of a node's operands from the gradients of
+its results. They are registered by op, like sharding rules.
 
     @vjp("Mul")
     def mul(v: Vjp) -> Grads:
         a, b = v.operands
         return v.dy * b, v.dy * a
 
-A rule returns a gradient per operand: None for an operand that has none (indices, shapes), and
-trailing ones may be left out. Rules need not sum over dimensions that were broadcast, nor check
+A rule returns a gradient per operand, None for an operand without a gradient (indices, shapes);
+trailing Nones may be left out. A rule need not sum over dimensions that were broadcast, nor check
 which gradients are wanted: the caller sums, and drops unused nodes.
 """
 
@@ -30,9 +30,10 @@ VjpFunction = Callable[["Vjp"], Grads]
 
 @dataclass
 class Vjp:
-    """A node of the forward graph, and the gradients of its results.
+    """A node of the forward graph, and the gradients of its results: the argument of a gradient
+    rule.
 
-    dys     gradient of each result, None where the loss does not depend on it
+    dys     gradient of each result, None if the loss does not depend on it
     wanted  for each operand, True if its gradient is used
     """
 
@@ -43,12 +44,12 @@ class Vjp:
 
     @property
     def operands(self) -> list[Value]:
-        """The operands, and after them the tensors that subgraphs read of outer graphs; a missing
-        operand has no name and no shape."""
+        """The operands, and after them the tensors of outer graphs that the node's subgraphs read.
+        A missing operand has an empty name and no shape."""
         return [self.builder.value(t) for t in operands_of(self.node)]
 
     def operand(self, index: int) -> Value | None:
-        """An operand, None if it is missing."""
+        """Returns an operand, None if it is missing."""
         tensors = self.node.inputs
         given = index < len(tensors) and bool(tensors[index].name)
         return self.builder.value(tensors[index]) if given else None
@@ -69,7 +70,7 @@ class Vjp:
         return self.gradient(0)
 
     def gradient(self, output: int) -> Value:
-        """The gradient of a result; zeros if the loss does not depend on it."""
+        """Returns the gradient of a result; zeros if the loss does not depend on it."""
         found = self.dys[output]
         if found is None:
             y = self.builder.value(self.node.outputs[output])
@@ -77,8 +78,8 @@ class Vjp:
         return found
 
     def output(self, index: int, dtype: Any, shape: Sequence[int]) -> Value:
-        """A result of the node, of this type and shape, which is added if the node did not return
-        it."""
+        """Returns a result of the node. Adds it to the node, with this dtype and shape, if the node
+        does not return it yet."""
         outputs = self.node.outputs
         while len(outputs) <= index:
             outputs.append(gs.Variable.empty())
@@ -87,12 +88,13 @@ class Vjp:
         return self.builder.value(outputs[index])
 
     def constant(self, index: int) -> Array | None:
-        """The value of a constant operand; None if it is not constant, or missing."""
+        """Returns the value of a constant operand; None if the operand is not constant, or
+        missing."""
         given = index < len(self.node.inputs) and self.node.inputs[index].name
         return constant(self.node.inputs[index]) if given else None
 
     def attr(self, name: str) -> Any:
-        """An attribute of the node, or its default; None if it has neither."""
+        """Returns an attribute of the node, or else the default; None if there is no default."""
         if name in self.node.attrs:
             return self.node.attrs[name]
         schema = onnx.defs.get_schema(
@@ -106,8 +108,8 @@ class Vjp:
 
 
 def operands_of(node: gs.Node) -> list[gs.Tensor]:
-    """The tensors that a node reads: its operands, and after them those that its subgraphs read of
-    outer graphs, each once."""
+    """Returns the tensors that a node reads: its operands, and after them the tensors of outer
+    graphs that its subgraphs read, each once."""
     inner = {t.name: t for t, _, _ in captured(node)}
     return [*node.inputs, *inner.values()]
 
@@ -116,8 +118,8 @@ def operands_of(node: gs.Node) -> list[gs.Tensor]:
 class Entry:
     """A gradient rule.
 
-    trained  indices of the operands that are parameters if the model stores them
-    message  True for Send and Recv, whose operand may be the result of a node on another rank
+    trained  indices of the operands that are usually parameters
+    message  True for Send and Recv
     """
 
     function: VjpFunction
@@ -133,11 +135,11 @@ _CARRIERS: set[tuple[str, str]] = set()
 def vjp(
     *ops: str, domain: str = "", trained: Sequence[int] = (), message: bool = False
 ) -> Callable[[VjpFunction], VjpFunction]:
-    """Registers a gradient rule for one op or a family of them.
+    """Returns a decorator that registers a gradient rule for one op or for several ops.
 
-    trained  indices of the operands that are a weight, bias, scale or table
-    message  True for Send and Recv: if one such node may carry a gradient, the rules of all of them
-             run, and their nodes are kept, because every rank must send or receive
+    trained  indices of the operands that are usually a weight, bias, scale or table
+    message  True for Send and Recv: if one such node may carry a gradient, the rules of all such
+             nodes run, and the added nodes are kept, because every Send needs its Recv
     """
 
     def register(function: VjpFunction) -> VjpFunction:
@@ -151,8 +153,9 @@ def vjp(
 
 def no_gradient(ops: str, reason: str, domain: str = "", carries: bool = False) -> None:
     """Registers the reason why ops have no gradient: `no_gradient("Unique", "...")`. Such an op on
-    a path from a parameter to the loss is an error; with `carries`, also where its result is not a
-    tensor of floating-point numbers, but carries such numbers: rounded, or in a sequence."""
+    a path from a parameter to the loss is an error. `carries` means that results which are not
+    floating-point tensors still carry such numbers, rounded or in a sequence, and are part of such
+    a path."""
     for op in ops.split():
         assert (domain, op) not in _NONE, f"two reasons for {op}"
         _NONE[domain, op] = reason
@@ -161,17 +164,17 @@ def no_gradient(ops: str, reason: str, domain: str = "", carries: bool = False) 
 
 
 def registered() -> Mapping[tuple[str, str], Entry]:
-    """Every gradient rule by (domain, op)."""
+    """Returns all gradient rules by (domain, op)."""
     return _RULES
 
 
 def without() -> Mapping[tuple[str, str], str]:
-    """The reason why each op without a gradient has none, by (domain, op)."""
+    """Returns the reasons why ops have no gradient, by (domain, op)."""
     return _NONE
 
 
 def entry_of(node: gs.Node) -> Entry | None:
-    """The gradient rule of a node's op, None if it has none."""
+    """Returns the gradient rule of a node's op, None if there is none."""
     return _RULES.get(("" if node.domain in (None, "ai.onnx") else node.domain, node.op))
 
 
@@ -182,10 +185,12 @@ def is_message(node: gs.Node) -> bool:
 
 
 def carries(node: gs.Node) -> bool:
-    """True if a node's results, of any type, carry numbers that need a gradient."""
+    """True if a node's results may carry numbers that need a gradient even if they are not
+    floating-point tensors."""
     return (node.domain or "", node.op) in _CARRIERS
 
 
 def is_trainable_type(tensor: gs.Tensor) -> bool:
-    """True if a tensor can have a gradient: it exists, and holds floating-point numbers."""
+    """True if a tensor can have a gradient: if it is not missing, and has floating-point
+    numbers."""
     return bool(tensor.name) and is_float(tensor)

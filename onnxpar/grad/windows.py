@@ -1,4 +1,4 @@
-"""Windows of convolutions and pools, and the three products that gradients need of them."""
+"""Windows of convolutions and pools, and the three convolutions that their gradients consist of."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from onnxpar.rules.windows import windows
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows on a wide image, with an element of a narrow image for each.
-
-    Tap k of window i is the wide image's element `i * stride + k * dilation - before`, and the last
-    window reaches `after` elements past the end. Both are negative where no window covers the ends
-    of the image; `before` only in pools.
+    """Windows on a wide image; each window corresponds to an element of a narrow image. Tap k of
+    window i is the wide image's element `i * stride + k * dilation - before`, and the last window
+    reaches `after` elements past the end. A negative `before` or `after` means that no window
+    covers that end of the image; `before` is negative only in pools.
     """
 
     kernel: list[int]
@@ -28,21 +27,24 @@ class Windows:
 
     @property
     def padding(self) -> list[int]:
-        """The elements around the wide image that windows read, as the attribute `pads`."""
+        """The attribute `pads`: the number of elements outside the wide image that windows read, at
+        each end."""
         return [max(p, 0) for p in self.before + self.after]
 
     @property
     def is_identity(self) -> bool:
-        """True if window i is element i alone, for images of the same size."""
+        """True if window i consists of element i alone, given images of the same size and strides
+        of 1."""
         return prod(self.kernel) == 1 and not any(self.before + self.after)
 
     def attributes(self, group: int) -> dict[str, object]:
-        """The attributes of a convolution with these windows, without `pads`."""
+        """Returns the attributes of a convolution with these windows, without `pads`."""
         return {"strides": self.strides, "dilations": self.dilations, "group": group}
 
 
 def windows_of(v: Vjp, kernel: Sequence[int]) -> Windows:
-    """The windows of a convolution or pool; for a ConvTranspose, the wide image is the result."""
+    """Returns the windows of a convolution or pool. The wide image is the operand, for a
+    ConvTranspose the result."""
     rank = len(kernel)
     wide, narrow = (v.y, v.x) if v.node.op == "ConvTranspose" else (v.x, v.y)
     strides, dilations = (
@@ -59,13 +61,14 @@ def windows_of(v: Vjp, kernel: Sequence[int]) -> Windows:
 
 
 def gather(wide: Value, weight: Value, by: Windows, group: int = 1) -> Value:
-    """Each window times the weight `(g o) c k`: a convolution."""
+    """Returns the product of each window with the weight `(g o) c k`: a convolution of the wide
+    image."""
     return wide.op("Conv", weight, pads=by.padding, **by.attributes(group))
 
 
 def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
-    """Each element times the weight `(g c) o k`, added to what its window reads of the wide image:
-    the transpose of `gather`."""
+    """Multiplies each element of the narrow image by the weight `(g c) o k`, and adds the product
+    to the elements of its window; returns the wide image. This is the transpose of `gather`."""
     unread, grown = ([max(-p, 0) for p in pads] for pads in (by.before, by.after))
     attrs = by.attributes(group)
     wide = narrow.op("ConvTranspose", weight, pads=by.padding, output_padding=grown, **attrs)
@@ -73,12 +76,11 @@ def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
 
 
 def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
-    """The gradient of a weight `(g o) c k`: `n (g c) w, n (g o) y -> (g o) c k`.
-
-    The batch is summed inside of products, so the result is partial where the batch is sharded.
+    """Returns the gradient of a weight `(g o) c k`: `n (g c) w, n (g o) y -> (g o) c k`. The
+    convolution sums over the batch, so the result is partial if the batch is sharded.
     """
     channels, results = wide.shape[1] // group, narrow.shape[1]
-    if 0 in (wide.size, narrow.size):  # onnxruntime's Conv of no channels is not always zero
+    if 0 in (wide.size, narrow.size):  # onnxruntime's Conv without channels is not always zero
         return wide.builder.zeros([results, channels, *by.kernel], wide.dtype)
     if group == 1 and by.is_identity and wide.shape[2:] == narrow.shape[2:]:
         return _pointwise(wide, narrow)
@@ -102,7 +104,7 @@ def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
 
 
 def _pointwise(wide: Value, narrow: Value) -> Value:
-    """`correlate` for windows of one element without gaps, as a matrix product."""
+    """Like `correlate`, for windows of one element without gaps, as a matrix product."""
     rank = wide.rank
     rows = narrow.swap(0, 1).reshape([narrow.shape[1], -1])
     columns = wide.transpose([0, *range(2, rank), 1]).reshape([-1, wide.shape[1]])

@@ -1,6 +1,6 @@
 """A Horovod-style API for your own training loops, with NumPy and onnxruntime.
 
-Start the script with `mpirun -n 4 python train.py`: each process is a rank, and makes the same
+Start the script with `mpirun -n 4 python train.py`: each process is a rank, and all make the same
 calls:
 
     hvd.init()

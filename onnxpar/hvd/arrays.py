@@ -1,8 +1,7 @@
-"""Collectives of NumPy arrays. All ranks make the same calls in the same order.
-
-Results are new arrays. Errors of all of them: InputError for arguments that are wrong on this rank;
-RankError, on every rank, where names, dtypes or shapes differ between ranks, or a rank dies or does
-not arrive. After a RankError, all further calls fail.
+"""Collectives on NumPy arrays. All ranks must make the same calls in the same order. Results are
+new arrays. Each call raises InputError if an argument is wrong on this rank, and RankError, on
+every rank, if names, dtypes or shapes differ between ranks, or if a rank dies or does not make the
+call in time. After a RankError, all further calls fail.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def allreduce(
     name: str | None = None,
     compression: Compressor = Compression.none,
 ) -> Array:
-    """The elementwise reduction over the ranks, of the dtype and shape of `array`."""
+    """Returns the elementwise reduction over the ranks, with the dtype and shape of `array`."""
     here, what = current(), _what("allreduce", name)
     checked = _reducible(array, op, what)
     return here.ordered(lambda: _allreduce(here.world, checked, op, name or "", compression))
@@ -41,9 +40,9 @@ def allreduce_async(
     name: str | None = None,
     compression: Compressor = Compression.none,
 ) -> Future[Array]:
-    """Starts an allreduce: `synchronize` waits for its result, `poll` is True if it is ready.
-
-    `array` must not change until then. Allreduces run in the order in which they were started.
+    """Starts an allreduce and returns a handle: `synchronize` waits for the result, `poll` is True
+    if the result is ready. Do not change `array` until the result is ready. Allreduces run in the
+    order in which they were started.
     """
     here, what = current(), _what("allreduce_async", name)
     checked = _reducible(array, op, what)
@@ -51,7 +50,7 @@ def allreduce_async(
 
 
 def synchronize(handle: Future[Array]) -> Array:
-    """Waits for the result of an `allreduce_async`."""
+    """Waits for an `allreduce_async`, and returns its result."""
     return handle.result()
 
 
@@ -67,9 +66,8 @@ def grouped_allreduce(
     compression: Compressor = Compression.none,
     fusion_threshold: int = FUSION_THRESHOLD,
 ) -> list[Array]:
-    """The reductions of many arrays, which are sent in buffers of up to `fusion_threshold` bytes.
-
-    The results have the same bits as those of `allreduce` for each array.
+    """Returns the reductions of many arrays, which are sent together in buffers of up to
+    `fusion_threshold` bytes. Each result has the same bits as that of `allreduce`.
     """
     here, what = current(), _what("grouped_allreduce", name)
     checked = [_reducible(array, op, f"{what}[{i}]") for i, array in enumerate(arrays)]
@@ -79,15 +77,16 @@ def grouped_allreduce(
 
 
 def allgather(array: Any, name: str | None = None) -> Array:
-    """The arrays of all ranks, concatenated along the first dimension, whose size may differ by
-    rank."""
+    """Returns the arrays of all ranks, concatenated along the first dimension, whose size may
+    differ between ranks."""
     here, what = current(), _what("allgather", name)
     checked = _with_rows(array, what)
     return here.ordered(lambda: collectives.all_gather(here.world, checked, name or "")[0])
 
 
 def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
-    """The array of the root; the other ranks give an array of the same dtype and shape."""
+    """Returns the array of the rank `root_rank`; the other ranks must pass an array of the same
+    dtype and shape."""
     here, what = current(), _what("broadcast", name)
     checked = collectives.as_exchangeable(array, what)
     check_root(root_rank, here.size, what)
@@ -103,10 +102,10 @@ def alltoall(
 def alltoall(
     array: Any, splits: Sequence[int] | Array | None = None, name: str | None = None
 ) -> Array | tuple[Array, Array]:
-    """The rows that all ranks send to this one, concatenated.
-
-    Without `splits`, each rank gets the same number of this rank's rows. With `splits`, rank i gets
-    the next `splits[i]` rows, and a second result has the number of rows from each rank (int64).
+    """Sends slices of `array` along its first dimension to all ranks, and returns the slices that
+    this rank receives, concatenated in the order of ranks. Without `splits`, the slices are equal.
+    With `splits`, rank i gets the next `splits[i]` rows, and a second result has the number of rows
+    that came from each rank (int64).
     """
     here, what = current(), _what("alltoall", name)
     checked = _with_rows(array, what)
@@ -118,8 +117,8 @@ def alltoall(
 
 
 def reducescatter(array: Any, op: ReduceOp = Average, name: str | None = None) -> Array:
-    """This rank's rows of the reduction. If the rows do not divide by the ranks, the first ranks
-    get one more."""
+    """Reduces over the ranks, divides the result along its first dimension, and returns this rank's
+    slice. If the rows cannot be divided equally, the first ranks get one row more."""
     here, what = current(), _what("reducescatter", name)
     checked = _with_rows(array, what)
     check_reduction(op, checked, what)
@@ -129,13 +128,13 @@ def reducescatter(array: Any, op: ReduceOp = Average, name: str | None = None) -
 
 
 def barrier(name: str | None = None) -> None:
-    """Returns when all ranks have called it."""
+    """Returns after all ranks have called it."""
     here = current()
     here.ordered(lambda: collectives.barrier(here.world, name or ""))
 
 
 def check_root(root_rank: int, size: int, what: str) -> None:
-    """Checks that the root is a rank. Errors: InputError."""
+    """Errors: InputError if the root is not a rank; `what` names the call."""
     if not 0 <= root_rank < size:
         raise InputError(f"{what}: root_rank={root_rank} must be from 0 to {size - 1}")
 
@@ -165,7 +164,7 @@ def _with_rows(array: Any, what: str) -> Array:
 
 
 def _splits(array: Array, splits: Sequence[int] | Array | None, size: int, what: str) -> list[int]:
-    """The number of rows for each rank."""
+    """Returns the number of rows to send to each rank. Errors: InputError."""
     rows = len(array)
     if splits is None:
         if rows % size:

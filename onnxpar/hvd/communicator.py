@@ -1,4 +1,4 @@
-"""init, shutdown, the number of this rank, and the communicator that all calls use."""
+"""init and shutdown, the numbers of ranks and hosts, and the communicator behind all calls."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _ids = itertools.count()
 
 
 class Communicator:
-    """One rank's connection to all ranks; ranks with equal texts `host` share a host."""
+    """One rank's connection to all ranks. `host` identifies the host: ranks with equal texts share
+    one."""
 
     def __init__(self, world: World, host: str) -> None:
         self.world = world
         self.rank = world.rank
         self.size = world.size
         self.agreed: set[str] = set()
-        """Digests of the layouts of fused tensors that are known to be equal on all ranks."""
+        """Digests of lists of fused arrays that are already known to be equal on all ranks."""
         self._queue: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         hosts = collectives.gather_bytes(world, host.encode(), "hosts")
@@ -42,13 +43,14 @@ class Communicator:
         self.cross_size = len(alike)
 
     def ordered(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which runs after all work that was started before."""
+        """Runs `work` after all work that was started earlier, and returns its result."""
         if self._last is None or self._last.done():
             return work()
         return self.begin(work).result()
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Starts `work` in another thread, which runs one piece of work after the other."""
+        """Starts `work` in the queue thread, which runs one piece of work after another; returns a
+        handle for its result."""
         if self._queue is None:
             self._queue = ThreadPoolExecutor(1, thread_name_prefix="onnxpar-hvd")
         future = self._queue.submit(work)
@@ -56,14 +58,14 @@ class Communicator:
         return future
 
     def close(self) -> None:
-        """Leaves the other ranks; work that was started and has not ended fails."""
+        """Leaves the other ranks; work in progress fails."""
         self.world.close()
         if self._queue is not None:
             self._queue.shutdown()
 
 
 class _Ranks(threading.local):
-    """The communicator of a thread, where ranks are threads."""
+    """The communicator of each thread, if ranks are threads."""
 
     own: Communicator | None = None
 
@@ -73,13 +75,13 @@ _process: Communicator | None = None
 
 
 def init(timeout: float | None = None) -> None:
-    """Joins the processes that mpirun, srun or torchrun started together, or that the environment
-    variables of `onnxpar.runtime.launch.HELP` describe. Without a launcher, this process is the
-    only rank.
+    """Connects this process with the others that mpirun, srun or torchrun started, or that the
+    environment variables in `onnxpar.runtime.launch.HELP` describe. Without a launcher, this
+    process is the only rank.
 
-    `timeout`, in seconds, limits this and every later wait for another rank; its default is the
-    environment variable ONNXPAR_TIMEOUT, or 60. A second call does nothing. Errors: RankError where
-    the other processes do not arrive.
+    `timeout`, in seconds, limits this and every later wait for another rank; the default is the
+    environment variable ONNXPAR_TIMEOUT, or 60. A second call does nothing. Errors: RankError if
+    another process does not connect in time.
     """
     global _process
     if is_initialized():
@@ -98,7 +100,7 @@ def init(timeout: float | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the other ranks, which must not wait for this one any more."""
+    """Leaves the other ranks; their collectives fail if they still wait for this rank."""
     global _process
     if _process is not None:
         _process.close()
@@ -106,12 +108,13 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True if this process, or this thread of `run_on_threads`, is a rank."""
+    """True if this process, or this thread of `run_on_threads`, is a rank: after `init`, before
+    `shutdown`."""
     return _ranks.own is not None or _process is not None
 
 
 def current() -> Communicator:
-    """The communicator of this process or thread. Errors: RankError before init."""
+    """Returns the communicator of this process or thread. Errors: RankError before `init`."""
     found = _ranks.own or _process
     if found is None:
         raise RankError("this process is not a rank yet; call onnxpar.hvd.init() first")
@@ -119,32 +122,33 @@ def current() -> Communicator:
 
 
 def rank() -> int:
-    """The number of this rank, from 0."""
+    """Returns the number of this rank, from 0."""
     return current().rank
 
 
 def size() -> int:
-    """The number of ranks."""
+    """Returns the number of ranks."""
     return current().size
 
 
 def local_rank() -> int:
-    """The number of this rank among those on its host, from 0."""
+    """Returns the number of this rank among the ranks on its host, from 0."""
     return current().local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this host."""
+    """Returns the number of ranks on this host."""
     return current().local_size
 
 
 def cross_rank() -> int:
-    """The number of this host among those that have this local rank, from 0."""
+    """Returns the number of this host among the hosts that have a rank with this local rank, from
+    0."""
     return current().cross_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have this local rank."""
+    """Returns the number of hosts that have a rank with this local rank."""
     return current().cross_size
 
 
@@ -154,11 +158,11 @@ def run_on_threads(
     timeout: float = 60.0,
     hosts: Sequence[str] | None = None,
 ) -> list[T]:
-    """Runs `function` on `ranks` threads of this process, each of which is a rank; returns the
-    results by rank. For notebooks and tests.
+    """Runs `function` on `ranks` threads of this process, each of which is a rank, and returns the
+    results by rank. Meant for notebooks and tests.
 
-    `hosts` names a host for each rank, as if it ran there; by default, all share one. If a rank
-    raises an exception, the others fail, and the exception is raised here.
+    `hosts` pretends that each rank runs on the named host; by default, all share one host. If a
+    rank raises an exception, the others fail, and the call raises that exception.
     """
     worlds = thread_worlds(ranks, timeout)
     failures: list[BaseException] = []
@@ -194,5 +198,6 @@ def _timeout() -> float:
 
 
 def _this_host() -> str:
-    """A text that is equal for processes on the same host, and different on other hosts."""
+    """Returns a text that is the same for all processes on this host, and different on other
+    hosts."""
     return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -19,7 +19,7 @@ from onnxpar.runtime import collectives
 
 
 class SteppingOptimizer(Stateful, Protocol):
-    """One of `hvd.SGD`, `hvd.Adam`, `hvd.AdamW`, or any object with their methods."""
+    """An optimizer: `hvd.SGD`, `hvd.Adam`, `hvd.AdamW`, or any object with their methods."""
 
     lr: float
 
@@ -27,7 +27,8 @@ class SteppingOptimizer(Stateful, Protocol):
 
 
 def scale_learning_rate(lr: float) -> float:
-    """`lr` times the number of ranks, for a global batch that is larger by this factor."""
+    """Returns `lr` times the number of ranks, for a batch size that grows with the number of
+    ranks."""
     return lr * size()
 
 
@@ -35,11 +36,11 @@ class DistributedOptimizer:
     """An optimizer whose steps use the gradients of all ranks, reduced by `op`.
 
     optimizer                 updates the parameters on each rank
-    compression               of the gradients that are sent
-    fusion_threshold          bytes of a buffer in which gradients are sent together; 0 sends each
-                              gradient by itself
-    backward_passes_per_step  calls of `step` whose gradients are added up on this rank; only the
-                              last of them reduces, and updates the parameters
+    compression               dtype in which gradients are sent
+    fusion_threshold          size in bytes of the buffers in which gradients are sent together; 0
+                              sends each gradient separately
+    backward_passes_per_step  number of calls of `step` per update: all add up gradients on this
+                              rank, and the last reduces them and updates the parameters
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class DistributedOptimizer:
         self.optimizer.lr = value
 
     def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> bool:
-        """Reduces the gradients and changes the parameters in place; returns False if it only added
-        up gradients.
+        """Reduces the gradients over all ranks and updates the parameters in place. Returns False
+        if it only added up gradients on this rank.
 
-        Errors: InputError where a gradient does not fit its parameter, or, on every rank, where
-        names, dtypes or shapes of the gradients differ between ranks; RankError as for `allreduce`.
+        Errors: InputError if a gradient has no parameter or another shape; InputError, on every
+        rank, if names, dtypes or shapes of the gradients differ between ranks; RankError as for
+        `allreduce`.
         """
         for name, grad in grads.items():
             check_gradient(name, params, grad)
@@ -91,8 +93,9 @@ class DistributedOptimizer:
         return True
 
     def synchronize(self, grads: Mapping[str, Array]) -> dict[str, Array]:
-        """The reduced gradients, to change (clip) before calling `optimizer.optimizer.step`
-        yourself. The next call overwrites them."""
+        """Returns the gradients, reduced over all ranks, without an update. Use it to clip
+        gradients before you call `optimizer.optimizer.step` yourself. The next call overwrites the
+        returned arrays."""
         here, names = current(), sorted(grads)
         arrays = [collectives.as_exchangeable(grads[n], f"the gradient of {n!r}") for n in names]
         for name, array in zip(names, arrays, strict=True):
@@ -105,7 +108,8 @@ class DistributedOptimizer:
         return dict(zip(names, reduced, strict=True))
 
     def state_dict(self) -> Any:
-        """The state of the inner optimizer. Errors: InputError between the passes of a step."""
+        """Returns the state of the inner optimizer. Errors: InputError between the passes of an
+        update."""
         if self._passed:
             raise InputError(
                 f"state_dict() between passes {self._passed} and {self._passed + 1} of "
@@ -115,7 +119,8 @@ class DistributedOptimizer:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restores a state from `state_dict` of this object or of its inner optimizer."""
+        """Restores a state that `state_dict`, of this object or of the inner optimizer,
+        returned."""
         self._sums, self._passed = {}, 0
         self.optimizer.load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""Tensor fusion: many arrays are sent in few flat buffers, and the results have the same bits."""
+"""Tensor fusion: sends many arrays in few flat buffers, with the same bits in the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxpar.hvd.reductions import ReduceOp
 from onnxpar.runtime import collectives
 
 FUSION_THRESHOLD = 64 << 20
-"""Default size of a buffer, in bytes."""
+"""The default size of a buffer, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ Layout = tuple[Tensor, ...]
 
 
 def layout_of(names: Sequence[str], arrays: Sequence[Array]) -> Layout:
-    """The names, dtypes and shapes of arrays, in their order."""
+    """Returns the names, dtypes and shapes of arrays, in their order."""
     return tuple(Tensor(n, a.dtype, a.shape) for n, a in zip(names, arrays, strict=True))
 
 
 class Fusion:
-    """Buffers for the arrays of a layout: each has arrays of the same dtype, of up to `threshold`
-    bytes as they are sent, or a single larger array."""
+    """Buffers for the arrays that `layout` lists. Each buffer holds arrays of one dtype with up to
+    `threshold` bytes in total, as they are sent, or a single larger array."""
 
     def __init__(self, layout: Layout, compression: Compressor, threshold: int) -> None:
         self.layout = layout
@@ -60,9 +60,8 @@ class Fusion:
     def reduce(
         self, communicator: Communicator, arrays: Sequence[Array], op: ReduceOp, name: str
     ) -> list[Array]:
-        """The arrays, reduced over the ranks: views of the buffers, or new arrays.
-
-        Errors: InputError, on every rank, where the ranks have different layouts.
+        """Returns the arrays, reduced over the ranks: views of the buffers, or new arrays. Errors:
+        InputError, on every rank, if names, dtypes or shapes of the arrays differ between ranks.
         """
         digest = _agree(communicator, self._text, name)
         results: dict[int, Array] = {}
@@ -79,7 +78,7 @@ class Fusion:
 
 
 class Bucket:
-    """A buffer, and the arrays of a layout that are sent in it."""
+    """A buffer, and the list of arrays that are sent in it."""
 
     def __init__(self, layout: Layout, indices: Sequence[int], wire: np.dtype[Any]) -> None:
         self.indices = indices
@@ -99,7 +98,7 @@ class Bucket:
         name: str,
         details: str,
     ) -> None:
-        """Copies the arrays into the buffer, and reduces it."""
+        """Copies the arrays into the buffer, and reduces the buffer over the ranks in place."""
         for part, index in zip(self._parts, self.indices, strict=True):
             np.copyto(part, arrays[index], casting="unsafe")
         collectives.all_reduce(
@@ -107,7 +106,7 @@ class Bucket:
         )
 
     def unpack(self) -> dict[int, Array]:
-        """The reduced arrays by their index: views of the buffer, or copies if they were sent in
+        """Returns the reduced arrays by index: views of the buffer, or copies if they were sent in
         another dtype."""
         return {
             index: part.astype(tensor.dtype, copy=False)
@@ -118,7 +117,7 @@ class Bucket:
 def _grouped(
     layout: Layout, wires: Sequence[np.dtype[Any]], threshold: int
 ) -> list[tuple[np.dtype[Any], list[int]]]:
-    """The dtype of each buffer, and the indices of its tensors."""
+    """Returns, for each buffer, its dtype and the indices of its arrays."""
     filled: list[tuple[np.dtype[Any], list[int]]] = []
     open_: dict[np.dtype[Any], tuple[list[int], int]] = {}
     for index, (tensor, wire) in enumerate(zip(layout, wires, strict=True)):
@@ -133,9 +132,9 @@ def _grouped(
 
 
 def _agree(communicator: Communicator, text: str, name: str) -> str:
-    """A digest of the layout, after checking that the layouts of all ranks are equal.
-
-    A buffer does not show which arrays it holds, so different layouts could go unnoticed.
+    """Returns a digest of `text`, which lists names, dtypes and shapes, after checking that all
+    ranks have the same text. Otherwise different lists could go unnoticed, because the buffers may
+    have the same size. Errors: InputError, on every rank.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     if digest not in communicator.agreed:

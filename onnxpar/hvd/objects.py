@@ -1,4 +1,4 @@
-"""Sends objects, parameters and optimizer state to all ranks."""
+"""Sends objects, parameters and optimizer state between ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from onnxpar.runtime import collectives
 
 
 class Stateful(Protocol):
-    """An object with state: the optimizers of this package, or any with these two methods."""
+    """An object with state: an optimizer of this package, or any object with these two methods."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """The object of the root; the objects of the other ranks are ignored.
-
-    The types that can be sent are in `typed_bytes.ALLOWED`. Errors: TypeError for other types;
-    RankError where the bytes from the root are not an object.
+    """Returns the object of the rank `root_rank`; the objects of the other ranks are ignored.
+    `typed_bytes.ALLOWED` lists the types that can be sent. Errors: TypeError for other types;
+    RankError if the bytes from the root do not encode an object.
     """
     here, called = current(), name or "object"
     check_root(root_rank, here.size, f"broadcast_object {called!r}")
@@ -38,7 +37,7 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, by rank. Types and errors are those of `broadcast_object`."""
+    """Returns the objects of all ranks, by rank. Types and errors are as for `broadcast_object`."""
     here, payload = current(), to_bytes(obj)
     rows = here.ordered(lambda: collectives.gather_bytes(here.world, payload, name or "objects"))
     return [_object(row, rank) for rank, row in enumerate(rows)]
@@ -59,9 +58,8 @@ def _object(data: bytes, rank: int) -> Any:
 
 
 def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> None:
-    """Overwrites the arrays of every rank with those of the root.
-
-    Errors: InputError where a value is not a writable array.
+    """Overwrites the arrays of every rank with those of the rank `root_rank`. Errors: InputError if
+    a value is not a writable array.
     """
     for name, array in params.items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
@@ -74,7 +72,8 @@ def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> Non
 
 
 def broadcast_optimizer_state(optimizer: Stateful, root_rank: int = 0) -> None:
-    """Gives the optimizer of every rank the state and the options of the root's optimizer."""
+    """Gives the optimizer of every rank the state and the options of the optimizer on rank
+    `root_rank`."""
     here = current()
     state = optimizer.state_dict() if here.rank == root_rank else None
     state = broadcast_object(state, root_rank, "optimizer state")

@@ -1,7 +1,6 @@
-"""Optimizers of NumPy arrays, with the arithmetic of torch.optim.
-
-`step` changes the parameters in place. All fields may change between steps; a schedule sets `lr`.
-State is kept per parameter, by its name and in its dtype.
+"""Optimizers for NumPy arrays, with the arithmetic of torch.optim. `step` changes the parameters in
+place. You may change all fields between steps, such as `lr` for a schedule. State is kept by
+parameter name, in the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ State = dict[str, Any]
 
 @dataclass
 class Optimizer(ABC):
-    """Base class: the learning rate, steps over named parameters, and state."""
+    """Base class of optimizers: the learning rate, updates of named parameters, and state."""
 
     lr: float
     state: dict[str, State] = field(default_factory=dict, init=False, repr=False)
@@ -31,7 +30,8 @@ class Optimizer(ABC):
     def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> None:
         """Updates each parameter that has a gradient.
 
-        Errors: InputError where a gradient has no parameter, or another shape than it.
+        Errors: InputError if a gradient has no parameter of its name, or another shape than the
+        parameter.
         """
         for name, grad in grads.items():
             check_gradient(name, params, grad)
@@ -40,14 +40,15 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(self, param: Array, grad: Array, state: State) -> None:
-        """Updates one parameter."""
+        """Updates one parameter and its state in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the options and the state."""
+        """Returns a copy of the options and the state."""
         return copy.deepcopy({each.name: getattr(self, each.name) for each in fields(self)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state from `state_dict`. Errors: InputError for that of another optimizer."""
+        """Restores options and state that `state_dict` returned. Errors: InputError for those of
+        another optimizer."""
         known = {each.name for each in fields(self)}
         if set(state) != known:
             raise InputError(
@@ -121,7 +122,7 @@ class AdamW(Adam):
 
 
 def check_gradient(name: str, params: Mapping[str, Array], grad: Array) -> None:
-    """Checks that a gradient has a parameter of its shape. Errors: InputError."""
+    """Errors: InputError if a gradient has no parameter of its name, or another shape."""
     if name not in params:
         raise InputError(f"the gradient {name!r} has no parameter of this name; {_some(params)}")
     if params[name].shape != grad.shape:

@@ -11,7 +11,7 @@ from onnxpar.errors import InputError
 
 
 class ReduceOp(Enum):
-    """A reduction; the value is its name in the native library."""
+    """A reduction over ranks; the value is its name in the native library."""
 
     AVERAGE = "mean"
     SUM = "sum"
@@ -28,12 +28,12 @@ Product = ReduceOp.PRODUCT
 
 
 def is_float(dtype: np.dtype[np.generic]) -> bool:
-    """True if a dtype is a float of NumPy, or bfloat16."""
+    """True if a dtype is a NumPy float or bfloat16."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
 def check_reduction(op: ReduceOp, array: Array, what: str) -> None:
-    """Checks that `op` is a reduction, and can reduce the array's dtype. Errors: InputError."""
+    """Errors: InputError if `op` is not a reduction, or cannot reduce the array's dtype."""
     if not isinstance(op, ReduceOp):
         raise InputError(f"{what}: op={op!r} is not a reduction; use hvd.Average, hvd.Sum, ...")
     if op is Average and not is_float(array.dtype):

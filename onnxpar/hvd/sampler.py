@@ -13,12 +13,11 @@ from onnxpar.hvd.communicator import size
 
 
 class DistributedSampler:
-    """The indices of this rank's samples: every `num_replicas`-th sample, from `rank` on.
-
-    All ranks get the same number of samples, as in torch.utils.data.DistributedSampler: some of the
-    first samples are used again at the end, or, with `drop_last`, some of the last are dropped.
-    With `shuffle`, the order depends on `seed` and the epoch only, so it is the same on all ranks,
-    and for any number of them.
+    """The indices of this rank's samples: every `num_replicas`-th sample, starting with number
+    `rank`. All ranks get the same number of samples, as in torch.utils.data.DistributedSampler:
+    some of the first samples are used again at the end or, with `drop_last`, some of the last are
+    dropped. With `shuffle`, the order depends only on `seed` and the epoch, so it is the same on
+    all ranks, and for any number of ranks.
     """
 
     def __init__(
@@ -46,11 +45,12 @@ class DistributedSampler:
         self.num_samples = whole + (rest > 0 and not drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Gives the samples another order; call it before each epoch, on all ranks."""
+        """Sets the epoch, which determines the order of samples; call it before each epoch, on all
+        ranks."""
         self.epoch = epoch
 
     def indices(self) -> Array:
-        """The indices (int64) of this rank's samples of the epoch, in order."""
+        """Returns the indices (int64) of this rank's samples in the current epoch, in order."""
         order = np.arange(self.dataset_size)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(order)

@@ -67,8 +67,8 @@ def grad(
     class_axis  the dimension of classes: by default the last, or the second of four or more
     params      globs of the weights to train; by default, onnxpar finds them
     frozen      globs of weights not to train
-    batch_norm  the samples over which BatchNormalization takes statistics: global (the whole batch),
-                node (those of a host) or local (those of a rank); by default as in the model
+    batch_norm  the samples over which BatchNormalization takes statistics: global (the batch), node
+                (those of a host) or local (those of a rank); by default as in the model
     groups      for node, the number of hosts; for local, the number of ranks
     precision   float16 or bfloat16: the dtype in which the model computes; parameters keep theirs
     loss_scale  factor of the loss: "dynamic" (the default with float16), a number, or "none"
@@ -77,8 +77,8 @@ def grad(
     accumulate  number of micro-batches in a step; each has the model's batch size
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
-    preset      "manual" if the model is one rank's program (with collectives); the step is one, too,
-                for `devices` ranks or a `mesh` ("dp=2,tp=4" or a Mesh), sharded as in `strategy`
+    preset      "manual" if the model is one rank's program with collectives; so is the step then, for
+                `devices` ranks or a `mesh` ("dp=2,tp=4" or a Mesh), sharded as in `strategy`
 
     Returns the roles of the step's inputs and outputs. Warns about weights that the step trains
     differently from PyTorch. Errors: OnnxparError; no file is left half-written.

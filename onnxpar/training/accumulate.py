@@ -1,5 +1,5 @@
-"""Gradient accumulation: the forward and the backward pass become the body of a Scan, which runs
-once per micro-batch and carries the sums of the gradients."""
+"""Gradient accumulation: the forward and backward passes become the body of a Scan, which has one
+iteration per micro-batch and sums up the gradients."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from onnxpar.ir.training_spec import SEED
 from onnxpar.training.backward import Backward
 
 MOST = 1 << 20
-"""Limit of micro-batches in a step: the inputs grow by this factor, and sizes must fit an int64."""
+"""The largest number of micro-batches in a step: the batch grows by this factor, and sizes must fit
+an int64."""
 
 
 def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int) -> Backward:
-    """Makes a step take `count` micro-batches: the inputs `data` become that many times as long,
-    loss and gradients become means over the micro-batches, and running statistics are updated by
-    one after the other. Random numbers differ between micro-batches.
+    """Makes the graph process `count` micro-batches per step, in place; returns the loss and
+    gradients of such a step. The batch dimension of the inputs `data` grows by the factor `count`,
+    loss and gradients become means over the micro-batches, and each micro-batch in turn updates the
+    running statistics. Random numbers differ between micro-batches.
 
-    Each micro-batch has the size that the batch had before. An input whose first dimension is not
-    the batch is the same for all of them. Errors: StrategyError.
+    Each micro-batch has the model's batch size. All micro-batches read the same value of an input
+    whose first dimension is not the batch. Errors: StrategyError.
     """
     if not 2 <= count <= MOST:
         raise StrategyError(
@@ -88,8 +90,9 @@ class _Iterations:
         sums: Sequence[Value],
         running: Sequence[tuple[gs.Variable, gs.Variable]],
     ) -> list[Value]:
-        """Adds a Scan that sums up values of the graph, and carries running statistics from one
-        iteration to the next."""
+        """Adds a Scan that sums up the values `sums` over the micro-batches, and carries `running`,
+        pairs of a running statistic and its next value, from one iteration to the next. Returns the
+        totals and the last statistics."""
         self.graph.nodes = list(self.nodes)
         targets = [v.tensor.name for v in sums] + [after.name for _, after in running]
         body = gs.Graph(name=name, opset=self.graph.opset)
@@ -139,14 +142,15 @@ class _Iterations:
     def _read_inside(
         self, inside: Builder, nodes: Sequence[gs.Node], known: Mapping[int, gs.Tensor]
     ) -> dict[int, gs.Tensor]:
-        """Identities in the body for the parameters that nodes read: a sharded parameter may be
-        gathered there in each iteration, rather than once before the loop."""
+        """Adds an Identity to the body for each parameter that nodes read, and returns the results
+        by id of the parameter. Because of them, a sharded parameter can be gathered in each
+        iteration instead of once before the loop."""
         weights = {id(t): t for t in self.graph.inputs if getattr(t, "onnx_default", None)}
         read = {id(t): t for n in nodes for t in n.inputs if id(t) in weights.keys() - known.keys()}
         return {key: inside.value(tensor).op("Identity").tensor for key, tensor in read.items()}
 
     def finish(self) -> None:
-        """Replaces the graph's nodes by the Scans."""
+        """Replaces the graph's nodes by the Scans, and its inputs by the longer ones."""
         for node in self.nodes:
             node.inputs.clear()
             node.outputs.clear()

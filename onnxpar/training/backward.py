@@ -1,4 +1,4 @@
-"""Appends a loss and the gradients of the trained parameters to the graph of a model."""
+"""Appends a loss and its gradients with respect to the trained weights to a model's graph."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from onnxpar.training.rewrite import as_constant
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
 ENDINGS = (".next", ".grad", ".again", f"{EVALUATION}.loss", f"{EVALUATION}.accuracy")
-"""Suffixes of the names of tensors that a step adds to a model."""
+"""Suffixes of the names of tensors that a training step adds to a model."""
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The loss, the weights to differentiate it by, and how the backward pass computes.
+    """The loss, the weights to differentiate it by, and options of the forward and backward passes.
 
-    loss        one of LOSSES, or an output of the model that is the loss itself
-    output      the output that the loss compares with the target, where the model has several
+    loss        one of LOSSES, or the name of an output of the model that is a loss
+    output      the output that the loss compares with the target, if the model has several
     class_axis  the dimension of classes: by default the last, or the second of four or more
-    params      globs of the weights to train, instead of those that are found
-    frozen      globs of weights that are not trained
+    params      globs of the weights to train; by default, `find_trained` chooses
+    frozen      globs of weights not to train
     statistics  the samples over which BatchNormalization takes statistics, one of STATISTICS
-    groups      number of groups of a batch that have statistics of their own
+    groups      number of groups into which statistics divide a batch
     precision   one of PRECISIONS, in which the model computes; its weights keep their types
-    scale       factor of the loss, and so of the gradients until they are divided by it
+    scale       factor of the loss; gradients are divided by it again
     recompute   True to compute activations again in the backward pass instead of keeping them
     """
 
@@ -68,9 +68,10 @@ class LossOptions:
 class Backward:
     """A loss and its gradients, by parameter.
 
-    parameters  inputs with default values
-    evaluated   the loss and other metrics of the model in inference mode
-    running     pairs of a running statistic, which is such an input too, and its next value
+    evaluated   the loss and other metrics of the model in inference mode, by name
+    weights     the trained and untrained weights
+    parameters  the trained weights, as graph inputs with default values
+    running     pairs of a running statistic, also such an input, and its next value
     scale       the factor by which gradients must be divided
     """
 
@@ -84,8 +85,9 @@ class Backward:
 
 
 def add_backward(model: Model, options: LossOptions, program: Program | None = None) -> Backward:
-    """Appends a loss and the gradients of the trained weights to the graph of a model that was
-    loaded for training; the graph's outputs do not change. Errors: StrategyError, ModelError."""
+    """Appends a loss and its gradients with respect to the trained weights to the graph of a model
+    that was loaded for training; the graph's outputs do not change. Returns the appended values.
+    Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
     program.check(options)
@@ -105,7 +107,8 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     if options.precision is not None:
         lower_precision(graph, options.precision, {t.name for t in weights.trained})
     norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
-    # Send and Recv run once in a step: no copy of them, and no part of the step by itself.
+    # Send and Recv must run exactly once in a step: so there is no copy for evaluation, and no run
+    # of a part of the step.
     has_messages = any(is_message(node) for node in graph.nodes)
     used = None if has_messages else copy_for_use(graph, bool(options.statistics))
     seed_draws(graph, SEED)
@@ -129,7 +132,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     parameters = [p for p in parameters if p.name in values]
     results = [loss, *evaluated.values(), *values.values()]
     merge_equal(graph, [*(v.tensor for v in results), *(after for _, after in running)])
-    befores = {before.name: before for before, _ in running}  # several nodes may share one
+    befores = {before.name: before for before, _ in running}  # nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
     return Backward(loss, evaluated, weights, parameters, values, kept, scale)
@@ -142,8 +145,8 @@ def _add_gradients(
     parameters: list[gs.Variable],
     recomputes: bool,
 ) -> dict[str, Value]:
-    """Appends the gradients of `loss` times `seed`, by parameter; a parameter on which the loss
-    does not depend has none. Errors: StrategyError."""
+    """Appends the gradients of `loss`, times `seed`, and returns them by parameter, without
+    parameters on which the loss does not depend. Errors: StrategyError."""
     forward = len(graph.nodes)
     names = [p.name for p in parameters]
     blocks = find_blocks(needed(graph, [loss.name]), names, loss.name) if recomputes else []
@@ -157,8 +160,7 @@ def _add_gradients(
 
 
 def _ends(graph: gs.Graph, renamed: Mapping[str, str], options: LossOptions) -> list[str] | None:
-    """The output from which the loss is computed; None where the model has a single one, or none of
-    this name."""
+    """Returns the output that the options name for the loss, as a list; None if they name none."""
     outputs = {renamed.get(t.name, t.name): str(t.name) for t in graph.outputs}
     for name in (options.loss, options.output):
         if name in outputs:
@@ -169,8 +171,9 @@ def _ends(graph: gs.Graph, renamed: Mapping[str, str], options: LossOptions) -> 
 def _settle_lost(
     graph: gs.Graph, weights: Weights, reached: Collection[str], parts: Collection[str]
 ) -> Weights:
-    """Makes weights without a gradient constants again; `parts` stay inputs. Errors: StrategyError
-    where the user has named one of them, or where no weight is left."""
+    """Turns trained weights without a gradient back into constants, except those in `parts`, which
+    stay inputs; returns the weights that remain trained or not. Errors: StrategyError if the user
+    named such a weight, or if no trained weight is left."""
     lost = [t for t in weights.trained if t.name not in reached]
     asked = [t.name for t in lost if t.name in weights.asked]
     if asked or len(lost) == len(weights.trained):
@@ -191,8 +194,8 @@ def _settle_lost(
 
 
 def _free_names(graph: gs.Graph) -> dict[str, str]:
-    """Renames results of nodes whose names the step needs for its own ports; returns the old name
-    by the new one. Errors: ModelError where an input or a weight has such a name."""
+    """Renames tensors whose names the step needs for its own inputs and outputs; returns old names
+    by new names. Errors: ModelError if the name of the loss is taken by an input or a weight."""
     for tensor in (*graph.inputs, *constants(graph)):
         if tensor.name == LOSS:
             raise ModelError(f"the model has a tensor {LOSS!r}, which the step needs; rename it")
@@ -210,8 +213,8 @@ def _free_names(graph: gs.Graph) -> dict[str, str]:
 def _as_input(
     graph: gs.Graph, tensor: gs.Constant, shape: Sequence[int] | None = None
 ) -> gs.Variable:
-    """Makes a weight an input whose default is its value. The input has the weight's shape, or
-    `shape` where the graph reads a shard of the weight."""
+    """Replaces a weight by a graph input whose default is the weight's value; returns the input.
+    Its shape is the weight's, or `shape` if the graph reads a shard of the weight."""
     if isinstance(tensor, gs.Variable):  # several nodes share it
         return tensor
     variable = gs.Variable(tensor.name, tensor.dtype, list(shape or tensor.shape))
@@ -224,9 +227,9 @@ def _as_input(
 
 
 def _read_again(graph: gs.Graph, forward: int, parameters: list[gs.Variable]) -> None:
-    """Lets the backward pass, the nodes after the first `forward`, read parameters through an
-    Identity: a sharded parameter may be gathered again there, instead of staying gathered since the
-    forward pass."""
+    """Inserts an Identity before the reads of each parameter in the backward pass, the nodes after
+    the first `forward`. Because of it, a sharded parameter can be gathered again there, instead of
+    staying in memory since the forward pass."""
     again: dict[str, gs.Variable] = {}
     names = {str(p.name): p for p in parameters}
     nodes = list(graph.nodes[:forward])
@@ -246,7 +249,7 @@ def _read_again(graph: gs.Graph, forward: int, parameters: list[gs.Variable]) ->
 
 
 def add_output(graph: gs.Graph, value: Value, name: str) -> None:
-    """Makes a value an output of the graph."""
+    """Adds a value to the graph's outputs, as `name`."""
     result = gs.Variable(name, value.dtype, list(value.shape))
     graph.nodes.append(gs.Node("Identity", f"output/{name}", {}, [value.tensor], [result]))
     graph.outputs.append(result)

@@ -1,5 +1,5 @@
-"""BatchNormalization in training: the samples over which it takes its statistics, and the update of
-the running ones."""
+"""BatchNormalization in training: sets the samples over which it takes statistics, and updates its
+running statistics."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from onnxpar.load.load import Model
 from onnxpar.training.rewrite import replace_node
 
 STATISTICS = ("global", "node", "local")
-"""Over all samples of a batch, the samples of a host, or the samples of a rank."""
+"""The samples for statistics: all samples of a batch, those of a host, or those of a rank."""
 
 
 def settle_batch_norms(
     model: Model, nodes: Sequence[gs.Node], statistics: str | None, groups: int | None
 ) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """Sets the samples over which BatchNormalizations take their statistics; returns pairs of a
-    running statistic and its next value.
+    """Sets the samples over which BatchNormalization nodes take statistics, in place; returns pairs
+    of a running statistic and its next value.
 
-    With `statistics` None, nodes in training mode take statistics over the batch, and the others
-    keep using the running ones. With `groups`, the batch `(g b)` has statistics for each g, so that
-    ranks that split the batch over g need not communicate, and the model is still one program.
-    Errors: StrategyError; ModelError where the model has no BatchNormalization.
+    If `statistics` is None, nodes in training mode take statistics over the batch, and other nodes
+    use their running statistics. With `groups`, the batch is divided into that many groups, each
+    with its own statistics. Ranks that split the batch by groups then need not communicate, and the
+    model is still one global program. Errors: StrategyError; ModelError if the model has no
+    BatchNormalization.
     """
     if statistics is None and groups is not None:
         raise StrategyError("--groups needs --batch-norm node or --batch-norm local")
@@ -70,7 +71,8 @@ def _check(model: Model, nodes: Sequence[gs.Node], statistics: str, groups: int 
 
 
 def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """Pairs of the running mean and variance of a node, and the outputs that update them."""
+    """Returns two pairs: the running mean and variance of a node, each with the output that updates
+    it. Adds missing outputs to the node."""
     while len(node.outputs) < 3:
         index = len(node.outputs)
         tensor = node.inputs[index + 2]
@@ -80,7 +82,8 @@ def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
 
 
 def _regroup(graph: gs.Graph, node: gs.Node, groups: int) -> None:
-    """Replaces a node by a normalization of each group of samples by itself."""
+    """Replaces a BatchNormalization by nodes that normalize each group of samples with the group's
+    own statistics."""
     epsilon, momentum = node.attrs.get("epsilon", 1e-5), node.attrs.get("momentum", 0.9)
 
     def make(builder: Builder, inputs: Sequence[gs.Tensor]) -> Sequence[Value]:

@@ -1,4 +1,4 @@
-"""Warnings about weights that a training step does not train as PyTorch would."""
+"""Warnings about weights that a training step trains differently from PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _STATISTICS = ".running_mean"
 
 
 def cautions_of(model: Model, weights: Weights) -> list[str]:
-    """Sentences about weights that a step does not train as the exported network would."""
+    """Returns sentences about weights that a step trains differently from the exported PyTorch
+    network."""
     return [
         *(_of_left(left) for left in weights.left if _is_missed(left)),
         *_of_folded(model, weights),
@@ -35,7 +36,8 @@ def cautions_of(model: Model, weights: Weights) -> list[str]:
 
 
 def _is_missed(left: Left) -> bool:
-    """True if a tensor that is not trained may be a weight: it has two dimensions or more."""
+    """True if an untrained tensor deserves a warning: it has at least two dimensions, and the user
+    did not freeze or leave it out."""
     if left.reason in (FROZEN, UNNAMED) or len(left.tensor.shape) < 2:
         return False
     return left.reason != HELD or left.in_role
@@ -60,8 +62,8 @@ def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
 
 
 def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
-    """A sentence about vectors that several nodes read: an exporter that stores equal tensors once
-    merges the parameters of an untrained network."""
+    """Yields a sentence about scale or bias vectors that several nodes read: an exporter that
+    stores equal tensors once merges parameters that are equal before training."""
     tied = {t.name: shared[t.name] for t in weights.trained if t.name in shared}
     if tied:
         texts = [f"{name} (read by {count} nodes)" for name, count in tied.items()]
@@ -74,8 +76,8 @@ def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
 
 
 def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str]:
-    """A sentence about statistics that were folded into the weights of a model, or that are not
-    taken over the batch; `statistics` is what the user asked for."""
+    """Yields a sentence if BatchNormalization was exported for inference, or folded into weights.
+    `statistics` is the user's option."""
     nodes = list(all_nodes(model.graph))
     norms = [n for n in nodes if n.op == "BatchNormalization"]
     idle = [str(n.name) for n in norms if not n.attrs.get("training_mode")]
@@ -103,6 +105,6 @@ def _text(shape: Sequence[int]) -> str:
 
 
 def _list(names: Sequence[str]) -> str:
-    """The first three names, and the number of the others."""
+    """Returns the first three names as text, and the number of further names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -1,9 +1,9 @@
 """Reproducible random numbers: each one is a hash of the seed, the node and the element's index.
 
-onnxruntime draws from a generator of its own, which ranks do not share and no run can repeat. The
-hash that replaces it is made of ops that are sharded like any other: each rank draws its shard of
-the numbers that one rank would draw, and a run that resumes from a checkpoint draws what it would
-have drawn without the interruption.
+onnxruntime's own generator is neither shared between ranks nor repeatable. So random ops are
+replaced by a hash, made of ops that are sharded like any others: each rank computes its shard of
+the numbers of the unsplit model, and a run that resumes from a checkpoint continues with the same
+numbers as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from onnxpar.training.rewrite import replace_node
 _BITS = 32
 _MASK = (1 << _BITS) - 1
 _FACTOR = 0x45D9F3B
-"""The factor of Mueller's 32-bit integer hash, stackoverflow.com/a/12996028; its product with 32
-bits fits into 63 bits."""
+"""The factor of Mueller's 32-bit integer hash, stackoverflow.com/a/12996028; its product with a
+32-bit number fits into 63 bits."""
 _STEP = 0x9E3779B9
 
 
 def seed_draws(graph: gs.Graph, seed: str) -> bool:
-    """Makes all random numbers of a graph depend on an int64 input of that name; returns False, and
-    adds no input, where the graph draws none.
+    """Replaces all random ops of a graph by hashes of a new int64 input named `seed`. Returns
+    False, and adds no input, if the graph draws no random numbers.
 
-    Dropout that is not in training becomes an Identity. Errors: ModelError for draws in the body of
-    a loop, which would be the same in each iteration.
+    A Dropout that is switched off becomes an Identity. Errors: ModelError for a random op in the
+    body of a loop, where every iteration would draw the same numbers.
     """
     nodes = [n for n in all_nodes(graph) if n.op in _MAKERS]
     looped = {
@@ -77,7 +77,7 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
 
 
 def is_off(node: gs.Node) -> bool:
-    """True if a node is a Dropout that returns its input."""
+    """True if a node is a Dropout that always returns its input."""
     if node.op != "Dropout":
         return False
     training = node.inputs[2] if len(node.inputs) > 2 else None
@@ -87,12 +87,12 @@ def is_off(node: gs.Node) -> bool:
 
 
 def _is_zero(tensor: gs.Tensor) -> bool:
-    """True if a tensor is a constant 0, or false."""
+    """True if a tensor is a constant of zeros or False."""
     return isinstance(tensor, gs.Constant) and not np.any(tensor.values)
 
 
 class _Source:
-    """Random numbers for the elements of one tensor."""
+    """Adds nodes that compute random numbers for the elements of one tensor."""
 
     def __init__(self, builder: Builder, seed: Value, node: int, shape: Sequence[int]) -> None:
         self.builder = builder
@@ -102,7 +102,7 @@ class _Source:
         self._drawn = 0
 
     def integers(self) -> Value:
-        """Integers from 0 to 2**32 - 1, different ones at each call."""
+        """Returns integers from 0 to 2**32 - 1; each call returns different numbers."""
         self._drawn += 1
         total = _mixed(self._start + self._drawn)
         for axis, size in enumerate(self.shape):
@@ -113,11 +113,11 @@ class _Source:
         return _round(_low(total)).expand(self.shape)
 
     def uniform(self, dtype: np.dtype[Any]) -> Value:
-        """Uniform numbers between 0 and 1, both excluded."""
+        """Returns uniform numbers between 0 and 1, both excluded before the cast to `dtype`."""
         return ((self.integers().cast(np.float64) + 0.5) / 2.0**_BITS).cast(dtype)
 
     def normal(self, dtype: np.dtype[Any]) -> Value:
-        """Standard normal numbers, by Box and Muller's transform."""
+        """Returns standard normal numbers, by Box and Muller's transform."""
         radius = (-2.0 * self.uniform(np.dtype(np.float64)).log()).sqrt()
         angle = self.uniform(np.dtype(np.float64)) * (2 * math.pi)
         return (radius * angle.op("Cos")).cast(dtype)
@@ -128,18 +128,19 @@ def _low(x: Value) -> Value:
 
 
 def _round(x: Value) -> Value:
-    """One round of the hash of 32-bit numbers; the high bits of the result depend on all bits."""
+    """Applies one round of the hash to 32-bit numbers; the high bits of the result depend on all
+    bits."""
     return _low(x.op("BitwiseXor", x / (1 << 16)) * _FACTOR)
 
 
 def _mixed(x: Value) -> Value:
-    """The hash of a tensor's numbers."""
+    """Adds nodes that hash each number of a tensor."""
     x = _round(_round(_low(x)))
     return x.op("BitwiseXor", x / (1 << 16))
 
 
 def _hashed(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The hash of constant numbers."""
+    """Hashes constant numbers, like `_mixed` does in the graph."""
     x = numbers & _MASK
     for _ in range(2):
         x = (x ^ x >> 16) * _FACTOR & _MASK

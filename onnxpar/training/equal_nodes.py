@@ -1,4 +1,4 @@
-"""Common subexpression elimination, before layouts are decided for each copy of a node."""
+"""Common subexpression elimination, before layouts are decided."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.subgraphs import bodies, is_random, replace_reads
 
 _LARGEST = 1024
-"""Constants of at most so many elements are compared by value."""
+"""The number of elements up to which constants are compared by value, and not by identity."""
 
 
 def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
-    """Merges nodes that apply the same op to the same operands into the first of them, in place.
-
-    The gradient rules of a tensor's readers repeat what they need of it (the rows of a matrix, its
-    transpose), and each copy would be gathered by itself. Identities are not merged: they mark a
-    tensor that is to be read or computed again. Outputs and `kept_tensors` keep their nodes.
+    """Merges nodes that apply the same op to the same operands into the first of them, in place. If
+    several nodes read a tensor, their gradient rules each add the same node, such as its transpose,
+    and without merging each copy would be communicated separately. Identities are not merged: they
+    mark tensors to gather or compute again. Graph outputs and `kept_tensors` keep their own nodes.
     """
     first: dict[Hashable, gs.Node] = {}
     outputs = {id(t) for t in (*graph.outputs, *kept_tensors)}
@@ -37,7 +36,7 @@ def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
 
 
 def _key(node: gs.Node) -> Hashable | None:
-    """A key that equal nodes share; None for a node that is never merged."""
+    """Returns a key that is the same for equal nodes; None for a node that is never merged."""
     if node.op == "Identity" or node.domain or bodies(node) or is_random(node):
         return None
     names = tuple(bool(t.name) for t in node.outputs)

@@ -1,4 +1,4 @@
-"""A copy of the model in inference mode, beside the one that is trained."""
+"""Copies the model in inference mode, for evaluation during training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from onnxpar.training.draws import is_off
 
 
 def copy_for_use(graph: gs.Graph, takes_statistics: bool) -> dict[str, gs.Tensor] | None:
-    """Appends copies of a model's nodes, in which Dropout returns its input and batch-norm uses its
-    running statistics. Returns the copies' outputs by name; None where no node of the model behaves
-    differently in training. `takes_statistics` is True if each BatchNormalization will do so."""
+    """Appends copies of a model's nodes in which Dropout returns its input and BatchNormalization
+    uses its running statistics. Returns the copies of the model's outputs by name; None, without
+    copies, if no node behaves differently in training. `takes_statistics` says that every
+    BatchNormalization will be set to training mode."""
     if not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
         return None
     copies, tensors = clone_nodes(list(graph.nodes), "evaluation/")

@@ -14,15 +14,16 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.training_spec import SCALE
 
 GOOD = f"{SCALE}.good_steps"
-"""The input that counts the steps with finite gradients since the factor last changed."""
+"""The name of the input that counts the steps with finite gradients since the factor last
+changed."""
 
 
 @dataclass(frozen=True)
 class LossScale:
     """The factor by which the loss is multiplied before it is differentiated.
 
-    dynamic   True if a step with a gradient that is not finite halves the factor and skips the
-              update, and `interval` steps without one double it
+    dynamic   True if a step with infinite or NaN gradients halves the factor and skips the update,
+              and `interval` steps in a row with finite gradients double the factor
     """
 
     initial: float = 65536.0
@@ -31,8 +32,8 @@ class LossScale:
 
     @staticmethod
     def parse(text: str | None, precision: str | None) -> LossScale | None:
-        """Reads the value of `--loss-scale`: dynamic (the default in float16), a number, or none.
-        Errors: StrategyError."""
+        """Parses the value of `--loss-scale`: "dynamic" (the default with float16), a number, or
+        "none", for which it returns None. Errors: StrategyError."""
         if text is None:
             text = "dynamic" if precision == "float16" else "none"
         if text == "none":
@@ -48,7 +49,7 @@ class LossScale:
         return LossScale(number, dynamic=False)
 
     def factor(self, builder: Builder) -> Value:
-        """The factor: an input of the graph where it is dynamic, else a constant."""
+        """Returns the factor: a new input of the graph if it is dynamic, else a constant."""
         if not self.dynamic:
             return builder.constant(self.initial, np.float32)
         tensor = gs.Variable(SCALE, np.dtype(np.float32), [])
@@ -57,7 +58,8 @@ class LossScale:
         return builder.value(tensor)
 
     def following(self, factor: Value, good: Value, finite: Value) -> tuple[Value, Value]:
-        """The factor, and the count of steps with finite gradients, after a step."""
+        """Returns the next factor and the next count of steps with finite gradients, given both
+        before the step (`good` is the count) and whether the step's gradients are finite."""
         enough = (good + 1).op("GreaterOrEqual", self.interval)
         grown = enough.where(factor * 2.0, factor)
         count = enough.where(0, good + 1)
@@ -65,5 +67,5 @@ class LossScale:
 
 
 def is_finite(total: Value) -> Value:
-    """True if a sum over all gradients is finite."""
+    """Returns a bool tensor: whether a sum over all gradients is finite."""
     return total.op("IsNaN").op("Or", total.op("IsInf")).op("Not")

@@ -1,4 +1,4 @@
-"""Losses as nodes after an output of a model."""
+"""Appends a loss to an output of a model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ IGNORED = -100
 
 @dataclass
 class Targets:
-    """Inputs of labels and targets; each is added to the graph once."""
+    """Graph inputs for labels and targets; each is added to the graph on first use."""
 
     graph: gs.Graph
     made: dict[str, gs.Variable] = field(default_factory=dict)
 
     def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
-        """The input of that name; if the graph has a tensor of that name, underscores are
-        appended."""
+        """Returns the input for `name`. Its name in the graph has underscores appended if another
+        tensor has that name."""
         if name not in self.made:
             free, taken = name, self.graph.tensors().keys()
             while free in taken:
@@ -39,7 +39,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The mean loss of an output, and other metrics by name."""
+    """The mean loss over the samples, and other metrics by name."""
 
     loss: Value
     others: Mapping[str, Value]
@@ -53,11 +53,12 @@ def add_loss(
     class_axis: int | None,
     targets: Targets,
 ) -> Metrics:
-    """Appends a loss to a graph, and inputs for its labels or targets.
+    """Appends a loss to a graph, with inputs for labels or targets; returns the loss and other
+    metrics.
 
     outputs     outputs of the model, by name
-    kind        one of LOSSES, or the name of an output that is the loss itself
-    output      the output to compare with the target; None where the model has a single one
+    kind        one of LOSSES, or the name of an output that is a loss
+    output      the output to compare with the target; None if the model has only one
     class_axis  the dimension of classes: by default the last, or the second of four or more
     Errors: StrategyError.
     """
@@ -133,7 +134,8 @@ def _by_class(op: str) -> LossFunction:
 
 
 def _accuracy(y: Value, labels: Value, axis: int) -> Value:
-    """The share of samples whose label has the highest score, without those of IGNORED labels."""
+    """Returns the fraction of samples whose label has the highest score; samples with IGNORED
+    labels do not count."""
     right = y.op("ArgMax", axis=axis, keepdims=0).equal(labels).cast(np.float32)
     counts = labels.equal(IGNORED).where(0.0, y.builder.constant(1, np.float32))
     return right.sum() / counts.sum().op("Max", 1.0)
@@ -145,14 +147,15 @@ def _mean_square(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
 
 
 def _binary(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
-    """Binary cross-entropy of scores: the input of the Sigmoid in which the model ends, if any."""
+    """Appends a binary cross-entropy. If the model ends in a Sigmoid, the Sigmoid's input is used,
+    for precision; else the output is taken as a score before Sigmoid."""
     scores, made = y, _maker(y.tensor)
     while made is not None and made.op == "Cast":
         made = _maker(made.inputs[0])
     if made is not None and made.op == "Sigmoid":
         scores = y.builder.value(made.inputs[0]).cast(y.dtype)
     target = y.builder.value(targets.tensor("target", y.dtype, y.shape))
-    # log(1 + exp(x)) - t x, with no exponential of a positive number
+    # log(1 + exp(x)) - t x, but only with exponentials of numbers that are not positive
     value = scores.op("Relu") - scores * target + (1.0 + (-scores.op("Abs")).exp()).log()
     right = (scores > 0.0).op("Equal", target > 0.5).cast(np.float32)
     return Metrics(value.mean(), {"accuracy": right.mean()})

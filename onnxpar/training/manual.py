@@ -1,8 +1,7 @@
-"""Training of a model that is a program per rank.
-
-Each rank's program computes a loss; the loss of the step is their mean, as JAX's shard_map defines
-a result that is replicated. Replicated tensors stay equal on all ranks: the gradient of a
-replicated parameter is the sum over the ranks, and a replicated statistic becomes their mean.
+"""Training of a manual program: a model that is one rank's program, with collectives. Each rank
+computes a loss; the loss of the step is the mean over the ranks, as JAX's shard_map defines a
+replicated result. Replicated tensors stay equal on all ranks: gradients of a replicated parameter
+are summed over the ranks, and a replicated statistic becomes the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ from onnxpar.training.rewrite import as_constant
 
 @dataclass(frozen=True)
 class RankProgram(Program):
-    """The program of each rank; `manual` says which tensors are sharded."""
+    """A manual program; `manual` says which tensors are sharded."""
 
     manual: Manual
 
     @property
     def count(self) -> int:
-        """Number of programs that compute a loss: one per rank."""
+        """The number of ranks, each of which computes a loss."""
         return self.manual.mesh.size
 
     def check(self, options: LossOptions) -> None:
-        """Refuses statistics over more samples than a rank has. Errors: StrategyError."""
+        """Errors: StrategyError if BatchNormalization is to take statistics over more samples than
+        those of a rank."""
         if options.statistics not in (None, "local"):
             raise StrategyError(
                 f"--batch-norm {options.statistics}: the program of a rank takes statistics over "
@@ -49,12 +49,12 @@ class RankProgram(Program):
         return self.manual.is_dealt(name)
 
     def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a rank's shard of a weight. Errors: StrategyError."""
+        """Returns the shape of a rank's shard of a weight. Errors: StrategyError."""
         return self.manual.part_shape(name, shape)
 
     def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """The mean loss, the summed gradients and the mean statistics over all ranks, by those of
-        this rank."""
+        """Appends AllReduces, and returns the loss, gradients and statistics of all ranks: mean
+        loss and metrics, summed gradients, mean statistics."""
         builder, everywhere = Builder(graph, "ranks"), self.manual.copies_over("")
 
         def summed(value: Value, over: Axes) -> Value:
@@ -78,11 +78,13 @@ class RankProgram(Program):
         )
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
-        """A builder for the update of a parameter, which reduces over its shards."""
+        """Returns a builder for the update of a parameter; its `over_parts` sums over the
+        parameter's shards."""
         return _OfParts(graph, prefix, self.manual.split_over(parameter), self.manual.mesh)
 
     def total(self, builder: Builder, sums: Mapping[str, Value]) -> Value:
-        """The total over all ranks of sums by parameter; each shard is counted once."""
+        """Returns the total of `sums`, one sum per parameter over this rank's shard, over all
+        parameters and ranks. Counts each shard once."""
         found: dict[Axes, Value] = {}
         for name, value in sums.items():
             over = self.manual.split_over(name)
@@ -92,14 +94,15 @@ class RankProgram(Program):
         return super().total(builder, whole)
 
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Notes in a step how the tensors of its graph are sharded; `shapes` are those of the
-        model's own tensors. Errors: StrategyError for an entry that matches no tensor."""
+        """Records in `step` how the tensors of its graph are sharded, and gives inputs with
+        defaults the shapes of whole tensors. `shapes` are the shapes of the model's own tensors.
+        Errors: StrategyError if an entry of the strategy matches no tensor."""
         if step.turns > 1:
             _refuse_inner(graph)
         kept = {*step.gradients, *(slot.input for slot in step.slots)}
         for tensor in list(graph.inputs):
             default = default_of(tensor)
-            if default is not None:  # defaults are stored whole
+            if default is not None:  # defaults are whole tensors
                 tensor.shape = list(default.dims)
                 if tensor.name not in kept:
                     as_constant(graph, tensor, default)
@@ -118,7 +121,7 @@ class RankProgram(Program):
 
 
 def _refuse_inner(graph: gs.Graph) -> None:
-    """Refuses collectives in the loop over micro-batches. Errors: StrategyError."""
+    """Errors: StrategyError if there is a collective in the loop over micro-batches."""
     for node in all_nodes(graph):
         for inner in (n for body in subgraphs(node) for n in body.nodes):
             if inner.domain == DOMAIN and inner.inputs:
@@ -129,7 +132,7 @@ def _refuse_inner(graph: gs.Graph) -> None:
 
 
 class _OfParts(Builder):
-    """A builder for values that are sharded over axes of the mesh."""
+    """A builder for the update of a parameter that is sharded over axes of the mesh."""
 
     def __init__(self, graph: gs.Graph, prefix: str, over: Axes, mesh: Mesh) -> None:
         super().__init__(graph, prefix)
@@ -137,12 +140,12 @@ class _OfParts(Builder):
         self._mesh = mesh
 
     def over_parts(self, number: Value) -> Value:
-        """The sum of a scalar over all shards."""
+        """Returns the sum of a scalar over all shards of the parameter."""
         return _sum(self, number, self._over, self._mesh)
 
 
 def _sum(builder: Builder, value: Value, over: Axes, mesh: Mesh) -> Value:
-    """The sum over the ranks along some axes: an AllReduce, as in a hand-written program."""
+    """Appends an AllReduce over the axes `over`, as in a hand-written program; returns the sum."""
     if parts_over(over) == 1:
         return value
     name = builder.fresh("AllReduce")

@@ -1,4 +1,5 @@
-"""Optimizers as nodes: a parameter, its gradient and its state to the next parameter and state.
+"""Optimizers as graph nodes, which compute the next parameter and state from parameter, gradient
+and state.
 
 All follow PyTorch's classes of the same names; LAMB follows You et al., "Large Batch Optimization
 for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's bias correction.
@@ -22,7 +23,8 @@ Update = tuple[Value, dict[str, Value]]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An update rule of parameters. Fields are hyperparameters; the learning rate is an input.
+    """An update rule for parameters. Fields are hyperparameters; the learning rate is an input of
+    the step.
 
     slots   names of the state tensors of each parameter, which start as zeros
     counts  True if an update depends on the number of steps so far
@@ -34,7 +36,7 @@ class Optimizer:
     counts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Checks the ranges of hyperparameters. Errors: StrategyError."""
+        """Errors: StrategyError if a hyperparameter is out of range."""
         for field in fields(self):
             value, most = getattr(self, field.name), 1 if field.name in DECAYS else math.inf
             if not 0 <= value < most:
@@ -43,11 +45,12 @@ class Optimizer:
                 raise StrategyError(f"{name}: {field.name} is {value}; it must be {known}")
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        """The next parameter and its next state; `step`, a float64, is 1 at the first update."""
+        """Appends the update of a parameter `p` with gradient `g`; returns the next parameter and
+        its next state. `step`, a float64, counts updates from 1; it is None unless `counts`."""
         raise NotImplementedError
 
     def _decayed(self, p: Value, g: Value) -> Value:
-        """The gradient with weight decay added (L2 regularization)."""
+        """Returns the gradient plus weight decay (L2 regularization)."""
         return g + p * self.weight_decay if self.weight_decay else g
 
 
@@ -96,7 +99,8 @@ class Adam(Optimizer):
         return p - direction * rate, following
 
     def _direction(self, g: Value, state: State, step: Value | None) -> Update:
-        """The mean gradient over the root of the mean square, both with bias correction."""
+        """Returns Adam's direction, and the next state: the moving average of gradients over the
+        root of that of squares, both with bias correction."""
         assert step is not None
         mean = state["exp_avg"] * self.beta1 + g * (1 - self.beta1)
         square = state["exp_avg_sq"] * self.beta2 + g * g * (1 - self.beta2)
@@ -123,7 +127,7 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class Lamb(Adam):
-    """Adam with steps in proportion to the parameter's norm."""
+    """AdamW with steps in proportion to the parameter's norm."""
 
     weight_decay: float = 0.01
     epsilon: float = 1e-6
@@ -164,8 +168,8 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
 
 
 def make_optimizer(name: str, **options: Any) -> Optimizer | None:
-    """An optimizer by name, with hyperparameters by the names of its fields; None for NONE. Errors:
-    StrategyError."""
+    """Returns an optimizer by name, None for NONE; `options` are hyperparameters, named like its
+    fields. Errors: StrategyError."""
     if name not in (*OPTIMIZERS, NONE):
         raise StrategyError(f"--optimizer {name!r}: give one of {', '.join((*OPTIMIZERS, NONE))}")
     kind = OPTIMIZERS.get(name)

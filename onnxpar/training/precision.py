@@ -1,10 +1,10 @@
-"""Mixed precision: the tensors between the nodes of a model have 16 bits; its weights keep their
-types.
+"""Mixed precision: activations of a model get 16 bits; weights keep their types.
 
-A node is either `plain`: it computes in 16 bits, or `widened`: it reads 32 bits and rounds its
-results to 16. Sums, exponentials and normalizations are widened, as in PyTorch's autocast. In
-bfloat16, all nodes but those that only move elements are widened, because onnxruntime has no such
-kernels for the CPU. Gradients follow: a Cast is differentiated like any other op.
+A node is either `plain`: it computes in 16 bits, or `widened`: it computes in 32 bits and rounds
+its results to 16. Sums, exponentials and normalizations are widened, as in PyTorch's autocast. With
+bfloat16, all nodes except those that only move or create elements are widened, because onnxruntime
+has no bfloat16 kernels for the CPU. Gradients need no further rules, because a Cast is
+differentiated like any other op.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _CREATES = ("ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
 
 
 def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -> None:
-    """Makes a graph compute in 16 bits; its inputs, its outputs and the constants named in
-    `weights` keep their types. Errors: StrategyError for an unknown precision."""
+    """Makes a graph compute in 16 bits, in place; graph inputs and outputs, and the constants named
+    in `weights`, keep their types. Errors: StrategyError for an unknown precision."""
     if precision not in PRECISIONS:
         raise StrategyError(f"precision {precision!r}: give one of {', '.join(PRECISIONS)}")
     half = np.dtype(ml_dtypes.bfloat16 if precision == "bfloat16" else np.float16)
@@ -70,7 +70,7 @@ class _Lowering:
         self.names = 0
 
     def run(self) -> None:
-        """Rewrites the graph and all bodies, the outermost first."""
+        """Rewrites the graph and all bodies, outer graphs first."""
         made = [t for node in all_nodes(self.graph) for t in node.outputs]
         given = [t for s in scopes(self.graph) if s is not self.graph for t in s.inputs]
         found = [t for t in (*made, *given) if _is_single(t)]
@@ -86,7 +86,7 @@ class _Lowering:
             tensor.dtype = self.half
 
     def _keep_output(self, index: int, tensor: gs.Variable) -> None:
-        """Keeps the type of an output: a Cast makes it from the 16-bit tensor."""
+        """Keeps the type of a graph output, by a Cast from the 16-bit tensor."""
         output = gs.Variable(tensor.name, tensor.dtype, tensor.shape)
         tensor.name = f"{tensor.name}/half"
         self.graph.nodes.append(self._cast(tensor, output, TensorProto.FLOAT))
@@ -132,7 +132,7 @@ class _Lowering:
         return True
 
     def _retype(self, node: gs.Node) -> None:
-        """Changes the type attributes of a node that creates or casts numbers to 16 bits."""
+        """Changes the type attributes of a node to 16 bits, if it creates or casts numbers."""
         for key in ("to", "dtype"):
             if node.attrs.get(key) == TensorProto.FLOAT:
                 node.attrs[key] = self.code
@@ -162,21 +162,23 @@ class _Lowering:
             node.inputs[i] = known[id(tensor)]
 
     def _narrowed(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
-        """The 16-bit replacement of an operand of a plain node, with the nodes that make it."""
+        """Returns the 16-bit replacement of an operand of a plain node, with the nodes that compute
+        it; None if no replacement is needed."""
         if isinstance(tensor, gs.Constant) and not self._is_weight(tensor):
             self.names += 1
             name = f"{tensor.name}/half.{self.names}"
             return [], gs.Constant(name, self._bounded(np.asarray(tensor.values)).astype(self.half))
         if not isinstance(tensor, gs.Constant) and not is_input:
-            return None  # it has 16 bits already
+            return None  # already has 16 bits
         return self._converted(tensor, self.half, self.code)
 
     def _is_weight(self, constant: gs.Constant) -> bool:
-        """True if a constant is a stored weight, which keeps its type."""
+        """True if a constant is a weight or too large to convert now; it keeps its type."""
         return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
 
     def _widened(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
-        """The 32-bit replacement of an operand of a widened node, with the nodes that make it."""
+        """Returns the 32-bit replacement of an operand of a widened node, with the nodes that
+        compute it; None if no replacement is needed."""
         is_weight = isinstance(tensor, gs.Constant)
         if is_weight and not self._is_weight(tensor):
             values = np.asarray(tensor.values)
@@ -199,7 +201,7 @@ class _Lowering:
         return [self._cast(tensor, result, code)], result
 
     def _rounded(self, node: gs.Node) -> list[gs.Node]:
-        """Casts that round the results of a widened node to 16 bits."""
+        """Returns casts that round the results of a widened node to 16 bits."""
         casts = []
         for i, tensor in enumerate(node.outputs):
             if id(tensor) in self.lowered:
@@ -210,6 +212,7 @@ class _Lowering:
         return casts
 
     def _bounded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The values, clipped so that finite numbers (such as those of masks) stay finite."""
+        """Returns the values, clipped so that finite numbers, such as the large ones in masks, stay
+        finite in 16 bits."""
         bounded = np.clip(values, -self.largest, self.largest)
         return np.where(np.isinf(values), values, bounded).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The differences between training one global program (this class) and training a program per rank
+"""The steps in which training one global program (here) differs from training a manual program
 (`training/manual.py`)."""
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ class Program:
 
     @property
     def count(self) -> int:
-        """Number of programs that compute a loss."""
+        """The number of ranks that compute a loss each."""
         return 1
 
     def check(self, options: LossOptions) -> None:
-        """Refuses options that such a program cannot follow. Errors: StrategyError."""
+        """Errors: StrategyError for options that such a program cannot follow."""
 
     def is_part(self, name: str) -> bool:
         """True if each rank has a shard of this weight."""
         return False
 
     def part_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a weight in this program."""
+        """Returns the shape of a weight in this program."""
         return tuple(shape)
 
     def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """The loss, gradients and statistics over all programs, by those of this one."""
+        """Returns the loss, gradients and statistics over all ranks, given those that the graph
+        computes."""
         return back
 
     def builder(self, graph: gs.Graph, prefix: str, parameter: str) -> Builder:
-        """A builder for the update of a parameter."""
+        """Returns a builder for the update of a parameter."""
         return Builder(graph, prefix)
 
     def total(self, builder: Builder, sums: Mapping[str, Value]) -> Value:
-        """The total of sums by parameter."""
+        """Returns the total of `sums`, one sum per parameter."""
         return reduce(add, sums.values())
 
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Notes in a step how the tensors of its graph are sharded; `shapes` are those of the
-        model's own tensors."""
+        """Records in `step` how the tensors of its graph are sharded. `shapes` are the shapes of
+        the model's own tensors."""

@@ -1,5 +1,5 @@
-"""Activation recomputation: the backward pass computes activations again, instead of keeping them
-since the forward pass. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016)."""
+"""Activation recomputation: the backward pass computes activations again instead of keeping them in
+memory. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from onnxpar.ir.tensors import shape_bytes
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes of a forward pass, with the only activation that they read and the only one
-    that later nodes read."""
+    """Consecutive nodes of a forward pass that read a single activation, `before`, and compute a
+    single activation that later nodes read, `after`."""
 
     nodes: list[gs.Node]
     before: gs.Tensor
@@ -28,11 +28,13 @@ class Block:
 
 
 def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str) -> list[Block]:
-    """Blocks of a forward pass that save memory if the backward pass computes them again.
+    """Divides a forward pass into blocks such that recomputing them in the backward pass saves
+    memory; returns the blocks.
 
-    A block ends where later nodes read a single activation (a tensor that depends on parameters).
-    The number of blocks minimizes the bytes that are kept plus those of the largest block. Errors:
-    StrategyError where fewer than two such places exist.
+    A block ends where all later nodes read only a single activation (a tensor that depends on
+    parameters) of the nodes so far. The number of blocks minimizes the sum of two sizes: the bytes
+    that are kept, and the bytes of the largest block. Errors: StrategyError if there are fewer than
+    two such places.
     """
     active = reached_from(nodes, parameters) - set(parameters)
     ends = _single(nodes, active)
@@ -57,7 +59,8 @@ def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
 
 
 def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.Tensor]:
-    """Positions after which nodes read a single activation, with that activation."""
+    """Returns the positions of nodes after which later nodes read a single activation of the nodes
+    so far, each with that activation."""
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
         for tensor in node.inputs:
@@ -80,8 +83,8 @@ def _bytes(node: gs.Node, active: Collection[str]) -> int:
 
 
 def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> list[int]:
-    """Positions that cut the nodes between the first and the last end into `count` blocks of about
-    the same number of bytes."""
+    """Returns positions that divide the nodes between the first and the last end into at most
+    `count` blocks of about the same number of bytes; `total` has the bytes before each node."""
     places = list(ends)
     first, last = total[places[0]], total[places[-1]]
     cuts = [places[0]]
@@ -94,7 +97,7 @@ def _partition(ends: dict[int, gs.Tensor], total: Sequence[int], count: int) -> 
 
 
 def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int]) -> int:
-    """Bytes of the tensors that are kept, plus those of the largest block."""
+    """Returns the bytes of the tensors that are kept, plus the bytes of the largest block."""
     kept = sum(shape_bytes(ends[c], ends[c].shape) for c in cuts)
     return kept + max((total[b] - total[a] for a, b in pairwise(cuts)), default=0)
 
@@ -102,9 +105,10 @@ def _cost(cuts: Sequence[int], ends: dict[int, gs.Tensor], total: Sequence[int])
 def recompute(
     graph: gs.Graph, forward: int, blocks: Sequence[Block], gradients: dict[str, Value]
 ) -> None:
-    """Adds copies of blocks that the backward pass, the nodes after the first `forward`, reads
-    instead of the forward pass's activations; `gradients` has those of the blocks' `after` tensors,
-    by name."""
+    """Adds copies of blocks to the graph, and makes the backward pass, the nodes after the first
+    `forward`, read the copies instead of the forward pass's activations. `gradients` has the
+    gradients of the blocks' `after` tensors, by name; when such a gradient is known, the block is
+    computed again."""
     backward = list(graph.nodes[forward:])
     first = list(graph.nodes[:forward])
     makers = {id(t): node for node in backward for t in node.outputs}

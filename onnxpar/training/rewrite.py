@@ -1,4 +1,4 @@
-"""Replaces a node by others, and an input by a constant."""
+"""Replaces a node by other nodes, or a graph input by a constant."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def replace_node(
     node: gs.Node,
     make: Callable[[Builder, Sequence[gs.Tensor]], Sequence[Value | None]],
 ) -> None:
-    """Replaces a node of a graph or one of its bodies. `make` is given the node's operands, and
-    returns a value for each of its results, None for those that no node reads."""
+    """Replaces a node of a graph, or of a body in it. `make` gets the node's operands, and must
+    return a value for each of the node's results, or None for a result that no node reads."""
     scope = next(g for g in scopes(graph) if any(n is node for n in g.nodes))
     at = next(i for i, n in enumerate(scope.nodes) if n is node)
     count = len(scope.nodes)
@@ -34,6 +34,6 @@ def replace_node(
 
 
 def as_constant(graph: gs.Graph, tensor: gs.Variable, value: TensorProto) -> None:
-    """Replaces an input by a constant."""
+    """Replaces a graph input by a constant."""
     replace_reads(tensor, gs.Constant(tensor.name, gs.ir.tensor.LazyValues(value)))
     graph.inputs.remove(tensor)

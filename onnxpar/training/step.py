@@ -1,8 +1,7 @@
-"""The training step as one graph: forward, backward and the update of every parameter.
-
-Inputs: the model's own, labels or targets, the learning rate, the parameters (their present values
-are defaults) and the optimizer's state. Outputs: the loss, the next parameters and the next state.
-The model's metadata says, under `onnxpar.training`, which port is which.
+"""The training step as one graph: forward pass, backward pass, and the update of every parameter.
+Inputs: the model's own, labels or targets, the learning rate, the parameters (with their current
+values as defaults) and the optimizer's state. Outputs: the loss, the next parameters and the next
+state. The metadata `onnxpar.training` of the model lists the role of each input and output.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from onnxpar.training.program import Program
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The part of a training step after the gradients.
+    """Options for the part of a training step after the gradients.
 
-    optimizer   updates the parameters; None makes the gradients outputs
-    clip_norm   limit of the norm over all gradients
+    optimizer   updates the parameters; None returns the gradients instead
+    clip_norm   the largest norm over all gradients together; None: no limit
     accumulate  number of micro-batches in a step
     """
 
@@ -61,9 +60,9 @@ class StepOptions:
 def make_step(
     model: Model, loss: LossOptions, options: StepOptions, program: Program | None = None
 ) -> Weights:
-    """Turns the graph of a model that was loaded for training into a training step, in place; the
-    model's `step` describes its ports. Returns the weights that are trained, and those that are
-    not. Errors: StrategyError, ModelError."""
+    """Turns the graph of a model that was loaded for training into a training step, in place, and
+    sets the model's `step`, which describes inputs and outputs. Returns the trained and the
+    untrained weights. Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
     stored = [t for t in constants(graph) if t.name in model.stored]
@@ -99,7 +98,7 @@ def make_step(
 
 
 class _Update:
-    """Appends the optimizer to a graph that has gradients."""
+    """Appends the optimizer to a graph with gradients."""
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class _Update:
         self.number = np.result_type(np.float32, *(g.dtype for g in back.gradients.values()))
 
     def run(self) -> None:
-        """Adds the next values of parameters, statistics and optimizer state."""
+        """Adds outputs for the next values of parameters, statistics and optimizer state."""
         optimizer = self.options.optimizer
         if self.scale is not None:
             self._unscale(self.scale)
@@ -157,8 +156,7 @@ class _Update:
                 self._slot(state[name], value, name, parameter.name)
 
     def _unscale(self, scale: Value) -> None:
-        """Divides all gradients by the loss scale; a dynamic scale is adapted so that gradients
-        stay finite."""
+        """Divides all gradients by the loss scale, and adds the update of a dynamic scale."""
         self.gradients = {
             n: g / self.builder.value(scale.tensor).cast(g.dtype) for n, g in self.gradients.items()
         }
@@ -174,7 +172,7 @@ class _Update:
         self.step.metrics.append(SKIPPED)
 
     def _squares(self) -> Value:
-        """The sum of the squares of all gradients."""
+        """Returns the sum of the squares of all gradients."""
         squares = {n: (g * g).sum().cast(self.number) for n, g in self.gradients.items()}
         return self.program.total(self.builder, squares)
 
@@ -194,7 +192,8 @@ class _Update:
         return self.builder.value(tensor)
 
     def _slot(self, before: Value, after: Value, kind: str, of: str) -> None:
-        """Passes a value to the next step; where gradients are not finite, the value before."""
+        """Adds a state pair that passes `after` to the next step; with a dynamic loss scale, passes
+        `before` if gradients are not finite."""
         if self.finite is not None:
             after = self.builder.value(self.finite.tensor).where(after, before)
         self._add_slot(before, after, kind, of)
