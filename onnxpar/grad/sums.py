@@ -30,7 +30,7 @@ def sum_after(part: Value, inner: Container[str]) -> Sum | None:
     the loop's body, whose names are in `inner`. None if `part` does not consist of products and
     sums."""
     node = part.tensor.inputs[0] if part.tensor.inputs else None
-    how = None if node is None else _BEHIND.get(node.op)
+    how = None if node is None else _SUMMED_AFTER.get(node.op)
     found = how(part, node, inner) if how is not None else None
     return found if found and all(row.tensor.name in inner for row in found.rows) else None
 
@@ -95,7 +95,7 @@ def _source(part: Value, node: gs.Node, index: int) -> tuple[Value, bool]:
     return part.builder.value(tensor), is_transposed
 
 
-_BEHIND: dict[str, Callable[[Value, gs.Node, Container[str]], Sum | None]] = {
+_SUMMED_AFTER: dict[str, Callable[[Value, gs.Node, Container[str]], Sum | None]] = {
     "Add": _add,
     "Reshape": _moved,
     "Transpose": _moved,

@@ -11,15 +11,16 @@ namespace {
 
 using Counts = std::vector<int64_t>;
 
-/// Calls body(transport, call) once the ranks agree on the kind and name of the collective, on
-/// `details`, on the type, and on `common`, the part of the shape that they share.
+/// Runs body(transport, call) as a collective. Messages are exchanged only between ranks that agree
+/// on its kind and name, on `details`, on the type, and on `common`, the part of the shape that
+/// must be the same. Any failure is thrown on all ranks.
 template <typename Body>
 void RunOn(const Array& x, const char* kind, std::string details, const Shape& common,
            const Body& body) {
   const std::string name = kind + (x.name.empty() ? "" : " '" + x.name + "'");
   if (!x.details.empty()) details += (details.empty() ? "" : ", ") + x.details;
   try {
-    ElementSize(x.type);  // throws for types that no transport carries
+    ElementSize(x.type);  // throws for types that cannot be sent
     uint64_t signature = Mix(Mix(Mix(0, std::string("array")), name), details);
     signature = Mix(Mix(signature, static_cast<uint64_t>(x.type)), common);
     Group& group = x.world->GroupOf({});
@@ -48,7 +49,8 @@ Reduction ReductionOf(const Array& x, const std::string& op) {
   throw std::runtime_error(std::string("no mean of ") + TypeName(x.type));
 }
 
-/// The number of rows that each member sends to this one; `gives[i]` is the number for member i.
+/// Returns the number of rows that each member sends to this one; `gives[i]` is the number that
+/// this one sends to member i.
 Counts ExchangeCounts(Transport& transport, const Call& call, const Counts& gives) {
   Counts takes(gives.size());
   std::vector<Block> blocks;
@@ -67,7 +69,7 @@ void* Allocated(Allocate allocate, const Counts& rows) {
   return memory;
 }
 
-/// The rows of `shape`, cut into these counts.
+/// Returns consecutive blocks of `rows[i]` rows like those of `x`, one for each member i.
 std::vector<Block> RowsOf(const Array& x, const Counts& rows) {
   return SlicesOf(WithExtent(x.shape, 0, SumOf(rows)), 0, ElementSize(x.type), rows);
 }

@@ -1,6 +1,7 @@
-// Collectives on arrays of the caller, without a session. All ranks of the world take part.
+// Collectives on the caller's arrays, without an onnxruntime session. All ranks of the world take
+// part.
 //
-// Ranks that disagree, on the name too, and ranks that die are errors on all, as for the ops.
+// As for the ops, all ranks throw if ranks disagree, for example on the name, or if a rank dies.
 #pragma once
 
 #include <cstdint>
@@ -16,33 +17,38 @@ namespace onnxpar {
 /// One rank's input of a collective.
 struct Array {
   std::shared_ptr<World> world;
-  std::string name;     // the same on all ranks; may be empty
-  std::string details;  // further values that must be the same, as text for messages
+  std::string name;  // the same on all ranks; may be empty
+  std::string
+      details;  // further values that must be the same on all ranks, as text for error messages
   DataType type;
   Shape shape;
   const void* data;
 };
 
-/// Returns memory for the joined rows of all ranks; null if there is not enough.
+/// The caller's function that allocates the result: `rows` has each rank's size of dimension 0.
+/// Returns null if there is not enough memory.
 using Allocate = void* (*)(const int64_t* rows);
 
-/// Reduces by sum, max, min, prod or, floats only, mean; `out` may be the array's own memory.
+/// Reduces over the ranks into `out`, which may be the array's own memory. `op` is sum, max, min,
+/// prod or, for floats, mean.
 void AllReduceArray(const Array& x, const std::string& op, void* out);
 
-/// Reduces, and gives this rank the rows of its shard; shards are as equal as possible, larger ones
-/// first.
+/// Reduces over the ranks, divides the result along dimension 0, and writes this rank's shard to
+/// `out`. Shards are as equal as possible, larger ones first.
 void ReduceScatterArray(const Array& x, const std::string& op, void* out);
 
-/// Joins the ranks' rows; each rank may have a different number of rows.
+/// Joins the ranks' arrays along dimension 0, whose size may differ between ranks, in the memory
+/// that `allocate` returns.
 void AllGatherArray(const Array& x, Allocate allocate);
 
-/// Sends `splits[i]` rows to rank i, in that order, and joins what arrives.
+/// Sends the next `splits[i]` rows to rank i, and joins the received rows, in the order of ranks,
+/// in the memory that `allocate` returns.
 void AllToAllArray(const Array& x, const std::vector<int64_t>& splits, Allocate allocate);
 
-/// Copies the root's array to every `out`, which may be the array's own memory.
+/// Copies the root's array to `out` on every rank; `out` may be the array's own memory.
 void BroadcastArray(const Array& x, int root, void* out);
 
-/// Waits until all ranks have called it.
+/// Returns after all ranks have called it.
 void Barrier(const std::shared_ptr<World>& world, const std::string& name);
 
 }  // namespace onnxpar

@@ -1,4 +1,4 @@
-// Cutting tensors along an axis.
+// Slices of tensors along an axis.
 #pragma once
 
 #include <vector>
@@ -8,23 +8,26 @@
 
 namespace onnxpar {
 
-/// Counts a negative axis from the end; throws if `shape` does not have it.
+/// Returns the axis as an index from 0; a negative one counts from the end. Throws if `shape` does
+/// not have it.
 size_t NormalizeAxis(int64_t axis, const Shape& shape);
 
-/// `shape` with another extent along `axis`.
+/// Returns `shape` with another size along `axis`.
 Shape WithExtent(Shape shape, size_t axis, int64_t extent);
 
-/// `shape` without that axis: the common part of the members' shapes in a collective along it.
+/// Returns `shape` without `axis`. In a collective along that axis, the members must agree on this
+/// part of the shape.
 Shape WithoutAxis(Shape shape, size_t axis);
 
-/// The sum. Throws if a size is negative, or if the sum overflows.
+/// Returns the sum. Throws if a size is negative, or if the sum overflows.
 int64_t SumOf(const std::vector<int64_t>& sizes);
 
-/// The elements `begin` to `begin + size` along `axis` of a tensor.
+/// Returns the place of the elements `begin` to `begin + size` along `axis` of a tensor, as a block
+/// for group member `member`.
 Block SliceOf(const Shape& shape, size_t axis, size_t element_size, int member, int64_t begin,
               int64_t size);
 
-/// The tensor cut along `axis` into one slice for each member of a group.
+/// Returns consecutive slices of a tensor along `axis`: one of `sizes[i]` for each group member i.
 std::vector<Block> SlicesOf(const Shape& shape, size_t axis, size_t element_size,
                             const std::vector<int64_t>& sizes);
 

@@ -7,7 +7,8 @@
 namespace onnxpar {
 namespace {
 
-/// The offset of the byte `position` of a block, and the number of contiguous bytes from there.
+/// Returns the offset of byte number `position` of a block, and the number of contiguous bytes from
+/// there.
 Range Locate(const Block& block, size_t position) {
   if (block.Contiguous()) return {block.offset + position, block.Bytes() - position};
   const size_t column = position % block.row_bytes;

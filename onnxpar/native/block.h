@@ -1,20 +1,22 @@
-// The part of a tensor that goes to, or comes from, one member of a group.
+// Blocks: the places in memory of the part of a tensor that is sent to, or received from, one group
+// member.
 #pragma once
 
 #include <cstddef>
 
 namespace onnxpar {
 
-/// Bytes `begin` to `begin + size` of something.
+/// The bytes or elements `begin` to `begin + size`.
 struct Range {
   size_t begin;
   size_t size;
 };
 
-/// Part `index` when `total` is cut into `parts`, the larger parts first.
+/// Divides `total` into `parts` as equal as possible, larger ones first; returns part `index`.
 Range PartOf(size_t total, size_t parts, size_t index);
 
-/// `rows` runs of `row_bytes`, each `stride` bytes after the one before; the first is at `offset`.
+/// `rows` rows of `row_bytes` bytes; the first begins at `offset`, and each next one `stride` bytes
+/// later.
 struct Block {
   int member;  // of the group
   size_t offset;
@@ -26,18 +28,18 @@ struct Block {
   bool Contiguous() const { return rows <= 1 || row_bytes == stride; }
 };
 
-/// A block that is one run of bytes.
+/// Returns a block of contiguous bytes.
 inline Block Run(int member, size_t bytes, size_t offset = 0) {
   return {member, offset, 1, bytes, bytes};
 }
 
-/// Copies a block to one of as many bytes, row-major on both sides.
+/// Copies a block to another one with the same number of bytes, row by row.
 void CopyBlock(const void* from, const Block& source, void* to, const Block& target);
 
-/// Copies those bytes of a block, counted row-major, to contiguous memory.
+/// Copies the bytes `range` of a block, counted row by row, to contiguous memory.
 void PackBlock(const void* from, const Block& source, const Range& range, void* to);
 
-/// The inverse.
+/// Copies contiguous memory to the bytes `range` of a block, the inverse of PackBlock.
 void UnpackBlock(const void* from, void* to, const Block& target, const Range& range);
 
 }  // namespace onnxpar

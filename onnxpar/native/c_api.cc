@@ -1,6 +1,6 @@
-// The plain C interface that onnxpar.runtime.groups and onnxpar.runtime.collectives bind.
+// The C interface that onnxpar.runtime.groups and onnxpar.runtime.collectives call through ctypes.
 //
-// Functions return 0, or 1 on failure; then onnxpar_last_error() has the reason for this thread.
+// Functions return 0 on success and 1 on failure; then onnxpar_last_error() returns the reason.
 #include <chrono>
 #include <exception>
 #include <map>
@@ -48,10 +48,10 @@ std::map<std::string, std::shared_ptr<onnxpar::Hub>>& Hubs() {
 
 }  // namespace
 
-/// The message of this thread's last failure; valid until its next call.
+/// Returns the message of this thread's last failure; valid until the thread's next call.
 ONNXPAR_EXPORT const char* onnxpar_last_error() { return last_error.c_str(); }
 
-/// Joins a world of `size` ranks as `rank`, to be known in this process as `id`.
+/// Joins a world of `size` ranks as `rank`; `id` names the world in this process.
 ONNXPAR_EXPORT int onnxpar_world_create(const char* id, int rank, int size, const char* store,
                                         const char* bind_address, int64_t timeout_ms) {
   return Guard([&] {
@@ -66,7 +66,7 @@ ONNXPAR_EXPORT int onnxpar_world_create(const char* id, int rank, int size, cons
   });
 }
 
-/// Leaves a world. Its sessions' collectives fail from then on.
+/// Leaves a world; collectives of its sessions fail from then on.
 ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   return Guard([&] {
     if (!onnxpar::World::Destroy(id)) {
@@ -80,7 +80,7 @@ ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Abort(message); });
 }
 
-/// Begins a call that all ranks make; see World::Begin.
+/// Marks the start of a call on this rank; see World::Begin.
 ONNXPAR_EXPORT int onnxpar_world_begin(const char* id) {
   return Guard([&] { WorldNamed(id)->Begin(); });
 }
@@ -91,8 +91,8 @@ ONNXPAR_EXPORT int onnxpar_world_interrupt(const char* id, const char* message) 
   return Guard([&] { WorldNamed(id)->Interrupt(message); });
 }
 
-/// Waits until all ranks have left the interrupted run, and connects them again;
-/// onnxpar_interruption() then has the reason for this thread, the same on all ranks. Fails if the
+/// Waits until all ranks have left the interrupted run, and connects to them again; then
+/// onnxpar_interruption() returns, in this thread, the reason, the same on all ranks. Fails if the
 /// world was aborted.
 ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
   return Guard([&] { interruption = WorldNamed(id)->Renew(); });
@@ -100,8 +100,8 @@ ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
 
 ONNXPAR_EXPORT const char* onnxpar_interruption() { return interruption.c_str(); }
 
-/// An array in C order and the name of its collective; `world` is a world's id, `type` as in
-/// TensorProto.DataType.
+/// An array in C order, and the name of the collective. `world` is the id of a world, `type` a
+/// number of TensorProto.DataType.
 struct onnxpar_array {
   const char* world;
   const char* name;
@@ -117,7 +117,7 @@ struct onnxpar_array {
   }
 };
 
-// The collectives of arrays.h. `rows` has one entry for each rank.
+// The collectives of arrays.h. `rows` and `splits` have one entry for each rank.
 
 ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar_array* x, const char* op, void* out) {
   return Guard([&] { onnxpar::AllReduceArray(x->Checked(), op, out); });
@@ -148,8 +148,9 @@ ONNXPAR_EXPORT int onnxpar_barrier(const char* world, const char* name) {
   return Guard([&] { onnxpar::Barrier(WorldNamed(world), name); });
 }
 
-/// Serves the hub of one world from this process, which need not be a rank, on `host`; the ranks
-/// join it at the store tcp://host:port#key. When this process ends, they fail.
+/// Serves the hub of one world from this process, which need not be a rank. Listens on `host`; sets
+/// `port` to a free port if it is 0. The ranks join at the store tcp://host:port#key, and fail when
+/// this process ends.
 ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port, const char* key) {
   return Guard([&] {
     const auto hub = onnxpar::Hub::Start({host, *port}, key, /*host_rank=*/-1);
@@ -159,7 +160,7 @@ ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port, const char* ke
   });
 }
 
-/// Ends a hub in good order.
+/// Ends a hub normally.
 ONNXPAR_EXPORT int onnxpar_hub_stop(const char* host, int port) {
   return Guard([&] {
     std::shared_ptr<onnxpar::Hub> hub;

@@ -12,55 +12,56 @@
 
 namespace onnxpar {
 
-/// A kernel whose members, over all ranks of its group, run together.
+/// A kernel that runs together with those of the other ranks of its group, the members.
 class Collective : public Kernel {
  public:
-  /// A failure here ends the world, so that no other rank waits for this one.
+  /// Runs Execute, and sets the token. If Execute throws, interrupts the run on all ranks, so that
+  /// none waits for this one.
   void Compute(KernelContext& context) final;
 
  protected:
   Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world);
-  /// One end of a message between the two ranks of `pair`.
+  /// For a message between the two ranks of `pair`.
   Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world,
              const std::vector<int64_t>& pair);
 
   /// Reads an attribute that must be the same on all members.
   int64_t AgreeInt(const KernelInfo& info, const char* attribute);
-  /// One size for each member; empty if the attribute is absent.
+  /// Reads one size for each member, the same on all members; empty if the attribute is absent.
   std::vector<int64_t> AgreeSizes(const KernelInfo& info, const char* attribute);
   std::string AgreeString(const KernelInfo& info, const char* attribute, const char* otherwise);
   void Agree(const char* name, int64_t value);
-  /// The same, for sizes that may differ between members.
+  /// Reads sizes like AgreeSizes, but they may differ between members.
   std::vector<int64_t> NoteSizes(const KernelInfo& info, const char* attribute);
 
-  /// Computes all outputs but the last, the token.
+  /// Computes all outputs except the last one, the token.
   virtual void Execute(KernelContext& context) = 0;
 
-  /// Calls body(transport, call) once the members agree on the type of `x`, on `common`, the part
-  /// of its shape that they share, and on the attributes.
+  /// Calls body(transport, call). Messages are exchanged only between members that agree on the
+  /// attributes, on the type of `x`, and on `common`, the part of its shape that must be the same.
   template <typename Body>
   void Run(const Tensor& x, const Shape& common, const Body& body) {
-    ElementSize(x.type);  // rejects what no transport carries
+    ElementSize(x.type);  // throws for types that cannot be sent
     const uint64_t signature = Mix(Mix(signature_, static_cast<uint64_t>(x.type)), common);
     world_->Run({name_, details_, group_, signature, x.type, x.shape, sends_, receives_}, body);
   }
 
-  /// The numbers of all members, equally many of each, in the order of the group; runs within the
-  /// collective `call`.
+  /// Returns the numbers of all members, in the order of the group; each member passes equally
+  /// many. Runs as a part of the collective `call`.
   static std::vector<int64_t> GatherNumbers(Transport& transport, const Call& call,
                                             const std::vector<int64_t>& own);
 
-  /// The `extent` of each member.
+  /// Returns the `extent` that each member passes, in the order of the group.
   static std::vector<int64_t> GatherExtents(Transport& transport, const Call& call, int64_t extent);
 
-  /// Copies `x` to output 0 if this rank is the only member.
+  /// If this rank is the only member, copies `x` to output 0 and returns true.
   bool Alone(KernelContext& context, const Tensor& x) const;
 
   /// Copies `x` to `y`, which may be the same memory.
   static void CopyTensor(const Tensor& x, void* y);
 
-  /// Declares the amounts that this rank sends to and receives from each member, if they may
-  /// differ.
+  /// Declares how many elements along the axis this rank sends to and receives from each member, so
+  /// that the hub can compare them.
   void DeclareAmounts(const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {
     sends_ = sends;
     receives_ = receives;

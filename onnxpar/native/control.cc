@@ -13,13 +13,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// Interval at which the thread looks for slow collectives.
+/// The interval at which the thread looks for slow collectives.
 constexpr milliseconds kTick{20};
-/// Time between two attempts to join.
+/// The time between two attempts to join.
 constexpr milliseconds kRetry{10};
-/// Time for a hub to answer. It answers at once; others are no hub, or an old one that is stopping.
+/// The time that a hub gets to answer. A hub answers at once; without an answer, the program is not
+/// a hub, or a hub that is stopping.
 constexpr milliseconds kAcceptTime{1000};
-/// Additional time for the hub's reason why a world is not complete.
+/// Additional time for the hub to send the reason why a world is not complete.
 constexpr milliseconds kGrace{500};
 
 }  // namespace
@@ -60,7 +61,8 @@ void Control::Join(Rendezvous& rendezvous) {
                            std::to_string(timeout_.count()) + " ms: " + error);
 }
 
-/// Returns false and sets `error` if a later attempt may succeed.
+/// Tries to join through a hub. Returns false and sets `error` if a later attempt may succeed;
+/// throws if none can.
 bool Control::TryJoin(const HubAddress& hub, Clock::time_point until, std::string* error) {
   connection_ = Connect(hub.address, kAcceptTime);
   if (!connection_.open()) {
@@ -109,7 +111,7 @@ bool Control::AskToJoin(const HubAddress& hub, Clock::time_point until, std::str
   return false;
 }
 
-/// The next frame; none at the end of the connection or after the deadline.
+/// Returns the next frame; none at the end of the connection or after the deadline.
 std::optional<Frame> Control::Receive(Clock::time_point until) {
   for (;;) {
     if (auto frame = connection_.Next()) return frame;
@@ -122,7 +124,8 @@ std::optional<Frame> Control::Receive(Clock::time_point until) {
   }
 }
 
-/// Whatever the other end sends, the process continues, and its world fails with the reason.
+/// Runs the channel's thread. Invalid messages and errors do not end the process: they fail the
+/// world, with the reason.
 void Control::Serve() {
   try {
     ServeUntilTheEnd();
@@ -188,7 +191,7 @@ void Control::Handle(const Frame& frame) {
       {
         std::lock_guard<std::mutex> lock(mutex_);
         wanted_.clear();
-        values_.clear();  // addresses of connections that will be replaced
+        values_.clear();  // they are addresses of connections that will be replaced
       }
       return listener_.OnRenewed(renewed.epoch, renewed.message);
     }

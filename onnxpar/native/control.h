@@ -22,17 +22,19 @@
 
 namespace onnxpar {
 
-/// The world that a control channel serves. Called on the channel's thread.
+/// Receives the events of a control channel: implemented by World. All methods are called on the
+/// channel's thread.
 class ControlListener {
  public:
   virtual ~ControlListener() = default;
   /// The world has failed for good.
   virtual void OnFailure(const std::string& reason) = 0;
-  /// A rank cannot continue this call of this epoch.
+  /// A rank cannot continue call `call` of epoch `epoch`.
   virtual void OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) = 0;
-  /// All ranks have left that run, and an epoch begins; `reason` is why the last one ended.
+  /// All ranks have left the interrupted run, and epoch `epoch` begins; `reason` is why the last
+  /// epoch ended.
   virtual void OnRenewed(uint64_t epoch, const std::string& reason) = 0;
-  /// The collective in flight, if it has become slow and was not reported before.
+  /// Returns a report on the current collective, if it has become slow and was not reported before.
   virtual std::optional<Report> NewlySlow() = 0;
   virtual Answer HasBegun(const std::vector<int>& ranks, uint64_t run) = 0;
 };
@@ -40,8 +42,9 @@ class ControlListener {
 /// The control channel of one rank, and the store through which Gloo finds the other ranks.
 class Control : public gloo::rendezvous::Store {
  public:
-  /// Returns once all ranks have joined; throws within the timeout. Rank 0 also serves the hub,
-  /// unless another process does so at a tcp:// store. `listener` must outlive this object.
+  /// Returns when all ranks have joined; throws if they do not join within the timeout. Rank 0 also
+  /// serves the hub, unless another process already serves one at a tcp:// store. `listener` must
+  /// outlive this object.
   Control(int rank, int size, const std::string& store, const std::string& bind_address,
           std::chrono::milliseconds timeout, ControlListener& listener);
   ~Control() override;
@@ -49,24 +52,26 @@ class Control : public gloo::rendezvous::Store {
   /// The process that serves the hub, e.g. "rank 0 (pid 4711)".
   const std::string& host() const { return host_; }
 
-  /// True if the hub ended in good order; failures of other ranks are then no longer noticed.
+  /// True if the hub ended normally; from then on, nothing notices failures of other ranks.
   bool ended() const { return ended_; }
 
-  /// Reports a collective that does not end to the hub; OnFailure follows if the hub knows why.
+  /// Reports a slow collective to the hub; OnFailure follows if the hub knows why it does not end.
   void Waiting(const Report& report) { Send(messages::Waiting{report}); }
-  /// The same at the timeout; OnFailure follows.
+  /// Reports a collective that has reached the timeout; OnFailure follows.
   void Overdue(const Report& report) { Send(messages::Overdue{report}); }
-  /// Fails the world on all ranks, for good.
+  /// Fails the world on all ranks, permanently.
   void Abort(const std::string& message) { Send(messages::Abort{message}); }
-  /// Ends this call on all ranks.
+  /// Ends call `call` on all ranks.
   void Interrupt(uint64_t epoch, uint64_t call, const std::string& message) {
     Send(messages::Interrupt{epoch, call, message});
   }
-  /// Tells the hub that this rank has left that run; OnRenewed follows when all have.
+  /// Tells the hub that this rank has left the interrupted run of epoch `epoch`; OnRenewed follows
+  /// when all ranks have.
   void Ready(uint64_t epoch) { Send(messages::Ready{epoch}); }
-  /// Leaves in good order, having begun so many collectives of each group.
+  /// Leaves the world normally; `runs` has the number of collectives that this rank has begun, by
+  /// group.
   void Leave(const Runs& runs) { Send(messages::Leave{runs}); }
-  /// Ends the hub if this process serves it, since the process is about to end.
+  /// Ends the hub if this process serves it. Called before the process ends.
   void StopHub();
 
   void set(const std::string& key, const std::vector<char>& data) override;
@@ -107,12 +112,12 @@ class Control : public gloo::rendezvous::Store {
   std::string host_;
   int wake_ = -1;
   std::atomic<bool> stop_{false};
-  std::atomic<bool> ended_{false};  // the hub has said goodbye
+  std::atomic<bool> ended_{false};  // the hub has sent Goodbye
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   Connection connection_;
-  std::set<std::string> wanted_;  // requested keys
+  std::set<std::string> wanted_;  // keys that were requested from the hub
   std::map<std::string, std::string> values_;
   std::string failure_;
 

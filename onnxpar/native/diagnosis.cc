@@ -22,7 +22,7 @@ size_t IndexOf(const std::vector<int>& ranks, int rank) {
   return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-/// The difference between the amount that `from` sends to `to` and the amount that `to` expects.
+/// Returns a text if `from` sends another number of elements to `to` than `to` expects.
 std::optional<std::string> FindUnequalMessage(const Member& from, const Member& to) {
   const Report& sender = *from.waiting;
   const Report& receiver = *to.waiting;
@@ -76,7 +76,7 @@ std::optional<std::string> FindDisagreement(const std::vector<Member>& members, 
   if (!member.waiting) return std::nullopt;
   for (const Member& other : members) {
     if (other.rank == rank || !other.waiting) continue;
-    // The lower rank first, so that the text does not depend on who reports first.
+    // Passes the lower rank first, so that the text does not depend on which rank reports first.
     const auto found =
         rank < other.rank ? FindDisagreement(member, other) : FindDisagreement(other, member);
     if (found) return found;

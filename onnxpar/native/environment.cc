@@ -10,7 +10,7 @@
 namespace onnxpar {
 namespace {
 
-/// The first of these variables that is set, or an empty string.
+/// Returns the value of the first of these variables that is set, or an empty string.
 std::string Variable(std::initializer_list<const char*> names) {
   for (const char* name : names) {
     const char* value = std::getenv(name);
@@ -26,24 +26,24 @@ double Number(const char* name, const std::string& text) {
   throw std::runtime_error(std::string(name) + "='" + text + "' is not a number");
 }
 
-/// The variables that a launcher sets.
+/// The names of the variables that a launcher sets.
 struct Launcher {
   const char* rank;
   const char* size;
   const char* other_size;  // used if `size` is not set, but `step` is
   const char* step;
-  bool optional;       // names that mean nothing without the size
-  const char* lonely;  // a size that means no launch: a shell under srun is a step of one task
+  bool optional;       // true if the rank counts only together with a size
+  const char* lonely;  // a size that does not count: a shell under srun is a step of one task
 };
 
 const Launcher kLaunchers[] = {
-    {"ONNXPAR_RANK", "ONNXPAR_WORLD_SIZE", "", "", false, ""},  // by hand: it wins
+    {"ONNXPAR_RANK", "ONNXPAR_WORLD_SIZE", "", "", false, ""},  // set by hand; these win
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "", "", false, ""},
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_ID", true, "1"},
     {"RANK", "WORLD_SIZE", "", "", true, ""},
 };
 
-/// The values of one launcher's variables, as text.
+/// The rank and the size that one launcher's variables give, as text.
 struct Place {
   const Launcher* launcher;
   std::string rank, size;
@@ -53,7 +53,7 @@ struct Place {
   }
 };
 
-/// The values of all launchers that started this process, by priority.
+/// Returns the values of all launchers that started this process, by priority.
 std::vector<Place> Places() {
   std::vector<Place> places;
   for (const Launcher& launcher : kLaunchers) {
@@ -67,7 +67,7 @@ std::vector<Place> Places() {
   return places;
 }
 
-/// Rank and size. Throws if two launchers contradict each other.
+/// Returns rank and size. Throws if two launchers contradict each other.
 Place Agreed(const std::vector<Place>& places) {
   Place agreed = places.front();
   for (const Place& other : places) {
@@ -83,11 +83,12 @@ Place Agreed(const std::vector<Place>& places) {
   return agreed;
 }
 
-/// The place where the ranks meet, as in onnxpar.runtime.launch; empty if no variable names one.
+/// Returns the store where the ranks meet, chosen as in onnxpar.runtime.launch; empty if no
+/// variable names one.
 std::string StoreFromEnvironment(const std::string& size) {
   const std::string store = Variable({"ONNXPAR_STORE"});
   if (!store.empty()) return store;
-  // On one host, mpirun gives its processes a directory of their own.
+  // mpirun gives its processes on one host a common directory.
   const std::string directory = Variable({"PMIX_SERVER_TMPDIR"});
   if (!directory.empty() && !Variable({"OMPI_COMM_WORLD_RANK"}).empty())
     return "file:" + directory + "/onnxpar";
@@ -95,7 +96,8 @@ std::string StoreFromEnvironment(const std::string& size) {
   const std::string master = Variable({"MASTER_ADDR"}), port = Variable({"MASTER_PORT"});
   const std::string host = one_host && !master.empty() ? "127.0.0.1" : master;
   if (!host.empty() && !port.empty()) {
-    const long next = std::lround(Number("MASTER_PORT", port)) + 1;  // torch's store has the port
+    const long next =
+        std::lround(Number("MASTER_PORT", port)) + 1;  // torch's store uses the port itself
     return "tcp://" + host + ":" + std::to_string(next) + "#" + port;
   }
   const std::string job = Variable({"SLURM_JOB_ID", "SLURM_JOBID"});

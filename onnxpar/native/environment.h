@@ -1,4 +1,4 @@
-// The world that the environment of this process describes.
+// The world that environment variables describe.
 #pragma once
 
 #include <memory>
@@ -7,9 +7,9 @@
 
 namespace onnxpar {
 
-/// Joins, on first use, the world of ONNXPAR_RANK, ONNXPAR_WORLD_SIZE, ONNXPAR_STORE, ONNXPAR_BIND
-/// and ONNXPAR_TIMEOUT (seconds), or of the variables of mpirun, srun or torchrun, as
-/// onnxpar.runtime.launch does; null if these describe none.
+/// Returns the world that ONNXPAR_RANK, ONNXPAR_WORLD_SIZE, ONNXPAR_STORE, ONNXPAR_BIND and
+/// ONNXPAR_TIMEOUT (seconds) describe, or the variables of mpirun, srun or torchrun, read as in
+/// onnxpar.runtime.launch; null if they describe none. Joins it on first use.
 std::shared_ptr<World> WorldFromEnvironment();
 
 }  // namespace onnxpar

@@ -7,10 +7,12 @@
 namespace onnxpar {
 namespace {
 
-/// Large enough to make messages cheap, small enough for the cache; a multiple of any element.
+/// The size of a chunk: large enough to make the overhead of messages small, small enough for the
+/// cache, and a multiple of every element size.
 constexpr size_t kPieceBytes = 512 * 1024;
 
-/// An empty block is one empty chunk, so that both ends still meet.
+/// Returns the number of chunks of a block. An empty block is one empty chunk, so that its two
+/// members still exchange a message.
 size_t CountOf(const Block& block) {
   return std::max<size_t>(1, (block.Bytes() + kPieceBytes - 1) / kPieceBytes);
 }

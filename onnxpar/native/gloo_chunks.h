@@ -1,4 +1,4 @@
-// Blocks of any size, moved chunk by chunk through scratch memory of bounded size.
+// Sends and receives blocks of any size in chunks, with scratch memory of bounded size.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace onnxpar {
 
-/// Memory that is kept between calls.
+/// Memory that is kept and reused between calls.
 class Scratch {
  public:
   char* Get(size_t bytes) {
@@ -27,19 +27,21 @@ class Scratch {
   size_t size_ = 0;
 };
 
-/// The address of a byte. Gloo takes no pointers to const, though it only reads what it sends.
+/// Returns the address of a byte. Not const, because Gloo takes no pointers to const even for data
+/// that it only sends.
 inline void* At(const void* base, size_t offset) {
   return static_cast<char*>(const_cast<void*>(base)) + offset;
 }
 
-/// The transfers between this rank and the others in one phase of a collective. Two chunks may be
-/// posted at a time. Blocks from this rank to itself are skipped.
+/// The transfers between this rank and the others in one phase of a collective. At most two chunks
+/// may be posted and not yet waited for. Blocks from this rank to itself are skipped.
 class Chunks {
  public:
   enum Staging { kWhereStrided, kAlways };
 
-  /// Sends blocks of `in` and receives blocks of `out`. Received chunks stay in scratch memory if
-  /// `staging` is kAlways, otherwise they end up in `out`. The blocks must outlive this object.
+  /// Prepares to send blocks of `in` and to receive blocks of `out`. With kAlways, received chunks
+  /// go to scratch memory; with kWhereStrided, only chunks of blocks that are not contiguous do.
+  /// They are then copied to `out`, unless it is null. The blocks must outlive this object.
   Chunks(GlooMesh& mesh, const Call& call, uint64_t phase, const void* in,
          const std::vector<Block>& sends, void* out, const std::vector<Block>& receives,
          Staging staging, Scratch& scratch);
@@ -47,7 +49,8 @@ class Chunks {
   /// The number of chunks of the largest block.
   size_t Count() const { return count_; }
 
-  /// The bytes of a block that are its chunk `chunk`; none if it has fewer chunks.
+  /// Returns the bytes of a block that chunk number `chunk` has; an empty range if the block has
+  /// fewer chunks.
   static Range RangeOf(const Block& block, size_t chunk);
 
   void Post(size_t chunk);
@@ -56,7 +59,7 @@ class Chunks {
   /// Posts and waits for all chunks.
   void Move();
 
-  /// The staged bytes of a chunk of `receives[index]`.
+  /// Returns the address in scratch memory of a chunk of `receives[index]`.
   char* Staged(size_t index, size_t chunk) const;
 
  private:

@@ -15,9 +15,9 @@
 namespace onnxpar {
 namespace {
 
-/// Creates Gloo's device on a thread whose settings its event loop inherits: SCHED_BATCH, since the
-/// loop's busy polling otherwise starves the thread that it should wake (stalls of 4 ms on few
-/// cores), and no signals, which are the host program's.
+/// Creates Gloo's device on a thread whose settings Gloo's event loop inherits. With SCHED_BATCH,
+/// the loop's busy polling does not starve the thread that it should wake (otherwise stalls of 4 ms
+/// on few cores). Signals are blocked, because they belong to the host program.
 std::shared_ptr<gloo::transport::Device> CreateDevice(const std::string& address) {
   std::shared_ptr<gloo::transport::Device> device;
   std::exception_ptr error;
@@ -37,7 +37,7 @@ std::shared_ptr<gloo::transport::Device> CreateDevice(const std::string& address
   return device;
 }
 
-/// Adds the other rank to Gloo's errors.
+/// Adds the number of the other rank to Gloo's errors.
 template <typename Body>
 void NameRank(int rank, const Body& body) {
   try {
@@ -47,8 +47,8 @@ void NameRank(int rank, const Body& body) {
   }
 }
 
-/// Silences std::cerr of the process while it exists, as Gloo of 2025 logs every connection there.
-/// Failures are still exceptions.
+/// Silences std::cerr of the process while it exists, because Gloo of 2025 logs every connection
+/// there. Failures are still exceptions.
 class Quiet {
  public:
   Quiet() {
@@ -71,15 +71,15 @@ class Quiet {
 using Device = std::shared_ptr<gloo::transport::Device>;
 using gloo::rendezvous::Store;
 
-/// Connects all ranks, with the store argument of Gloo until 2024.
+/// Connects all ranks, for versions of Gloo until 2024, which take a reference to the store.
 template <typename Context>
 auto Connect(Context& context, Store& store, Device& device, int)
     -> decltype(context.connectFullMesh(store, device)) {
   context.connectFullMesh(store, device);
 }
 
-/// The same for later versions, which share the store, but use it only during this call, as the
-/// device does not connect lazily.
+/// Connects all ranks, for later versions of Gloo, which take a shared pointer to the store. They
+/// use it only during this call, because the device does not connect lazily.
 template <typename Context>
 void Connect(Context& context, Store& store, Device& device, long) {
   context.connectFullMesh(std::shared_ptr<Store>(std::shared_ptr<void>(), &store), device);
@@ -91,7 +91,7 @@ GlooMesh::GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std
                    std::chrono::milliseconds timeout)
     : device_(CreateDevice(address)), timeout_(timeout) {
   context_ = std::make_shared<gloo::rendezvous::Context>(rank, size);
-  // Gloo waits five times as long for a connection.
+  // Gloo waits for a connection five times as long as its timeout.
   context_->setTimeout(std::max(timeout / 5, std::chrono::milliseconds(100)));
   const Quiet quiet;
   Connect(*context_, store, device_, 0);

@@ -1,4 +1,4 @@
-// Gloo connections to all other ranks, and messages on them that can be interrupted.
+// Gloo connections to all other ranks, and interruptible messages on these connections.
 #pragma once
 
 #include <gloo/rendezvous/context.h>
@@ -15,7 +15,7 @@
 
 namespace onnxpar {
 
-/// Bytes to or from one rank. A message is received by the buffer with the same slot.
+/// Bytes to or from one rank. Gloo delivers a message to the receive that has the same slot.
 struct Message {
   int rank;
   uint64_t slot;
@@ -23,7 +23,7 @@ struct Message {
   size_t bytes;
 };
 
-/// The connections of one rank.
+/// The connections of one rank to all other ranks.
 class GlooMesh {
  public:
   GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
@@ -37,8 +37,8 @@ class GlooMesh {
     Flight(const Flight&) = delete;
     Flight& operator=(const Flight&) = delete;
 
-    /// Returns when all have been sent and received; throws if a connection breaks, if nothing
-    /// arrives within the timeout, or on Abort.
+    /// Returns when all messages have been sent and received; throws if a connection breaks, if a
+    /// message does not arrive within the timeout, or after Abort.
     void Wait();
 
    private:

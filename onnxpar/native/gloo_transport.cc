@@ -1,6 +1,7 @@
-// Gloo's own collectives cannot be interrupted, end the process when ranks disagree on a size, and
-// reduce in an order that depends on the algorithm. So these are built from its messages. Each is
-// matched by a slot, a hash of all values that its two ends must agree on.
+// Gloo's own collectives cannot be interrupted, end the process if ranks disagree on a size, and
+// reduce in an order that depends on the algorithm. So these collectives are built from Gloo's
+// messages. Gloo matches the two ends of a message by a slot: a hash of all values on which both
+// must agree.
 #include "gloo_transport.h"
 
 #include "gloo_chunks.h"
@@ -10,9 +11,11 @@
 namespace onnxpar {
 namespace {
 
-/// An all-reduce that sends no more than this is one step, everything to everyone, instead of two.
+/// An AllReduce that sends at most this many bytes takes one step, in which every member sends its
+/// whole operand to every other one, instead of two steps.
 constexpr size_t kDirectBytes = 384 * 1024;
-/// From this size on, ranks pass on chunks of a broadcast to several ranks.
+/// In a Broadcast of more bytes, the root sends a part to each member, and the members exchange the
+/// parts.
 constexpr size_t kScatteredBytes = 64 * 1024;
 
 class GlooTransport : public Transport {
@@ -33,7 +36,8 @@ class GlooTransport : public Transport {
   void Abort() override { mesh_.Abort(); }
 
  private:
-  /// The steps of a collective, so that messages of one do not match those of another.
+  /// The steps of a collective. They are part of the slot, so that messages of different steps do
+  /// not match.
   enum Phase { kFirst, kSecond };
 
   template <typename AfterPiece>
@@ -47,7 +51,7 @@ class GlooTransport : public Transport {
   Scratch reduce_scratch_;
 };
 
-/// One block for each member, all of the same bytes.
+/// Returns one block for each member; all blocks are the same bytes.
 std::vector<Block> ToEach(const Call& call, const Range& range) {
   std::vector<Block> blocks;
   for (int member = 0; member < call.size(); ++member) {
@@ -56,7 +60,7 @@ std::vector<Block> ToEach(const Call& call, const Range& range) {
   return blocks;
 }
 
-/// `elements` cut into one part for each member.
+/// Divides `elements` into one part for each member.
 std::vector<Block> PartsOf(const Call& call, size_t elements, size_t element_size) {
   std::vector<Block> parts;
   for (int member = 0; member < call.size(); ++member) {
@@ -66,9 +70,9 @@ std::vector<Block> PartsOf(const Call& call, size_t elements, size_t element_siz
   return parts;
 }
 
-/// Small ones in one step, large ones as reduce-scatter and all-gather, chunk by chunk. In place,
-/// the result of a part comes from the member that it was sent to, so nothing is overwritten before
-/// it was sent.
+/// Small operands take one step; large ones are a ReduceScatter and an AllGather, overlapped chunk
+/// by chunk. `out` may be `in`: the result of a part comes from the member to which this rank sent
+/// that part, so no part is overwritten before it was sent.
 void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                               void* out, size_t elements) {
   const size_t element_size = ElementSize(reduction.type);
@@ -93,8 +97,8 @@ void GlooTransport::ReduceScatter(const Call& call, const Reduction& reduction, 
   Reduce(call, reduction, in, blocks, out, [](size_t) {});
 }
 
-/// Sends `blocks[i]` of `in` to member i, folds what this member gets with its own block into
-/// `out`, and calls after_chunk(i) when chunk i of that is done.
+/// Sends `blocks[i]` of `in` to each member i, and reduces the blocks that this member receives,
+/// and its own, into `out`. Calls after_chunk(i) after chunk i of `out` is complete.
 template <typename AfterPiece>
 void GlooTransport::Reduce(const Call& call, const Reduction& reduction, const void* in,
                            const std::vector<Block>& blocks, void* out,
@@ -128,7 +132,8 @@ void GlooTransport::AllGather(const Call& call, const void* in, void* out,
   Exchange(call, in, ToEach(call, {0, blocks[call.me].Bytes()}), out, blocks);
 }
 
-/// The root scatters chunks over the other members, which then gather them among themselves.
+/// If there are many bytes, the root sends a different part to each member, and the members then
+/// exchange these parts.
 void GlooTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
   const bool dealt = bytes > kScatteredBytes && call.size() > 2;
   std::vector<Block> chunks;  // of all members but the root

@@ -11,8 +11,9 @@
 
 namespace onnxpar {
 
-/// Connects `rank` to all other ranks through addresses exchanged in `store`; listens on `address`.
-/// A message that has not arrived `timeout` after it was posted makes its collective throw.
+/// Listens on `address`, exchanges addresses with the other ranks through `store`, and connects to
+/// them; returns the transport. A collective throws if one of its messages does not arrive within
+/// `timeout`.
 std::unique_ptr<Transport> ConnectGloo(int rank, int size, gloo::rendezvous::Store& store,
                                        const std::string& address,
                                        std::chrono::milliseconds timeout);

@@ -18,24 +18,27 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// Time for a rank to answer whether it has begun a collective. A busy machine needs some of it.
+/// The time that a rank gets to answer whether it has begun a collective; a rank on a busy machine
+/// is slow to answer.
 constexpr milliseconds kAnswerTime{1000};
-/// Time to write a goodbye.
+/// The time to write Goodbye to all ranks.
 constexpr milliseconds kGoodbyeTime{200};
-/// Time for a new connection to send its hello.
+/// The time that a new connection gets to send its Hello.
 constexpr milliseconds kHelloTime{5000};
-/// Most connections without a hello; the oldest is dropped for a new one. Ranks send theirs at
-/// once.
+/// The largest number of connections without a Hello; a further one replaces the oldest. Ranks send
+/// their Hello at once.
 constexpr size_t kMaxStrangers = 128;
-/// Time until the next attempt to accept a connection after the process ran out of descriptors.
+/// The time until the next attempt to accept a connection, after the process has run out of
+/// descriptors.
 constexpr milliseconds kStarved{100};
-/// Most keys that a rank waits for at a time; Gloo asks for one after the other.
+/// The largest number of keys for which a rank may wait at a time; Gloo requests one after another.
 constexpr size_t kMaxWanted = 1024;
 
-/// Memory for a value besides its bytes.
+/// The bytes that count for each value in addition to its key and content.
 constexpr size_t kStoredBytes = 128;
 
-/// Most bytes of a rank's values, which are the addresses of its connections to all others.
+/// Returns the largest number of bytes that a rank may store: its values are the addresses of its
+/// connections to all other ranks.
 size_t MaxStored(size_t ranks) { return (size_t{64} << 10) + (size_t{1} << 10) * ranks; }
 
 }  // namespace
@@ -68,7 +71,7 @@ void Hub::Stop() {
   end_.wait();
 }
 
-/// On any exception, the process continues, and the ranks get the reason.
+/// Runs the hub's thread. An exception does not end the process; the ranks get its reason.
 void Hub::Serve() {
   try {
     ServeUntilTheEnd();
@@ -83,7 +86,7 @@ void Hub::Serve() {
 void Hub::TellTheEnd(const std::string& reason) noexcept {
   try {
     Fail("the hub of the world cannot go on: " + reason);
-  } catch (const std::exception&) {  // the ranks notice the end of the connection
+  } catch (const std::exception&) {  // the ranks will notice that the connection ends
   }
 }
 
@@ -95,7 +98,7 @@ void Hub::ServeUntilTheEnd() {
 }
 
 void Hub::TakeLeave() {
-  Poll(milliseconds(0));  // messages that the ranks sent before the end
+  Poll(milliseconds(0));  // reads messages that the ranks sent before the end
   Tell(messages::Goodbye{});
   const auto until = Clock::now() + kGoodbyeTime;
   while (Clock::now() < until && std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
@@ -157,7 +160,8 @@ void Hub::ForgetClosed() {
                peers_.end());
 }
 
-/// While no descriptor is left, connections stay in the queue and are neither refused nor lost.
+/// Accepts a connection. If no descriptor is left, connections stay in the kernel's queue, neither
+/// refused nor lost.
 void Hub::AcceptNext() {
   const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
   is_starved_ = descriptor < 0 && (errno == EMFILE || errno == ENFILE);
@@ -195,8 +199,8 @@ void Hub::Read(Peer& peer) {
   if (!open) Lose(peer, " died");
 }
 
-/// Drops a stranger. A rank's malformed message is ignored and the world continues; if a collective
-/// needed it, that fails by itself.
+/// Reacts to a malformed message: drops a stranger, and ignores the message of a rank. The world
+/// continues; if a collective needed the message, the collective will fail by itself.
 void Hub::Distrust(Peer& peer, const std::string& what) {
   if (peer.rank < 0) return peer.connection.Close();
   if (peer.is_distrusted) return;
@@ -260,8 +264,8 @@ void Hub::HandleHello(Peer& peer, const Frame& frame) {
   WelcomeIfComplete();
 }
 
-/// Why a hello is refused; empty if it is valid. Without the key, the reason reveals nothing of
-/// this world.
+/// Returns why a Hello is refused; empty if it is valid. Sets `again` if a later attempt may
+/// succeed. To a peer without the key, the reason reveals nothing about this world.
 std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
   *again = true;
   if (!SameKey(hello.key, key_)) return "another world, or ranks with another ONNXPAR_KEY";
@@ -320,7 +324,7 @@ void Hub::HandleGet(Peer& peer, const std::string& key) {
   peer.wanted.insert(key);
 }
 
-/// True if a report is of the current run.
+/// True if a report is about the current run.
 bool Hub::IsCurrent(const Report& report) const { return report.epoch == epoch_ && !interruption_; }
 
 void Hub::HandleWaiting(int rank, Report report) {
@@ -372,7 +376,7 @@ void Hub::HandleInterrupt(const messages::Interrupt& interrupt) {
   RenewOnceReady();
 }
 
-/// It may arrive before the interrupt of another rank that caused it.
+/// A rank's Ready may arrive before the Interrupt, of another rank, that caused it.
 void Hub::HandleReady(int rank, uint64_t epoch) {
   if (epoch != epoch_ || !failure_.empty()) return;
   members_[rank].is_ready = true;

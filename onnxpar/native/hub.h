@@ -1,4 +1,4 @@
-// The hub of a world: the one place that all ranks are connected to apart from the data.
+// The hub of a world, to which all ranks have a control connection, separate from those for data.
 #pragma once
 
 #include <atomic>
@@ -16,33 +16,35 @@
 
 namespace onnxpar {
 
-/// Serves one world: waits for its ranks, keeps the keys and values through which they find each
-/// other, and informs all ranks when one has died, left, or disagrees with another.
+/// Serves one world: waits for its ranks, stores the keys and values through which they find each
+/// other, and informs all ranks if a rank has died, has left too early, or disagrees with another
+/// one.
 class Hub {
  public:
-  /// Listens on `address`. `key`, which a rank's hello must have, keeps strangers out; `host_rank`
-  /// is the rank whose process this is, or -1. The hub ends with its last member, or by Stop.
+  /// Starts a thread that listens on `address`. A rank's Hello must have the key `key`, which keeps
+  /// strangers out. `host_rank` is the rank of this process, or -1. The hub ends when its last rank
+  /// leaves, or by Stop.
   static std::shared_ptr<Hub> Start(Address address, std::string key, int host_rank);
   ~Hub();
 
   const Address& address() const { return address_; }
   const std::string& key() const { return key_; }
 
-  /// Takes leave of the ranks in good order and returns when that is done.
+  /// Says goodbye to the ranks, and returns when the hub has ended.
   void Stop();
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// A connection: a stranger's, and a rank's once its hello has been accepted.
+  /// A connection. It belongs to a stranger until a Hello has been accepted, and then to a rank.
   struct Peer {
     Connection connection;
     int rank = -1;
-    Clock::time_point until;       // for a hello
-    bool is_refused = false;       // it is dropped after it has got the reason
-    bool is_distrusted = false;    // it has sent a malformed message
-    std::set<std::string> wanted;  // keys that it waits for
-    size_t stored = 0;             // bytes of its values
+    Clock::time_point until;       // deadline for a Hello
+    bool is_refused = false;       // drop it once the refusal is written
+    bool is_distrusted = false;    // has sent a malformed message
+    std::set<std::string> wanted;  // keys for which it waits
+    size_t stored = 0;             // bytes of the values it has set
   };
 
   struct Stored {
@@ -50,7 +52,7 @@ class Hub {
     int owner = 0;
   };
 
-  /// The ranks asked about an overdue collective, and their answers.
+  /// A question to ranks about an overdue collective, and their answers.
   struct Inquiry {
     uint64_t question = 0;
     Report report;
@@ -113,10 +115,10 @@ class Hub {
   std::promise<void> ended_;
   std::shared_future<void> end_{ended_.get_future()};
 
-  // Only the hub's thread touches the rest.
-  std::vector<std::unique_ptr<Peer>> peers_;  // in the order in which they came
-  bool is_starved_ = false;                   // no descriptor was left for the last one
-  Clock::time_point accept_from_;             // time to accept new ones again
+  // Only the hub's thread uses the members below.
+  std::vector<std::unique_ptr<Peer>> peers_;  // oldest first
+  bool is_starved_ = false;                   // no descriptor was left for the last connection
+  Clock::time_point accept_from_;             // when to accept connections again
   std::vector<Member> members_;
   std::map<std::string, Stored> values_;
   Clock::time_point join_until_;
@@ -125,7 +127,7 @@ class Hub {
   std::string failure_;
   uint64_t epoch_ = 0;                            // how many runs were interrupted
   std::optional<std::string> interruption_;       // why the run of this epoch ended, if it did
-  std::optional<Clock::time_point> ready_until_;  // deadline for all ranks to leave it
+  std::optional<Clock::time_point> ready_until_;  // deadline for all ranks to leave that run
   uint64_t questions_ = 0;
   std::unique_ptr<Inquiry> inquiry_;
 };

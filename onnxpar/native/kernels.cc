@@ -14,7 +14,7 @@ namespace {
 
 using Sizes = std::vector<int64_t>;
 
-/// The default shards of an axis: as equal as possible, larger ones first.
+/// Returns the default sizes of shards along an axis: as equal as possible, larger ones first.
 Sizes EqualParts(int64_t extent, size_t parts) {
   Sizes sizes;
   for (size_t i = 0; i < parts; ++i) {
@@ -23,7 +23,7 @@ Sizes EqualParts(int64_t extent, size_t parts) {
   return sizes;
 }
 
-/// Checks a size attribute against X.
+/// Throws unless X has the size along `axis` that `attribute` requires.
 void CheckExtent(const std::string& attribute, int64_t expected, const Shape& shape, size_t axis) {
   if (shape[axis] == expected) return;
   throw std::runtime_error("X has shape " + ToText(shape) + ", that is " +
@@ -104,7 +104,8 @@ class ReduceScatter : public Collective {
   const ReduceOp op_;
 };
 
-/// Cuts X along one axis, and joins the received slices along another.
+/// Divides X along one axis into slices, one for each member, and joins the received slices along
+/// another axis.
 class AllToAll : public Collective {
  public:
   AllToAll(const KernelInfo& info, std::shared_ptr<World> world)
@@ -151,8 +152,9 @@ class AllToAll : public Collective {
   const Sizes concat_sizes_;
 };
 
-/// AllToAll along one axis, which only moves the bounds between the members' shards. Each member
-/// has sizes of its own, which must agree in pairs.
+/// AllToAll whose split axis is its concat axis, which only moves the bounds between the members'
+/// shards. Sizes differ between members: the number that one sends must be the number that the
+/// other one receives.
 class Redistribute : public Collective {
  public:
   Redistribute(const KernelInfo& info, std::shared_ptr<World> world)
@@ -214,7 +216,8 @@ class Broadcast : public Collective {
   const int64_t root_;
 };
 
-/// The two ranks of a Send and its Recv; a peer of -1 means none.
+/// Returns the ranks of a Send and its Recv, in ascending order: two, or only this rank if the peer
+/// is -1.
 Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   const int64_t peer = info.Int("peer");
   if (peer == -1) return {world.rank()};
@@ -222,8 +225,9 @@ Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   return {std::min<int64_t>(peer, world.rank()), std::max<int64_t>(peer, world.rank())};
 }
 
-/// Send and Recv are one collective of two ranks, of which the lower one is member 0. A rank
-/// without a peer takes no part: its Recv gives X.
+/// One end of a message. A Send and its Recv are one collective of two ranks, of which the lower
+/// one is member 0. A rank without a peer does not communicate: its Send does nothing, and its Recv
+/// returns X.
 class PointToPoint : public Collective {
  public:
   PointToPoint(const char* kind, bool sends, const KernelInfo& info, std::shared_ptr<World> world)
@@ -311,16 +315,16 @@ class NeighborExchange : public Collective {
   const Sizes after_;
 };
 
-/// Gives each member a range of a dimension that is sharded over the members: the elements from
-/// bounds[0] to before bounds[1], counted through all shards. The sizes of shards and the bounds
-/// are data-dependent, so the members exchange them first.
+/// Returns to each member a range of a dimension that is sharded over the members: the global
+/// elements from bounds[0] to before bounds[1]. The sizes of shards and the bounds are
+/// data-dependent, so the members exchange them first.
 class HaloExchange : public Collective {
  public:
   HaloExchange(const KernelInfo& info, std::shared_ptr<World> world)
       : Collective("HaloExchange", info, std::move(world)), axis_(AgreeInt(info, "axis")) {}
 
  private:
-  /// Elements `begin` to before `end`, counted through all shards.
+  /// The global elements from `begin` to before `end`.
   struct Span {
     int64_t begin, end;
   };
@@ -363,7 +367,8 @@ class HaloExchange : public Collective {
     });
   }
 
-  /// The elements that are held and wanted, in a tensor of that shape that has those of `all`.
+  /// Returns the place of the elements that are both held and wanted, in a tensor of shape `shape`
+  /// that has the elements `all`.
   static Block Shared(const Shape& shape, size_t axis, size_t element, int member, const Span& all,
                       const Member& both) {
     const int64_t begin = std::max(both.held.begin, both.wanted.begin);
@@ -372,7 +377,8 @@ class HaloExchange : public Collective {
     return SliceOf(shape, axis, element, member, begin - all.begin, end - begin);
   }
 
-  /// The members by their extents and bounds.
+  /// Returns the members' ranges; `numbers` has the size of the shard and the two bounds of each.
+  /// Throws if they are invalid.
   std::vector<Member> MembersOf(const Sizes& numbers) const {
     std::vector<Member> members;
     Sizes held;
@@ -397,7 +403,8 @@ class HaloExchange : public Collective {
   const int64_t axis_;
 };
 
-/// Passes X on after its token; it does not communicate.
+/// Returns X. The token input delays it until an earlier collective has ended; it does not
+/// communicate.
 class Gate : public Kernel {
  public:
   void Compute(KernelContext& context) override {
@@ -408,7 +415,7 @@ class Gate : public Kernel {
   }
 };
 
-/// A constant of this rank.
+/// Returns a constant that is known when the session is created, such as this rank's index.
 class Scalar : public Kernel {
  public:
   explicit Scalar(int64_t value) : value_(value) {}

@@ -9,15 +9,15 @@
 
 namespace onnxpar {
 
-/// A node of a loaded model.
+/// The kernel of one node in a loaded model.
 class Kernel {
  public:
   virtual ~Kernel() = default;
-  /// Runs the node; throws a std::exception whose message is for the user.
+  /// Runs the node. Throws a std::exception with a message for the user.
   virtual void Compute(KernelContext& context) = 0;
 };
 
-/// The kernel of a node with op type `kind`; throws if its attributes are wrong.
+/// Creates the kernel of a node with op type `kind`. Throws if its attributes are wrong.
 std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& info,
                                    std::shared_ptr<World> world);
 

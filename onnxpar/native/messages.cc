@@ -70,7 +70,7 @@ void Reader::Wait(std::chrono::milliseconds& value) {
   value = std::chrono::milliseconds(number);
 }
 
-/// A count of items of `bytes_each` bytes; throws if the frame is too short for them.
+/// Reads a number of items of `bytes_each` bytes each. Throws if the frame is too short for them.
 uint64_t Reader::Count(size_t bytes_each) {
   uint64_t count = 0;
   Number(count);

@@ -1,5 +1,5 @@
-// The messages of the control channel. The fields of each are listed once, in Visit, which both
-// sending and reading use; reading checks each field.
+// The messages of the control channel. Each message lists its fields once, in Visit, which both the
+// writer and the reader use; the reader checks each field.
 #pragma once
 
 #include <chrono>
@@ -12,15 +12,15 @@
 
 namespace onnxpar {
 
-/// Changes with every change to the messages.
+/// The version of the protocol; increase it with every change to the messages.
 constexpr uint64_t kProtocol = 2;
-/// Most ranks of a world.
+/// The largest number of ranks in a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
-/// Most bytes of a description or a reason. Longer ones are cut by the sender.
+/// The largest number of bytes in a description or a reason. The sender cuts longer texts.
 constexpr size_t kMaxText = 1 << 20;
-/// Most bytes of a key under which a value is stored.
+/// The largest number of bytes in a key, of a value or of a world.
 constexpr size_t kMaxKey = 1024;
-/// Longest timeout: a hundred years, as a clock of nanoseconds ends after 292.
+/// The longest timeout: a hundred years. A clock in nanoseconds overflows after 292 years.
 constexpr std::chrono::milliseconds kMaxWait{3'155'760'000'000};
 
 enum class Kind : uint8_t {
@@ -53,22 +53,23 @@ class ProtocolError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A received message before any check: any kind, any content.
+/// A received message before any check; kind and content may be anything.
 struct Frame {
   uint8_t kind = 0;
   std::string fields;
 };
 
-/// The owner of a connection, to check ranks in messages: `rank` in a world of `size`.
+/// The owner of a connection, rank `rank` in a world of `size` ranks; used to check ranks in
+/// messages.
 struct Scope {
   int size = 0;
   int rank = 0;
 };
 
-/// The number of collectives that each group has begun.
+/// The number of collectives that a rank has begun, by group.
 using Runs = std::map<std::vector<int>, uint64_t>;
 
-/// Builds a frame, with its length.
+/// Writes a frame: its length, its kind, and its fields.
 class Writer {
  public:
   explicit Writer(Kind kind);
@@ -87,7 +88,7 @@ class Writer {
   std::string bytes_;
 };
 
-/// Reads a frame. Every method throws ProtocolError if the frame has something else.
+/// Reads a frame. Each method reads the next field, and throws ProtocolError if it is invalid.
 class Reader {
  public:
   Reader(const Frame& frame, Scope scope) : bytes_(frame.fields), scope_(scope) {}
@@ -97,9 +98,9 @@ class Reader {
   void Text(std::string& text) { Bytes(text, kMaxText); }
   void Key(std::string& key) { Bytes(key, kMaxKey); }
   void Bytes(std::string& bytes, size_t longest = SIZE_MAX);
-  /// Distinct ranks of the world that include the connection's own.
+  /// Reads distinct ranks of the world that include the rank of this connection.
   void Group(std::vector<int>& ranks);
-  /// A number for each of `ranks`, or none.
+  /// Reads a number for each of `ranks`, or no numbers.
   void PerMember(std::vector<int64_t>& values, const std::vector<int>& ranks);
   void GroupRuns(Runs& runs);
   /// Throws unless the frame ends here.
@@ -125,7 +126,7 @@ bool Is(const Frame& frame) {
   return frame.kind == static_cast<uint8_t>(Message::kKind);
 }
 
-/// The message in a frame of this kind. Throws ProtocolError.
+/// Reads a message from a frame, whose kind the caller has checked. Throws ProtocolError.
 template <typename Message>
 Message Decode(const Frame& frame, Scope scope) {
   Reader reader(frame, scope);
@@ -146,7 +147,7 @@ struct Hello {
   std::string process;  // e.g. pid 4711
   std::string host;
   std::chrono::milliseconds timeout{};
-  std::chrono::milliseconds patience{};  // what is left of it
+  std::chrono::milliseconds patience{};  // the rest of the timeout
 
   template <typename Fields>
   void Visit(Fields& fields) {
@@ -161,7 +162,7 @@ struct Hello {
   }
 };
 
-/// Stores a value for other ranks.
+/// Stores a value on the hub for other ranks.
 struct Set {
   static constexpr Kind kKind = Kind::kSet;
   std::string key, value;
@@ -173,7 +174,7 @@ struct Set {
   }
 };
 
-/// Answered by Value once there is one.
+/// Requests a value; the hub answers with Value as soon as the value is set.
 struct Get {
   static constexpr Kind kKind = Kind::kGet;
   std::string key;
@@ -188,10 +189,10 @@ struct Get {
 struct Report {
   uint64_t epoch = 0;             // how many runs were interrupted before
   std::vector<int> ranks;         // of the group
-  uint64_t run = 0;               // the collectives that this group ran before
-  uint64_t signature = 0;         // equal where members agree
-  std::vector<int64_t> sends;     // amounts for each member, if they can differ
-  std::vector<int64_t> receives;  // amounts from each member
+  uint64_t run = 0;               // number of collectives of this group before it
+  uint64_t signature = 0;         // the same on members that agree
+  std::vector<int64_t> sends;     // elements for each member, if they can differ
+  std::vector<int64_t> receives;  // elements from each member
   std::string name;
   std::string description;
 
@@ -208,17 +209,17 @@ struct Report {
   }
 };
 
-/// In a collective for longer than usual.
+/// This rank has been in a collective for longer than usual.
 struct Waiting : Report {
   static constexpr Kind kKind = Kind::kWaiting;
 };
 
-/// In a collective for longer than the timeout.
+/// This rank has been in a collective for longer than the timeout.
 struct Overdue : Report {
   static constexpr Kind kKind = Kind::kOverdue;
 };
 
-/// Answers Ask: whether the rank has begun that collective, and what it does.
+/// Answers Ask: whether the rank has begun the collective, and what it is doing.
 struct Status {
   static constexpr Kind kKind = Kind::kStatus;
   uint64_t question = 0;
@@ -233,7 +234,7 @@ struct Status {
   }
 };
 
-/// Why the world fails.
+/// The reason why the world fails.
 struct Failure {
   std::string message;
 
@@ -248,7 +249,7 @@ struct Abort : Failure {
   static constexpr Kind kKind = Kind::kAbort;
 };
 
-/// A call and why it ends.
+/// A call, and the reason why it ends.
 struct CallEnd {
   uint64_t epoch = 0, call = 0;
   std::string message;
@@ -261,12 +262,12 @@ struct CallEnd {
   }
 };
 
-/// Ends that call, or the one in flight.
+/// Asks the hub to end a call on all ranks, or the call in which a rank still is.
 struct Interrupt : CallEnd {
   static constexpr Kind kKind = Kind::kInterrupt;
 };
 
-/// This rank has left the run that was interrupted.
+/// This rank has left the interrupted run.
 struct Ready {
   static constexpr Kind kKind = Kind::kReady;
   uint64_t epoch = 0;
@@ -277,7 +278,7 @@ struct Ready {
   }
 };
 
-/// This rank leaves in good order, having begun so many collectives of each group.
+/// This rank leaves the world normally, after it has begun these numbers of collectives.
 struct Leave {
   static constexpr Kind kKind = Kind::kLeave;
   Runs runs;
@@ -288,7 +289,7 @@ struct Leave {
   }
 };
 
-/// The hello was valid.
+/// The Hello was valid.
 struct Accept {
   static constexpr Kind kKind = Kind::kAccept;
 
@@ -308,7 +309,7 @@ struct Refuse {
   }
 };
 
-/// All ranks have joined.
+/// All ranks have joined the world.
 struct Welcome {
   static constexpr Kind kKind = Kind::kWelcome;
   std::string server;  // the process that serves the hub
@@ -330,7 +331,7 @@ struct Value {
   }
 };
 
-/// Has this rank begun that collective of that group?
+/// Asks a rank whether it has begun collective number `run` of a group.
 struct Ask {
   static constexpr Kind kKind = Kind::kAsk;
   uint64_t question = 0;
@@ -345,21 +346,21 @@ struct Ask {
   }
 };
 
-/// The world has failed for good.
+/// The world has failed permanently.
 struct Fail : Failure {
   static constexpr Kind kKind = Kind::kFail;
 };
 
-/// That call has ended.
+/// A call has ended because a rank interrupted it.
 struct Stop : CallEnd {
   static constexpr Kind kKind = Kind::kStop;
 };
 
-/// All ranks have left that run.
+/// All ranks have left the interrupted run.
 struct Renewed {
   static constexpr Kind kKind = Kind::kRenewed;
-  uint64_t epoch = 0;   // the one that begins
-  std::string message;  // why the last one ended
+  uint64_t epoch = 0;   // the epoch that begins
+  std::string message;  // why the last epoch ended
 
   template <typename Fields>
   void Visit(Fields& fields) {
@@ -368,7 +369,7 @@ struct Renewed {
   }
 };
 
-/// The hub ends in good order.
+/// The hub ends normally.
 struct Goodbye {
   static constexpr Kind kKind = Kind::kGoodbye;
 

@@ -1,4 +1,4 @@
-// The custom ops as onnxruntime sees them: names, inputs, outputs, kernels.
+// Registers the custom ops with onnxruntime: names, inputs, outputs, kernels.
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,12 +14,12 @@
 namespace onnxpar {
 namespace {
 
-/// The signature of an op. Its last output is a token unless the op is a constant.
+/// The signature of an op. The last output is a token, unless the op has no inputs.
 struct Schema {
   const char* name;
   size_t inputs;
   size_t outputs;
-  DataType constant_type;  // of output 0 of an op without inputs
+  DataType constant_type;  // type of output 0 of an op without inputs
   InferShapes infer;
   bool in_place;  // output 0 may overwrite input 0
 };
@@ -39,17 +39,17 @@ const Schema kSchemas[] = {
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };
 
-/// An op of one world. onnxruntime passes our OrtCustomOp back to each of its functions.
+/// An op of one world. onnxruntime passes this object, as OrtCustomOp, to each of its functions.
 struct Op : OrtCustomOp {
   Op(const Schema& op_schema, std::shared_ptr<World> op_world);
 
   const Schema& schema;
-  const std::shared_ptr<World> world;  // null if the session was given none
+  const std::shared_ptr<World> world;  // null if the session has no world
 };
 
 const Op& Self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
-/// Calls `body` and turns an exception into a status.
+/// Calls `body`; returns an exception as a status.
 template <typename Body>
 OrtStatus* Guard(const Body& body) {
   try {
@@ -144,7 +144,7 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   ReleaseAliasMap = ReleaseInPlace;
 }
 
-/// The world that a session's options or the environment name; null if neither does.
+/// Returns the world that a session's options or the environment name; null if neither does.
 std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
   const std::string id = SessionConfigEntry(options, "onnxpar.world");
   if (id.empty()) return WorldFromEnvironment();
@@ -154,8 +154,8 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
                            "' names no world of this process; create it first, and keep it open");
 }
 
-/// The ops of a world, created once for each. They are never freed, as sessions keep pointers to
-/// them and may outlive their options.
+/// Returns the domain with the ops of a world, created on first use. The ops are never freed,
+/// because sessions keep pointers to them and may outlive their options.
 OrtCustomOpDomain* DomainOf(const std::shared_ptr<World>& world) {
   static std::mutex mutex;
   static auto* domains = new std::map<std::shared_ptr<World>, OrtCustomOpDomain*>;

@@ -8,7 +8,7 @@
 namespace onnxpar {
 namespace {
 
-/// One per process: sessions of several onnxruntimes in one process are not supported.
+/// The function table, one per process: several onnxruntimes in one process are not supported.
 std::atomic<const OrtApi*> api{nullptr};
 
 template <typename Result, typename... Arguments>
@@ -17,7 +17,7 @@ Result Invoke(OrtFunction slot, Arguments... arguments) {
       arguments...);
 }
 
-/// True if the call succeeds.
+/// Calls a function that returns a status; true if the call succeeds.
 template <typename... Arguments>
 bool Try(OrtFunction slot, Arguments... arguments) {
   auto* status = Invoke<OrtStatus*>(slot, arguments...);
@@ -36,7 +36,7 @@ void Call(OrtFunction slot, Arguments... arguments) {
   throw std::runtime_error(message);
 }
 
-/// Frees a type-and-shape info that we own.
+/// Owns a type-and-shape info, and frees it.
 struct OwnedInfo {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   ~OwnedInfo() {
@@ -58,7 +58,7 @@ DataType ElementType(const OrtTensorTypeAndShapeInfo* info) {
   return type;
 }
 
-/// A symbol that no model uses. A dimension without one would become a literal -1.
+/// Returns a symbol that no model uses. A dimension without a symbol would become a literal -1.
 std::string NewSymbol() {
   static std::atomic<uint64_t> next{0};
   return "onnxpar_dim_" + std::to_string(next++);
@@ -148,7 +148,7 @@ bool NegotiateApi(const OrtApiBase* base) {
   const size_t dot = version.find('.');
   const int minor = dot == std::string::npos ? 0 : std::atoi(version.c_str() + dot + 1);
   const bool old = std::atoi(version.c_str()) == 1 && minor < static_cast<int>(kOrtApiVersion);
-  // Asked for a version that it does not have, onnxruntime prints an error and returns null.
+  // For a version that it does not have, onnxruntime would print an error and return null.
   api = base->GetApi(old ? static_cast<uint32_t>(minor) : kOrtApiVersion);
   return !old;
 }

@@ -1,8 +1,8 @@
 // The part of onnxruntime's C ABI that the plugin uses, declared by hand.
 //
-// No Python wheel ships onnxruntime's headers. Its C ABI is append-only: a function keeps its slot
-// in the OrtApi table and a field its place in OrtCustomOp for ever, so these few declarations load
-// in every onnxruntime from 1.18 on.
+// No Python wheel ships onnxruntime's headers. Its C ABI is append-only: a function always keeps
+// its slot in the OrtApi table, and a field its place in OrtCustomOp. So these few declarations
+// work with every onnxruntime from 1.18 on.
 #pragma once
 
 #include <cstddef>
@@ -28,10 +28,11 @@ struct OrtApiBase {
 
 namespace onnxpar {
 
-/// The OrtApi and OrtCustomOp version that the plugin is written against.
+/// The version of OrtApi and OrtCustomOp that the plugin uses.
 constexpr uint32_t kOrtApiVersion = 18;
 
-/// ORT_FAIL. Never ORT_EP_FAIL (11): Python would rebuild the session and run the collective again.
+/// The code of every error: ORT_FAIL. With ORT_EP_FAIL (11), onnxruntime's Python API would rebuild
+/// the session and run the collective again.
 constexpr int kOrtFail = 1;
 
 /// Slots of the OrtApi table.
@@ -69,7 +70,7 @@ enum OrtFunction : size_t {
   kReadOpAttr = 272,
 };
 
-/// ONNXTensorElementDataType, which numbers types as TensorProto.DataType does.
+/// ONNXTensorElementDataType, with the same numbers as TensorProto.DataType.
 enum class DataType : int {
   kAny = 0,
   kFloat = 1,
@@ -89,7 +90,7 @@ enum class DataType : int {
 
 enum OrtOpAttrType : int { kOrtAttrInt = 1, kOrtAttrInts = 2 };
 
-/// OrtCustomOp as of version 18; our op objects begin with one.
+/// OrtCustomOp of version 18; the plugin's op objects derive from it.
 struct OrtCustomOp {
   uint32_t version;
   void* (*CreateKernel)(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*);

@@ -11,7 +11,8 @@
 namespace onnxpar {
 namespace {
 
-/// Elements folded at a time, so that the accumulator stays in the first-level cache.
+/// The number of elements that are reduced at a time, so that the accumulator stays in the
+/// first-level cache.
 constexpr size_t kBlock = 1024;
 
 float FromBits(uint32_t bits) {
@@ -39,7 +40,8 @@ struct Bfloat16 {
   }
 };
 
-/// IEEE half precision in branch-free integer code, which the compiler vectorizes on any CPU.
+/// IEEE half precision, converted by branch-free integer code, which the compiler vectorizes for
+/// any CPU.
 struct Float16 {
   uint16_t bits;
 
@@ -68,7 +70,7 @@ struct Float16 {
   }
 };
 
-/// How elements of type T are accumulated.
+/// The type in which elements of type T are accumulated, and conversions to and from it.
 template <typename T>
 struct Element {
   using Accumulator = T;
@@ -88,7 +90,8 @@ struct Element<Bfloat16> {
   static Bfloat16 Round(float value) { return Bfloat16::Round(value); }
 };
 
-/// Where T's arithmetic must not overflow: the unsigned type wide enough to wrap in.
+/// The type in which T is added and multiplied: unsigned for integers, because signed overflow is
+/// undefined.
 template <typename T>
 using Wrapping = std::conditional_t<std::is_integral_v<T>, uint64_t, T>;
 

@@ -1,8 +1,8 @@
-// Elementwise reductions, always folded in the order of the group's members.
+// Elementwise reductions, which always combine operands in the order of the group's members.
 //
-// One order for every algorithm and size makes results bit-identical on all members, from run to
-// run, and between an AllReduce, its ReduceScatter + AllGather, and any bucket that it is fused
-// into.
+// Because the order does not depend on algorithm and size, results are bit-identical on all
+// members, from run to run, and between an AllReduce, the equivalent ReduceScatter + AllGather, and
+// any bucket into which it is fused.
 #pragma once
 
 #include <cstddef>
@@ -12,10 +12,10 @@
 
 namespace onnxpar {
 
-/// kMean is a sum divided by the number of members, of floats only.
+/// kMean is the sum divided by the number of members, for floats only.
 enum class ReduceOp { kSum, kMax, kMin, kProd, kMean };
 
-/// Reads "sum", "max", "min" or "prod".
+/// Returns the reduction for "sum", "max", "min" or "prod". Throws for another name.
 ReduceOp ParseReduceOp(const std::string& name);
 
 struct Reduction {
@@ -23,10 +23,11 @@ struct Reduction {
   ReduceOp op;
 };
 
-/// out[i] = sources[0][i] op sources[1][i] op ...; `out` may be one of the sources.
+/// Computes out[i] = sources[0][i] op sources[1][i] op ...; `out` may be one of the sources.
 ///
-/// float16 and bfloat16 are accumulated in float32 and rounded once; integer sums wrap; NaN wins in
-/// max and min; on bool, sum and max are or, prod and min are and.
+/// float16 and bfloat16 are accumulated in float32 and rounded once; integers wrap on overflow; max
+/// and min return NaN if an operand is NaN; for bool, sum and max are a logical or, prod and min a
+/// logical and.
 void Fold(const Reduction& reduction, const void* const* sources, size_t source_count, void* out,
           size_t elements);
 

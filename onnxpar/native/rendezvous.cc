@@ -25,7 +25,7 @@ bool TakePrefix(const std::string& prefix, std::string* text) {
   return true;
 }
 
-/// Ranks that are threads of this process.
+/// A rendezvous of ranks that are threads of this process.
 class InProcess : public Rendezvous {
  public:
   InProcess(std::string name, std::string host) : name_(std::move(name)), host_(std::move(host)) {}
@@ -62,8 +62,9 @@ class InProcess : public Rendezvous {
 };
 std::mutex InProcess::mutex;
 
-/// A file in a directory that all ranks share, written for each world, with a key in it. Only its
-/// owner may read it, and only a file of this user or of the directory's owner is trusted.
+/// A rendezvous by a file in a directory that all ranks share. Rank 0 writes the hub's address and
+/// a random key to the file, which only its owner may read. A rank trusts the file only if it
+/// belongs to its own user or to the directory's owner.
 class Directory : public Rendezvous {
  public:
   Directory(const std::string& path, std::string host)
@@ -76,7 +77,7 @@ class Directory : public Rendezvous {
   std::shared_ptr<Hub> Serve() override {
     if (mkdir(directory_.c_str(), 0700) != 0 && errno != EEXIST) ThrowErrno("create", directory_);
     std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, RandomKey(), 0);
-    // Written to another name and renamed, so that no process reads half of it.
+    // Written under another name and then renamed, so that no process reads an incomplete file.
     const std::string draft = file_ + "." + std::to_string(getpid());
     if (!Write(draft, *hub) || std::rename(draft.c_str(), file_.c_str()) != 0) {
       const int error = errno;
@@ -125,9 +126,10 @@ class Directory : public Rendezvous {
   const std::string host_;
 };
 
-/// A known address, optionally followed by # and a key; rank 0 serves there unless another process
-/// already does. A text too short for a key only keeps worlds apart, in addition to ONNXPAR_KEY. If
-/// other hosts can reach the address, there must be a key.
+/// A rendezvous at a known address, optionally followed by # and a key. Rank 0 serves the hub
+/// there, unless another process already does. If the text after # is too short for a key, it only
+/// distinguishes worlds, and ONNXPAR_KEY is the key. An address that other hosts can reach requires
+/// a key.
 class KnownAddress : public Rendezvous {
  public:
   explicit KnownAddress(std::string text) {
@@ -156,7 +158,7 @@ class KnownAddress : public Rendezvous {
       return Hub::Start(where_.address, where_.key, 0);
     } catch (const std::system_error& error) {
       const bool elsewhere =
-          error.code() == std::errc::address_in_use ||       // by a launcher, or by an old world
+          error.code() == std::errc::address_in_use ||       // by a launcher or an old world
           error.code() == std::errc::address_not_available;  // on another host
       if (elsewhere) return nullptr;
       throw;
@@ -166,7 +168,7 @@ class KnownAddress : public Rendezvous {
   std::optional<HubAddress> Find() override { return where_; }
 
  private:
-  /// 0 where it is none.
+  /// Returns the port; 0 if the text is not a port.
   static int PortOf(const std::string& text) {
     const bool digits = !text.empty() && text.size() <= 5 &&
                         text.find_first_not_of("0123456789") == std::string::npos;

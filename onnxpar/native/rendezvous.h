@@ -1,4 +1,4 @@
-// How the ranks of a world find its hub.
+// Rendezvous: how the ranks of a world find its hub.
 #pragma once
 
 #include <memory>
@@ -12,21 +12,22 @@ namespace onnxpar {
 
 struct HubAddress {
   Address address;
-  std::string key;  // that the hub expects in a hello
+  std::string key;  // that the hub expects in a Hello
 };
 
 class Rendezvous {
  public:
-  /// Reads "hash:NAME", "file:/dir" or "tcp://host:port"; throws on anything else.
+  /// Parses a store: "hash:NAME", "file:/dir" or "tcp://host:port". Throws for anything else.
   static std::unique_ptr<Rendezvous> Open(const std::string& store,
                                           const std::string& bind_address);
   virtual ~Rendezvous() = default;
 
-  /// Starts the hub on behalf of rank 0; null if another process has to serve, or still serves.
+  /// Starts the hub in this process; called on rank 0. Returns null if the address belongs to
+  /// another process or host.
   virtual std::shared_ptr<Hub> Serve() = 0;
-  /// The address of the hub, if it is known yet.
+  /// Returns the address of the hub, if it is already known.
   virtual std::optional<HubAddress> Find() = 0;
-  /// Removes the files that Serve wrote for other ranks.
+  /// Removes the entry that Serve made for other ranks.
   virtual void Withdraw() {}
 };
 

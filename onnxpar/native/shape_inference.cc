@@ -14,7 +14,7 @@ void SetToken(ShapeContext& node, size_t output) {
   node.SetOutput(output, DataType::kBool, {{0, ""}});
 }
 
-/// This rank's place in the node's group, or -1 if it is unknown.
+/// Returns this rank's index in the node's group, or -1 if it is unknown.
 int MemberOf(const ShapeContext& node, const World* world) {
   if (world == nullptr) return -1;
   const std::vector<int64_t> group = node.Ints("group");
@@ -23,18 +23,19 @@ int MemberOf(const ShapeContext& node, const World* world) {
   return me == group.end() ? -1 : static_cast<int>(me - group.begin());
 }
 
-/// The size that this rank has in `sizes`, as a dimension.
+/// Returns this rank's size in `sizes`, as a dimension; unknown if it has none.
 Dimension Mine(const std::vector<int64_t>& sizes, int me) {
   if (me < 0 || me >= static_cast<int>(sizes.size())) return {};
   return {sizes[me], ""};
 }
 
-/// The sum of `sizes`, as a dimension.
+/// Returns the sum of `sizes`, as a dimension; unknown if there are none.
 Dimension Total(const std::vector<int64_t>& sizes) {
   return sizes.empty() ? Dimension{} : Dimension{SumOf(sizes), ""};
 }
 
-/// The axis that an attribute names, or the number of dimensions if X does not have it.
+/// Returns the axis that an attribute names, or the number of dimensions if X does not have that
+/// axis.
 size_t AxisOf(const ShapeContext& node, const char* attribute, const Dimensions& x) {
   const int64_t rank = static_cast<int64_t>(x.size());
   const int64_t axis = node.Int(attribute, rank);

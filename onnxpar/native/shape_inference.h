@@ -1,4 +1,4 @@
-// Shapes of the ops' outputs while onnxruntime loads a model.
+// Shape inference of the ops, while onnxruntime loads a model.
 #pragma once
 
 #include "ort.h"
@@ -6,7 +6,8 @@
 
 namespace onnxpar {
 
-/// Sets the output shapes of a node that follow from its inputs; `world` may be null.
+/// Sets the output shapes of a node, as far as they follow from its inputs and attributes; `world`
+/// may be null.
 using InferShapes = void (*)(ShapeContext& node, const World* world);
 
 void InferSameShape(ShapeContext& node, const World* world);

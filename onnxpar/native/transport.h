@@ -1,4 +1,4 @@
-// The interface that moves bytes between ranks. Gloo is the first implementation.
+// The interface of implementations that move bytes between ranks; gloo_transport.h has one.
 #pragma once
 
 #include <cstddef>
@@ -11,55 +11,56 @@
 
 namespace onnxpar {
 
-/// Bytes could not be moved, e.g. "rank 2 (connection reset)".
+/// A transfer failed; the message names the other rank, e.g. "rank 2 (connection reset)".
 class TransportError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// One collective in flight.
+/// One run of a collective.
 struct Call {
   /// The members' world ranks in group order.
   const std::vector<int>& ranks;
-  /// This rank's place among them.
+  /// This rank's index in `ranks`.
   int me;
-  /// Equal on two members if and only if they agree on which collective runs, on what, and when.
-  /// Messages carry it, so that members who disagree never exchange a byte.
+  /// A hash that is equal on two members if and only if they agree on the collective, its operands,
+  /// and how many the group ran before. Messages carry the key, so that members that disagree never
+  /// exchange a byte.
   uint64_t key;
 
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-/// The collectives of one rank, one at a time. Every call blocks until its output is complete and
-/// its input may be overwritten, or throws a TransportError. A list of blocks names each member at
-/// most once; the member may be this rank.
+/// Runs the collectives of one rank, one at a time. Every method blocks until its output is
+/// complete and its input may be overwritten, or throws a TransportError. A list of blocks has at
+/// most one block per member; a block's member may be this rank.
 ///
-/// Every two members that a call pairs exchange a message, even an empty one, so that no member
-/// passes a collective on which another disagrees with it.
+/// Two members for whom a collective lists a block exchange a message even if the block is empty,
+/// so that no member completes a collective about which another one disagrees.
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  /// Reduces `elements` elements; `out` may be `in`.
+  /// Reduces `elements` elements over the members; `out` may be `in`.
   virtual void AllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
                          size_t elements) = 0;
 
-  /// Reduces `blocks[i]` of `in` into member i's `out`.
+  /// Reduces block i of every member's `in` into member i's `out`.
   virtual void ReduceScatter(const Call& call, const Reduction& reduction, const void* in,
                              const std::vector<Block>& blocks, void* out) = 0;
 
-  /// Gives each member's `in` to all; `blocks[i]` of `out` takes member i's.
+  /// Copies the `in` of each member i to `blocks[i]` of every member's `out`.
   virtual void AllGather(const Call& call, const void* in, void* out,
                          const std::vector<Block>& blocks) = 0;
 
   /// Copies member `root`'s `data` to every member's `data`.
   virtual void Broadcast(const Call& call, int root, void* data, size_t bytes) = 0;
 
-  /// Sends blocks of `in` and receives blocks of `out`.
+  /// Sends each block of `in` to its member, and receives each block of `out` from its member.
   virtual void Exchange(const Call& call, const void* in, const std::vector<Block>& sends,
                         void* out, const std::vector<Block>& receives) = 0;
 
-  /// Makes the call in flight, and every later one, throw. Any thread may call it.
+  /// Makes the current collective and every later one throw. Any thread may call it.
   virtual void Abort() = 0;
 };
 

@@ -22,7 +22,7 @@ namespace onnxpar {
 namespace {
 
 constexpr size_t kLengthBytes = sizeof(uint32_t);
-/// Most bytes read at once, so that no connection delays the others.
+/// The largest number of bytes to read at once, so that no connection delays the others.
 constexpr size_t kChunk = 64 << 10;
 
 using AddressInfo = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
@@ -69,7 +69,8 @@ void Connection::Close() {
   descriptor_ = -1;
 }
 
-/// The bytes that arrived before are less than a frame, since Next was called until it had none.
+/// The bytes in `incoming_` are less than a frame: the caller has called Next until it returned
+/// none.
 bool Connection::Fill() {
   char buffer[4096];
   for (size_t read = 0; read < kChunk && incoming_.size() < kLengthBytes + longest_;) {
@@ -154,7 +155,7 @@ int Listen(Address* address) {
   sockaddr_storage bound{};
   socklen_t size = sizeof(bound);
   getsockname(listener, reinterpret_cast<sockaddr*>(&bound), &size);
-  // The port is at the same place in an IPv4 and in an IPv6 address.
+  // The port has the same offset in an IPv4 and in an IPv6 address.
   address->port = ntohs(reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
   return listener;
 }

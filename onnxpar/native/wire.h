@@ -10,13 +10,13 @@
 
 namespace onnxpar {
 
-/// Longer frames are skipped.
+/// The longest frame in bytes; longer ones are skipped.
 constexpr size_t kMaxFrame = 16 << 20;
-/// The same, for a connection that has not sent its hello.
+/// The longest frame of a connection that has not sent its Hello.
 constexpr size_t kMaxHello = 4096;
 
-/// A connection; closed on destruction. It never blocks, and buffers at most one incoming frame and
-/// twice the longest outgoing frame.
+/// A TCP connection, closed on destruction. Its methods never block. It buffers at most one
+/// incoming frame, and outgoing bytes of at most twice the longest frame.
 class Connection {
  public:
   Connection() = default;
@@ -28,14 +28,14 @@ class Connection {
   int descriptor() const { return descriptor_; }
   bool open() const { return descriptor_ >= 0; }
   void Close();
-  /// From now on, frames may be as long as those of a rank.
+  /// Allows frames of kMaxFrame bytes from now on.
   void Trust() { longest_ = kMaxFrame; }
 
-  /// Reads some of the bytes that have arrived. False at the end of the connection; frames that
-  /// arrived before remain.
+  /// Reads some of the bytes that have arrived. Returns false at the end of the connection; Next
+  /// still returns the frames before it.
   bool Fill();
-  /// The next complete frame. Throws ProtocolError on one that is too long or empty; the next call
-  /// continues after it.
+  /// Returns the next frame, if it is complete. Throws ProtocolError for a frame that is too long
+  /// or empty; the next call continues after that frame.
   std::optional<Frame> Next();
 
   /// Queues a message and writes as much as the socket accepts.
@@ -43,10 +43,10 @@ class Connection {
   void Send(const Message& message) {
     Queue(Encode(message));
   }
-  /// Writes queued bytes, unless the connection is broken, which Fill reports.
+  /// Writes queued bytes; discards them if the connection is broken, which Fill reports.
   void Flush();
   bool wants_to_write() const { return !outgoing_.empty(); }
-  /// True if frames were lost because the other end has not read for too long.
+  /// True if frames were discarded because the other end did not read for too long.
   bool overflowed() const { return overflowed_; }
 
  private:
@@ -67,27 +67,28 @@ struct Address {
   std::string Text() const { return host + ":" + std::to_string(port); }
 };
 
-/// True if no other host can reach it. Throws if it cannot be resolved.
+/// True if no other host can reach the address. Throws if it cannot be resolved.
 bool IsLoopback(const Address& address);
 
-/// Listens on `address`, on any free port if it names none, and sets the port. Throws
-/// std::system_error.
+/// Listens on `address` and returns the socket. If the port is 0, takes a free one and sets it in
+/// `address`. Throws std::system_error.
 int Listen(Address* address);
 
-/// Wakes a thread that polls it. Throws std::system_error.
+/// Returns a descriptor for waking a thread that polls it. Throws std::system_error.
 int NewEvent();
 
-/// The name of this host.
+/// Returns the name of this host.
 std::string HostName();
 
-/// Connects; a closed connection if nothing listens. Throws std::system_error if this process
-/// cannot open a socket.
+/// Connects to an address; returns a closed connection if nothing listens there. Throws
+/// std::system_error if this process cannot open a socket.
 Connection Connect(const Address& address, std::chrono::milliseconds timeout);
 
-/// Waits, at most an hour at a time, as poll() counts in int.
+/// Returns a timeout for poll(), at most an hour, because poll() takes an int; -1 for a negative
+/// timeout.
 int PollTime(std::chrono::milliseconds timeout);
 
-/// Why a process can open no more sockets and files, and what to do.
+/// Returns the text that says why this process can open no more sockets and files, and what to do.
 std::string OutOfDescriptors();
 
 }  // namespace onnxpar

@@ -17,29 +17,30 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// A collective that takes longer is reported to the hub, which compares the members' collectives.
+/// A rank reports a collective that takes longer to the hub, which compares the members'
+/// collectives.
 constexpr milliseconds kSlow{20};
-/// How long to wait for the hub's reason of a failure; it may ask the other ranks first.
+/// How long to wait until the hub sends the reason of a failure; the hub may ask other ranks first.
 constexpr milliseconds kVerdictTime{2000};
 
 std::mutex worlds_mutex;
-std::atomic<pid_t> process{0};  // that joined the worlds
+std::atomic<pid_t> process{0};  // the process that joined the worlds
 
 std::map<std::string, std::shared_ptr<World>>& Worlds() {
   static auto* worlds = new std::map<std::string, std::shared_ptr<World>>;  // outlives all threads
   return *worlds;
 }
 
-/// Announces the end of the process, so that other ranks can distinguish it from a crash. A forked
-/// child does not announce its end.
+/// Leaves all worlds when the process ends, so that other ranks can distinguish the end from a
+/// crash. Does nothing in a forked child.
 void LeaveWorldsAtExit() {
   if (getpid() != process) return;
   std::lock_guard<std::mutex> lock(worlds_mutex);
   for (const auto& [id, world] : Worlds()) world->LeaveAtExit();
 }
 
-/// Gloo writes to sockets whose other end may be closed; that must be an error code and not end the
-/// process.
+/// Makes a write to a socket whose other end is closed return an error instead of ending the
+/// process; Gloo may write to such sockets.
 void IgnoreBrokenPipes() {
   struct sigaction action{};
   sigaction(SIGPIPE, nullptr, &action);
@@ -113,7 +114,7 @@ void World::Connect() {
     const std::string reason =
         "rank " + std::to_string(rank()) + " cannot connect to the others: " + error.what();
     control_->Abort(reason);
-    control_.reset();  // and its thread, which sets failure_
+    control_.reset();  // ends its thread, too, which sets failure_
     throw std::runtime_error(failure_.empty() ? reason : failure_);
   }
 }
@@ -265,8 +266,8 @@ std::string World::Renew() {
     }
     throw WorldFailure(failure_);
   }
-  // All ranks report this reason, even if one of them ends now and breaks the connections of the
-  // others: that is the failure of their next call.
+  // All ranks report this reason, even if a rank ends now and breaks the others' connections: then
+  // the next call fails with that.
   const std::string reason = interruption_;
   if (is_for_good_) return reason;
   std::shared_ptr<Transport> left = std::move(transport_);
@@ -283,7 +284,7 @@ std::string World::Renew() {
   }
   lock.lock();
   transport_ = left;
-  if (!failure_.empty()) left->Abort();  // another rank has already failed in the next run
+  if (!failure_.empty()) left->Abort();  // another rank has already failed in the new run
   return reason;
 }
 

@@ -1,4 +1,4 @@
-// One rank's membership in a world of ranks.
+// World: one rank's membership in a world.
 #pragma once
 
 #include <chrono>
@@ -26,44 +26,46 @@ struct WorldConfig {
   std::chrono::milliseconds timeout{60000};
 };
 
-/// Ranks that run collectives together.
+/// The ranks that run a collective together, as this rank knows them.
 struct Group {
   std::vector<int> ranks;
   int me = 0;
   uint64_t hash = 0;
-  uint64_t runs = 0;  // collectives begun; guarded by the world
+  uint64_t runs = 0;  // collectives begun in this epoch; guarded by World::mutex_
 };
 
-/// One member's request of a collective, for checks and for messages.
+/// A collective that a member wants to run, for checks and for messages.
 struct Operation {
   const std::string& name;     // e.g. AllReduce 'node' (tag 3)
   const std::string& details;  // e.g. axis=0, sizes=[2, 3]
   Group& group;
-  uint64_t signature;  // equal where members agree
+  uint64_t signature;  // the same on members that agree
   DataType type;
   const Shape& shape;
-  /// If amounts may differ between members: those that this one sends to and receives from each.
+  /// If they may differ between members: the numbers of elements that this member sends to and
+  /// receives from each; else null.
   const std::vector<int64_t>* sends;
   const std::vector<int64_t>* receives;
 
   std::string Describe() const;
 };
 
-/// A collective that did not run, and why. The world it belongs to has failed, or its run has been
-/// interrupted.
+/// Thrown by a collective that did not run, because its world has failed or its run has been
+/// interrupted; has the reason.
 class WorldFailure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// The world of one rank. Any thread may call any method; collectives run one at a time.
+/// One rank's membership in a world. Any thread may call any method; collectives run one at a time.
 class World : public ControlListener {
  public:
-  /// Joins the other ranks and makes the world known under `config.id`; throws within the timeout.
+  /// Joins the other ranks, and registers the world under `config.id`. Throws if they do not join
+  /// within the timeout.
   static std::shared_ptr<World> Create(const WorldConfig& config);
-  /// The world of that id, or null.
+  /// Returns the world registered under `id`, or null.
   static std::shared_ptr<World> Find(const std::string& id);
-  /// Leaves the world of that id; false if there is none.
+  /// Leaves the world registered under `id`; returns false if there is none.
   static bool Destroy(const std::string& id);
 
   explicit World(const WorldConfig& config);
@@ -72,12 +74,12 @@ class World : public ControlListener {
   int rank() const { return config_.rank; }
   int size() const { return config_.size; }
 
-  /// The group of these world ranks, of all if there are none; throws unless they are distinct and
-  /// this rank is one of them.
+  /// Returns the group of these ranks of the world, of all ranks if `ranks` is empty. Throws unless
+  /// they are distinct and include this rank.
   Group& GroupOf(const std::vector<int64_t>& ranks);
 
-  /// Calls body(transport, call), or throws a WorldFailure with the reason that stopped the
-  /// collective.
+  /// Runs a collective: calls body(transport, call). Throws a WorldFailure with the reason if the
+  /// collective fails or cannot run.
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
     std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
@@ -89,22 +91,23 @@ class World : public ControlListener {
     }
   }
 
-  /// Ends the run because this rank cannot run the collective `name`, and throws.
+  /// Interrupts the run, because this rank cannot run the collective `name`, and throws.
   [[noreturn]] void Reject(const std::string& name, const std::string& reason);
-  /// Makes every current and later collective of this world fail with that message on all ranks.
+  /// Makes every collective of this world, current and later, fail with `message` on all ranks.
   void Abort(const std::string& message);
-  /// Begins a call that all ranks make, so that a rank that is already in the next call does not
-  /// interrupt this one. Without it, everything is one call.
+  /// Marks the start of a call on this rank, so that a rank that fails in its next call does not
+  /// interrupt this one. Without Begin, everything counts as one call.
   void Begin();
-  /// Makes every collective of this call, on all ranks, fail until all have called Renew.
+  /// Makes every collective of this call fail with `message` on all ranks, until all have called
+  /// Renew.
   void Interrupt(const std::string& message);
-  /// Waits until all ranks have left the interrupted run, and connects them again. Returns the
-  /// reason, the same on all ranks; throws if the world was aborted before. If they cannot connect,
-  /// the next call fails.
+  /// Waits until all ranks have left the interrupted run, and connects to them again. Returns the
+  /// reason of the interruption, the same on all ranks. Throws if the world was aborted. If the
+  /// ranks cannot connect, the next call fails.
   std::string Renew();
   /// Leaves the world.
   void Close();
-  /// Leaves the world, but keeps its threads and memory: the process is about to end.
+  /// Leaves the world without freeing its threads and memory, because the process is about to end.
   void LeaveAtExit();
 
  private:
@@ -138,16 +141,16 @@ class World : public ControlListener {
   const WorldConfig config_;
   std::mutex run_mutex_;  // taken before mutex_
 
-  std::mutex mutex_;                  // guards what follows
-  std::shared_ptr<Control> control_;  // null in a world of one rank, and in one that has been left
+  std::mutex mutex_;                  // guards the members below
+  std::shared_ptr<Control> control_;  // null with one rank, and after Close
   std::shared_ptr<Transport> transport_;
   std::condition_variable changed_;
   std::string failure_;
   bool is_for_good_ = false;
   uint64_t epoch_ = 0;        // how many runs were interrupted
-  std::string interruption_;  // why the last one was
+  std::string interruption_;  // why the last run was interrupted
   uint64_t call_ = 0;
-  std::string next_failure_;  // of the call after this one
+  std::string next_failure_;  // reason why the next call has failed
   std::map<std::vector<int>, std::unique_ptr<Group>> groups_;
   const Operation* running_ = nullptr;
   Clock::time_point began_;

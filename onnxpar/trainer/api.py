@@ -77,8 +77,9 @@ def grad(
     accumulate  number of micro-batches in a step; each has the model's batch size
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
-    preset      "manual" if the model is one rank's program with collectives; so is the step then, for
-                `devices` ranks or a `mesh` ("dp=2,tp=4" or a Mesh), sharded as in `strategy`
+    preset      "manual" if the model is one rank's program with collectives; then the step is one,
+                too, for `devices` ranks or a `mesh` ("dp=2,tp=4" or a Mesh), with tensors sharded
+                as in `strategy`
 
     Returns the roles of the step's inputs and outputs. Warns about weights that the step trains
     differently from PyTorch. Errors: OnnxparError; no file is left half-written.
