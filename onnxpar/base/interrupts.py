@@ -17,9 +17,9 @@ STATUSES = {
     signal.SIGTERM: ("terminated", 143),
     signal.SIGHUP: ("terminated, because its terminal was closed", 129),
 }
-"""Message and exit status of a command that a signal ends."""
+"""Message and exit status of a command that a signal ends, by signal."""
 _waiting: list[int] = []
-"""Signals that arrived within `uninterrupted`."""
+"""Signals that arrived inside an `uninterrupted` block and must still be raised."""
 _shields = [0]
 """Its only element is the number of open `uninterrupted` blocks."""
 
@@ -73,7 +73,7 @@ def _is_command() -> bool:
     return name == "onnxpar" or (name == "-m" and after_m[:1] == ["onnxpar"])
 
 
-def _watch() -> None:
+def _install_handlers() -> None:
     """Installs `end_now` for each signal whose handler is still Python's default."""
     for number in STATUSES:
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -82,4 +82,4 @@ def _watch() -> None:
 
 
 if _is_command():
-    _watch()
+    _install_handlers()

@@ -11,7 +11,8 @@ from onnxpar.base.arrays import Array
 
 @dataclass(frozen=True)
 class Lookup:
-    """An input whose elements index the rows of a node's table; the range is [-rows, rows)."""
+    """An input whose elements index the rows of a node's table; valid indices are in [-rows,
+    rows)."""
 
     input: str
     node: str

@@ -49,8 +49,8 @@ def parse(text: str) -> Any:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Errors: ValueError if an alias is inside the structure that it refers to, or if the structure
-    has more than MOST_ENTRIES entries."""
+    """Checks the size of a structure. Errors: ValueError if an alias is inside the structure that
+    it refers to, or if the structure has more than MOST_ENTRIES entries."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 

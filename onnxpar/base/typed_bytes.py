@@ -182,7 +182,7 @@ class _Reader:
         return self._readers[letter](depth)
 
     def end(self) -> None:
-        """Errors: ValueError if bytes are left."""
+        """Checks that no bytes are left. Errors: ValueError."""
         if self._rest:
             raise ValueError(f"{len(self._rest)} bytes follow the value")
 

@@ -117,7 +117,8 @@ class _Unfusing:
         return name
 
     def convolution(self) -> bool:
-        """Replaces FusedConv by a convolution, an addition and an activation."""
+        """Replaces FusedConv by a convolution, an addition and an activation; False if the opset
+        does not have the activation."""
         attrs = _attributes(self.node)
         op = attrs.pop("activation", b"").decode()
         params = attrs.pop("activation_params", [])
@@ -137,7 +138,8 @@ class _Unfusing:
         return True
 
     def gemm(self) -> bool:
-        """Replaces FusedGemm by a Gemm and an activation."""
+        """Replaces FusedGemm by a Gemm and an activation; False if the opset does not have the
+        activation."""
         attrs = _attributes(self.node)
         op = attrs.pop("activation", b"").decode()
         params = [attrs.pop(f"activation_{key}", None) for key in ("alpha", "beta", "gamma")]

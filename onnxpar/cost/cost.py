@@ -117,8 +117,8 @@ class Costs:
         return outermost
 
     def local(self, kind: str, size: float) -> float:
-        """Seconds of a copy of `size` bytes without communication, such as a slice, of any
-        `kind`."""
+        """Seconds of a step of a reshard that copies `size` bytes without communication, such as a
+        slice; the same for every `kind`."""
         return self.topology.device.launch + size / self.topology.device.memory_bandwidth
 
     def rows(self, count: float) -> float:

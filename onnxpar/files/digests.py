@@ -107,7 +107,7 @@ def check_blocks(folder: Path, blocks: Iterable[Block], remedy: str) -> None:
         if found[file, at] != digest:
             raise ModelError(
                 f"{file} has changed since it was written: SHA-256 differs in the "
-                f"{BLOCK >> 20} MiB from byte {at}{_then(remedy)}"
+                f"{BLOCK >> 20} MiB from byte {at}{_and(remedy)}"
             )
 
 
@@ -118,9 +118,9 @@ def check_size(file: Path, digests: Digests, remedy: str) -> None:
         size = file.stat().st_size
     except OSError as error:
         text = f"cannot read {file}: {error.strerror or error}"
-        raise ModelError(f"{text}{_then(remedy)}") from None
+        raise ModelError(f"{text}{_and(remedy)}") from None
     if size != digests["bytes"]:
-        raise ModelError(f"{file} has {size:,} bytes, not {digests['bytes']:,}{_then(remedy)}")
+        raise ModelError(f"{file} has {size:,} bytes, not {digests['bytes']:,}{_and(remedy)}")
 
 
 def check_listed(files: Mapping[str, Digests]) -> None:
@@ -134,7 +134,7 @@ def check_listed(files: Mapping[str, Digests]) -> None:
             raise ValueError(f"{len(blocks)} digests of {name!r}")
 
 
-def _then(remedy: str) -> str:
+def _and(remedy: str) -> str:
     """The end of a message: `; ` and the remedy, or nothing if the remedy is empty."""
     return f"; {remedy}" if remedy else ""
 
@@ -158,7 +158,7 @@ def check_seal(file: Path, text: bytes, remedy: str) -> None:
         plain = text[:start] + _UNSEALED.encode() + text[end:]
         if hashlib.sha256(plain).hexdigest().encode() == found[1]:
             return
-    raise ModelError(f"{file} has changed since it was written: SHA-256 differs{_then(remedy)}")
+    raise ModelError(f"{file} has changed since it was written: SHA-256 differs{_and(remedy)}")
 
 
 def _blocks(size: int) -> range:

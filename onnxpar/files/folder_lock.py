@@ -85,7 +85,7 @@ def _locked(folder: Path) -> int:
         is_ours = False
         try:
             is_free = _lock(descriptor, file)
-            if is_free and _stands_at(descriptor, file):
+            if is_free and _is_still_at(descriptor, file):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, _own_name(), 0)
                 is_ours = True
@@ -130,7 +130,7 @@ def _lock(descriptor: int, file: Path) -> bool:
     return True
 
 
-def _stands_at(descriptor: int, file: Path) -> bool:
+def _is_still_at(descriptor: int, file: Path) -> bool:
     """True if the opened file is still at this path: the process that locked it removes it at its
     end."""
     try:
@@ -145,7 +145,7 @@ def _release(owner: int, descriptor: int, file: Path, made: Sequence[Path]) -> N
     if os.getpid() != owner:
         return
     with suppress(OSError):
-        if _stands_at(descriptor, file):
+        if _is_still_at(descriptor, file):
             file.unlink()
     _inherited.discard(descriptor)
     with suppress(OSError):

@@ -137,7 +137,8 @@ def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 
 def is_data_dependent(dim: Dim) -> bool:
-    """True if the size of the dimension is data-dependent, so that its one factor has size -1."""
+    """True if the size of the dimension is data-dependent; it is then a single factor of size
+    -1."""
     return isinstance(dim, Factor) and dim.size < 0
 
 

@@ -115,21 +115,23 @@ class Lockstep:
         return self._variables
 
     def size(self, name: str, axis: int) -> Polynomial | None:
-        """The size of a tensor's dimension in closed form; None if it has none, or is unknown."""
+        """The closed form of the size of a tensor's dimension; None if the size has none, or is
+        unknown."""
         shapes = [self.walks[i].shape(name) for i in self.live]
         if any(s is None or axis >= len(s) for s in shapes):
             return None
         return self._fit([s[axis] for s in shapes if s is not None])
 
     def value(self, name: str) -> Polynomial | None:
-        """The closed form of the integer in a tensor of one element; None if it has none, or is
-        unknown."""
+        """The closed form of the integer in a tensor of one element; None if the integer has none,
+        or is unknown."""
         each = [self.walks[i].values.get(name) for i in self.live]
         known = [int(np.reshape(v, -1)[0]) for v in each if v is not None and np.size(v) == 1]
         return self._fit(known) if len(known) == len(each) else None
 
     def sizes(self, name: str) -> list[Polynomial | None]:
-        """The sizes of a tensor in closed form; None for those that have none or are unknown."""
+        """The closed forms of all sizes of a tensor; None for a size that has none, or is
+        unknown."""
         each = [self.walks[i].sizes(name) or () for i in self.live]
         known = [
             [size for size in column if size is not None] for column in zip(*each, strict=False)
@@ -152,8 +154,9 @@ class Lockstep:
             self._known = {k: v for k, v in self._known.items() if v is not None}
 
     def _tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
-        """The symbol and its replacement that make the first two unequal sizes equal that the node
-        requires to be equal; None if all are equal, or none can be made so. Sets `is_certain`."""
+        """Looks for two sizes that the node requires to be equal but that differ. Returns a symbol
+        and its replacement that make the first such pair equal; None if there is no such pair, or
+        none can be made equal. Sets `is_certain`."""
         ends = [self.walks[i] for i in (self.live[0], self.live[-1])]
         one, two = shapes = [[walk.sizes(name) for name in node.input] for walk in ends]
         needs = zip(equal_sizes(node, one), equal_sizes(node, two), strict=False)
@@ -241,7 +244,7 @@ class Lockstep:
                     if size.variables:
                         self.found[size] = None
                     continue
-                self._lose(node)
+                self._add_lost(node)
             for i in self.live:
                 self.walks[i].forget_size(name, axis)
 
@@ -271,7 +274,7 @@ class Lockstep:
             for operand, at, own, _ in self._open_operands(node)
         )
 
-    def _lose(self, node: NodeProto) -> None:
+    def _add_lost(self, node: NodeProto) -> None:
         """Adds the node to `lost`: its results have data-dependent sizes."""
         if node.output[0] not in self.lost:
             self.lost.append(node.output[0])
@@ -375,7 +378,7 @@ def _columns(arrays: Sequence[Array]) -> list[list[int]]:
 
 
 def _size_at(shapes: Shapes, place: Place | int) -> int | None:
-    """The size of a dimension; a number is its own size."""
+    """The size of an operand's dimension; if `place` is a number, that number."""
     if isinstance(place, int):
         return place
     operand, axis = place

@@ -53,7 +53,7 @@ def widen(build: Lowering, x: gs.Tensor) -> gs.Tensor:
 
 
 def like(x: gs.Tensor, value: Any) -> np.ndarray[Any, Any]:
-    """A constant of a tensor's element type."""
+    """`value` as a constant of the element type of `x`."""
     return np.array(value, dtype_of(x))
 
 

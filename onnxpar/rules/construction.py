@@ -18,7 +18,7 @@ _COUNTED = ("int32", "int64", "float32", "float64")
 
 
 def _diagonal(local: Local, row: str, column: str) -> int:
-    """The offset of the whole tensor's diagonal in the rank's shard."""
+    """The offset of the global tensor's diagonal from the diagonal of the rank's shard."""
     return local.interval(row)[0] - local.interval(column)[0]
 
 

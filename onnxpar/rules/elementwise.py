@@ -1,4 +1,5 @@
-"""Elementwise ops with NumPy broadcasting."""
+"""Elementwise ops with NumPy broadcasting, `d0 d1, d1 -> d0 d1`. Docstrings say in which operands
+an op is linear or non-decreasing: there, operands may be partial."""
 
 from __future__ import annotations
 

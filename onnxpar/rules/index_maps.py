@@ -24,7 +24,7 @@ class IndexMap:
     index: Array
 
     def is_split(self, local: Local) -> bool:
-        """True if the dimensions are sharded."""
+        """True if the two dimensions are split."""
         return local.is_split(self.before)
 
     def fetch(self, builder: Lowering, x: gs.Tensor, axis: int) -> gs.Tensor:
@@ -35,8 +35,8 @@ class IndexMap:
         return builder.fetch(x, self.before, axis, self.held)
 
     def held(self, local: Local) -> tuple[int, int]:
-        """The range that the rank's results need: the index of its first element, and of its last
-        plus one."""
+        """The range of elements that the rank's results need: (first, last + 1), as global
+        indices."""
         needed = self.index[local.positions(self.after)]
         return int(needed.min()), int(needed.max()) + 1
 

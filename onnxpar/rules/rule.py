@@ -90,13 +90,14 @@ class Lowering(Protocol):
         ...
 
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
-        """Adds a node with one result; an attribute may be a function of the rank's view."""
+        """Adds a node with one result, and returns that; an attribute may be a function of the
+        rank's view."""
         ...
 
     def add_each(
         self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
     ) -> list[gs.Variable]:
-        """Adds a node with `count` results."""
+        """Adds a node with `count` results, and returns these."""
         ...
 
     def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
@@ -154,8 +155,8 @@ class Lowering(Protocol):
     def make(
         self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
     ) -> gs.Variable:
-        """Adds a node whose result has this type, (dtype, shape on rank 0), for ops whose type
-        cannot be inferred."""
+        """Adds a node whose result has the given type, (dtype, shape on rank 0), and returns the
+        result; for ops whose types cannot be inferred."""
         ...
 
     def shape(self, x: gs.Tensor) -> list[int]:

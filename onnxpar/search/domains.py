@@ -27,8 +27,8 @@ class Tensors:
     a table.
 
     variable  the variable of each node, by its name
-    outputs   the results of the graph
-    fused     sums over ranks that are fused into buckets
+    outputs   names of the results of the graph
+    fused     names of tensors whose sums over ranks are fused into buckets
     """
 
     def __init__(

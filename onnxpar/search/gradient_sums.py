@@ -56,7 +56,7 @@ class GradientSums:
         return cls(names, BucketCosts(costs.topology, costs.mesh, bucket=bucket))
 
     def within(self, sharding: ShardingState, tensor: str) -> ShardingState:
-        """The sharding, with the cost model for this tensor's reshards."""
+        """The sharding state with the cost model for the reshards of this tensor."""
         if tensor not in self.tensors or self.costs is None:
             return sharding
         return replace(sharding, costs=self.costs)

@@ -53,7 +53,7 @@ class MemoryTimeline:
         return self.profiles * (self.end + 1)
 
     def _number(self, graph: gs.Graph) -> None:
-        """Numbers the nodes of a graph, each before those of its bodies."""
+        """Numbers the nodes of a graph; a node comes before the nodes of its bodies."""
         for node in graph.nodes:
             self.first[node.name] = len(self.first)
             for body in subgraphs(node):

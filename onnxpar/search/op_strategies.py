@@ -184,7 +184,7 @@ def _ranked(
 
 
 def _agrees_on(axis: Axis, strategy: OpStrategy, decided: Sequence[Axes | None]) -> bool:
-    """True if a strategy splits by this axis exactly the leaves for which that is decided."""
+    """True if a strategy uses this axis as decided, for each leaf whose axes are decided."""
     return all(
         have is None or tuple(a for a in have if a.name == axis.name) == over
         for have, over in zip(decided, strategy.axes, strict=True)

@@ -14,9 +14,9 @@ from onnxpar.sharding.state import FactorSharding
 
 @dataclass(frozen=True)
 class Port:
-    """A place where a node produces or reads a tensor: its result or operand `index`; or, if that
-    is None, an input or output of one of its bodies, where `links` relates leaves. With `is_whole`,
-    a body inside of which nothing is split reads the tensor."""
+    """A place where a node produces or reads a tensor: the result or operand `index`; or, if that
+    is None, an input or output of one of the node's bodies, with `links` from the tensor's leaves
+    to the node's. With `is_whole`, a body inside of which nothing is split reads the tensor."""
 
     op: OpFactors
     index: int | None
@@ -37,7 +37,7 @@ class Port:
 
 
 class Ports:
-    """The producer of each tensor, by name, and its readers."""
+    """The ports of each tensor, by name: its producer, and its readers."""
 
     def __init__(self, ops: Iterable[OpFactors]) -> None:
         self.producers: dict[str, Port] = {}

@@ -28,7 +28,8 @@ FAR = 2
 """Number of additional bindings with much larger sizes, at which a size that only looks constant
 changes."""
 ENOUGH = 6
-"""Fewest bindings that must be left if bindings are dropped at which the model is not valid."""
+"""Fewest bindings that must remain after those at which the model is not valid have been
+dropped."""
 MOST_MONOMIALS = 1 << 14
 """Most monomials for which sums of two are tried; with more, a size that needs such a sum has no
 closed form."""
@@ -40,7 +41,7 @@ _TRIES = 100
 class Domain:
     """Sample sizes of a symbol: n * `step` + `offset`, with n from `low` to `high`. Samples have
     consecutive n, in random order, and a few much larger ones. The symbol of a `closed` domain has
-    no other sizes; its samples are random."""
+    no sizes outside of it; its samples are random."""
 
     step: int
     low: int
@@ -91,8 +92,9 @@ def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> l
 def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> Polynomial | None:
     """The simplest polynomial of the variables with these values; None if there is none.
 
-    `variables` gives the value of each at every sample. A polynomial has at most three terms, one
-    of them a number. There are more samples than terms, so that a fit is not a coincidence.
+    `values` are those of the polynomial at all samples, and `variables` has the values of each
+    variable there. A polynomial has at most three terms, one of them a number. There are more
+    samples than terms, so that a fit is not a coincidence.
     """
     return next(iter(fits(values, variables)), None)
 

@@ -48,12 +48,12 @@ class Polynomial:
 
     @staticmethod
     def constant(value: int) -> Polynomial:
-        """The polynomial of a number."""
+        """A number as a polynomial."""
         return Polynomial((((), Fraction(value)),) if value else ())
 
     @staticmethod
     def variable(name: Variable) -> Polynomial:
-        """The polynomial of a single symbol or quotient."""
+        """A symbol or a quotient as a polynomial."""
         return Polynomial((((name,), Fraction(1)),))
 
     @property

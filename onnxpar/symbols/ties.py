@@ -21,18 +21,18 @@ def solve_tie(a: Polynomial, b: Polynomial, order: Sequence[str]) -> tuple[str, 
         return None
     found = [(s, by) for s in order if (by := _linear(difference, s)) is not None]
     if found:
-        return min(found, key=lambda each: (_oddity(each[1]), -order.index(each[0])))
+        return min(found, key=lambda each: (_negative_terms(each[1]), -order.index(each[0])))
     return _multiple(difference)
 
 
-def _oddity(size: Polynomial) -> int:
-    """Number of negative terms."""
+def _negative_terms(size: Polynomial) -> int:
+    """Number of negative terms; replacements with few of them are preferred."""
     return sum(c < 0 for _, c in size.terms)
 
 
 def _without_common_factor(size: Polynomial) -> Polynomial:
-    """The size divided by the variables that all its terms share. Variables are positive, so both
-    are 0 at the same values."""
+    """The size divided by the variables that all its terms share. Variables are positive, so the
+    size and the result are 0 for the same values."""
     terms = list(size.terms)
     for variable in set(terms[0][0]) if terms else ():
         while all(variable in m for m, _ in terms):

@@ -140,7 +140,7 @@ class _Program:
             yield _Row.of([*terms, result], -np.inf, 0)
 
     def _typical(self) -> float:
-        """The largest finite entry."""
+        """The largest finite entry in the tables of all sums."""
         finite = [t.values[np.isfinite(t.values)] for tables in self.sums for t in tables]
         return max((float(values.max()) for values in finite if values.size), default=1.0)
 
