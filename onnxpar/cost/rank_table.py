@@ -47,8 +47,8 @@ def hosts_of(data: Mapping[str, Any], source: str) -> tuple[int, int]:
 
 
 def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
-    """(rank, server) of every device. Devices without a rank in the table get the numbers 0, 1, ...
-    in the order of the table."""
+    """(rank, server) of every device. A device without a rank in the table gets its position in the
+    table as its rank."""
     number = count()
     try:
         for server in data.get("server_list", ()):

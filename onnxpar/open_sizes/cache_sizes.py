@@ -115,9 +115,9 @@ def _of(
 def settled(
     caches: Sequence[CacheSizes], sizes: Mapping[str, int], kept: Collection[str]
 ) -> dict[str, int]:
-    """Sizes of all symbols, changed to contradict as few caches as possible; those in `kept` do not
-    change, and others change at most once. Rings come first: growing caches can adapt to a longer
-    mask."""
+    """Sizes of all symbols, changed so that they contradict no cache, where that is possible
+    without changing symbols in `kept`. A symbol changes at most once. Rings come first: growing
+    caches can adapt to a longer mask."""
     found, done = dict(sizes), set(kept)
     ordered = sorted(caches, key=lambda cache: not cache.is_ring)
     for _ in sizes:

@@ -72,8 +72,8 @@ rule("GatherND", domain=DOMAIN)(gather_nd)
 
 @rule("BranchwiseRMSNorm GatedRMSNorm", domain=DOMAIN)
 def row_normalization(node: gs.Node) -> Rule:
-    """`b s h, h, b s h -> b s h`; h must stay whole, and s too if a group of branches spans
-    rows."""
+    """`b s h, h, b s h -> b s h`; h must stay whole, and s too for a BranchwiseRMSNorm without
+    `num_branches`."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     if node.op == "BranchwiseRMSNorm":

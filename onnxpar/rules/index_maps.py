@@ -17,7 +17,7 @@ from onnxpar.rules.rule import Local, Lowering
 @dataclass(frozen=True, eq=False)
 class IndexMap:
     """The indices of factor `before` (of the operand) that each index of factor `after` (of the
-    result) needs: a row of `index` for each index of `after`."""
+    result) needs: an element or row of `index` for each index of `after`."""
 
     before: str
     after: str
@@ -47,8 +47,8 @@ class IndexMap:
         return np.asarray(needed - origin, np.int64)
 
     def take(self, builder: Lowering, x: gs.Tensor, axis: int) -> gs.Tensor:
-        """The elements of `x` that are the rank's results, along dimension `axis`. Each row of the
-        map must have one index."""
+        """The elements of `x` that are the rank's results, along dimension `axis`. The map must
+        have only one index for each."""
         x = self.fetch(builder, x, axis)
         if self.is_split(builder.local) and (np.diff(self.index) == 1).all():
             return x

@@ -23,8 +23,8 @@ _PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "
 
 def meeting_updates(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
     """The fields of a rule for factors of the updates, where several updates may hit the same
-    element. If the op reduces them, the result is partial, and the data must count on one rank
-    only; else the factors stay whole."""
+    element. If the op adds them or takes their max or min, the result is partial (and in a sum, the
+    data counts on one rank only); else the factors stay whole."""
     reduction = node.attrs.get("reduction", "none")
     if reduction not in _JOINS:
         reason = (
