@@ -315,7 +315,7 @@ def test_check_train(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = ["check", step, "--train", "--devices", "2", "--preset", "zero3", "--steps", "12"]
     assert main([*how, "--inputs", str(made / "train.npz")]) == 0
     shown = capsys.readouterr().out
-    assert "12 steps over 2 ranks against one:" in shown and "loss, later steps" in shown
+    assert "12 steps over 2 ranks compared with one rank:" in shown and "loss, later steps" in shown
     assert main([*how[:-1], "0"]) == 2
     assert "--steps 0: must be at least 1" in capsys.readouterr().err
     assert main(["check", str(made / "model.onnx"), "--train", "--devices", "2"]) == 2
